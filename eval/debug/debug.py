@@ -1,4 +1,4 @@
-"""Diagnosis of a quantized model: the questions that `fluxq debug` asks, those that would make the rest idle first.
+"""Diagnosis of a quantized model: the questions of `fluxq debug`, in the order in which it asks them.
 
     stored.py    is each stored weight its source, rounded?                        a damaged file, a wrong scale
     trace.py     does each kernel compute what the torch reference does?           a fault of a kernel, not of rounding
@@ -38,15 +38,17 @@ from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.recipe import Recipe
 
-NOISE_FACTOR = 3.0  # an error so many times the floor's has left it
+NOISE_FACTOR = 3.0  # times the noise floor's error: above it a divergence begins
 _CLIPPED = 1e-3  # share of a layer's input that is worth a finding
 
 
 @dataclass(frozen=True)
 class Search:
-    """Extent of the search for faults. steps: denoising steps whose layers are looked at.
+    """Extent of the search for faults.
 
-    budget: runs of the items for the damages, see `measure_damage`. patch: what a recipe may add, None makes none.
+    steps: number of denoising steps whose layers are looked at.
+    budget: runs of the items for the damages, see `measure_damage`.
+    patch: bits and format that a recipe may add; None makes no recipe.
     """
 
     steps: int = 4
@@ -73,7 +75,7 @@ def debug(
         raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and search.patch is not None and "imported" not in record:  # which no recipe made
+    if record is not None and search.patch is not None and "imported" not in record:  # no recipe made an imported one
         fields = dict(record["recipe"])
         recipe = str(fields.pop("name")), Recipe.model_validate(fields)
     pipes = reference.open(), quantized.open()
@@ -91,7 +93,7 @@ def debug_pipelines(
     batch_size: int | None = None,
     recipe: tuple[str, Recipe] | None = None,
 ) -> Debug:
-    """`debug` of pipelines that are open, on the CPU. recipe: name and content, without one there is no patch."""
+    """Diagnose open pipelines on the CPU, as `debug`. recipe: name and content; without it there is no patch."""
     if not items:
         raise ValueError("nothing to run: the list of (prompt, seed) is empty")
     all_layers = quantized_layers(quantized)
@@ -148,7 +150,13 @@ def debug_pipelines(
 
 @dataclass
 class _Traces:
-    """Results of three watched runs. order: layers as they ran. floor_error: squared, of the second 16-bit run."""
+    """Results of three watched runs.
+
+    order: layers as they ran.
+    floor_error: squared error of the second 16-bit run.
+    resolution: squared relative error of rounding a result once.
+    local, free, floor: outputs with 16-bit input, in the quantized run, and in the second 16-bit run.
+    """
 
     latents: Tensor
     order: tuple[str, ...]
@@ -199,7 +207,7 @@ def _trace(
 
 
 def _other_attention(device: str) -> list[SDPBackend]:
-    """Of the second 16-bit run: not what PyTorch takes by itself, and on a GPU what has room for a video's tokens."""
+    """Return another attention than PyTorch's default, for the second 16-bit run; on a GPU it has room for videos."""
     is_gpu = torch.device(device).type == "cuda"
     return [*([SDPBackend.EFFICIENT_ATTENTION] if is_gpu else []), SDPBackend.MATH]
 
@@ -211,7 +219,7 @@ def _makes_latents(pipe: Any, name: str) -> bool:
 def _faults(
     reference: Any, layers: Mapping[str, QuantLinear], traces: _Traces, steps: Sequence[int], device: str
 ) -> dict[str, str]:
-    """Layer -> what is wrong with it and is not rounding: NaN first, then kernels, stored weights, static scales."""
+    """Return layer -> its faults beyond rounding: NaN first, then kernels, stored weights, static scales."""
     faults: dict[str, str] = {}
 
     def add(name: str, fault: str) -> None:
@@ -240,7 +248,7 @@ def _faults(
 
 
 def _first_not_finite(traces: _Traces, steps: Sequence[int]) -> list[tuple[str, int]]:
-    """Each layer that makes NaN or infinity of a finite input, with the step at which it does so first."""
+    """Return each layer that makes NaN or infinity of a finite input, with its first such step."""
     first_steps: dict[str, int] = {}
     for step in steps:
         for name in traces.order:
@@ -251,7 +259,7 @@ def _first_not_finite(traces: _Traces, steps: Sequence[int]) -> list[tuple[str, 
 
 
 def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
-    """The first layer, by step and in the order in which layers run, whose error is not the noise floor's."""
+    """Return the place, by step and then by running order, where an error first leaves the noise floor."""
     for step in steps:
         for name in traces.order:
             noise, floor = traces.free.noise(name, step), traces.floor.noise(name, step)
@@ -297,7 +305,7 @@ def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], damage
 
 
 def _ranked(rows: Sequence[LayerDamage], faults: Sequence[str]) -> list[LayerDamage]:
-    """Faulty layers first, then by damage; those that were not measured follow, by local error."""
+    """Sort layers: faulty ones first, then by damage; those that were not measured follow, by local error."""
 
     def place(row: LayerDamage) -> tuple[int, float, float]:
         fault = faults.index(row.name) if row.name in faults else len(faults)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fluxq.eval.debug.damage import Damages
 from fluxq.eval.metrics.schema import LayerDamage, Patch
 
-ADDITIVE = 0.5, 2.0  # within, damages of single layers say what they are worth together
+ADDITIVE = 0.5, 2.0  # bounds of the sum of damages within which single damages can be added
 _UNDERFLOW = 0.75  # share of a layer's input that is worth a finding; half is usual behind a GELU
 _NAMED = 5  # layers in one finding
 
@@ -21,7 +21,7 @@ def findings(
     first_divergence: str | None,
     patch: Patch | None,
 ) -> list[str]:
-    """rows: layers, the worst first. faults: layer -> what is wrong with it and is not rounding."""
+    """Return the findings. rows: layers, the worst first. faults: layer -> what is wrong with it beyond rounding."""
     sentences = [f"{name}: {fault}" for name, fault in faults.items()]
     sentences += _who_makes_it(rows, damages)
     sentences += _lost(rows, steps)
@@ -64,7 +64,7 @@ def about_shares(rows: Sequence[LayerDamage]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -96,7 +96,7 @@ def _who_makes_it(rows: Sequence[LayerDamage], damages: Damages) -> list[str]:
 
 
 def _lost(rows: Sequence[LayerDamage], steps: Sequence[int]) -> list[str]:
-    """The layer of whose input most becomes 0, where that is much."""
+    """Return a finding on the layer of whose input most becomes 0, where that is much."""
     shares = [
         (value, row.name, step)
         for row in rows

@@ -1,7 +1,7 @@
 """A recipe that keeps some layers in a better format, where a few more bits bring most.
 
-Layers that share an input change together: what rounds one input in two ways can be neither transformed nor fused. Of
-these groups those are taken that together do most damage and add no more bits than were allowed:
+Layers that share an input change together: what rounds one input in two ways can be neither transformed nor fused. The
+groups are chosen that together do most damage and add no more bits than allowed:
 
     maximize Σ damage of a group, over sets of groups with Σ bits that a group adds <= growth · all that is stored
 
@@ -63,7 +63,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Promotion:
-    """Quantized layers that share an input. schemes: layer -> what it would be then, None is 16 bit."""
+    """Group of quantized layers that share an input, and better schemes. schemes: layer -> scheme, None for 16 bit."""
 
     schemes: Mapping[str, Scheme | None]
     damage: float
@@ -79,11 +79,13 @@ def make_patch(
     added: Added,
     error: Callable[[Mapping[str, nn.Linear | nn.Conv2d]], float],
 ) -> Patch:
-    """Choose layers, write the recipe, and measure what it gains.
+    """Choose layers, write the recipe, and measure its gain.
 
-    layers: the quantized ones of the denoiser and text encoders, "component.path". recipe: the checkpoint's, with its
-    name. error: the squared error of the latents with other modules in place of some layers. ValueError where no group
-    of layers fits, or the recipe cannot hold such layers.
+    layers: quantized layers of the denoiser and text encoders, "component.path".
+    recipe: name and content of the checkpoint's recipe.
+    error: function from layer -> module in its place to the squared error of the latents.
+
+    ValueError where no group of layers fits, or the recipe cannot hold such layers.
     """
     growth = added.growth
     before, weights = stored_bits(quantized)
@@ -114,7 +116,7 @@ def make_patch(
 
 
 def promotions(pipe: Any, layers: Mapping[str, QuantLinear], damages: Damages, better: str) -> list[Promotion]:
-    """The groups of transformers whose layers were all measured and do damage."""
+    """Return the groups of transformers whose layers were all measured and do damage."""
     groups: dict[str, list[str]] = {}
     for name in layers:
         if model_family(getattr(pipe, name.partition(".")[0])).kind == "transformer":
@@ -132,7 +134,7 @@ def promotions(pipe: Any, layers: Mapping[str, QuantLinear], damages: Damages, b
 
 
 def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
-    """An 8-bit scheme for a layer of fewer bits, None (16 bit) for one that has 8 or cannot be held in it."""
+    """Return an 8-bit scheme for a layer of fewer bits; None (16 bit) for one of 8, or of a shape that does not fit."""
     row = find_format(better)
     try:
         row.check_shape(layer.out_features, layer.in_features, "layer")
@@ -144,7 +146,7 @@ def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
 
 
 def choose(groups: Sequence[Promotion], bits: float) -> list[Promotion]:
-    """The groups that together do most damage and add at most `bits`, those that bring most for a bit first."""
+    """Choose the groups that together do most damage and add at most `bits`; the most damage per bit comes first."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     groups = _worthwhile(groups)
@@ -211,7 +213,7 @@ def _reason(name: str, group: Promotion, damages: Damages) -> str:
 
 
 def improved(linear: nn.Linear | nn.Conv2d, scheme: Scheme | None) -> nn.Linear | nn.Conv2d:
-    """A 16-bit layer rounded to nearest under a scheme; itself under None."""
+    """Return a 16-bit layer rounded to nearest under a scheme; itself under None."""
     if scheme is None:
         return linear
     weight = QuantizedTensor.quantize(linear.weight.detach().flatten(1), scheme.weights)
@@ -227,10 +229,10 @@ def patched_recipe(
     reasons: Mapping[str, str],
     about: str,
 ) -> str:
-    """The recipe in YAML with an override for each layer ("component.path") and its reason. about: for the first line.
+    """Return the recipe in YAML, with an override and its reason for each layer ("component.path").
 
-    It extends a shipped recipe where the checkpoint's is one, and says everything itself otherwise. ValueError if it
-    cannot hold such layers.
+    about: end of its first line. It extends a shipped recipe where the checkpoint's is one, and is complete otherwise.
+        ValueError if it cannot hold such layers.
     """
     is_shipped = recipe_name in shipped_recipes() and load_recipe(recipe_name)[1].digest == recipe.digest
     whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}

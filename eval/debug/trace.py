@@ -32,7 +32,7 @@ ROWS = 32  # of each image's output that are kept
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer, in the batch number `batch` of so many images: x (…, K) and y (…, N), channels last."""
+    """Call of a layer in batch number `batch`, of so many images: x (…, K) and y (…, N), channels last."""
 
     name: str
     step: int
@@ -79,7 +79,7 @@ def watch(
 
 
 def module_of(pipe: Any, name: str) -> Any:
-    """The module `component.path` of a pipeline."""
+    """Return the module `component.path` of a pipeline."""
     component, _, path = name.partition(".")
     return getattr(pipe, component).get_submodule(path)
 
@@ -91,28 +91,28 @@ class Powers:
         self._sums: dict[tuple[str, int], tuple[float, float]] = {}
 
     def add(self, name: str, step: int, y: Tensor, other: Tensor) -> None:
-        """Both of one shape, on one device."""
+        """Add two outputs of one shape, on one device."""
         signal, noise = self._sums.get((name, step), (0.0, 0.0))
         y = y.double()
         self._sums[name, step] = signal + float(y.square().sum()), noise + float((other - y).square().sum())
 
     def noise(self, name: str, step: int) -> float | None:
-        """Noise over signal, NaN where it is not finite; None where nothing was compared."""
+        """Return noise over signal, NaN where it is not finite; None where nothing was compared."""
         signal, noise = self._sums.get((name, step), (0.0, 0.0))
         return noise / signal if signal else None
 
     def sqnr_db(self, name: str, steps: Sequence[int]) -> tuple[float | None, ...]:
-        """At each step; None where nothing was compared, nothing was lost, or it is not finite."""
+        """Return the SQNR at each step; None where nothing was compared, nothing was lost, or it is not finite."""
         return tuple(decibels(self.noise(name, step)) for step in steps)
 
 
 def decibels(noise: float | None) -> float | None:
-    """Noise over signal as SQNR in dB; None where that is no number: no noise, no end of it, or not known."""
+    """Return noise over signal as SQNR in dB; None where that is no number: no noise, no end of it, or not known."""
     return -10 * math.log10(noise) if noise and math.isfinite(noise) else None
 
 
 class Outputs:
-    """Keeps some rows of what the layers put out."""
+    """Some rows of the outputs of layers."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, int], dict[int, list[Tensor]]] = {}  # batch -> calls (images, R, N)
@@ -127,7 +127,7 @@ class Outputs:
         return tuple(dict.fromkeys(name for name, _ in self._rows))
 
     def against(self, reference: Outputs) -> Powers:
-        """These outputs as another run's beside the reference's; the batches may be cut in other ways."""
+        """Compare these outputs with those of a reference run, whose batches may be cut in other ways."""
         powers = Powers()
         for name, step in reference._rows.keys() & self._rows.keys():
             y, other = reference._joined(name, step), self._joined(name, step)
@@ -136,12 +136,12 @@ class Outputs:
         return powers
 
     def _joined(self, name: str, step: int) -> Tensor:
-        """(images, R, N), the rows of an image's calls one after the other."""
+        """Return (images, R, N), the rows of an image's calls one after the other."""
         return torch.cat([torch.cat(calls, 1) for _, calls in sorted(self._rows[name, step].items())])
 
 
 class Local:
-    """Feeds each quantized layer with what the 16-bit one of that name reads, and holds up its kernel once.
+    """Errors of quantized layers that read the 16-bit layers' input, and of their kernels.
 
     powers: of the layers' outputs. kernel_errors: layer -> see `kernel_error`.
     """
@@ -170,14 +170,14 @@ class Health:
             counts[kind] = max(counts.get(kind, 0.0), value)
 
     def of(self, name: str, steps: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Kind -> its share at each step."""
+        """Return kind -> its share at each step."""
         kinds = dict.fromkeys(kind for step in steps for kind in self.counts.get((name, step), {}))
         return {kind: tuple(self.counts.get((name, step), {}).get(kind, 0.0) for step in steps) for kind in kinds}
 
 
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """The layer on another device, and then back where it was."""
+    """Move a layer to another device for a while."""
     home = layer.weight.device
     try:
         yield layer.to(device)
@@ -186,7 +186,7 @@ def moved(layer: L, device: torch.device) -> Iterator[L]:
 
 
 def _some_rows(y: Tensor, images: int) -> Tensor:
-    """(images, R, N): rows spread over each image's; where the first axis is not of images, over all of them."""
+    """Return (images, R, N): rows spread over each image's, or over all where the first axis is not of images."""
     if y.shape[0] % images:
         rows = y.reshape(1, -1, y.shape[-1])
     else:  # several of each image, as with guidance, are a whole batch each

@@ -56,10 +56,10 @@ _PACKAGES = ("fluxq", "torch", "diffusers", "transformers", "triton")
 _NAME = 16  # hex digits of a SHA-256 that name a file
 _SHOWN = 5  # problems that an error lists
 _PATIENCE = 60.0  # seconds without a sign of life before a waiting run says so
-_PART = ".part"  # how the names of what is half written end
+_PART = ".part"  # suffix of half-written folders
 _CONNECT_SECONDS = 10.0
 _USAGE = "RAY_USAGE_STATS_ENABLED"
-_STORE_BYTES = 80 << 20  # for what actors are told; Ray's least
+_STORE_BYTES = 80 << 20  # shared memory for the arguments of actors; Ray's least
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Work:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The items as they share a call of the pipeline."""
+        """The items, cut into calls of the pipeline."""
         return tuple(Chunk.of(tuple(batch), self.key) for batch in batches(self.items, self.batch_size))
 
     @property
@@ -121,7 +121,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items of one call of the pipeline. digest: of all of them. names: of each one's files."""
+    """Items of one call of the pipeline. digest: SHA-256 of their list. names: stems of each one's files."""
 
     items: tuple[tuple[str, int], ...]
     digest: str
@@ -129,15 +129,17 @@ class Chunk:
 
     @classmethod
     def of(cls, items: tuple[tuple[str, int], ...], key: str) -> Chunk:
-        """The chunk of these items under a work's key."""
+        """Return the chunk of these items under a work's key."""
         digest = sha256_json(items)[:_NAME]
         return cls(items, digest, tuple(_name(key, digest, prompt, seed) for prompt, seed in items))
 
 
 class ManifestLine(BaseModel):
-    """A line of a manifest: one finished item. image, latents: SHA-256 of its files. seconds: its share of the call.
+    """Line of a manifest: one finished item.
 
-    frames: of a video, whose `image` is the SHA-256 of its frames' SHA-256.
+    image, latents: SHA-256 of its files; of a video's frames, that of their names and SHA-256.
+    seconds: share of the call's time.
+    frames: number of frames of a video.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -172,7 +174,7 @@ class ImageFolder:
 
     @property
     def frames(self) -> int | None:
-        """Of each video; None for images."""
+        """Frames of each video; None for images."""
         return self.rows[0].frames if self.rows else None
 
     @property
@@ -207,12 +209,12 @@ class ImageFolder:
         return images_digest(self.images)
 
     def head(self, count: int) -> ImageFolder:
-        """The first `count` images."""
+        """Return the first `count` images."""
         return replace(self, rows=self.rows[:count])
 
 
 class Engine(Protocol):
-    """Makes chunks. leads: whether this process looks after the folder; others only help it."""
+    """Maker of chunks. leads: whether this process looks after the folder; others only help it."""
 
     leads: bool
 
@@ -246,7 +248,7 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
 
 
 def open_engine(name: str, *, workers: int | None = None, address: str | None = None) -> AbstractContextManager[Engine]:
-    """`with open_engine("ray") as engine`: an engine for several works, shut down at the end if it was started here.
+    """Open an engine for several works, `with open_engine("ray") as engine`; end it if it was started here.
 
     workers: at most so many Ray actors, by default one for each GPU or core. address: of a running Ray cluster;
     without, one is started on this machine.
@@ -259,7 +261,7 @@ def open_engine(name: str, *, workers: int | None = None, address: str | None = 
 
 
 def audit(work: Work) -> ImageFolder:
-    """Every item exactly once and as its row says, and nothing else in the folder; RuntimeError naming what is not."""
+    """Return all images of a work; RuntimeError unless each is there once, as its row says, and nothing else is."""
     rows = _read_manifests(work)
     wanted = {name: item for chunk in work.chunks for name, item in zip(chunk.names, chunk.items, strict=True)}
     missing = [
@@ -272,7 +274,7 @@ def audit(work: Work) -> ImageFolder:
 
 
 class Worker:
-    """One pipeline, and the manifest of what it made.
+    """A pipeline, and the manifest of its images.
 
     name: of the manifest, no other worker's. Raises RuntimeError where the work's folder is not to be seen, or where
     other versions than the leader's would make other images.
@@ -321,7 +323,7 @@ class Worker:
 
 
 def read_image(path: Path) -> Tensor:
-    """A lossless picture, uint8 (3, H, W); ValueError naming the file if it is none."""
+    """Read a lossless picture, uint8 (3, H, W); ValueError naming the file if it is none."""
     from torchvision.transforms.functional import pil_to_tensor
 
     try:
@@ -335,7 +337,7 @@ def read_image(path: Path) -> Tensor:
 
 
 def read_video(folder: Path) -> Tensor:
-    """The frames in a folder in the order of their names, uint8 (F, 3, H, W); ValueError naming one that is none."""
+    """Read the frames in a folder by their names, uint8 (F, 3, H, W); ValueError naming a file that is none."""
     paths = sorted(folder.glob("*.png"))
     if not paths:
         raise ValueError(f"{folder}: no frames; delete its row to make it again")
@@ -348,7 +350,7 @@ def _read_latents(path: Path) -> Tensor:
 
 
 def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, str]]:
-    """An image or a folder of frames, and a latents file per item, on the disk when this returns; SHA-256 of both."""
+    """Write an image or a folder of frames, and latents, of each item durably; return the SHA-256 of both."""
     is_video = batch.images.ndim == 5
     pairs = [(_picture_path(folder, name, is_video), _latents(folder, name)) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
@@ -370,12 +372,12 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
 
 
 def _frames(path: Path) -> list[Path]:
-    """The files of an image, or of a video."""
+    """Return the files of an image, or of a video."""
     return sorted(path.iterdir()) if path.is_dir() else [path]
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of an image's file; of a video's folder that of its files' names and SHA-256."""
+    """Return the SHA-256 of an image's file; of a video, that of its files' names and SHA-256."""
     if not path.is_dir():
         return sha256_file(path)
     return sha256_json([[frame.name, sha256_file(frame)] for frame in _frames(path)])
@@ -396,7 +398,7 @@ def _append(manifest: Path, rows: Sequence[ManifestLine]) -> None:
 
 
 def _prepare(work: Work) -> list[int]:
-    """Clear what killed workers left half done; the chunks to make. Refuses what cannot end well."""
+    """Clear what killed workers left half done and return the chunks to make; refuse faults and a small disk."""
     for part in work.folder.glob(f".*{_PART}"):
         shutil.rmtree(part) if part.is_dir() else part.unlink()
     write_json(work.folder / WORK_FILE, {"key": work.key, **work.facts})
@@ -422,7 +424,7 @@ def _repair(manifest: Path, work: Work) -> None:
 
 
 def _read_manifests(work: Work) -> dict[str, ManifestLine]:
-    """Item -> its row; RuntimeError naming an item that has several."""
+    """Return item -> its row; RuntimeError naming an item that has several."""
     entries: dict[str, tuple[ManifestLine, str]] = {}
     for manifest in _manifests(work):
         for row in _read_manifest(manifest, work.key):
@@ -436,7 +438,7 @@ def _read_manifests(work: Work) -> dict[str, ManifestLine]:
 
 
 def _read_manifest(path: Path, key: str) -> list[ManifestLine]:
-    """The complete lines of a manifest; ValueError naming one that is not a row of this work.
+    """Return the complete lines of a manifest; ValueError naming one that is not a row of this work.
 
     A last line without its end was cut off when a worker was killed: it does not count.
     """
@@ -490,7 +492,7 @@ def _require_none(work: Work, problems: Sequence[str]) -> None:
 
 
 def _require_space(work: Work, count: int) -> None:
-    """Refuse before the start what would fill the disk: pixels that do not compress, and latents an eighth as wide."""
+    """Raise OSError if images may fill the disk: pixels that do not compress, and latents an eighth as wide."""
     pixels = int(work.call.get("height", 1024)) * int(work.call.get("width", 1024)) * frames_in(work.call)
     needed = count * (4 * pixels + 8192)
     free = shutil.disk_usage(work.folder).free
@@ -523,7 +525,7 @@ class _Local:
 
 
 def _make_here(work: Work, name: str, device: str, pending: Sequence[int]) -> Iterator[int]:
-    """In this process, as the worker of that name."""
+    """Make chunks in this process, as the worker of that name."""
     if pending:
         with one_thread(work.device_type):
             worker = Worker(work, name, device)
@@ -539,7 +541,7 @@ class _Torchrun:
         self.ranks, self.leads = ranks, ranks.leads
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
-        pending = self.ranks.agree(list(pending))  # what the first found to be missing
+        pending = self.ranks.agree(list(pending))  # the first rank's list
         share = self.ranks.share(pending)
         yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), share)
         self.ranks.meet()
@@ -628,7 +630,7 @@ class _Crew:
     def __init__(self, ray: Any, work: Work) -> None:
         needs = {"num_cpus": 1} if work.device_type == "cpu" else {"num_gpus": 1}
         self.ray, self.work, self.kind = ray, work, ray.remote(_Actor).options(**needs)
-        self.hands: dict[Any, _Hand] = {}  # what its call returns -> who was called
+        self.hands: dict[Any, _Hand] = {}  # pending call -> its actor
         self.hired: list[Any] = []
 
     @property
@@ -637,7 +639,7 @@ class _Crew:
         return any(hand.index is not None for hand in self.hands.values())
 
     def hire(self) -> None:
-        """One more, under a name that no other had."""
+        """Start one more actor, under a name that no other had."""
         actor, name = self.kind.remote(), f"ray-{len(self.hired)}"
         self.hired.append(actor)
         self.hands[actor.open.remote(self.work, name)] = _Hand(actor, name, None)
@@ -676,7 +678,7 @@ class _Crew:
         return rows >= set(self.work.chunks[hand.index].names)
 
     def dismiss(self) -> None:
-        """End all of them; what they are making is lost."""
+        """End all actors; the chunks that they are making are lost."""
         for actor in self.hired:
             self.ray.kill(actor)
 
@@ -720,7 +722,7 @@ def _join(ray: Any, workers: int | None, address: str | None) -> None:
 
 @contextmanager
 def _without_usage_reports() -> Iterator[None]:
-    """A cluster that is started from Python is told so by the environment only; what the user has set stays."""
+    """Turn Ray's usage reports off by the environment for a while; a setting of the user stays."""
     is_ours = _USAGE not in os.environ
     if is_ours:
         os.environ[_USAGE] = "0"
@@ -739,7 +741,7 @@ def _doing(work: Work, index: int | None) -> str:
 
 
 def _size(path: Path, frames: int | None) -> str:
-    """In words, of an image or a video of so many frames."""
+    """Return the size of an image, or of a video of so many frames, in words."""
     with Image.open(_frames(path)[0]) as picture:
         width, height = picture.size
     return f"{width} x {height}" + ("" if frames is None else f", {frames} frames")
@@ -776,7 +778,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-# name -> opens it, given how many workers at most and where a cluster is.
+# name -> function from the largest number of workers and the address of a cluster to an open engine
 ENGINES: dict[str, Callable[[int | None, str | None], AbstractContextManager[Engine]]] = {
     "local": lambda _workers, _address: nullcontext(_Local()),
     "torchrun": _torchrun,

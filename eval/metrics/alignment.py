@@ -48,7 +48,7 @@ class ClipScorer:
 
     @torch.no_grad()
     def embed(self, images: Sequence[Tensor] | Tensor, batch_size: int = 64) -> Tensor:
-        """Normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
+        """Return normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
         embeddings = []
         for start in range(0, len(images), batch_size):
             batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
@@ -60,7 +60,7 @@ class ClipScorer:
 
     @torch.no_grad()
     def align(self, embeddings: Tensor, prompts: Sequence[str], batch_size: int = 64) -> tuple[float, ...]:
-        """100 × cosine of each image's embedding (N, D) with its prompt's, -100 to 100, not clamped."""
+        """Return 100 × cosine of each image's embedding (N, D) with its prompt's, -100 to 100, not clamped."""
         if len(embeddings) != len(prompts):
             raise ValueError(f"CLIP score needs a prompt for each image, got {len(embeddings)} and {len(prompts)}")
         scores: list[float] = []
@@ -150,7 +150,7 @@ def _tag(config: str, tag: str) -> Located:
     repository = str(row.get("hf_hub", "")).rpartition("/")[0]
     if not repository:
         raise ValueError(f"{config}/{tag} is published as a pickle only: download it and give CONFIG=FILE.pt#SHA256")
-    if not (_download(repository) / WEIGHTS[0]).is_file():  # which open_clip then finds, and takes no other
+    if not (_download(repository) / WEIGHTS[0]).is_file():  # open_clip then finds this file and takes no other
         raise FileNotFoundError(f"{repository} holds no {WEIGHTS[0]}: give a model that is stored as safetensors")
     doubts = _gelu_doubt(settings, bool(row.get("quick_gelu")), f"{config}/{tag}")
     return Located(config, tag, f"{config}/{tag}", doubts)
@@ -181,7 +181,7 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _doubts(settings: dict[str, Any], location: str) -> tuple[str, ...]:
-    """Weights do not say which activation they were trained with, so their name has to."""
+    """Return doubts about the activation of weights, which only the name of its origin tells."""
     trained = any(origin in location.lower() for origin in QUICK_GELU_ORIGINS)
     return _gelu_doubt(settings, True, location) if trained else ()
 
@@ -195,5 +195,5 @@ def _gelu_doubt(settings: dict[str, Any], trained: bool, name: str) -> tuple[str
     return (f"{name} was trained {with_or_without} QuickGELU and is computed otherwise, which moves scores: {cure}",)
 
 
-# Whose weights need QuickGELU, by what their files and folders are called.
+# Parts of the names of files and folders whose weights need QuickGELU.
 QUICK_GELU_ORIGINS = ("openai", "metaclip", "dfn")

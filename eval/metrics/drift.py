@@ -35,10 +35,12 @@ _ASTRAY = 1e-2  # relative distance of steered latents from the recorded ones th
 
 @dataclass(frozen=True)
 class Followed:
-    """The path of the 16-bit pipeline, on the CPU in the dtypes that it computed in.
+    """Path of the 16-bit pipeline, on the CPU in the dtypes that it computed in.
 
-    velocities: image, step, call of the transformer within the step -> (rows of this image, ...), two rows or two calls
-    where guidance asks twice. latents: image, step -> latents after it. sigmas: noise level of each step.
+    velocities: image, step, call of the transformer within the step -> (rows of this image, ...); two rows or two calls
+        with guidance.
+    latents: image, step -> latents after it.
+    sigmas: noise level of each step.
 
     Bytes: images x steps x (latents + velocities). FLUX.1 at 1024 x 1024, 28 steps and 8 prompts: 235 MB, with true
     guidance 352 MB; Wan 2.1 at 480 x 832 and 81 frames, 50 steps, guided, 8 prompts: about 7 GB.
@@ -111,7 +113,7 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
 
 
 def with_floor(quantized: Drift, floor: Drift) -> Drift:
-    """`found` beside the drift of a second 16-bit pipeline; ValueError if the two followed another path."""
+    """Return `quantized` beside the drift of a second 16-bit pipeline; ValueError if the two followed other paths."""
     if (quantized.steps, quantized.sigmas, quantized.images) != (floor.steps, floor.sigmas, floor.images):
         raise ValueError("the noise floor was measured on other images or steps: take both from one `follow`")
     curves = {
@@ -121,12 +123,12 @@ def with_floor(quantized: Drift, floor: Drift) -> Drift:
 
 
 def floor_attention(device: str) -> str:
-    """The attention backend of diffusers for the second 16-bit run: PyTorch's, but not the one it takes by itself."""
+    """Return diffusers' attention backend for the second 16-bit run: of PyTorch, but not its default."""
     return "_native_efficient" if torch.device(device).type == "cuda" else "_native_math"
 
 
 def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[float]]:
-    """Image, step -> |v̂ - v| / |v| over all calls of the step."""
+    """Return image, step -> |v̂ - v| / |v| over all calls of the step."""
     lost = [[0.0 for _ in steps] for steps in followed.velocities]
     whole = [[0.0 for _ in steps] for steps in followed.velocities]
 
@@ -158,7 +160,7 @@ def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[floa
 
 
 def _latent_errors(followed: Followed, pipe: Any, size: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Image, step -> SQNR in dB, and cosine."""
+    """Return image, step -> SQNR in dB, and the cosines likewise."""
     decibels: list[list[float]] = [[] for _ in followed.items]
     cosines: list[list[float]] = [[] for _ in followed.items]
 
@@ -228,7 +230,7 @@ def _walk(
 
 
 class _Listener:
-    """Looks at, and may replace, what transformers return in one run of the pipeline.
+    """Listener to what transformers return in one run of the pipeline; it may replace their outputs.
 
     Row r of an output belongs to image r mod B, however many rows guidance makes of an image.
     """

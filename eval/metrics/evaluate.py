@@ -29,17 +29,19 @@ from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.verdict import with_verdicts
 from fluxq.recipes.recipe import gate_holds, parse_gate
 
-# Of the 16-bit model's error against itself, which has to be known roughly: a run's own needs more images.
+# Images of the noise floor, which has to be known roughly: a run's error needs more.
 FLOOR_IMAGES = 64
-DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # whose latents and velocities at each step are held at once
-VELOCITY_ERROR = "velocity_error"  # a metric that is taken on the way, not of images
+DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # with latents and velocities of each step in memory at once
+VELOCITY_ERROR = "velocity_error"  # a metric of the denoising steps, not of images
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A quantized side, and what its report says besides its images.
+    """Quantized side, and facts for its report.
 
-    checkpoint: name of its folder. served: what computes it. gates: conditions such as `psnr>=30`.
+    checkpoint: name of its folder.
+    served: arithmetic and memory of its layers.
+    gates: conditions such as `psnr>=30`.
     """
 
     side: Side
@@ -53,7 +55,7 @@ class Candidate:
 
 
 def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> dict[str, Interval]:
-    """Paired metrics between two 16-bit runs that differ in batch size and attention backend only.
+    """Measure paired metrics between two 16-bit runs that differ in batch size and attention backend only.
 
     again: the second run, of the first items of `reference`. A metric without values per image has no floor.
     """
@@ -80,10 +82,13 @@ def measure_runs(
     drifts: Mapping[str, Drift],
     frame_floor: Sequence[Estimate] | None = None,
 ) -> tuple[Run, ...]:
-    """All metrics of every side, judged together.
+    """Measure all metrics of every side and judge them together.
 
-    sets: the images or videos of each candidate. floor: see `measure_floor`. drifts: side's name -> errors along its
-    steps. frame_floor: see `measure_frame_floor`.
+    sets: images or videos of each candidate.
+    floor: see `measure_floor`.
+    drifts: side's name -> errors along its steps.
+    frame_floor: see `measure_frame_floor`.
+
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
     for images in sets:
@@ -102,7 +107,7 @@ def measure_runs(
 
 
 def _worst_of(runs: Sequence[Run]) -> list[float]:
-    """The least PSNR of each image over all runs, so that all of them show the same images; NaN where one has none."""
+    """Return the least PSNR of each image over all runs, so that all show the same images; NaN where one has none."""
     table = [[image.psnr for image in run.images] for run in runs]
     return [math.nan if any(map(math.isnan, values)) else min(values) for values in zip(*table, strict=True)]
 
@@ -145,13 +150,13 @@ def _measure(
 
 
 def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple[Estimate, ...] | None:
-    """PSNR of each frame between two 16-bit runs, over videos; None for images. again: as in `measure_floor`."""
+    """Measure the PSNR of each frame between two 16-bit runs; None for images. again: as in `measure_floor`."""
     sample = Sample(reference.head(len(again.items)), again, networks)
     return None if sample.frames is None else _by_frame(sample)
 
 
 def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateOutcome, ...]:
-    """Every gate against its metric's mean; one that was not measured does not pass."""
+    """Judge every gate by its metric's mean; one that was not measured does not pass."""
     return tuple(
         GateOutcome(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
         for gate in gates
@@ -178,7 +183,7 @@ def _require_comparable(reference: Any, quantized: Any) -> None:
 
 
 def _take(row: MetricRow, sample: Sample) -> Measured | str:
-    """Return what a metric measured, or the reason why it measured nothing."""
+    """Return the measurement of a metric, or the reason why there is none."""
     try:
         return row.measure(sample)
     except Unmeasured as reason:
@@ -230,7 +235,7 @@ def _velocity_error(drift: Drift) -> Metric:
 
 
 def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
-    """PSNR along a video; None for images."""
+    """Return the PSNR along a video; None for images."""
     if sample.frames is None:
         return None
     return Curve(
@@ -245,7 +250,7 @@ def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | No
 
 
 def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
-    """Over whole videos, for each frame."""
+    """Return the PSNR of each frame over whole videos."""
     finite = sample.reference.finite & sample.quantized.finite
     whole = [index for index in range(len(sample.prompts)) if finite[index]]
     prompts = [sample.prompts[index] for index in whole]

@@ -54,9 +54,11 @@ class Unmeasured(Exception):
 class Measured:
     """Result of a metric for one quantized set.
 
-    value: of its images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per
-    image. per_image, change_per_image: in the order of the items, None for a metric that has none, NaN for an image
-    that was not finite. how: replaces the row's. broken: why there is no value although there are values per image.
+    value, baseline: over its images, and over the 16-bit ones.
+    change: value - baseline, paired where there are values per image.
+    per_image, change_per_image: in the order of the items, NaN for an image that was not finite; None for no values.
+    how: words in place of the row's.
+    broken: reason why there is no value although there are values per image.
     """
 
     value: Interval | None
@@ -71,11 +73,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric. digits: a format specification. better: which way is good. how: variant and implementation.
+    """One metric.
 
-    take: measures it. needs: keys of `networks.NEEDS`. of_video: what
-    it is called where videos are compared, None for the name with "videos" in the place of "images". only_video: an
-    image does not have it. by_frame: of a video it is the mean over frames.
+    digits: format specification.
+    better: direction that is good.
+    how: variant and implementation.
+    take: function that measures it.
+    needs: keys of `networks.NEEDS`.
+    of_video: name where videos are compared, None for `name` with "videos" in the place of "images".
+    only_video: whether images do not have it.
+    by_frame: whether it is, of a video, the mean over frames.
     """
 
     name: str
@@ -90,7 +97,7 @@ class MetricRow:
     by_frame: bool = False
 
     def called(self, is_video: bool) -> str:
-        """Its name in a report."""
+        """Return its name in a report."""
         return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
 
     def how_measured(self, how: str | None, is_video: bool) -> str:
@@ -99,7 +106,7 @@ class MetricRow:
         return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
 
     def measure(self, sample: Sample) -> Measured:
-        """Take it; Unmeasured if that is impossible, with a reason that names the cure."""
+        """Take the metric; raise Unmeasured with the reason and a cure if that is impossible."""
         reason = self.lacks(sample.networks, sample.frames is not None)
         if reason is not None:
             raise Unmeasured(reason)
@@ -119,7 +126,7 @@ class MetricRow:
 class Sample:
     """Input of metrics: two sets of images or videos of the same items (as `generate.Generated`), and networks.
 
-    Results of networks for a set are kept in `networks.results` and shared by all metrics and by all samples that hold it.
+    Results of networks for a set are kept in `networks.results` and shared by all metrics and samples of that set.
     """
 
     reference: Any
@@ -133,7 +140,7 @@ class Sample:
 
     @cached_property
     def frames(self) -> int | None:
-        """Of each video; None for images."""
+        """Frames of each video; None for images."""
         return frames_in_each(self.quantized.images)
 
     @property
@@ -153,7 +160,7 @@ class Sample:
         return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
 
     def both(self, what: str, compute: Callable[[Any], _Result]) -> tuple[_Result, _Result]:
-        """`compute` of the 16-bit and of the quantized set; kept as `what` for the next sample that holds it."""
+        """Return `compute` of the 16-bit and of the quantized set; keep it as `what` for the next sample of a set."""
         sides = (self.reference, self.quantized)
         before, after = (self.networks.results.get(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
@@ -172,7 +179,7 @@ class Sample:
         )
 
     def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:
-        """CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
+        """Return CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
         return self.networks.results.get(
             images if owner is None else owner, what, lambda: scorer.embed(all_frames(images))
@@ -191,7 +198,7 @@ def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | No
 
 
 def metric_rows() -> dict[str, MetricRow]:
-    """METRICS and the metrics of installed plug-ins; ValueError where a plug-in takes the key of another."""
+    """Return METRICS and the metrics of installed plug-ins; ValueError where a plug-in takes the key of another."""
     rows = dict(METRICS)
     for key, source in find_plugins().items():
         if key in ADAPTERS:
@@ -213,7 +220,7 @@ def _foreign_row(source: PluginSource) -> MetricRow:
 
 
 def _missing_plugin(key: str) -> str | None:
-    """Return the reason why a plug-in cannot be imported, or None; its weights are its own affair."""
+    """Return the reason why a plug-in cannot be imported, or None; its weights are not looked at."""
     source = find_plugins().get(key)
     if source is None or source.absent:
         return source and source.absent
@@ -229,7 +236,7 @@ def _psnr(sample: Sample) -> Measured:
 
 
 def _same_frames(sample: Sample) -> tuple[str, ...]:
-    """That frames were left out, which are the best there are."""
+    """Return a note that identical frames, the best there are, were left out."""
     differing = [values for values in sample.frame_psnr if not values.isinf().all()]
     same, whole = sum(int(values.isinf().sum()) for values in differing), sum(map(len, differing))
     return (f"{same} of {whole} frames are identical and left out of their videos' means",) if same else ()
@@ -281,7 +288,7 @@ def _lpips(sample: Sample) -> Measured:
 
 
 def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: str | None = None) -> Measured:
-    """A value for each pair of images."""
+    """Return a value for each pair of images."""
     whole = whole_only(values, sample.reference, sample.quantized)
     value = None if sample.broken else clustered_interval(whole, sample.prompts)
     return Measured(value, per_image=whole, notes=notes, how=how, broken=sample.broken)
@@ -374,7 +381,7 @@ def _clip_score(sample: Sample) -> Measured:
 
 
 def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
-    """A metric that another package takes."""
+    """Return the function that takes a metric of another package."""
 
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
@@ -400,7 +407,7 @@ def _scored(
     notes: tuple[str, ...] = (),
     how: str | None = None,
 ) -> Measured:
-    """A value for each image of either side."""
+    """Return a value for each image of either side."""
     change = tuple(b - a for a, b in zip(before, after, strict=True))
     value, baseline, difference = (clustered_interval(each, sample.prompts) for each in (after, before, change))
     return Measured(value, baseline, difference, after, change, notes, how)
@@ -409,16 +416,16 @@ def _scored(
 def _against_reference(
     sample: Sample, what: str, measure: Callable[[Features, Any], _Result]
 ) -> tuple[_Result, _Result]:
-    """A distance of either side to the reference; that of the 16-bit images is the same in every run."""
+    """Return a distance of either side to the reference; of the 16-bit images it is the same in every run."""
     reference = _reference(sample)
-    _sides(sample)  # which refuses too few images
+    _sides(sample)  # refuses too few images
     return sample.both(
         f"{what} to {reference.digest}", lambda side: measure(sample.features(side.images, side), reference)
     )
 
 
 def _sides(sample: Sample) -> tuple[Features, Features]:
-    """Features of the 16-bit and of the quantized images, enough of them and all of whole images."""
+    """Return features of the 16-bit and of the quantized images, enough of them and all of whole images."""
     _require_whole(sample)
     count = len(sample.quantized.items) * (sample.frames or 1)
     if count < 2:
@@ -432,7 +439,7 @@ def _features(sample: Sample) -> tuple[Features, Features]:
 
 
 def _reference(sample: Sample) -> Features | Moments:
-    """Features, or their moments, of the images that generated ones are held against."""
+    """Return features, or their moments, of the images that generated ones are compared with."""
     networks = sample.networks
     if networks.reference_statistics is not None:
         return networks.reference_statistics
@@ -460,7 +467,7 @@ def _require_whole(sample: Sample) -> None:
 
 
 def _alone(value: float, count: int) -> Interval:
-    """One number about all images: it has no per-image values to take an interval of."""
+    """Return one number about all images: it has no per-image values to take an interval of."""
     return Interval(value, math.nan, math.nan, count)
 
 
@@ -474,7 +481,7 @@ def _through(features: Features) -> str:
 
 
 def _picture_noun(sample: Sample) -> str:
-    """Return the word for the pictures that a network has seen of a set."""
+    """Return the word for the pictures of a set that a network looked at."""
     return "images" if sample.frames is None else "frames"
 
 

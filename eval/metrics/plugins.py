@@ -1,4 +1,4 @@
-"""Metrics from elsewhere: what scores an image for its prompt, in a package of its own.
+"""Metrics of other packages, which score an image for its prompt.
 
 A distribution offers one with an entry point in the group `fluxq.metrics`, whose name is the metric's key:
 
@@ -35,14 +35,16 @@ class MetricPlugin(Protocol):
     how: str
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Sequence[float]:
-        """A finite number for each uint8 image (3, H, W), of which there are as many as prompts."""
+        """Return a finite number for each uint8 image (3, H, W), of which there are as many as prompts."""
         ...
 
 
 @dataclass(frozen=True)
 class PluginSource:
-    """A metric that can be had. origin: whom to name if it breaks. load: its class, not yet made.
+    """Source of a metric of another package.
 
+    origin: package and version, to name if it breaks.
+    load: function that imports the plug-in's class.
     package: module and distribution that it adapts and that may be absent.
     """
 
@@ -53,30 +55,31 @@ class PluginSource:
 
     @property
     def absent(self) -> str | None:
-        """Reason why it cannot be had, or None."""
+        """Reason why the package is absent, or None."""
         if self.package is None or find_spec(self.package[0]) is not None:
             return None
         return f"the package {self.package[1]} is not installed: pip install {self.package[1]}"
 
 
 class PluginError(RuntimeError):
-    """A plug-in failed; the text names it and says what it said."""
+    """Failure of a plug-in; the text names it and quotes its message."""
 
 
 def find_plugins() -> dict[str, PluginSource]:
-    """The adapters below and every installed entry point, by key; ValueError where two take one key."""
+    """Return the adapters below and every installed entry point, by key; ValueError where two take one key."""
     sources = dict(ADAPTERS)
     for source in _entry_points():
         if source.key in sources:
             raise ValueError(
-                f"metric {source.key!r} is offered by {sources[source.key].origin} and by {source.origin}: uninstall one"
+                f"metric {source.key!r} is offered by {sources[source.key].origin} and by {source.origin}: uninstall "
+                "one"
             )
         sources[source.key] = source
     return sources
 
 
 def load_class(source: PluginSource) -> Any:
-    """The plug-in's class with the attributes of a `MetricPlugin`; PluginError if it has not."""
+    """Import the plug-in's class; PluginError if it lacks an attribute of `MetricPlugin`."""
     try:
         plugin_class = source.load()
     except Exception as error:  # whatever a foreign package raises when it is imported
@@ -90,7 +93,7 @@ def load_class(source: PluginSource) -> Any:
 
 
 def open_plugin(source: PluginSource, device: str) -> MetricPlugin:
-    """The plug-in, its weights loaded; PluginError if it cannot be made."""
+    """Make the plug-in, its weights loaded; PluginError if that fails."""
     if source.absent:
         raise PluginError(source.absent)
     plugin_class = load_class(source)
@@ -103,7 +106,7 @@ def open_plugin(source: PluginSource, device: str) -> MetricPlugin:
 def scores(
     source: PluginSource, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]
 ) -> tuple[float, ...]:
-    """Its score of each image; PluginError if it raises, or answers with another count, NaN or infinity."""
+    """Return the plug-in's score of each image; PluginError if it fails, or returns another count, NaN or infinity."""
     try:
         values = tuple(float(value) for value in plugin.score(images, prompts))
     except Exception as error:  # whatever a foreign package raises
@@ -129,7 +132,7 @@ class ImageReward:
         self.model: Any = import_module("ImageReward").load("ImageReward-v1.0", device=device)
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
-        """Its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over what people saw."""
+        """Return its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over real images."""
         import torch
 
         with torch.no_grad():
@@ -151,7 +154,7 @@ class HPSv2:
         self.package: Any = import_module("hpsv2")
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
-        """100 × its score of each uint8 image (3, H, W) for its prompt."""
+        """Return 100 × its score of each uint8 image (3, H, W) for its prompt."""
         values = [0.0] * len(prompts)
         for prompt in dict.fromkeys(prompts):
             places = [index for index, other in enumerate(prompts) if other == prompt]

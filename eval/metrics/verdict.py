@@ -1,4 +1,4 @@
-"""Is a run good enough? Said of all runs of a report together, from the report's own figures.
+"""Verdicts: is a run good enough? All runs of a report are judged together, from the report's own figures.
 
 No quantizer is equivalent to 16 bit in every pixel: a small error at an early step becomes another picture. So two
 things are asked of the paired figures, PSNR and LPIPS, each with its whole interval:
@@ -37,8 +37,11 @@ _UNPUBLISHED = "farther from 16 bit than its own noise, and nobody has published
 class PublishedResult:
     """Figures of the best published quantizer of a model against that model's own 16-bit images.
 
-    bits: of weights and activations. steps: denoising steps of each image. source: where it was published, and over
-    how many images. psnr, lpips: None where they were not. clip_score, image_reward: changes against 16 bit.
+    bits: of weights and activations.
+    steps: denoising steps of each image.
+    source: publication, and number of images.
+    psnr, lpips: None where they were not published.
+    clip_score, image_reward: changes against 16 bit.
     """
 
     model: str
@@ -53,7 +56,7 @@ class PublishedResult:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metric -> what was published of it."""
+        """Metric -> its published figure."""
         figures = {key: getattr(self, key) for key in ("psnr", "lpips", "image_reward", "clip_score")}
         return {key: value for key, value in figures.items() if value is not None}
 
@@ -93,7 +96,7 @@ def published(run: Run) -> list[PublishedResult]:
 
 
 def reached(rows: Sequence[PublishedResult], key: str, better: str) -> float | None:
-    """Return what every one of these models reaches in a metric: the worst of the best."""
+    """Return the figure of a metric that all of these models reach: the worst of the best."""
     values = [row.figures[key] for row in rows if key in row.figures]
     return (min if better == "higher" else max)(values) if values else None
 
@@ -103,7 +106,7 @@ def _bits(run: Run) -> int:
 
 
 def _with_margins(run: Run) -> Run:
-    """PSNR and LPIPS by bits and steps, GUARDS as they are; no other metric is held against anything."""
+    """Return the run with margins of PSNR and LPIPS by bits and steps, and GUARDS; no other metric has one."""
     metrics = {
         key: metric.model_copy(update={"margin": _margin(run, key, metric)}) for key, metric in run.metrics.items()
     }
@@ -120,7 +123,7 @@ def _margin(run: Run, key: str, metric: Metric) -> Margin | None:
 
 
 def _around(metric: Metric, figure: float, by: float) -> Margin:
-    """No worse than a figure, by so much."""
+    """Return the margin of a figure that is no worse than another, by so much."""
     digits = 2 if metric.unit == "dB" else 4
     if metric.better == "higher":
         return Margin(on="value", low=round(figure - by, digits))
@@ -128,7 +131,7 @@ def _around(metric: Metric, figure: float, by: float) -> Margin:
 
 
 def _noise(metric: Metric) -> float:
-    """A second 16-bit run's figure; that of identical images where there is none."""
+    """Return a second 16-bit run's figure; that of identical images where there is none."""
     mean = metric.floor.mean if metric.floor else None
     return mean if mean is not None else math.inf if metric.better == "higher" else 0.0
 
@@ -144,7 +147,7 @@ def _ends(margin: Margin | None) -> tuple[float, float]:
 
 
 def _values(run: Run, key: str, margin: Margin) -> list[float]:
-    """Per image; infinite where identical images have no finite value. Empty where there are none per image."""
+    """Return values per image, infinite where identical images have no finite value; empty where there are none."""
     rows = [(image, image.values if margin.on == "value" else image.changes) for image in run.images]
     if not all(key in row for _, row in rows):
         return []
@@ -165,17 +168,17 @@ class _Decided:
 
     @property
     def worse(self) -> list[str]:
-        """Without published figures no paired one is: any quantizer is farther from 16 bit than its own noise."""
+        """Worse metrics; without published figures no paired one, as any quantizer is farther off than noise."""
         return [key for key in self._of("worse") if self.has_published or key not in TOLERANCE]
 
     @property
     def beyond_noise(self) -> list[str]:
-        """Paired metrics that nothing published says what to think of."""
+        """Paired metrics beyond the noise, with no published figure to compare them with."""
         return [key for key in self._of("worse") if key not in self.worse]
 
     @property
     def inside(self) -> list[str]:
-        """Of the paired metrics, which alone can say that a run is good."""
+        """Paired metrics within their margins, which alone can say that a run is good."""
         return [key for key in TOLERANCE if key in self._of("equivalent")]
 
     @property
@@ -187,7 +190,7 @@ class _Decided:
 
 
 def _fixed(run: Run) -> Verdict | None:
-    """Verdicts that need no interval."""
+    """Return a verdict that needs no interval, else None."""
     count = len(run.images)
     if run.status == "broken":
         bad = sum(not image.finite for image in run.images)
@@ -275,12 +278,12 @@ def _decided_alone(run: Run, key: str) -> bool:
 
 
 def _estimate(metric: Metric) -> Estimate | None:
-    """The figure that the margin is on."""
+    """Return the figure that the margin is on."""
     return metric.change if metric.margin and metric.margin.on == "change" else metric.value
 
 
 def _shown(run: Run, key: str) -> str:
-    """A metric's name, figure and 95 % interval: the same that every table prints."""
+    """Return a metric's name, figure and 95 % interval: the same that every table prints."""
     metric = run.metrics[key]
     on_change = metric.margin is not None and metric.margin.on == "change"
     figure = stated(_estimate(metric), metric.digits, metric.unit, "+" if on_change else "")
@@ -323,15 +326,15 @@ def _missing(run: Run) -> str:
 
 DECISIVE = {"psnr": "PSNR", "lpips": "LPIPS", "clip_score": "CLIP score"}
 
-# metric -> a difference that is none. GPTQ on top of SVDQuant, one step of the algorithm, moves PSNR by 0.4 to 0.9 dB
-# and LPIPS by 0.014 to 0.033 in the tables that PUBLISHED quotes.
+# metric -> largest difference that counts as none. GPTQ on top of SVDQuant, one step of the algorithm, moves PSNR by
+# 0.4 to 0.9 dB and LPIPS by 0.014 to 0.033 in the tables that PUBLISHED quotes.
 TOLERANCE = {"psnr": 1.0, "lpips": 0.03}
 
-# metric -> what an equivalent run may lie beyond a second 16-bit run: at most twice its squared error
+# metric -> distance of an equivalent run from a second 16-bit run: at most twice its squared error
 NOISE = {"psnr": 3.0, "lpips": 0.03}
 
-# What the images as a whole may lose. The largest change among the published best is -0.29 of CLIP score and -0.022 of
-# ImageReward (ModelOpt, below); CLIP score gets 0.2 on top, ImageReward 0.03.
+# Limits of losses of the images as a whole. The largest change among the published best is -0.29 of CLIP score and
+# -0.022 of ImageReward (ModelOpt, below); CLIP score gets 0.2 on top, ImageReward 0.03.
 GUARDS = {
     "clip_score": Margin(on="change", low=-0.5, high=0.5),
     "image_reward": Margin(on="change", low=-0.05),

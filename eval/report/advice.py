@@ -1,4 +1,4 @@
-"""Advice on which of a report's checkpoints to use, and why, in a sentence or two: what a page says first.
+"""Advice on which of a report's checkpoints to use, and why, in a sentence or two: the beginning of a page.
 
 Of the checkpoints that are good enough, the one that takes least memory, and of those within ALIKE of it the closest to
 16 bit; a closer or faster one is named with what it costs. They are compared as the machine of `fluxq bench` serves
@@ -20,7 +20,7 @@ _ALPHA = 0.05
 
 
 def advice(report: Report) -> str:
-    """Return what to use and why; what is missing where nothing says it."""
+    """Return the checkpoint to use and the reason; if nothing decides, what is missing."""
     checkpoints = _by_checkpoint(report).values()
     timed = [run for runs in checkpoints for run in runs if run.speed is not None]
     chosen = timed if len(timed) == len(checkpoints) else [_stored(runs) for runs in checkpoints]
@@ -48,7 +48,7 @@ def _by_checkpoint(report: Report) -> dict[str, list[Run]]:
 
 
 def _stored(runs: Sequence[Run]) -> Run:
-    """The run of the weights as they are stored; another one where that was not evaluated."""
+    """Return the run of the weights as they are stored; another one where that was not evaluated."""
     return next((run for run in runs if run.backend == "native" and run.cache is None), runs[0])
 
 
@@ -78,7 +78,7 @@ def _look(report: Report, alike: Sequence[Run]) -> str:
 
 
 def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
-    """The run to take, and what it is among the others."""
+    """Return the run to take, and its place among the others in words."""
     least = min(map(resident, good))
     small = [run for run in good if resident(run) <= (1 + ALIKE) * least]
     chosen = min(small, key=resident)
@@ -113,7 +113,7 @@ def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
 
 
 def _closer(report: Report, run: Run, chosen: Run) -> Estimate | None:
-    """By how much a run's PSNR is higher, where the comparison of their images decided that it is."""
+    """Return the gain in PSNR of a run, where the comparison of their images decided that there is one."""
     for each in report.comparisons:
         if {each.first, each.second} != {run.name, chosen.name} or each.p_holm >= _ALPHA:
             continue
@@ -154,7 +154,7 @@ def _more(runs: Sequence[Run]) -> str:
 
 
 def _named(run: Run) -> str:
-    """The checkpoint, and what computes it here where that is not its own codes."""
+    """Return the checkpoint, and its arithmetic here where that is not of its own codes."""
     if run.served is None or run.served.arithmetic == "native":
         return run.name
     return f"{run.checkpoint} ({computed(run.served)} here)"

@@ -24,13 +24,13 @@ from fluxq.eval.metrics.figures import (
 )
 from fluxq.eval.metrics.schema import Debug, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
-from fluxq.eval.report.summary import SummaryMetric, metric_rows, speeds, summary, undebugged, untimed
+from fluxq.eval.report.summary import SummaryMetric, speeds, summary, summary_metrics, undebugged, untimed
 
 _MAX_LAYERS = 10
 
 
 def markdown(report: Report) -> str:
-    """GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
+    """Return the report as GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
     lines = [
         f"# {escaped(', '.join(dict.fromkeys(run.recipe for run in report.runs)))} on {escaped(report.model)}",
         "",
@@ -90,7 +90,7 @@ def facts(run: Run) -> list[str]:
 
 
 def summary_table(report: Report) -> list[str]:
-    """A row for each way to compute each checkpoint: what to decide by."""
+    """Return the table to decide by: a row for each way to compute each checkpoint."""
     head = ("run", "computed", "verdict", "PSNR, dB", "on disk", "in memory", "bits per weight")
     rows = [
         (
@@ -105,16 +105,16 @@ def summary_table(report: Report) -> list[str]:
 
 
 def _on_cpu(speed: Speed | None) -> str:
-    """With which instructions a CPU was timed; empty for a GPU."""
+    """Return the instructions with which a CPU was timed; empty for a GPU."""
     words = speed.conditions.get("instruction set") if speed else None
     return f", on a CPU with {words}" if words else ""
 
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
-    """A row for each metric, a column for each run."""
+    """Return a row for each metric, with a column for each run."""
     noun = f"{runs[0].noun}s" if runs else "images"
     head = ("metric", "16-bit", *(run.name for run in runs), "noise floor", noun, "how it is measured")
-    return _table(head, [_metric_row(row) for row in metric_rows(runs)])
+    return _table(head, [_metric_row(row) for row in summary_metrics(runs)])
 
 
 def _metric_row(row: SummaryMetric) -> tuple[str, ...]:
@@ -276,7 +276,7 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Of plain text."""
+    """Return a table of plain text."""
     return _lines([*map(escaped, head)], [[*map(escaped, row)] for row in rows])
 
 
@@ -286,7 +286,7 @@ def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown text: no markup, no table cells, no line breaks or control characters of its own."""
+    """Return plain text as Markdown text: no markup, table cells, line breaks or control characters of its own."""
     text = visible(" ".join(text.split()))
     for special in "\\`*_[]<>|#":
         text = text.replace(special, f"\\{special}")
@@ -294,5 +294,5 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Plain text as what may stand between backticks, in a table too."""
+    """Return plain text as it may stand between backticks, in a table too."""
     return visible(" ".join(text.split())).replace("`", "'").replace("|", "\\|")

@@ -22,11 +22,16 @@ MAIN = ("psnr", "lpips", "clip_score", "image_reward", "velocity_error")
 class SummaryRow:
     """One way to compute one checkpoint, or the 16-bit model, which has no verdict.
 
-    computed: the arithmetic in a few words, about: in more. outcome: a key of OUTCOMES, "" without a verdict. remark:
-    what stands in place of the verdict. psnr: of the 16-bit model, against a second run of it. disk, resident: bytes of
-    the quantized components. bits: per weight, stored; resident_bits: in memory. seconds: of one image, several where
-    it was timed several times. spread: their interquartile range over the median, the largest. unmeasured: why there
-    are none. speed_up: over the unquantized model in `over`, end to end.
+    computed, about: the arithmetic in a few words, and in more.
+    outcome: key of OUTCOMES, "" without a verdict.
+    remark: words in place of the verdict.
+    psnr: against 16 bit; of the 16-bit model, against a second run of it.
+    disk, resident: bytes of the quantized components.
+    bits, resident_bits: per weight, stored and in memory.
+    seconds: of one image, several where it was timed several times.
+    spread: their interquartile range over the median, the largest.
+    unmeasured: reason why there are no times.
+    speed_up: over the unquantized model in `over`, end to end.
     """
 
     name: str
@@ -60,7 +65,7 @@ class SummaryRow:
 
 
 def summary(report: Report) -> list[SummaryRow]:
-    """Return the 16-bit model, in fp32 too where that was timed, and every run and what was timed alone, in order."""
+    """Return rows of the 16-bit model, in fp32 too where that was timed, of every run, and of what was timed alone."""
     rows = _unquantized(report) if report.runs else []
     for checkpoint in dict.fromkeys(run.checkpoint for run in report.runs):
         rows += [_of_run(run, report) for run in report.runs if run.checkpoint == checkpoint]
@@ -70,9 +75,12 @@ def summary(report: Report) -> list[SummaryRow]:
 
 @dataclass(frozen=True)
 class SummaryMetric:
-    """One metric over all runs; cells: in the order of the runs. baseline, floor: shared, of the first that has one.
+    """One metric over all runs.
 
-    named: any of the cells, for name, unit, digits and direction. asked, how, notes, missing: each different one once.
+    named: any of the cells, for name, unit, digits and direction.
+    margins, how, notes, missing: each different one once.
+    baseline, floor: shared, of the first run that has one.
+    cells: in the order of the runs.
     """
 
     named: Metric
@@ -86,13 +94,13 @@ class SummaryMetric:
     cells: tuple[Metric | None, ...]
 
 
-def metric_rows(runs: Sequence[Run]) -> list[SummaryMetric]:
+def summary_metrics(runs: Sequence[Run]) -> list[SummaryMetric]:
     """Return a row for each metric that any run has."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics)
-    return [_metric_row([run.metrics.get(key) for run in runs]) for key in keys]
+    return [_summary_metric([run.metrics.get(key) for run in runs]) for key in keys]
 
 
-def _metric_row(cells: Sequence[Metric | None]) -> SummaryMetric:
+def _summary_metric(cells: Sequence[Metric | None]) -> SummaryMetric:
     metrics = [cell for cell in cells if cell is not None]
     measured = [cell for cell in metrics if cell.value is not None] or metrics
     return SummaryMetric(
@@ -109,7 +117,7 @@ def _metric_row(cells: Sequence[Metric | None]) -> SummaryMetric:
 
 
 def _margin_text(metric: Metric) -> str:
-    """Return what the verdict holds a metric against, in words; "" if it has no margin."""
+    """Return the limits of a metric's verdict, in words; "" if it has no margin."""
     if metric.margin is None:
         return ""
     return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
@@ -134,7 +142,7 @@ def speeds(report: Report) -> list[tuple[str, Speed]]:
 
 
 def first_speed(speed: Speed | None, side: str = "") -> SpeedRow | None:
-    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of an unquantized side.
+    """Return the fastest mode at the size that was timed first, by its end-to-end p50.
 
     side: "16-bit" or "fp32", "" for the quantized one.
     """
@@ -149,7 +157,7 @@ def first_size(speed: Speed | None) -> list[SpeedRow]:
 
 
 def _unquantized(report: Report) -> list[SummaryRow]:
-    """The 16-bit model, and in fp32 where that was timed: CPUs may compute sooner with it."""
+    """Return the 16-bit model, and in fp32 where that was timed: CPUs may compute sooner with it."""
     size = report.runs[0].size.bytes_before
     in_16_bit = SummaryRow(
         name="16 bit",
@@ -257,7 +265,7 @@ def figures_of(run: Run) -> list[str]:
 
 
 def command_for(timed: Timed) -> str:
-    """Return what would measure the quality of the arithmetic that was timed."""
+    """Return the command that measures the quality of the arithmetic that was timed."""
     name = timed.speed.served.arithmetic if timed.speed.served else ""
     if name not in ARITHMETICS:
         return "no --backends of fluxq eval computes so"
