@@ -31,7 +31,7 @@ _NEXT_SECTION = "## How it was made"
 
 
 def model_card(record: Record) -> str:
-    """README.md with the front matter that hubs read, sealed: `--overwrite` replaces none that a user changed."""
+    """Return README.md with front matter for hubs, sealed: `--overwrite` replaces none that a user changed."""
     model, parts = record.model, record.components
     lines = [
         *_front_matter(record),
@@ -77,7 +77,7 @@ def model_card(record: Record) -> str:
 
 
 def _loading(record: Record) -> list[str]:
-    """Of a pipeline, or of the one model that was imported without one."""
+    """Return the code that loads a pipeline, or the one model that was imported without one."""
     part = record.components[0]
     library, name, loaded = "diffusers", "DiffusionPipeline", "pipe"
     if not part.component:
@@ -123,7 +123,7 @@ def _imported_lines(parts: list[Origin]) -> list[str]:
 
 
 def with_evaluation(card_text: str, report: Report) -> str:
-    """The card with what was measured; what an earlier evaluation said is replaced, everything else stays.
+    """Add an evaluation to the card; an earlier one is replaced, everything else stays.
 
     The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
     arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
@@ -134,7 +134,7 @@ def with_evaluation(card_text: str, report: Report) -> str:
     front_matter(card_text)  # a stranger's may stand for more than there is memory
     try:
         card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
-    except (TypeError, ValueError, yaml.YAMLError) as error:  # what the class makes of keys and values
+    except (TypeError, ValueError, yaml.YAMLError) as error:  # the class raises any of these for keys and values
         raise ValueError(first_line(error)) from None
     card.data["model_name"] = report.runs[0].name
     card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
@@ -142,7 +142,7 @@ def with_evaluation(card_text: str, report: Report) -> str:
 
 
 def eval_results(report: Report) -> dict[str, str]:
-    """File name in `.eval_results/` -> YAML, of the run that computes its layers as they are stored.
+    """Return file name in `.eval_results/` -> YAML, of the run that computes its layers as they are stored.
 
     These files name a data set of the hub, so an evaluation on other prompts has none.
     """
@@ -206,13 +206,13 @@ def _section(report: Report) -> list[str]:
         lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
         lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
     lines += [*summary_table(report), "", *metric_table(report.runs), ""]
-    made = f"{len(report.items)} {report.noun}s of each run"
-    lines += [f"{made} against 16 bit, with the same prompts and noise; 95 % intervals."]
+    count = f"{len(report.items)} {report.noun}s of each run"
+    lines += [f"{count} against 16 bit, with the same prompts and noise; 95 % intervals."]
     return [*lines, f"Made by `{code(report.command)}`; all of it is in `eval/report.html`.", _END]
 
 
 def _with_section(text: str, section: str) -> str:
-    """In the place of an earlier section, else before how the checkpoint was made, else at the end."""
+    """Put the section in the place of an earlier one, else before how the checkpoint was made, else at the end."""
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if begin and end:
@@ -240,7 +240,7 @@ def _base(model: Model) -> str:
 
 
 def license_text(fields: dict[str, str]) -> str:
-    """A licence for people: its own name where the id is just "other"; empty if nothing is known."""
+    """Return a licence for people: its own name where the id is just "other"; empty if nothing is known."""
     return fields.get("license_name") or fields.get("license", "")
 
 
@@ -302,8 +302,8 @@ def _check_lines(check: Check | None) -> list[str]:
     if check is None:
         return ["Not measured (the closing check was skipped)."]
     frames = check.frames
-    made = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
-    images = f"{made}, same prompts and noise as the 16-bit pipeline"
+    extent = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
+    images = f"{extent}, same prompts and noise as the 16-bit pipeline"
     if not check.finite:
         return [f"**FAILED: NaN or infinity** in {images}."]
     if check.flat:

@@ -19,7 +19,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
 from fluxq.calibrate.capture import _Recorder
 from fluxq.eval.debug.patch import improved
-from fluxq.eval.debug.trace import Health, Local, Outputs, Seen
+from fluxq.eval.debug.trace import Health, LayerCall, Local, Outputs
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
 from fluxq.kernels.linear import QuantLinear
@@ -292,11 +292,11 @@ def test_evaluation_sees_pixels_as_tokens():
     """Outputs, local errors, kernels and health of a layer, from what its hook is given."""
     source, (layer, tokens), x = convolution(), quantized("int8-int8"), images()
     y = source(x)
-    seen = Seen("it", 0, 0, 2, source, channels_last(source, x), channels_last(source, y))
+    seen = LayerCall("it", 0, 0, 2, source, channels_last(source, x), channels_last(source, y))
     local, outputs, health = Local({"it": layer}), Outputs(), Health()
     local(seen)
     outputs(seen)
-    ours = Seen("it", 0, 0, 2, layer, channels_last(layer, x), channels_last(layer, layer(x)))
+    ours = LayerCall("it", 0, 0, 2, layer, channels_last(layer, x), channels_last(layer, layer(x)))
     health(ours)
     want = -10 * torch.log10((tokens(pixels(x)).double() - pixels(y)).square().sum() / y.double().square().sum())
     assert local.powers.sqnr_db("it", (0,))[0] == pytest.approx(float(want), rel=1e-6)

@@ -14,7 +14,7 @@ from fluxq.commands.tables import echo, print_table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fluxq.eval.metrics.schema import Debug, Estimate, Gate, Report, Served, Speed
+    from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import Model
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
@@ -170,7 +170,7 @@ def quantized(job: Job, record: Record) -> None:
     echo(f"next: fluxq {following} {shlex.quote(str(job.output))}")
 
 
-def judged(gate: Gate) -> str:
+def judged(gate: GateOutcome) -> str:
     """A gate and what was measured, as in `psnr>=30 (28.1)`."""
     return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
 
@@ -210,14 +210,14 @@ def evaluated(page: Path, report: Report) -> None:
 
 def timed(speed: Speed) -> None:
     """Median times of every stage, what was gained, and what was not said because it was not certain."""
-    from fluxq.eval.metrics.figures import asked
+    from fluxq.eval.metrics.figures import plain_shape
 
     echo(f"on {speed.measured_on}")
     if "baseline" in speed.conditions:
         echo(f"baseline: {speed.conditions['baseline']}")
     rows = []
     for row in speed.rows:
-        size = asked(row)
+        size = plain_shape(row)
         if row.missing is not None:
             rows.append((row.side, row.mode, size, f"not measured: {row.missing}", "", ""))
         for stage, times in row.stages.items():
@@ -229,7 +229,7 @@ def timed(speed: Speed) -> None:
     print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
     refused: dict[str, list[str]] = {}
     for gain in speed.speedups:
-        of = f"{gain.side}, {gain.stage}, {gain.mode}, {asked(gain)}"
+        of = f"{gain.side}, {gain.stage}, {gain.mode}, {plain_shape(gain)}"
         if gain.ratio is None:
             refused.setdefault(gain.refused or "", []).append(of)
         else:

@@ -33,6 +33,7 @@ from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, variants
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
+    CheckpointSize,
     Debug,
     Drift,
     Item,
@@ -40,7 +41,6 @@ from fluxq.eval.metrics.schema import (
     Report,
     Run,
     Served,
-    Size,
     Speed,
     Timed,
     read_report,
@@ -649,9 +649,9 @@ def _candidates(asked: Subject, sides: Sequence[Side], found: Mapping[str, Serve
     return [Candidate(side, *known, found[side.name], _gates(asked), provenance) for side in sides]
 
 
-def _size(record: Record) -> Size:
+def _size(record: Record) -> CheckpointSize:
     parts = record.components
-    return Size(
+    return CheckpointSize(
         components=tuple(part.component for part in parts),
         bytes_before=sum(part.bytes_before for part in parts),
         bytes_after=sum(part.bytes_after for part in parts),

@@ -351,13 +351,13 @@ def require_evaluated(path: str | Path) -> None:
 
 def require_measures(gates: Iterable[str], metrics: Iterable[str]) -> None:
     """Raise ValueError for a gate that cannot be read, or a metric that neither fluxq nor a plug-in has."""
-    from fluxq.eval.metrics.plugins import find_offers
+    from fluxq.eval.metrics.plugins import find_plugins
     from fluxq.recipes.recipe import GATE_METRICS, parse_gate
 
     for gate in gates:
         parse_gate(gate)
     for name in metrics:
-        known = list(dict.fromkeys([*GATE_METRICS, *find_offers()]))
+        known = list(dict.fromkeys([*GATE_METRICS, *find_plugins()]))
         if name not in known:
             raise ValueError(f"metric {name!r} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
 
