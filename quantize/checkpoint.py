@@ -65,11 +65,11 @@ class SourceWeights:
         names_in = names_in_model(model_on_meta(folder, component)) if _is_of_transformers(model_class) else None
         for path in folder.weight_files(component):
             stream = TensorFile(path)
-            for name in stream.keys():
-                own = names_in(name) if names_in else name
-                if own in self._files:
-                    raise ValueError(f"{path}: tensor {own!r} is in two files; remove the copy that is not meant")
-                self._files[own] = (stream, name)
+            for name_in_file in stream.keys():
+                name = names_in(name_in_file) if names_in else name_in_file
+                if name in self._files:
+                    raise ValueError(f"{path}: tensor {name!r} is in two files; remove the copy that is not meant")
+                self._files[name] = (stream, name_in_file)
 
     @property
     def names(self) -> list[str]:
@@ -179,7 +179,7 @@ def shapes_of(model: nn.Module) -> list[LinearShape]:
 
 def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
     """Every convolution of a model that is no Linear, in its order, for `forward_pass`."""
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
+    convolutions = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
     return tuple(
         Convolution(
             name,
@@ -189,7 +189,7 @@ def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
             stride=m.stride[0],
             depthwise=m.groups == m.in_channels,
         )
-        for name, m in found
+        for name, m in convolutions
     )
 
 
@@ -317,25 +317,25 @@ def digest_rest(
 
     hashes: takes those of the files, but for configurations, into which digests are written later.
     """
-    found = {path.name: [path] for path in _copied_files(source)}
+    files = {path.name: [path] for path in _copied_files(source)}
     for component in _others(source, components):
-        found[component] = list(_files_of(source.path / component))
+        files[component] = list(_files_of(source.path / component))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        pending = {name: pool.map(sha256_file, files) for name, files in found.items()}
-        own = {name: dict(zip(found[name], hashed, strict=True)) for name, hashed in pending.items()}
+        pending = {name: pool.map(sha256_file, paths) for name, paths in files.items()}
+        digests = {name: dict(zip(files[name], hashed, strict=True)) for name, hashed in pending.items()}
     if hashes is not None:
-        hashes |= {file: one for part in own.values() for file, one in part.items() if file.name != "config.json"}
+        hashes |= {file: one for part in digests.values() for file, one in part.items() if file.name != "config.json"}
     return {
         name: sha256_json([(str(file.relative_to(source.path)), one) for file, one in part.items()])
-        for name, part in own.items()
+        for name, part in digests.items()
     }
 
 
 def _copied_files(source: ModelFolder) -> Iterator[Path]:
     """Files beside the components that a checkpoint has too."""
     for path in sorted(source.path.iterdir()):
-        known = path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
-        if known and path.is_file() and path.name != PLAN_FILE:
+        is_copied = path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
+        if is_copied and path.is_file() and path.name != PLAN_FILE:
             yield path
 
 
@@ -419,11 +419,11 @@ def names_in_model(model: Any) -> Callable[[str], str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    held = model.state_dict()
+    tensors = model.state_dict()
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
 
     def name_in_model(name: str) -> str:
-        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, held)
-        return renamed if renamed in held else name  # what the model lacks stays as it is
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, tensors)
+        return renamed if renamed in tensors else name  # what the model lacks stays as it is
 
     return name_in_model

@@ -60,22 +60,22 @@ class Outcome:
         """Read the headers of finished blocks together; ValueError naming a file whose header is damaged."""
         whole = cls()
         for file in files:
-            said = _said(TensorFile(file))
-            whole.schemes |= {name: Scheme.parse(text) for name, text in said.schemes.items()}
-            whole.weight_sqnr |= said.weight_sqnr
-            whole.groups |= said.groups
-            whole.fingerprints |= said.fingerprints
+            header = _header_of(TensorFile(file))
+            whole.schemes |= {name: Scheme.parse(text) for name, text in header.schemes.items()}
+            whole.weight_sqnr |= header.weight_sqnr
+            whole.groups |= header.groups
+            whole.fingerprints |= header.fingerprints
         return whole
 
     def to_json(self) -> str:
         """The text that `read` reads."""
-        said: dict[str, Any] = {
+        header: dict[str, Any] = {
             "schemes": {name: str(scheme) for name, scheme in self.schemes.items()},
             "weight_sqnr": self.weight_sqnr,
             "groups": {name: asdict(group) for name, group in self.groups.items()},
             "fingerprints": self.fingerprints,
         }
-        return json.dumps(said)
+        return json.dumps(header)
 
     def applied_to(self, plan: Plan) -> Plan:
         """The plan with final schemes, and what was decided among the reasons."""
@@ -89,7 +89,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _BlockHeader:
     """A block's header, as `Outcome.to_json` writes it."""
 
     schemes: dict[str, str]
@@ -98,18 +98,18 @@ class _Said:
     fingerprints: dict[str, str]
 
 
-_SAID = TypeAdapter(_Said)
+_HEADER_ADAPTER = TypeAdapter(_BlockHeader)
 
 
-def _said(file: TensorFile) -> _Said:
+def _header_of(file: TensorFile) -> _BlockHeader:
     try:
-        said = _SAID.validate_json(file.metadata().get(_HEADER, ""), strict=True)
-        for text in said.schemes.values():
+        header = _HEADER_ADAPTER.validate_json(file.metadata().get(_HEADER, ""), strict=True)
+        for text in header.schemes.values():
             Scheme.parse(text)
     except ValueError as error:  # pydantic's is one
         why = f"{first_line(error)}; remove the file, and the same command makes it again"
         raise ValueError(f"{file.path}: the header of this finished block is damaged: {why}") from None
-    return said
+    return header
 
 
 def block_files(folder: Path, count: int) -> list[Path]:
@@ -119,14 +119,14 @@ def block_files(folder: Path, count: int) -> list[Path]:
 
 def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
     """Write a block that is done, with a hash of all of it."""
-    said = outcome.to_json()
-    found = _hash(said, {name: fingerprint_of(tensor) for name, tensor in tensors.items()})
+    header = outcome.to_json()
+    digest = _hash(header, {name: fingerprint_of(tensor) for name, tensor in tensors.items()})
     with atomic_path(file) as part:
-        save_weights(tensors, part, {_HEADER: said, _HASH: found})
+        save_weights(tensors, part, {_HEADER: header, _HASH: digest})
 
 
-def _hash(said: str, fingerprints: Mapping[str, str]) -> str:
-    return sha256_json([said, sorted(fingerprints.items())])
+def _hash(header: str, fingerprints: Mapping[str, str]) -> str:
+    return sha256_json([header, sorted(fingerprints.items())])
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:
@@ -138,11 +138,11 @@ def is_finished(file: Path, source: SourceWeights) -> bool:
         return False
     try:
         stored = TensorFile(file)
-        made_of = _said(stored).fingerprints
-        found = _hash(stored.metadata()[_HEADER], {name: stored.fingerprint(name) for name in stored.keys()})
-        if stored.metadata().get(_HASH) != found:
+        fingerprints = _header_of(stored).fingerprints
+        digest = _hash(stored.metadata()[_HEADER], {name: stored.fingerprint(name) for name in stored.keys()})
+        if stored.metadata().get(_HASH) != digest:
             raise ValueError(f"{file}: damaged since it was written")
-        if source.differing(made_of):
+        if source.differing(fingerprints):
             raise ValueError(f"{file}: made of other weights than the model has now")
     except ValueError as error:
         logger.warning("%s: this block is made again", error)
@@ -162,9 +162,9 @@ def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, 
 
 def layer_tensors(file: Path, layers: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """Layer -> its tensors in a finished block, by the name of the parameter."""
-    stored, found = TensorFile(file), {name: {} for name in layers}
+    stored, tensors = TensorFile(file), {name: {} for name in layers}
     for key in stored.keys():
         name, _, parameter = key.rpartition(".")
-        if name in found:
-            found[name][parameter] = stored.get_tensor(key)
-    return found
+        if name in tensors:
+            tensors[name][parameter] = stored.get_tensor(key)
+    return tensors

@@ -163,11 +163,11 @@ class _Fit:
         if why_not and not self.method.is_plain:
             self._note("all", why_not)
         elif not self.method.is_plain:
-            found = self._transformed(state)
+            chosen = self._transformed(state)
             self.trial_weights.clear()  # they would take memory when it is scarce
-            transformed = self._parts(found, self.weights)
+            transformed = self._parts(chosen, self.weights)
             if self._can_be_stored(transformed, [layer.bias for layer in self.layers]):
-                state, parts = found, transformed
+                state, parts = chosen, transformed
             else:
                 self._note("all", f"the transformed layers hold numbers beyond {self.dtype}")
             parts, codes, db = self._best_rounding(state, parts)
@@ -215,18 +215,18 @@ class _Fit:
     def _gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
         """The candidate whose gain exceeds its price by most, if any does."""
         base = self._trial_db(before)
-        found = []
+        trials = []
         for label, state in candidates.items():
             percent = self.price(self._schemes(before), self._schemes(state))
             gain = self._trial_db(state) - base
-            found.append((gain - max(SMALLEST_GAIN, self.rate * percent), gain, percent, label, state))
-        surplus, gain, percent, label, state = max(found, key=lambda entry: entry[0])
+            trials.append((gain - max(SMALLEST_GAIN, self.rate * percent), gain, percent, label, state))
+        surplus, gain, percent, label, state = max(trials, key=lambda entry: entry[0])
         if gain == -math.inf:
             self._note(name, f"what it stores is beyond {self.dtype}")
             return before
         kept = surplus > 0
-        asked = max(SMALLEST_GAIN, self.rate * percent)
-        reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {asked:.2f} dB asked"
+        required = max(SMALLEST_GAIN, self.rate * percent)
+        reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {required:.2f} dB asked"
         self.stages.append(Stage(name, kept, gain, percent, reason))
         return state if kept else before
 
@@ -288,14 +288,14 @@ class _Fit:
         shares = {0}
         if self.method.deflate and len(self.inputs.segments) == 1:
             shares |= {rank, (rank + 1) // 2} | ({rank // 4, 3 * rank // 4} if self.method.wide else set())
-        found = {}
+        candidates = {}
         for d in sorted(shares):
             basis = self._basis(state.transform, d) if d else None
             trial = replace(_with(state, basis=basis), ranks=tuple(min(rank, *w.shape) - d for w in self.weights))
             if not d and state.transform.smooth is not None:
                 trial = self._search_smoothing(trial, around=True)  # the branch takes what smoothing made large
-            found[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
-        return found
+            candidates[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
+        return candidates
 
     def _basis(self, transform: InputTransform, count: int) -> Tensor:
         plain = replace(transform, basis=None, hadamard=0)
@@ -322,14 +322,14 @@ class _Fit:
         elif method.gptq:
             damping = DAMPING if self.inputs.count >= _FEW_TOKENS * k else _DAMPING_OF_FEW
             try:
-                found = self._with_feedback(parts, self._grams(state), damping)
-                best = self._keep_better("gptq", state, best, (parts, found))
+                codes = self._with_feedback(parts, self._grams(state), damping)
+                best = self._keep_better("gptq", state, best, (parts, codes))
             except UselessGram as error:
                 useless = str(error)
                 self._note("gptq", useless)
         if method.search and not any(stage.kept for stage in self.stages if stage.name == "gptq"):
-            found = self._nearest(state, parts, search=True)
-            best = self._keep_better("scale search", state, best, (parts, found))
+            codes = self._nearest(state, parts, search=True)
+            best = self._keep_better("scale search", state, best, (parts, codes))
         if method.joint and self.activations is not None:
             why_not = useless or self._why_not_joint()
             if why_not:
@@ -338,11 +338,11 @@ class _Fit:
                 best = self._keep_better("joint", state, best, self._joint(state, parts))
         return best
 
-    def _keep_better(self, name: str, state: _State, best: _Rounded, found: _Weights) -> _Rounded:
-        db = self._db(state, found)
+    def _keep_better(self, name: str, state: _State, best: _Rounded, weights: _Weights) -> _Rounded:
+        db = self._db(state, weights)
         gain = db - best[2]
         self.stages.append(Stage(name, gain > 0, gain, 0.0, f"{gain:+.2f} dB, free at run time"))
-        return (*found, db) if gain > 0 else best
+        return (*weights, db) if gain > 0 else best
 
     def _why_not_joint(self) -> str:
         k = self.inputs.mean.shape[0]
@@ -375,10 +375,10 @@ class _Fit:
         for chunk, weight in self.inputs.tokens() if self.inputs.tokens else ():
             z = state.transform.of_tokens(chunk)
             rounded = self._rounded_input(z, state)
-            for held, (left, right) in zip(sums, ((z, z), (rounded, rounded), (rounded, z)), strict=True):
-                held.addmm_(left.T, right, alpha=weight)
+            for gram, (left, right) in zip(sums, ((z, z), (rounded, rounded), (rounded, z)), strict=True):
+                gram.addmm_(left.T, right, alpha=weight)
             total += weight * len(z)
-        z_gram, rounded_gram, cross = (held.div_(total) for held in sums)
+        z_gram, rounded_gram, cross = (gram.div_(total) for gram in sums)
         return z_gram, rounded_gram, cross
 
     def _refitted(self, state: _State, part: _Part, q: QuantizedTensor, gram: Tensor, to_branch: Tensor) -> _Part:
@@ -499,10 +499,10 @@ class _Fit:
             return math.inf
         return self._error(state, (parts, self._nearest(state, parts)), x, token_weight)
 
-    def _db(self, state: _State, found: _Weights) -> float:
-        return _decibels(self._error(state, found, self.inputs.held, self.inputs.held_weight))
+    def _db(self, state: _State, weights: _Weights) -> float:
+        return _decibels(self._error(state, weights, self.inputs.held, self.inputs.held_weight))
 
-    def _error(self, state: _State, found: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
+    def _error(self, state: _State, weights: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
         """|y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
 
         Infinite where fp32 overflows.
@@ -511,7 +511,7 @@ class _Fit:
         z = self._rounded_input(state.transform.of_tokens(x), state)
         t = state.transform.deflated(x)
         total = 0.0
-        for part, q in zip(*found, strict=True):
+        for part, q in zip(*weights, strict=True):
             lost, size = torch.zeros(2, len(x), device=x.device, dtype=torch.float32)
             h = None if part.a is None else self._in_16_bit(x @ part.a.T)
             for rows in _row_slices(part.weight):
@@ -545,9 +545,9 @@ class _Fit:
             return None
         if state.transform == _NOTHING:
             return encode.input_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
-        fit, held = self.inputs.fit, self.inputs.held
-        index = _spread(len(fit) + len(held), _SCALE_TOKENS, fit.device)
-        sample = torch.cat([fit[index[index < len(fit)]], held[index[index >= len(fit)] - len(fit)]])
+        fit, held_out = self.inputs.fit, self.inputs.held
+        index = _spread(len(fit) + len(held_out), _SCALE_TOKENS, fit.device)
+        sample = torch.cat([fit[index[index < len(fit)]], held_out[index[index >= len(fit)] - len(fit)]])
         return encode.input_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)
 
     def _in_16_bit(self, value: Tensor) -> Tensor:
@@ -574,7 +574,7 @@ class _Fit:
         done = {}
         transform, input_scale = state.transform, self._input_scale(state)
         for layer, part, q, rank in zip(self.layers, parts, codes, state.ranks, strict=True):
-            held = {
+            tensors = {
                 "pre_quant_mean": transform.mean,
                 "pre_quant_scale": transform.smooth,
                 "deflate_basis": transform.basis,
@@ -583,7 +583,7 @@ class _Fit:
                 "svdquant_lora_b": part.b,
             }
             # Copies: layers share a transform, and safetensors refuses to store two names of one tensor.
-            branches = {name: t.to(self.dtype).clone().contiguous() for name, t in held.items() if t is not None}
+            branches = {name: t.to(self.dtype).clone().contiguous() for name, t in tensors.items() if t is not None}
             bias = layer.bias
             if part.bias is not None:
                 bias = part.bias if bias is None else bias.float() + part.bias

@@ -69,9 +69,9 @@ class FusedWeights(SourceWeights):
 
 def fuse_into(model: nn.Module, updates: Sequence[Updates]) -> None:
     """Add updates to the weights of a loaded 16-bit model, each sum rounded once to the weight's dtype."""
-    for layer in {layer for found in updates for layer in found}:
+    for layer in {layer for by_layer in updates for layer in by_layer}:
         weight = model.get_submodule(layer).get_parameter("weight")
-        weight.data = fused(weight.data, [found[layer] for found in updates if layer in found])
+        weight.data = fused(weight.data, [by_layer[layer] for by_layer in updates if layer in by_layer])
 
 
 def fused(weight: Tensor, updates: Sequence[LowRankUpdate]) -> Tensor:
@@ -103,8 +103,8 @@ def updates_of(loras: Iterable[LoraFile], folder: ModelFolder) -> dict[str, tupl
     """Component -> what files, each of a known component, add to its weights; see `read_updates`."""
     updates: dict[str, tuple[Updates, ...]] = {}
     for lora in loras:
-        found = read_updates(lora, folder, lora.component)
-        updates[lora.component] = (*updates.get(lora.component, ()), found)
+        layer_updates = read_updates(lora, folder, lora.component)
+        updates[lora.component] = (*updates.get(lora.component, ()), layer_updates)
     return updates
 
 
@@ -134,17 +134,17 @@ def read_updates(lora: LoraFile, folder: ModelFolder, component: str) -> Updates
     except Exception as error:  # whatever PEFT makes of values that it did not expect
         raise ValueError(f"{lora.path}: does not fit {folder.name}'s {component}: {error}") from None
     updates: Updates = {}
-    taken = set()
+    used = set()
     for name, module in model.named_modules():
         if isinstance(module, (AdaptedLinear, AdaptedConvolution)):
             a, b = (f"{component}.{name}.lora_{letter}.weight" for letter in "AB")
             if a in state and b in state:
-                taken |= {a, b}
+                used |= {a, b}
                 down, up = state[a].flatten(1), state[b].flatten(1)  # of a convolution (r, C, h, w) and (N, r, 1, 1)
                 updates[name] = LowRankUpdate(down, up, lora.weight * float(module.scaling["fused"]))
                 if not (torch.isfinite(state[a]).all() and torch.isfinite(state[b]).all()):
                     raise ValueError(f"{lora.path}: {name}: holds NaN or infinity; get the file again")
-    _refuse(lora, sorted(state.keys() - taken), nothing)
+    _refuse(lora, sorted(state.keys() - used), nothing)
     return updates
 
 
@@ -163,10 +163,10 @@ def _for_component(
     if component == _FIRST or not component.startswith(_FIRST) or any(key.startswith(f"{component}.") for key in state):
         return state, scaling
 
-    def renamed(held: dict[str, Any]) -> dict[str, Any]:
-        return {re.sub(rf"^{_FIRST}\.", f"{component}.", key): value for key, value in held.items()}
+    def renamed(entries: dict[str, Any]) -> dict[str, Any]:
+        return {re.sub(rf"^{_FIRST}\.", f"{component}.", key): value for key, value in entries.items()}
 
-    return renamed(state), {kind: renamed(held) for kind, held in scaling.items()}
+    return renamed(state), {kind: renamed(entries) for kind, entries in scaling.items()}
 
 
 def recorded_loras(loras: Sequence[Lora]) -> Iterator[LoraFile]:
@@ -205,8 +205,8 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
     except Exception as error:  # whatever a converter makes of keys and shapes that it did not expect
         raise ValueError(f"{lora.path}: diffusers cannot read this LoRA ({error}); is it one for this model?") from None
     alphas, metadata = rest if len(rest) > 1 else (None, *rest)  # pipelines with a UNet return alphas unasked
-    given = {"network_alphas": alphas, "metadata": metadata}
-    return state, {key: value for key, value in given.items() if value}
+    scaling = {"network_alphas": alphas, "metadata": metadata}
+    return state, {key: value for key, value in scaling.items() if value}
 
 
 def _scaling(lora: LoraFile, metadata: dict[str, Any], component: str, layers: Iterable[str]) -> dict[str, Any]:
@@ -215,12 +215,12 @@ def _scaling(lora: LoraFile, metadata: dict[str, Any], component: str, layers: I
     PEFT would import a module that the rest may name, and takes a text in it for an expression over module paths.
     Raises ValueError for what is no plain number or name.
     """
-    said = {key: metadata[f"{component}.{key}"] for key in _SCALING if f"{component}.{key}" in metadata}
-    for key, value in said.items():
+    settings = {key: metadata[f"{component}.{key}"] for key in _SCALING if f"{component}.{key}" in metadata}
+    for key, value in settings.items():
         if not _SCALING[key](value):
             raise ValueError(f"{lora.path}: says {key} is {str(value)[:80]!r}; save it again as a plain LoRA")
-    said["target_modules"] = sorted(layers)
-    return {f"{component}.{key}": value for key, value in said.items()}
+    settings["target_modules"] = sorted(layers)
+    return {f"{component}.{key}": value for key, value in settings.items()}
 
 
 def _is_number(value: Any) -> bool:

@@ -35,7 +35,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Piece:
+class RoundingUnit:
     """Piece that is read and rounded in one. layers: of one global scale, or one. plain: tensors stored as they are."""
 
     layers: tuple[LayerPlan, ...] = ()
@@ -56,18 +56,19 @@ class Rounded:
     fingerprints: dict[str, str] = field(default_factory=dict)
 
 
-def pieces_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[Piece]:
+def units_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[RoundingUnit]:
     """The pieces of the quantized `layers` and of all other source tensors among `names`."""
     together: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         together.setdefault(layer.scale_group or layer.name, []).append(layer)
-    taken = {f"{layer.name}.weight" for layer in layers}
-    plain = tuple(name for name in names if name not in taken)
-    return [*(Piece(layers=tuple(members)) for members in together.values()), *([Piece(plain=plain)] if plain else [])]
+    weights = {f"{layer.name}.weight" for layer in layers}
+    plain = tuple(name for name in names if name not in weights)
+    units = [RoundingUnit(layers=tuple(members)) for members in together.values()]
+    return [*units, RoundingUnit(plain=plain)] if plain else units
 
 
-def round_pieces(
-    pieces: Iterable[Piece],
+def round_units(
+    units: Iterable[RoundingUnit],
     source: SourceWeights,
     dtype: torch.dtype,
     input_scales: Mapping[str, Tensor],
@@ -79,16 +80,16 @@ def round_pieces(
     a few. ValueError naming the layer for NaN, infinity and shapes that the plan does not have.
     """
 
-    def read(piece: Piece) -> dict[str, Tensor]:
-        tensors = {name: source[name] for name in piece.names}
-        source.let_go(piece.names)
+    def read(unit: RoundingUnit) -> dict[str, Tensor]:
+        tensors = {name: source[name] for name in unit.names}
+        source.let_go(unit.names)
         return tensors
 
-    def work(piece: Piece, tensors: dict[str, Tensor]) -> Rounded:
-        return _rounded(piece, tensors, source, dtype, input_scales)
+    def work(unit: RoundingUnit, tensors: dict[str, Tensor]) -> Rounded:
+        return _rounded(unit, tensors, source, dtype, input_scales)
 
     with memory.used_again():
-        yield from in_order(pieces, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
+        yield from in_order(units, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
 
 
 def in_order(
@@ -192,7 +193,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def _rounded(
-    piece: Piece,
+    unit: RoundingUnit,
     source_tensors: Mapping[str, Tensor],
     source: SourceWeights,
     dtype: torch.dtype,
@@ -200,20 +201,20 @@ def _rounded(
 ) -> Rounded:
     tensors: dict[str, Tensor] = {}
     lost: dict[str, float] = {}
-    weights = [source_tensors[f"{layer.name}.weight"] for layer in piece.layers]
+    weights = [source_tensors[f"{layer.name}.weight"] for layer in unit.layers]
     shared = None
-    if any(layer.scale_group for layer in piece.layers):
-        shared = joined_scale(weights, piece.layers)
+    if any(layer.scale_group for layer in unit.layers):
+        shared = joined_scale(weights, unit.layers)
         if not torch.isfinite(shared):
-            for layer, w in zip(piece.layers, weights, strict=True):
+            for layer, w in zip(unit.layers, weights, strict=True):
                 require_finite(f"{layer.name}.weight", w)
-    for layer, w in zip(piece.layers, weights, strict=True):
+    for layer, w in zip(unit.layers, weights, strict=True):
         q = quantize_weight(w, layer, shared)
         lost[layer.name] = weight_sqnr(w.flatten(1), q)
         tensors |= {f"{layer.name}.{part}": tensor for part, tensor in q.tensors().items()}
         if layer.scheme is not None and layer.scheme.static_input:
             tensors[f"{layer.name}.input_scale"] = input_scales[layer.name]
-    for name in piece.plain:
+    for name in unit.plain:
         tensors[name] = _cast(name, source_tensors[name], source, dtype)
     return Rounded(tensors, lost, source.fingerprints(source_tensors))
 

@@ -107,8 +107,8 @@ def round_with_feedback(
     """
     n, k = w.shape
     group = format.group_size
-    held = w.T[feed.order]  # (K, N): what is done column by column lies together
-    error = torch.zeros_like(held)  # w - q of the columns done
+    columns = w.T[feed.order]  # (K, N): what is done column by column lies together
+    error = torch.zeros_like(columns)  # w - q of the columns done
     codes = torch.empty(k, n, dtype=encode.encode(w[:0], format.element).dtype, device=w.device)
     scales = torch.empty(n, k // group if group else 1, dtype=SCALE_DTYPES[format.scale], device=w.device)
     if not group:
@@ -116,7 +116,7 @@ def round_with_feedback(
         step = decode_scale(scales, format, None).squeeze(1)
     for stop in range(k, 0, -_COLUMNS):  # a multiple of every group
         start = max(stop - _COLUMNS, 0)
-        target = held[start:stop] + feed.lower[stop:, start:stop].T @ error[stop:]
+        target = columns[start:stop] + feed.lower[stop:, start:stop].T @ error[stop:]
         for column in range(stop - 1, start - 1, -1):
             at = column - start
             if group and (column + 1) % group == 0:
@@ -127,7 +127,7 @@ def round_with_feedback(
                 step = decode_scale(scale, format, global_scale).reshape(n)
             value = round_to(target[at] / step, format.element)
             codes[feed.order[column]] = encode.encode(value, format.element)
-            error[column] = held[column] - value * step
+            error[column] = columns[column] - value * step
             target[:at].addr_(feed.lower[column, start:column], error[column])
     scales = scales if group else scales.reshape(n if format.block[0] else ())
     return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)

@@ -44,7 +44,7 @@ from fluxq.quantize.finished import (
     read_parts,
 )
 from fluxq.quantize.group import FittedGroup, GroupLayer, fit_group, price_on
-from fluxq.quantize.nearest import Rounded, pieces_of, require_finite, round_pieces, sqnr, weight_matrix
+from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan, with_method
@@ -105,22 +105,22 @@ def quantize_component(
     fitted = {layer.name for block in blocks[: len(first)] for layer in block.layers if layer.is_observed}
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in fitted))
     rounding = _Rounding(source, dtype, _input_scales(rest, statistics), workers)
-    there = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file, source)]))
-    known = [block.nbytes for block in blocks if block.path in there]
+    finished = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file, source)]))
+    kept = [block.nbytes for block in blocks if block.path in finished]
     sizes = [block.nbytes for block in blocks]
-    with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(known), sum(known)) as advance:
-        if fitting is not None and not there.issuperset(first):
-            _Fitter(plan, blocks[: len(first)], source, dtype, fitting, rounding, ranks).fit(there, advance)
-        todo = [block for block in blocks[len(first) :] if block.path not in there]
-        own = ranks.share(todo)
-        with closing(rounding.blocks([(block.layers, block.names) for block in own])) as done:
-            for block, rounded in zip(own, done, strict=True):
+    with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(kept), sum(kept)) as advance:
+        if fitting is not None and not finished.issuperset(first):
+            _Fitter(plan, blocks[: len(first)], source, dtype, fitting, rounding, ranks).fit(finished, advance)
+        todo = [block for block in blocks[len(first) :] if block.path not in finished]
+        share = ranks.share(todo)
+        with closing(rounding.blocks([(block.layers, block.names) for block in share])) as done:
+            for block, rounded in zip(share, done, strict=True):
                 outcome = Outcome(weight_sqnr=rounded.weight_sqnr, fingerprints=rounded.fingerprints)
                 finish(block.file, rounded.tensors, outcome)
                 advance(block.nbytes)
         ranks.meet()
         for block in todo:
-            if block not in own:
+            if block not in share:
                 advance(block.nbytes)
     return [block.file for block in blocks]
 
@@ -165,14 +165,14 @@ class _Rounding:
 
     def blocks(self, parts: Sequence[tuple[Sequence[LayerPlan], Sequence[str]]]) -> Generator[Rounded, None, None]:
         """Quantized layers and source tensors of each block -> all of it rounded; the next ones are begun meanwhile."""
-        pieces = [pieces_of(layers, names) for layers, names in parts]
-        rounded = round_pieces(chain(*pieces), self.source, self.dtype, self.input_scales, self.workers)
+        unit_lists = [units_of(layers, names) for layers, names in parts]
+        rounded = round_units(chain(*unit_lists), self.source, self.dtype, self.input_scales, self.workers)
         with closing(rounded):
-            for part in pieces:
+            for part in unit_lists:
                 done = [next(rounded) for _ in part]
-                tensors = {name: tensor for piece in done for name, tensor in piece.tensors.items()}
-                lost = {name: db for piece in done for name, db in piece.weight_sqnr.items()}
-                read = {name: found for piece in done for name, found in piece.fingerprints.items()}
+                tensors = {name: tensor for unit in done for name, tensor in unit.tensors.items()}
+                lost = {name: db for unit in done for name, db in unit.weight_sqnr.items()}
+                read = {name: fingerprint for unit in done for name, fingerprint in unit.fingerprints.items()}
                 yield Rounded(tensors, lost, read)
 
 
@@ -188,13 +188,13 @@ class _Fitter:
     rounding: _Rounding
     ranks: Ranks
 
-    def fit(self, there: Collection[str], advance: Callable[[int], None]) -> None:
+    def fit(self, finished: Collection[str], advance: Callable[[int], None]) -> None:
         """All blocks whose file is not `there`; each goes into the model from its file, as those do that have one.
 
         Where outputs of finished blocks are gone, they are made again. advance: is told the bytes of each block done.
         """
         replay = self.fitting.replay
-        missing = [index for index, block in enumerate(self.blocks) if block.path not in there]
+        missing = [index for index, block in enumerate(self.blocks) if block.path not in finished]
         start = self.ranks.agree(max(index for index in range(missing[0] + 1) if replay.can_start(index)))
         replay.skip_to(start)
         waiting: list[LiveBlock] = []  # to be fitted to 16-bit blocks, one by each process
@@ -215,8 +215,8 @@ class _Fitter:
             else:
                 self._put_into_model(block)
             if waiting and (len(waiting) == self.ranks.world or live.index == missing[-1]):
-                for own in self.ranks.share(waiting):
-                    self._finish(self.blocks[own.index], *self._made(own, self._groups_of(own)))
+                for assigned in self.ranks.share(waiting):
+                    self._finish(self.blocks[assigned.index], *self._fit_groups(assigned, self._groups_of(assigned)))
                 self.ranks.meet()
                 for each in waiting:
                     self._put_into_model(self.blocks[each.index])
@@ -227,8 +227,8 @@ class _Fitter:
         """Each process fits some of the block's groups; the first writes the block when all are done."""
         block, groups = self.blocks[live.index], self._groups_of(live)
         owners = _owners(groups, self.ranks.world)
-        own = {name: members for name, members in groups.items() if owners[name] == self.ranks.rank}
-        tensors, outcome = self._made(live, own)
+        share = {name: members for name, members in groups.items() if owners[name] == self.ranks.rank}
+        tensors, outcome = self._fit_groups(live, share)
         if self.ranks.world > 1:
             parts = [block.file.with_name(f".{block.file.name}.{rank}.part") for rank in range(self.ranks.world)]
             finish(parts[self.ranks.rank], tensors, outcome)
@@ -243,9 +243,11 @@ class _Fitter:
 
     def _groups_of(self, live: LiveBlock) -> dict[str, tuple[LayerPlan, ...]]:
         prefix = f"{self.blocks[live.index].path}."
-        return {name: own for name, own in self.plan.statistics_groups().items() if name.startswith(prefix)}
+        return {name: members for name, members in self.plan.statistics_groups().items() if name.startswith(prefix)}
 
-    def _made(self, live: LiveBlock, groups: Mapping[str, tuple[LayerPlan, ...]]) -> tuple[dict[str, Tensor], Outcome]:
+    def _fit_groups(
+        self, live: LiveBlock, groups: Mapping[str, tuple[LayerPlan, ...]]
+    ) -> tuple[dict[str, Tensor], Outcome]:
         """The tensors of these groups of a block, fitted, and what became of them."""
         fitted = _fit_block(live, groups, self.source, self.dtype, self.fitting)
         layers = {name: layer for group in fitted.values() for name, layer in group.layers.items()}
@@ -272,9 +274,9 @@ class _Fitter:
         """The fitted layers of a finished block."""
         replay, schemes = self.fitting.replay, Outcome.read([block.file]).schemes
         shapes = {layer.name: (layer.n, layer.k) for layer in block.layers}
-        held = layer_tensors(block.file, list(schemes))
+        tensors = layer_tensors(block.file, list(schemes))
         for name, scheme in schemes.items():
-            layer = QuantLinear.from_tensors(held[name], shapes[name], scheme)
+            layer = QuantLinear.from_tensors(tensors[name], shapes[name], scheme)
             layer = in_place_of(replay.model.get_submodule(name), layer)
             replay.model.set_submodule(name, layer.to(replay.device))
 
@@ -370,15 +372,15 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     planned = LayerPlan("linear", n, k, "", "linear", False, scheme, "tried on one layer", made_by="norm")
     method = with_method(planned, recipe, profile, None).method
     tokens = x.detach().reshape(-1, k)
-    held = len(tokens) // 8
+    held_out = len(tokens) // 8
     if len(tokens) < _FEW_TOKENS:
         logger.warning(
             "%d tokens, of which %d decide: what is fitted to so few may not hold for others; give %d or more",
-            *(len(tokens), held, _FEW_TOKENS),
+            *(len(tokens), held_out, _FEW_TOKENS),
         )
     builder = InputsBuilder("x", k, device=x.device, calls=(1, 1))
-    builder.add(tokens[: len(tokens) - held])
-    builder.add(tokens[len(tokens) - held :], held=True)
+    builder.add(tokens[: len(tokens) - held_out])
+    builder.add(tokens[len(tokens) - held_out :], held=True)
     bias = None if linear.bias is None else linear.bias.detach()
     group = fit_group(
         [GroupLayer("linear", linear.weight.detach().flatten(1), bias, scheme)],

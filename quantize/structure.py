@@ -17,7 +17,7 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.generic import ModuleTree
 
 _DENOISERS = ("diffusers.models.transformers.", "diffusers.models.unets.")
-_found: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()  # of classes without a row
+_families: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()  # of classes without a row
 
 
 def tree_of(model: nn.Module) -> ModuleTree:
@@ -30,9 +30,9 @@ def model_family(model: nn.Module) -> Family:
     model_class = type(model)
     if _has_row(model_class.__name__) or not _is_denoiser(model_class):
         return family_of(model_class.__name__)
-    if model not in _found:
-        _found[model] = family_of(model_class.__name__, tree_of(model))
-    return _found[model]
+    if model not in _families:
+        _families[model] = family_of(model_class.__name__, tree_of(model))
+    return _families[model]
 
 
 def component_family(folder: ModelFolder, component: str) -> Family:

@@ -31,7 +31,7 @@ from fluxq.quantize.checkpoint import (
     read_plan_file,
     shapes_of,
 )
-from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN, config_digest
+from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
@@ -72,10 +72,10 @@ def verify(path: Path) -> list[Result]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; give one that `fluxq quantize` wrote")
     checkpoint, reported = _Checkpoint(path), set[str]()
-    return [_made(name, checkpoint, reported) for name in CHECKS]
+    return [_checked(name, checkpoint, reported) for name in CHECKS]
 
 
-def _made(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
+def _checked(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
     """Make one check. reported: errors that earlier ones met with, to which this one's is added."""
     about, check = CHECKS[name]
     findings, unread, status = list[Finding](), list[Finding](), "ok"
@@ -121,14 +121,14 @@ class _Checkpoint:
     @cached_property
     def classes(self) -> dict[str, type]:
         """Component -> its class."""
-        found = {}
+        classes = {}
         for component, class_name in self.folder.components.items():
             library = importlib.import_module(library_of(self.folder, component))
-            found[component] = getattr(library, class_name, None)
-            if found[component] is None:
+            classes[component] = getattr(library, class_name, None)
+            if classes[component] is None:
                 what = f"{component or 'config.json'}: {class_name}"
                 raise ValueError(f"{what} is no class of this {library.__name__}; update it")
-        return found
+        return classes
 
     @property
     def models(self) -> list[str]:
@@ -143,21 +143,21 @@ class _Checkpoint:
     @property
     def vocabularies(self) -> dict[str, tuple[str, ...]]:
         """Component -> files that its tokenizer may be made of, one of which is enough."""
-        names = {name: getattr(own, "vocab_files_names", None) for name, own in self.classes.items()}
-        return {component: tuple(sorted(set(own.values()))) for component, own in names.items() if own}
+        vocabularies = {name: getattr(kind, "vocab_files_names", None) for name, kind in self.classes.items()}
+        return {component: tuple(sorted(set(files.values()))) for component, files in vocabularies.items() if files}
 
     @cached_property
     def quantized(self) -> dict[str, QuantizationConfig]:
         """Component -> its quantization_config, for those that fluxq quantized."""
-        found = {}
+        configs = {}
         for component in self.configured:
             if (config := quantization_of(self.folder.config(component))) is not None:
                 try:
-                    found[component] = QuantizationConfig.from_dict(config)
-                    _ = found[component].schemes  # ValueError for one that this version does not know
+                    configs[component] = QuantizationConfig.from_dict(config)
+                    _ = configs[component].schemes  # ValueError for one that this version does not know
                 except ValueError as error:
                     raise ValueError(f"{_file(component)}: {error}") from None
-        return found
+        return configs
 
     def weights(self, component: str) -> dict[str, TensorFile]:
         """Tensor name -> the file that holds it; ValueError for a name in two files."""
@@ -182,7 +182,7 @@ class _Checkpoint:
         """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""
         library = library_of(self.folder, component)
         model = self.on_meta(component)
-        found = {}
+        tensors = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             parent, _, parameter = name.rpartition(".")
             layer = model.get_submodule(parent)
@@ -191,8 +191,8 @@ class _Checkpoint:
             dtypes = _PLAIN if tensor.is_floating_point() and not is_stored else (tensor.dtype,)
             shape = tuple(tensor.shape)
             shape = filed_shape(library, shape) if is_stored and parameter == "weight" else shape
-            found[name] = _Expected(shape, dtypes, _rule(tensor, parameter, scheme), id(tensor))
-        return found
+            tensors[name] = _Expected(shape, dtypes, _rule(tensor, parameter, scheme), id(tensor))
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -238,8 +238,8 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
         file = checkpoint.path / name
         if not file.is_file():
             yield Finding(name, "missing; copy the checkpoint again")
-        elif (found := sha256_file(file)) != expected:
-            yield Finding(name, f"SHA-256 is {found[:16]}…, {expected[:16]}… was recorded; copy the file again")
+        elif (sha256 := sha256_file(file)) != expected:
+            yield Finding(name, f"SHA-256 is {sha256[:16]}…, {expected[:16]}… was recorded; copy the file again")
     for name in _readable(checkpoint):
         if name not in recorded:
             yield Finding(name, "recorded by nobody, and a loader may read it: remove it, or copy the checkpoint again")
@@ -248,18 +248,18 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
 def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
     """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
     folder = checkpoint.folder
-    taken = {file for component in checkpoint.models for file in folder.weight_files(component)}
-    recorded = _said(checkpoint, OWN, OTHERS, checkpoint.models)
-    taken |= {file for component in recorded for file in folder.adapter_files(component)}
-    adapters = {file for component in folder.components for file in folder.adapter_files(component)} - taken
+    loaded = {file for component in checkpoint.models for file in folder.weight_files(component)}
+    recorded = _recorded(checkpoint, DIGEST, DIGESTS, checkpoint.models)
+    loaded |= {file for component in recorded for file in folder.adapter_files(component)}
+    adapters = {file for component in folder.components for file in folder.adapter_files(component)} - loaded
     for name in _readable(checkpoint):
-        file = folder.path / name  # resolved, as `taken` is
+        file = folder.path / name  # resolved, as `loaded` is
         if file.suffix == ".py":
             yield Finding(name, "code, of which a checkpoint has none: remove it")
         elif file in adapters:
             what = "an adapter, which changes the model that is loaded, and nothing records it"
             yield Finding(name, f"{what}: copy the checkpoint again; remove it if the 16-bit model has none")
-        elif file not in taken and (file.name == "adapter_config.json" or file.suffix == ".safetensors"):
+        elif file not in loaded and (file.name == "adapter_config.json" or file.suffix == ".safetensors"):
             yield Finding(name, "beside the model's own weights, and a loader may read it: remove it")
 
 
@@ -280,27 +280,28 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
-    for component, (file, digest) in _said(checkpoint, CONFIG, CONFIGS, checkpoint.folder.components).items():
+    settings = _recorded(checkpoint, CONFIG_DIGEST, CONFIG_DIGESTS, checkpoint.folder.components)
+    for component, (file, digest) in settings.items():
         if config_digest(checkpoint.folder, component) != digest:
             yield Finding(component or "the model", f"other settings than {file} records; copy its files again")
-    said = _said(checkpoint, OWN, OTHERS, checkpoint.models)
-    for component, (file, digest) in progress(said.items(), "Hashing tensors"):
+    digests = _recorded(checkpoint, DIGEST, DIGESTS, checkpoint.models)
+    for component, (file, digest) in progress(digests.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
             yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
-    if set(checkpoint.models) - said.keys():
+    if set(checkpoint.models) - digests.keys():
         raise _NotRecorded
 
 
-def _said(checkpoint: _Checkpoint, mine: str, theirs: str, of: Container[str]) -> dict[str, tuple[str, object]]:
+def _recorded(checkpoint: _Checkpoint, mine: str, theirs: str, of: Container[str]) -> dict[str, tuple[str, object]]:
     """Component -> the file that records its digest, and that; by the keys of a file's own component, and others'."""
-    said: dict[str, tuple[str, object]] = {}
+    digests: dict[str, tuple[str, object]] = {}
     for component in checkpoint.quantized:
         config = checkpoint.folder.config(component)["quantization_config"]
         others = config.get(theirs, {})
         for name, digest in [(component, config.get(mine)), *(others.items() if isinstance(others, dict) else ())]:
             if name in of and digest is not None:
-                said.setdefault(name, (_file(component), digest))
-    return said
+                digests.setdefault(name, (_file(component), digest))
+    return digests
 
 
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -329,28 +330,28 @@ def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
     for component in checkpoint.quantized:
-        expected, held = checkpoint.expected(component), checkpoint.weights(component)
-        tied = {expected[name].identity for name in expected.keys() & held.keys()}
-        for name in sorted(expected.keys() - held.keys()):
+        expected, files = checkpoint.expected(component), checkpoint.weights(component)
+        tied = {expected[name].identity for name in expected.keys() & files.keys()}
+        for name in sorted(expected.keys() - files.keys()):
             if expected[name].identity not in tied:
                 what = "missing, though config.json implies it; copy the weights again"
                 yield Finding(_tensor(component, name), what)
-        for name in sorted(held.keys() - expected.keys()):
+        for name in sorted(files.keys() - expected.keys()):
             what = "config.json implies no such tensor, and no loader would read it; copy both files again"
             yield Finding(_tensor(component, name), what)
         if what := _mixed(
-            {n: held[n].stored[n].dtype for n, e in expected.items() if n in held and e.dtypes == _PLAIN}
+            {n: files[n].stored[n].dtype for n, e in expected.items() if n in files and e.dtypes == _PLAIN}
         ):
             yield Finding(component or "the model", f"{what}; copy the weights again, or quantize again")
-        for name in progress(sorted(expected.keys() & held.keys()), f"Reading {component or checkpoint.path.name}"):
-            what = _fault(held[name].get_tensor(name), expected[name])
+        for name in progress(sorted(expected.keys() & files.keys()), f"Reading {component or checkpoint.path.name}"):
+            what = _fault(files[name].get_tensor(name), expected[name])
             if what:
                 yield Finding(_tensor(component, name), f"{what}; copy the weights again, or quantize again")
 
 
 def _mixed(dtypes: Mapping[str, str]) -> str:
     """Return the fault of a model that has tensors of both 16-bit dtypes; "" if it has not."""
-    first = {dtype: min(name for name, own in dtypes.items() if own == dtype) for dtype in set(dtypes.values())}
+    first = {dtype: min(name for name, stored in dtypes.items() if stored == dtype) for dtype in set(dtypes.values())}
     if not first.keys() >= {"BF16", "F16"}:
         return ""
     return f"{first['BF16']} is BF16 and {first['F16']} is F16, of which a model has one"
@@ -414,16 +415,16 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
         if size != sizes[component]:
             what = f"its tensors take {size} bytes, {PLAN_FILE} says {sizes[component]}; copy the weights again"
             yield Finding(component or "the model", what)
-        held = checkpoint.bits_per_weight(component)
-        if not isinstance(bits[component], float | int) or not abs(bits[component] - held) <= _ROUNDED:
-            what = f"its Linears take {held:.4f} bits per weight, {PLAN_FILE} says {bits[component]}; copy it again"
+        stored = checkpoint.bits_per_weight(component)
+        if not isinstance(bits[component], float | int) or not abs(bits[component] - stored) <= _ROUNDED:
+            what = f"its Linears take {stored:.4f} bits per weight, {PLAN_FILE} says {bits[component]}; copy it again"
             yield Finding(component or "the model", what)
 
 
 def _bits(checkpoint: _Checkpoint) -> str:
     """Bits per weight of every quantized component."""
-    found = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
-    return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in found.items())
+    measured = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
+    return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in measured.items())
 
 
 def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:

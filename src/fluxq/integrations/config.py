@@ -64,8 +64,8 @@ class FluxqConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Read the dictionary form; the libraries pass their own arguments along, none of which is ours."""
-        made = cls(**config)
-        return (made, kwargs) if return_unused_kwargs else made
+        parsed = cls(**config)
+        return (parsed, kwargs) if return_unused_kwargs else parsed
 
     @property
     def model(self) -> nn.Module | None:
@@ -97,8 +97,8 @@ class FluxqConfig:
         """The JSON form; it holds a recipe until that has been applied to a model, and from then on layers."""
         if self.recipe is None:
             return self.stored.to_dict()
-        asked = ("recipe", "profile", "include", "exclude", "component")
-        return {"quant_method": QUANT_METHOD, **{name: getattr(self, name) for name in asked}}
+        options = ("recipe", "profile", "include", "exclude", "component")
+        return {"quant_method": QUANT_METHOD, **{name: getattr(self, name) for name in options}}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -133,8 +133,8 @@ class FluxqConfig:
         return state if self.recipe else {**state, "_stored": self.stored}
 
 
-def _patterns(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+def _patterns(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _layers_of(model: nn.Module, steps: Steps | None) -> QuantizationConfig:

@@ -76,8 +76,8 @@ class FluxqQuantizer(DiffusersQuantizer):
             self.steps = stored.steps
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
-                    held = layer.get_parameter(name)
-                    set_tensor(layer, name, torch.empty_like(held, dtype=_SAME_BITS.get(held.dtype, held.dtype)))
+                    scale = layer.get_parameter(name)
+                    set_tensor(layer, name, torch.empty_like(scale, dtype=_SAME_BITS.get(scale.dtype, scale.dtype)))
             return
         from fluxq.integrations.on_the_fly import Arrivals, plan_for
 
@@ -124,10 +124,10 @@ class FluxqQuantizer(DiffusersQuantizer):
         return state_dict
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        made = set()
+        scales = set()
         if self.arrivals is not None:
-            made = {f"{name}.{scale}" for name, layer in quant_layers(model) for scale in layer.scale_names}
-        missing = sorted(set(missing_keys) - made)
+            scales = {f"{name}.{scale}" for name, layer in quant_layers(model) for scale in layer.scale_names}
+        missing = sorted(set(missing_keys) - scales)
         if missing:
             raise lacking(missing[0])
         return missing
@@ -158,10 +158,10 @@ class FluxqQuantizer(DiffusersQuantizer):
         """The model's own tensors under its own names, also while adapters are attached."""
         if self.quantization_config.model is not None:
             state_dict = with_stored_tensors(self.quantization_config.model, state_dict)
-        own = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
-        if len(own) < len(state_dict):
+        tensors = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
+        if len(tensors) < len(state_dict):
             logger.warning("adapters are not saved with the model, fused ones are; `save_lora_weights` writes them")
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}, {}
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}, {}
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)

@@ -39,9 +39,9 @@ def register() -> None:
     @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         pipe = load(cls, *args, **kwargs)
-        said = kwargs.get("dtype", kwargs.get("torch_dtype"))
-        if said is None or (isinstance(said, Mapping) and "default" not in said):  # of some components, by name
-            settle(pipe, {*(said or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})
+        named = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if named is None or (isinstance(named, Mapping) and "default" not in named):  # of some components, by name
+            settle(pipe, {*(named or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})
         return pipe
 
     DiffusionPipeline.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,11 +70,11 @@ def _computes_in(models: Mapping[str, nn.Module], dtype: torch.dtype) -> bool:
         for path, tensor in _numbers(model)
         if path.rpartition(".")[0] not in layers[name]
     )
-    own = [layer.compute_dtype for each in layers.values() for layer in each.values()]
-    return bool(own) and {dtype, *own} == {dtype} and all(tensor.dtype == dtype for tensor in others)
+    dtypes = [layer.compute_dtype for each in layers.values() for layer in each.values()]
+    return bool(dtypes) and {dtype, *dtypes} == {dtype} and all(tensor.dtype == dtype for tensor in others)
 
 
-def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
+def settle(pipe: DiffusionPipeline, exempt: Collection[str] = ()) -> None:
     """Make the components of a pipeline with quantized layers compute in one dtype, or understand each other's.
 
     given: components that the caller brought, for other pipelines too, or named a dtype for; they stay as they are.
@@ -88,7 +88,7 @@ def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
     for name, model in models.items():
         if quant_layers(model) or all(tensor.dtype == dtype for _, tensor in _numbers(model)):
             continue
-        if name not in given and _is_exact(model, dtype):
+        if name not in exempt and _is_exact(model, dtype):
             for _, tensor in _numbers(model):
                 tensor.data = tensor.data.to(dtype)
         else:

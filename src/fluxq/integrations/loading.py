@@ -51,13 +51,13 @@ def lacking(name: str) -> ValueError:
     return ValueError(f"the weight files lack {name!r}, which config.json names: copy them again")
 
 
-def refuse_unannounced(found: Mapping[str, torch.dtype], model: nn.Module) -> None:
+def refuse_unannounced(dtypes: Mapping[str, torch.dtype], model: nn.Module) -> None:
     """ValueError for quantized tensors of files that would be left over, or be taken for 16-bit weights.
 
     found: name in the model -> dtype in the file. Other names that no module takes are the library's to judge.
     """
     strays = set()
-    for name, dtype in found.items():
+    for name, dtype in dtypes.items():
         path, _, part = name.rpartition(".")
         layer = submodule(model, path)
         if isinstance(layer, QuantLinear):
@@ -74,14 +74,14 @@ def refuse_unannounced(found: Mapping[str, torch.dtype], model: nn.Module) -> No
         )
 
 
-def require_present(model: nn.Module, asked: object = None) -> None:
+def require_present(model: nn.Module, device_map: object = None) -> None:
     """ValueError for tensors that loading left on the meta device, unless a device map keeps some elsewhere.
 
     asked: the device map as the caller gave it; what it became stands on the model if it has several devices.
     """
-    maps = (getattr(model, "hf_device_map", None), asked if isinstance(asked, dict) else {"": asked})
+    maps = (getattr(model, "hf_device_map", None), device_map if isinstance(device_map, dict) else {"": device_map})
     places = [{str(place) for place in (places or {}).values()} for places in maps]
-    if any(len(own) > 1 or own & {"disk", "meta"} for own in places):
+    if any(len(devices) > 1 or devices & {"disk", "meta"} for devices in places):
         return
     absent = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if absent:
@@ -108,8 +108,8 @@ def with_stored_tensors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict
         if layer.prepared is not None:
             from fluxq.runtime.layout import as_stored  # only here: nothing is prepared while it is loaded
 
-            for held, _ in layer.named_parameters(recurse=False):
-                del tensors[f"{name}.{held}"]
+            for parameter, _ in layer.named_parameters(recurse=False):
+                del tensors[f"{name}.{parameter}"]
             tensors.update({f"{name}.{part}": tensor for part, tensor in as_stored(layer).items()})
     return tensors
 

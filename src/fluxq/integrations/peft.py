@@ -88,7 +88,7 @@ class _PointwiseAdapters(lora.Conv2d):
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
         """PEFT makes adapters of the base layer's own class, and asks how many axes its weight has."""
-        held: Any = self.base_layer
+        base: Any = self.base_layer
         layer: Any = self.get_base_layer()
         self._kernel_dim = 4
         self.base_layer = _Pointwise(
@@ -100,7 +100,7 @@ class _PointwiseAdapters(lora.Conv2d):
         try:
             super().update_layer(*args, **kwargs)
         finally:
-            self.base_layer = held
+            self.base_layer = base
 
 
 class _Pointwise(nn.Conv2d):
@@ -146,15 +146,15 @@ def register_with_peft() -> None:
 
     def create(*arguments: Any, **options: Any) -> nn.Module:
         # PEFT asks through an instance, which says what model it is, or, when it mixes adapters, without one.
-        *asked_through, lora_config, adapter_name, target = arguments
+        *tuners, lora_config, adapter_name, target = arguments
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if isinstance(base, QuantLinear):
             around = QuantPointwiseLora if isinstance(base, QuantPointwise) else QuantLora
             return around(target, adapter_name, config=lora_config, **options)
-        made = stock(lora_config, adapter_name, target, **options)
-        if type(made) is lora.Linear and any(_is_quantized(tuner.model) for tuner in asked_through):
-            made.__class__ = KeptLora  # built as PEFT builds it; only merging differs
-        return made
+        adapter = stock(lora_config, adapter_name, target, **options)
+        if type(adapter) is lora.Linear and any(_is_quantized(tuner.model) for tuner in tuners):
+            adapter.__class__ = KeptLora  # built as PEFT builds it; only merging differs
+        return adapter
 
     LoraModel._create_new_module = create
     for kind, name in ((dora.DoraLinearLayer, "update_layer"), *((kind, "forward") for kind in _DORA)):

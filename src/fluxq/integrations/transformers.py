@@ -113,18 +113,18 @@ class FluxqHfQuantizer(HfQuantizer):
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        held, found = model.state_dict(), {}
+        tensors, dtypes = model.state_dict(), {}
         for file in files:
             for name_in_file, stored in TensorFile(Path(file)).stored.items():
-                renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, held)
-                name = renamed if renamed in held else name_in_file
-                found[name] = found[renamed] = dtype = getattr(torch, DTYPES[stored.dtype][0])
+                renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, tensors)
+                name = renamed if renamed in tensors else name_in_file
+                dtypes[name] = dtypes[renamed] = dtype = getattr(torch, DTYPES[stored.dtype][0])
                 if name in self.exact:
                     check_tensor(name, dtype, stored.shape, self.exact[name])
-        refuse_unannounced(found, model)
+        refuse_unannounced(dtypes, model)
         for name, layer in quant_layers(model):
             for part, _ in layer.named_parameters():
-                if f"{name}.{part}" not in found:
+                if f"{name}.{part}" not in dtypes:
                     raise lacking(f"{name}.{part}")
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -190,13 +190,13 @@ class _Round(ConversionOps):
         self.arrivals = arrivals
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        made = {}
+        converted = {}
         for name, tensors in input_dict.items():
             weight = tensors[0] if isinstance(tensors, list) else tensors
             for layer, q in self.arrivals.add(name, weight).items():
                 parts = {**q.tensors(), "weight": q.codes.view(torch.int8)}
-                made.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
-        return made
+                converted.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
+        return converted
 
 
 class _Axis(ConversionOps):

@@ -68,9 +68,9 @@ def register_attention() -> None:
     kind._member_map_[member._name_] = member
     kind._value2member_map_[BACKEND] = member
     constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
-    taken: Any = _attend
-    taken.__signature__ = inspect.signature(attention_dispatch._native_attention)  # by which diffusers passes arguments
-    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(taken)
+    attend: Any = _attend
+    attend.__signature__ = inspect.signature(attention_dispatch._native_attention)  # diffusers passes arguments by it
+    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(attend)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
@@ -121,9 +121,9 @@ def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         result = save(self, save_directory, *args, **kwargs)
-        said = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
-        if getattr(self, "hf_quantizer", None) is not None and said.get("is_main_process", True):
-            if said.get("variant") is None:
+        arguments = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+        if getattr(self, "hf_quantizer", None) is not None and arguments.get("is_main_process", True):
+            if arguments.get("variant") is None:
                 from fluxq.quantize.digests import write_own_digest
 
                 write_own_digest(Path(save_directory))
@@ -136,11 +136,11 @@ def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
     """ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
     for path, layer in _layers(model):
         for name in layer.stored_names:
-            given, held = state.get(f"{path}.{name}"), getattr(layer, name)
-            if isinstance(given, Tensor) and given.dtype != held.dtype:
+            value, stored = state.get(f"{path}.{name}"), getattr(layer, name)
+            if isinstance(value, Tensor) and value.dtype != stored.dtype:
                 raise ValueError(
-                    f"{path}.{name}: the state dict has {given.dtype}, a layer quantized as {layer.scheme} stores "
-                    f"{held.dtype}, and nothing was loaded. Load a checkpoint by from_pretrained"
+                    f"{path}.{name}: the state dict has {value.dtype}, a layer quantized as {layer.scheme} stores "
+                    f"{stored.dtype}, and nothing was loaded. Load a checkpoint by from_pretrained"
                 )
 
 
@@ -187,8 +187,8 @@ def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layers(module: nn.Module | None) -> list[tuple[str, QuantLinear]]:
-    found = module.named_modules() if module is not None else ()
-    return [(name, layer) for name, layer in found if isinstance(layer, QuantLinear)]
+    modules = module.named_modules() if module is not None else ()
+    return [(name, layer) for name, layer in modules if isinstance(layer, QuantLinear)]
 
 
 def _is_diffusers(model: nn.Module) -> bool:

@@ -44,14 +44,14 @@ def set_attention(model: Any, attention: Choice) -> int:
     from fluxq.recipes.all_families import FAMILIES
     from fluxq.recipes.plan import require_replaceable_attention
 
-    found = list(_transformers(model))
-    if not found:
-        known = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
-        raise ValueError(f"this {type(model).__name__} holds no transformer that fluxq knows: {known}")
-    for _, family in found:
+    denoisers = list(_transformers(model))
+    if not denoisers:
+        models = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
+        raise ValueError(f"this {type(model).__name__} holds no transformer that fluxq knows: {models}")
+    for _, family in denoisers:
         require_replaceable_attention(family, attention)
     _require_package(attention)
-    chosen = [named for part, family in found for named in _attention_modules(part, family, attention)]
+    chosen = [named for part, family in denoisers for named in _attention_modules(part, family, attention)]
     for name, module in chosen:
         if not hasattr(module.processor, "_attention_backend"):
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Given:
+class BlockInputs:
     """Inputs that a call gives a block, by names of the row's streams.
 
     unknown: what the forms do not know of it; then the rest may be empty. streams: tokens (B, S, D), first those that
@@ -39,8 +39,8 @@ class Given:
 
 def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    return Given(
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"text": temb, "image": temb},
         rope=_after_text(encoder_hidden_states, image_rotary_emb),
@@ -49,8 +49,8 @@ def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=No
 
 def _flux_single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    return Given(
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"both": temb},
         rope={"both": (*image_rotary_emb, 0)},
@@ -67,14 +67,14 @@ def _flux2(
     image_rotary_emb=None,
     joint_attention_kwargs=None,
 ):
-    made = {"text": _per_image(temb_mod_txt), "image": _per_image(temb_mod_img)}
+    modulation = {"text": _per_image(temb_mod_txt), "image": _per_image(temb_mod_img)}
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    if any(chunks.ndim != 2 for chunks in made.values()):
-        return Given(PER_TOKEN)
-    return Given(
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    if any(chunks.ndim != 2 for chunks in modulation.values()):
+        return BlockInputs(PER_TOKEN)
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
-        modulation=made,
+        modulation=modulation,
         rope=_after_text(encoder_hidden_states, image_rotary_emb),
     )
 
@@ -89,19 +89,19 @@ def _flux2_single(
     split_hidden_states=False,
     text_seq_len=None,
 ):
-    made = {"both": _per_image(temb_mod)}
+    modulation = {"both": _per_image(temb_mod)}
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    if any(chunks.ndim != 2 for chunks in made.values()):
-        return Given(PER_TOKEN)
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    if any(chunks.ndim != 2 for chunks in modulation.values()):
+        return BlockInputs(PER_TOKEN)
     streams = {"image": hidden_states}
     if encoder_hidden_states is not None:
         streams, text_seq_len = {"text": encoder_hidden_states, **streams}, encoder_hidden_states.shape[1]
     if split_hidden_states and text_seq_len is None:
-        return Given("a stream to split at text_seq_len None")
-    return Given(
+        return BlockInputs("a stream to split at text_seq_len None")
+    return BlockInputs(
         streams=streams,
-        modulation=made,
+        modulation=modulation,
         rope={"both": (*image_rotary_emb, 0)},
         text_tokens=text_seq_len if split_hidden_states else None,
     )
@@ -109,10 +109,10 @@ def _flux2_single(
 
 def _sd3(block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs=None):
     if joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
     if block._chunk_size is not None:
-        return Given("a feed-forward in chunks (enable_forward_chunking)")
-    return Given(
+        return BlockInputs("a feed-forward in chunks (enable_forward_chunking)")
+    return BlockInputs(
         streams={"image": hidden_states, "text": encoder_hidden_states},
         modulation={"image": temb, "text": temb},
     )
@@ -129,17 +129,17 @@ def _qwen_image(
     modulate_index=None,
 ):
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
     if block.zero_cond_t or modulate_index is not None:
-        return Given(PER_TOKEN)
+        return BlockInputs(PER_TOKEN)
     image, text = image_rotary_emb
     if image.dtype != torch.complex64 or text.dtype != torch.complex64:
-        return Given(f"rotary embeddings in {image.dtype} and {text.dtype}, expected complex64")
+        return BlockInputs(f"rotary embeddings in {image.dtype} and {text.dtype}, expected complex64")
     mask = encoder_hidden_states_mask
     if mask is not None:
         of_image = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
         mask = torch.cat([mask, of_image], dim=1)[:, None, None]
-    return Given(
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"text": temb, "image": temb},
         rope={"text": (*_real(text), 0), "image": (*_real(image), 0)},
@@ -149,9 +149,9 @@ def _qwen_image(
 
 def _wan(block, hidden_states, encoder_hidden_states, temb, rotary_emb):
     if temb.ndim != 3:
-        return Given(PER_TOKEN)
+        return BlockInputs(PER_TOKEN)
     cos, sin = rotary_emb
-    return Given(
+    return BlockInputs(
         streams={"image": hidden_states, "text": encoder_hidden_states},
         modulation={"image": (block.scale_shift_table + temb.float()).flatten(1)},
         rope={"image": (cos, sin, 0)},
@@ -162,9 +162,9 @@ def _why_unknown(attention_arguments: dict[str, Any] | None) -> str:
     return f"joint_attention_kwargs {', '.join(attention_arguments)}" if attention_arguments else "no rotary embedding"
 
 
-def _per_image(made: Tensor) -> Tensor:
+def _per_image(modulation: Tensor) -> Tensor:
     """(B, 1, N) as (B, N)."""
-    return made.squeeze(1) if made.ndim == 3 and made.shape[1] == 1 else made
+    return modulation.squeeze(1) if modulation.ndim == 3 and modulation.shape[1] == 1 else modulation
 
 
 def _after_text(text: Tensor, rope: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, Tensor, int]]:

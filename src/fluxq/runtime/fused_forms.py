@@ -29,7 +29,7 @@ from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
 from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activation
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
-from fluxq.runtime.fused_calls import Given
+from fluxq.runtime.fused_calls import BlockInputs
 
 _STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale")
 
@@ -69,24 +69,24 @@ class Codes:
     global_scale: Tensor | None
 
 
-def form_of(row: FusableBlock) -> Callable[[Any, Fusion, Given], Any]:
+def form_of(row: FusableBlock) -> Callable[[Any, Fusion, BlockInputs], Any]:
     """The form of a row's block: a function of the block, what it knows of itself and what a call gives."""
     if len(row.streams) == 2:
         return two_streams
     return self_and_cross if row.streams[0].cross else one_stream
 
 
-def two_streams(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor | None, Tensor | None]:
+def two_streams(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor | None, Tensor | None]:
     """Text and image (B, S, D) after a block in which they share one attention; None for one that ends in it."""
-    row, xs = fusion.row, given.streams
-    chunks = {stream.name: _modulation(block, stream, given) for stream in row.streams}
+    row, xs = fusion.row, inputs.streams
+    chunks = {stream.name: _modulation(block, stream, inputs) for stream in row.streams}
     heads = []
     for stream in row.streams:
         shift, scale, *_ = chunks[stream.name]
         qkv, _ = _behind_norm(block, fusion, stream.qkv, xs[stream.name], Normed(at(block, stream.norm), shift, scale))
-        q, k, v = _heads(at(block, row.attention), qkv, given.x.shape[0])
-        heads.append((*_normed(block, stream, q, k, given.rope.get(stream.name)), v))
-    attended = _attention(block, fusion, row.attention, heads, given.mask)
+        q, k, v = _heads(at(block, row.attention), qkv, inputs.x.shape[0])
+        heads.append((*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v))
+    attended = _attention(block, fusion, row.attention, heads, inputs.mask)
     branches = attended.split_with_sizes([xs[stream.name].shape[1] for stream in row.streams], dim=1)
     done = {
         stream.name: _after_attention(block, fusion, stream, xs[stream.name], branch, chunks[stream.name])
@@ -105,56 +105,56 @@ def _after_attention(
     branch = out(branch.contiguous() if fusion.row.contiguous else branch)
     _, _, gate, *later = chunks
     if stream.own is not None and at(block, stream.own.path) is not None:
-        *later, shift, scale, own_gate = later
-        own = _own_attention(block, fusion, stream.own, x, Normed(at(block, stream.norm), shift, scale))
-        x, branch, gate = x + gate.unsqueeze(1) * branch, own, own_gate
+        *later, shift, scale, second_gate = later
+        second_branch = _second_attention(block, fusion, stream.own, x, Normed(at(block, stream.norm), shift, scale))
+        x, branch, gate = x + gate.unsqueeze(1) * branch, second_branch, second_gate
     return _feed_forward(block, fusion, stream, x, (branch, gate), later)
 
 
-def _own_attention(block: Any, fusion: Fusion, own: OwnAttention, x: Tensor, norm: Normed) -> Tensor:
+def _second_attention(block: Any, fusion: Fusion, attention: OwnAttention, x: Tensor, norm: Normed) -> Tensor:
     """Apply a stream's second attention, in which no other stream takes part, to x: a branch (B, S, D)."""
-    qkv, _ = _behind_norm(block, fusion, own.qkv, x, norm)
-    q, k, v = _heads(at(block, own.path), qkv, x.shape[0])
-    attended = _attention(block, fusion, own.path, [(*_normed(block, own, q, k, None), v)])
-    return at(block, own.out)(attended)
+    qkv, _ = _behind_norm(block, fusion, attention.qkv, x, norm)
+    q, k, v = _heads(at(block, attention.path), qkv, x.shape[0])
+    attended = _attention(block, fusion, attention.path, [(*_normed(block, attention, q, k, None), v)])
+    return at(block, attention.out)(attended)
 
 
-def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor] | Tensor:
+def one_stream(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor, Tensor] | Tensor:
     """(B, S, D) after a block with attention and feed-forward side by side: whole, or (text, image) where asked for."""
     (stream,) = fusion.row.streams
     attention = at(block, fusion.row.attention)
-    residual = _joined([*given.streams.values()])
-    shift, scale, gate = _modulation(block, stream, given)
-    made, _ = _behind_norm(block, fusion, stream.qkv, residual, Normed(at(block, stream.norm), shift, scale))
-    if len(made) == 1:  # one Linear for all
-        d, n = attention.inner_dim, made[0].shape[1]
-        made = made[0].split([d, d, d, n - 3 * d], dim=1)
-    *qkv, up = made
+    residual = _joined([*inputs.streams.values()])
+    shift, scale, gate = _modulation(block, stream, inputs)
+    outputs, _ = _behind_norm(block, fusion, stream.qkv, residual, Normed(at(block, stream.norm), shift, scale))
+    if len(outputs) == 1:  # one Linear for all
+        d, n = attention.inner_dim, outputs[0].shape[1]
+        outputs = outputs[0].split([d, d, d, n - 3 * d], dim=1)
+    *qkv, up = outputs
     q, k, v = _heads(attention, qkv, residual.shape[0])
-    heads = [(*_normed(block, stream, q, k, given.rope.get(stream.name)), v)]
-    attended = _attention(block, fusion, fusion.row.attention, heads, given.mask)
+    heads = [(*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v)]
+    attended = _attention(block, fusion, fusion.row.attention, heads, inputs.mask)
     y = _down(block, fusion, stream, up, residual.shape[0], _tokens(attended))
     y = _clipped(residual + gate.unsqueeze(1) * y.view(residual.shape), stream)
-    return y if given.text_tokens is None else (y[:, : given.text_tokens], y[:, given.text_tokens :])
+    return y if inputs.text_tokens is None else (y[:, : inputs.text_tokens], y[:, inputs.text_tokens :])
 
 
-def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
+def self_and_cross(block: Any, fusion: Fusion, inputs: BlockInputs) -> Tensor:
     """(B, S, D) after a block whose image attends to itself, then to the text; modulation and gates in fp32.
 
     q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op
     does either, so both stay as they are.
     """
     (stream,) = fusion.row.streams
-    x, attention = given.x, at(block, fusion.row.attention)
-    shift, scale, gate, *later = _modulation(block, stream, given)
+    x, attention = inputs.x, at(block, fusion.row.attention)
+    shift, scale, gate, *later = _modulation(block, stream, inputs)
     qkv, _ = _behind_norm(block, fusion, stream.qkv, x, Normed(at(block, stream.norm), shift, scale))
     q, k, v = (y.view(*x.shape[:2], -1) for y in qkv)
     q, k = at(block, stream.q_norm)(q), at(block, stream.k_norm)(k)
     q, k, v = (y.unflatten(2, (attention.heads, -1)) for y in (q, k, v))
-    cos, sin, _ = given.rope[stream.name]
+    cos, sin, _ = inputs.rope[stream.name]
     attended = _attention(block, fusion, fusion.row.attention, [(_rotated(q, cos, sin), _rotated(k, cos, sin), v)])
     x = (x.float() + at(block, stream.out)(attended) * gate.unsqueeze(1)).to(x.dtype)
-    branch = _cross_attention(block, fusion, stream, x, given.streams["text"])
+    branch = _cross_attention(block, fusion, stream, x, inputs.streams["text"])
     return _feed_forward(block, fusion, stream, x, (branch, torch.ones_like(gate)), later)
 
 
@@ -198,12 +198,12 @@ def _feed_forward(
     return _clipped((n + last_gate.unsqueeze(1) * y).to(x.dtype), stream)
 
 
-def _modulation(block: Any, stream: Stream, given: Given) -> tuple[Tensor, ...]:
+def _modulation(block: Any, stream: Stream, inputs: BlockInputs) -> tuple[Tensor, ...]:
     """Shift, scale and gate (B, D) of the attention, of the feed-forward, and of a second attention, if there."""
-    made = given.modulation[stream.name]
+    modulation = inputs.modulation[stream.name]
     for path in stream.modulation:
-        made = at(block, path)(made)
-    chunks = made.chunk(made.shape[1] // given.x.shape[2], dim=1)
+        modulation = at(block, path)(modulation)
+    chunks = modulation.chunk(modulation.shape[1] // inputs.x.shape[2], dim=1)
     return chunks[::-1] if len(chunks) == 2 else chunks  # AdaLayerNormContinuous, which has no gate, scales first
 
 
@@ -216,20 +216,21 @@ def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: N
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     flat = None if branch is None else _tokens(branch)
-    given = NormTensors(scale, shift, flat, gate, norm.weight)
+    tensors = NormTensors(scale, shift, flat, gate, norm.weight)
     v = _tokens(x)
     if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
         first_taker = next(iter(takers.values()))
         input_scale, smooth, mean, *_ = first_taker.rounding_tensors
-        given = given._replace(input_scale=input_scale, smooth=smooth, mean=mean)
-        packed = pack(given, first_taker.rounding)
+        tensors = tensors._replace(input_scale=input_scale, smooth=smooth, mean=mean)
+        packed = pack(tensors, first_taker.rounding)
         codes, *scales, n = adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
-        made = _codes(first_taker, codes, *scales)
+        encoded = _codes(first_taker, codes, *scales)
     else:  # something reads the input itself
-        v, _, _, n = adaln_quantize(_tokens(x), *pack(given, Rounding()), "layer", norm.eps)
-        made = _quantized(next(iter(takers.values())), v) if takers else None
+        v, _, _, n = adaln_quantize(_tokens(x), *pack(tensors, Rounding()), "layer", norm.eps)
+        encoded = _quantized(next(iter(takers.values())), v) if takers else None
     ys = [
-        _product(layer, made, v) if path in takers else _called(layer, v, x.shape[0]) for path, layer in layers.items()
+        _product(layer, encoded, v) if path in takers else _called(layer, v, x.shape[0])
+        for path, layer in layers.items()
     ]
     return ys, x if branch is None else n.view(x.shape)
 
@@ -238,9 +239,9 @@ def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
     """Apply the layers of a group to x (B, L, D), each (B, L, N): codes are made once for those that take them."""
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
-    made = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
+    encoded = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
     return [
-        _product(layer, made, _tokens(x)).view(*x.shape[:2], -1) if path in takers else layer(x)
+        _product(layer, encoded, _tokens(x)).view(*x.shape[:2], -1) if path in takers else layer(x)
         for path, layer in layers.items()
     ]
 
@@ -253,8 +254,8 @@ def _down(
     if why_alone(fusion, path, layer):
         a = ACTS[stream.act](up)
         return _called(layer, a if attended is None else torch.cat([attended, a], dim=1), images)
-    made, h = _activated(layer, up, stream.act, attended)
-    y = _multiplied(layer, made, up.dtype)
+    encoded, h = _activated(layer, up, stream.act, attended)
+    y = _multiplied(layer, encoded, up.dtype)
     if h is not None and layer.low_rank is not None:
         y += F.linear(h, layer.low_rank[1].to(up.dtype))
     return y
@@ -346,7 +347,7 @@ def takers_of(layers: dict[str, Any], fusion: Fusion, first: str) -> dict[str, Q
     """The layers that can take the same codes: all with the steps of the first one that takes any."""
     able = {path: layers[path] for path in fusion.alike[first] if not why_alone(fusion, path, layers[path])}
     steps = [_steps(layer) for layer in able.values()]
-    return {path: layer for (path, layer), own in zip(able.items(), steps, strict=True) if own == steps[0]}
+    return {path: layer for (path, layer), step in zip(able.items(), steps, strict=True) if step == steps[0]}
 
 
 def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
@@ -403,39 +404,39 @@ def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
 def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
     """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    given = layer.rounding_tensors._replace(down=down, beside=attended)
-    codes, *scales, h = quantize_activation(up, *pack(given, replace(layer.rounding, act=act)))
+    tensors = layer.rounding_tensors._replace(down=down, beside=attended)
+    codes, *scales, h = quantize_activation(up, *pack(tensors, replace(layer.rounding, act=act)))
     return _codes(layer, codes, *scales), None if down is None else h
 
 
 def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
     """Complete the codes of an op that quantizes, which leaves out a scale that it was given."""
     row = layer.scheme.activations
-    given = layer.stored("input_scale") if layer.scheme.static_input else None
+    stored_scale = layer.stored("input_scale") if layer.scheme.static_input else None
     if row is None or not row.two_level:
-        return Codes(codes, scale if given is None else given, None)
-    return Codes(codes, scale, global_scale if given is None else given)
+        return Codes(codes, scale if stored_scale is None else stored_scale, None)
+    return Codes(codes, scale, global_scale if stored_scale is None else stored_scale)
 
 
-def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
+def _product(layer: QuantLinear, encoded: Codes | None, x: Tensor) -> Tensor:
     """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), of which they were made."""
-    if made is None:
+    if encoded is None:
         raise RuntimeError("no codes were made for a layer that takes them")
-    y = _multiplied(layer, made, x.dtype)
+    y = _multiplied(layer, encoded, x.dtype)
     if layer.low_rank is not None:
         a, b = layer.low_rank
         y += F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
     return y
 
 
-def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
+def _multiplied(layer: QuantLinear, encoded: Codes, dtype: torch.dtype) -> Tensor:
     """Codes (M, K) times a layer's, with its bias: (M, N)."""
     stored: list[Any] = [layer.stored(name) for name in _STORED]
     weight, weight_scale, weight_scale_2, row_scale = stored
-    scales = made.scale, weight_scale_2, made.global_scale
-    given = ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
+    scales = encoded.scale, weight_scale_2, encoded.global_scale
+    tensors = ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
     product = product_of(layer)
     if product is None:
         raise RuntimeError(f"no op multiplies codes of a {layer.scheme} layer")
     op, formats = product
-    return getattr(torch.ops.fluxq, op.name)(made.codes, *pack(given, formats), False, dtype)
+    return getattr(torch.ops.fluxq, op.name)(encoded.codes, *pack(tensors, formats), False, dtype)

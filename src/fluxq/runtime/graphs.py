@@ -131,14 +131,14 @@ class CudaGraphs:
     def rehearse(self, call: Callable[[], Any]) -> bool:
         """The same; whether nothing waited for the device meanwhile, which no graph can, and breaks a recording."""
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")  # as an error it would also be one in other threads
             try:
                 self.warm_up(call)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        return not any("called a synchronizing" in str(each.message) for each in said)
+        return not any("called a synchronizing" in str(each.message) for each in caught)
 
     def record(self, call: Callable[[], Any], beside: Any) -> tuple[Any, Any, int]:
         """The graph of a call, what the call returned, and the bytes that the device's memory grew by.
@@ -191,7 +191,7 @@ class _Step(Placed):
         self._failed = ""
         self._refused: dict[tuple, str] = {}
         self._forms: list[_Form] = []
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         super().__init__(model, _place(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,11 +199,11 @@ class _Step(Placed):
             return self.plain(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         try:
-            found = self._find(leaves, spec)
+            recording = self._find(leaves, spec)
         except _Plain as why:
             self._say(str(why))
-            found = None
-        return self.plain(*args, **kwargs) if found is None else self._replayed(found, leaves)
+            recording = None
+        return self.plain(*args, **kwargs) if recording is None else self._replayed(recording, leaves)
 
     @property
     def is_replayed(self) -> bool:
@@ -219,12 +219,12 @@ class _Step(Placed):
         self._drop()
         super().remove()
 
-    def _replayed(self, found: _Graph, leaves: list[Any]) -> Any:
-        _fill(found.inputs, leaves)
-        self.device.replay(found.graph)
-        found.replays += 1
-        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found.outputs]
-        return tree_unflatten(outputs, found.returns)
+    def _replayed(self, recording: _Graph, leaves: list[Any]) -> Any:
+        _fill(recording.inputs, leaves)
+        self.device.replay(recording.graph)
+        recording.replays += 1
+        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in recording.outputs]
+        return tree_unflatten(outputs, recording.returns)
 
     def _find(self, leaves: list[Any], spec: TreeSpec) -> _Graph:
         """The graph for a call, recorded now if there is none. Raises _Plain if there can be none."""
@@ -238,18 +238,18 @@ class _Step(Placed):
         kind = (spec, tuple(_described(leaf, form.device) for leaf in leaves), _settings())
         if kind in self._refused:
             raise _Plain(self._refused[kind])
-        found = self.graphs.pop((form, kind), None)
-        if found is None:
-            form, found = self._record(leaves, spec, kind)
-        self.graphs[form, kind] = found  # the last one is the one that was used last
-        return found
+        recording = self.graphs.pop((form, kind), None)
+        if recording is None:
+            form, recording = self._record(leaves, spec, kind)
+        self.graphs[form, kind] = recording  # the last one is the one that was used last
+        return recording
 
     def _form(self) -> _Form:
         """The model's present form: one of those known, with its weights where it had them, or a new one.
 
         Raises _Plain for a form that no graph can stand for.
         """
-        form = next((known for known in reversed(self._forms) if known.is_present()), None)
+        form = next((other for other in reversed(self._forms) if other.is_present()), None)
         if form is None:
             why = why_not(self.module)
             if why:
@@ -261,11 +261,11 @@ class _Step(Placed):
                 raise _Plain(f"it was moved from {self.device.device} to {form.device}: remove() and capture it there")
         if self._forms and form is not self._forms[-1]:
             present = {*map(id, form.modules)}
-            for known in self._forms:
-                if not present.issuperset(map(id, known.modules)):  # an adapter's, which was unloaded: never back
-                    self._drop(known)
-        used = {id(known) for known, _ in self.graphs}
-        self._forms = [known for known in self._forms if id(known) in used and known is not form] + [form]
+            for other in self._forms:
+                if not present.issuperset(map(id, other.modules)):  # an adapter's, which was unloaded: never back
+                    self._drop(other)
+        used = {id(other) for other, _ in self.graphs}
+        self._forms = [other for other in self._forms if id(other) in used and other is not form] + [form]
         return form
 
     def _record(self, leaves: list[Any], spec: TreeSpec, kind: tuple) -> tuple[_Form, _Graph]:
@@ -273,8 +273,8 @@ class _Step(Placed):
             del self.graphs[next(iter(self.graphs))]
         inputs = [_like(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         _fill(inputs, leaves)
-        versions = [held._version for held in inputs if held is not None]
-        filled = [given if held is None else held for held, given in zip(inputs, leaves, strict=True)]
+        versions = [tensor._version for tensor in inputs if tensor is not None]
+        filled = [leaf if tensor is None else tensor for tensor, leaf in zip(inputs, leaves, strict=True)]
         call = partial(_call, self.plain, filled, spec)
         for _ in range(WARM_UPS - 1):
             self.device.warm_up(call)
@@ -283,11 +283,11 @@ class _Step(Placed):
             self._refused[kind] = "it waits for the device in the middle of a step, as .item() does"
         elif not form.is_unchanged():
             self._refused[kind] = "each call of it changes the model itself"
-        elif versions != [held._version for held in inputs if held is not None]:
+        elif versions != [tensor._version for tensor in inputs if tensor is not None]:
             self._refused[kind] = "it writes to its arguments"
         if kind in self._refused:
             raise _Plain(self._refused[kind])
-        beside = next((known.graph for known in self.graphs.values()), None)
+        beside = next((other.graph for other in self.graphs.values()), None)
         try:
             graph, returned, grown = self.device.record(call, beside)
         except Exception as problem:
@@ -308,8 +308,8 @@ class _Step(Placed):
         self.graphs = {key: graph for key, graph in self.graphs.items() if form is not None and key[0] is not form}
 
     def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             logger.warning("steps of %s are computed without a CUDA graph: %s", self.name, why)
 
 
@@ -321,16 +321,16 @@ class _Form:
         self.device = next(_tensors(model)).device
         self._classes = [*map(type, self.modules)]
         # A processor is no module, and set_attention_backend() writes to it.
-        held = [vars(module).get("processor") for module in self.modules]
-        processors = [vars(each) for each in held if hasattr(each, "__dict__") and not isinstance(each, nn.Module)]
-        self._attributes = [*map(vars, self.modules[1:]), *processors]
+        processors = [vars(module).get("processor") for module in self.modules]
+        states = [vars(each) for each in processors if hasattr(each, "__dict__") and not isinstance(each, nn.Module)]
+        self._attributes = [*map(vars, self.modules[1:]), *states]
         self._aside = _NOTES + (_HOOKS if place == "forward" else ())
-        self._kept = [_kept(each, self.device) for each in (self._own(), *self._attributes)]
+        self._kept = [_kept(each, self.device) for each in (self._model_vars(), *self._attributes)]
         self._owners = [*chain.from_iterable((module._parameters, module._buffers) for module in self.modules)]
         self._names = [[*owner] for owner in self._owners]
         self._seen = self._now()
-        self._held = [None if tensor is None else tensor.data for tensor in self._seen]
-        self._lies = _where(self._held)
+        self._recorded = [None if tensor is None else tensor.data for tensor in self._seen]
+        self._lies = _where(self._recorded)
 
     def is_unchanged(self) -> bool:
         """Tell whether modules, attributes and the addresses of weights are all the same."""
@@ -345,11 +345,14 @@ class _Form:
 
     def _is_alike(self) -> bool:
         try:
-            return self._classes == [*map(type, self.modules)] and self._kept == [self._own(), *self._attributes]
+            return self._classes == [*map(type, self.modules)] and self._kept == [
+                self._model_vars(),
+                *self._attributes,
+            ]
         except RuntimeError:  # a tensor stands where a number was, and is neither true nor false
             return False
 
-    def _own(self) -> dict[str, Any]:
+    def _model_vars(self) -> dict[str, Any]:
         """Attributes of the model itself, without those that no graph has to know of."""
         return {name: value for name, value in vars(self.modules[0]).items() if name not in self._aside}
 
@@ -368,19 +371,19 @@ class _Form:
         """
         if self._names != [[*owner] for owner in self._owners]:
             return False
-        if [tensor is None for tensor in now] != [held is None for held in self._held]:
+        if [tensor is None for tensor in now] != [recorded is None for recorded in self._recorded]:
             return False
-        both = zip(now, self._held, strict=True)
-        pairs = [(tensor, held) for tensor, held in both if tensor is not None and held is not None]
-        if any(_layout(tensor) != _layout(held) for tensor, held in pairs):
+        both = zip(now, self._recorded, strict=True)
+        pairs = [(tensor, recorded) for tensor, recorded in both if tensor is not None and recorded is not None]
+        if any(_layout(tensor) != _layout(recorded) for tensor, recorded in pairs):
             return False
-        lie = {(tensor.data_ptr(), held.data_ptr()) for tensor, held in pairs}
+        lie = {(tensor.data_ptr(), recorded.data_ptr()) for tensor, recorded in pairs}
         if len(lie) != len({place for _, place in lie}):
             return False  # what was one tensor in two places is two by now
-        moved = [(tensor, held) for tensor, held in pairs if tensor.data_ptr() != held.data_ptr()]
-        for tensor, held in moved:
-            held.copy_(tensor)
-            tensor.data = held
+        moved = [(tensor, recorded) for tensor, recorded in pairs if tensor.data_ptr() != recorded.data_ptr()]
+        for tensor, recorded in moved:
+            recorded.copy_(tensor)
+            tensor.data = recorded
         self._seen = now
         return True
 
@@ -417,8 +420,8 @@ def why_not(model: nn.Module) -> str:
                 "move the pipeline to one GPU"
             )
         for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ()):
-            known = (why for start, why in DIFFUSERS_HOOKS.items() if name.startswith(start))
-            return next(known, f"diffusers' hook {name} decides at each call what to compute: disable_cache() first")
+            reasons = (why for start, why in DIFFUSERS_HOOKS.items() if name.startswith(start))
+            return next(reasons, f"diffusers' hook {name} decides at each call what to compute: disable_cache() first")
         placed = vars(module).get("forward")
         if path and placed is not None and getattr(placed, "__self__", None) is not module:
             return f"the forward of {path} was replaced, and a graph would not run it: take that out first"
@@ -456,8 +459,8 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def _compiled_with_graphs(module: nn.Module) -> bool:
     compiled = (vars(module), getattr(module._compiled_call_impl, "__dict__", {}))
-    asked = [found["get_compiler_config"]() for found in compiled if "get_compiler_config" in found]
-    return any(config and config.get("triton.cudagraphs") for config in asked)
+    configs = [attributes["get_compiler_config"]() for attributes in compiled if "get_compiler_config" in attributes]
+    return any(config and config.get("triton.cudagraphs") for config in configs)
 
 
 def _call(plain: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Any:
@@ -482,8 +485,8 @@ def _layout(tensor: Tensor) -> tuple:
 
 
 def _where(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[torch.Size]]:
-    there = [tensor for tensor in tensors if tensor is not None]
-    return [tensor.data_ptr() for tensor in there], [tensor.shape for tensor in there]
+    present = [tensor for tensor in tensors if tensor is not None]
+    return [tensor.data_ptr() for tensor in present], [tensor.shape for tensor in present]
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -493,9 +496,9 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _fill(inputs: list[Tensor | None], leaves: list[Any]) -> None:
-    for held, given in zip(inputs, leaves, strict=True):
-        if held is not None:
-            _once(held).copy_(_once(given))
+    for tensor, leaf in zip(inputs, leaves, strict=True):
+        if tensor is not None:
+            _once(tensor).copy_(_once(leaf))
 
 
 def _once(tensor: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: Origin | None) -
     if scheme.activations is None:
         return False  # the recipe asked for 16-bit activations
     weights = scheme.weights.name
-    own, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
-    if own and offer(own.name, weights, chip).how:
-        swizzled = own is BLOCK_SCALED_MATMUL and chip in SWIZZLED
+    op, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
+    if op and offer(op.name, weights, chip).how:
+        swizzled = op is BLOCK_SCALED_MATMUL and chip in SWIZZLED
         if swizzled:
             swizzle(layer)
         return swizzled
@@ -127,14 +127,14 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
 
     Raises ValueError where that needs files that are gone or have changed, or an adapter was fused since.
     """
-    held = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False)}
+    tensors = {name: value.data for name, value in layer.named_parameters(recurse=False)}
     prepared = layer.prepared
     if prepared is None:
-        return held
+        return tensors
     if prepared.kind in ("row scale", "decoded"):
-        return {name: tensor for name, tensor in held.items() if name not in (ROW_SCALE, DECODED)}
+        return {name: value for name, value in tensors.items() if name not in (ROW_SCALE, DECODED)}
     if prepared.kind == "swizzled":
-        return held | {"weight_scale": layer.quantized_weight.scale}
+        return tensors | {"weight_scale": layer.quantized_weight.scale}
     if prepared.origin is None:
         raise ValueError(
             f"a layer of this model was {prepared.how} for one GPU, and it is unknown where its {prepared.scheme} "
@@ -148,13 +148,13 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
     names += branch_shapes(prepared.scheme, layer.out_features, layer.in_features)
     if _changes_bias(prepared.scheme):
         names.append("bias")
-    found = {name: prepared.origin.read(name) for name in names}
-    if digest_of(found["weight"]) != prepared.digest:
+    stored = {name: prepared.origin.read(name) for name in names}
+    if digest_of(stored["weight"]) != prepared.digest:
         raise ValueError(
             f"{prepared.origin.layer}.weight in {prepared.origin.folder} is not what this model was loaded from: put "
             "the original files back, or load the model again and name its folder, fluxq.prepare(..., source=FOLDER)"
         )
-    return {name: tensor for name, tensor in held.items() if name == "bias"} | found
+    return {name: value for name, value in tensors.items() if name == "bias"} | stored
 
 
 def digest_of(tensor: Tensor) -> str:

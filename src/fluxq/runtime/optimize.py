@@ -37,11 +37,11 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. Raises
     ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels.
     """
-    found = dict(_transformers(model))
-    if not found:
+    denoisers = dict(_transformers(model))
+    if not denoisers:
         raise ValueError(f"{_classes(model)}: no fused form is known, only of {fused.fusable_models()}")
     parts: list[FusedPart] = []
-    for name, (part, family) in found.items():
+    for name, (part, family) in denoisers.items():
         target = _device(part, device)
         done = fused.optimize(part, family, target.type, _lacks(target))
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
@@ -72,8 +72,8 @@ def _classes(model: Any) -> str:
 def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    held = next(model.parameters()).device
-    return torch.device("cuda", 0) if held.type in ("cpu", "meta") and torch.cuda.is_available() else held
+    present = next(model.parameters()).device
+    return torch.device("cuda", 0) if present.type in ("cpu", "meta") and torch.cuda.is_available() else present
 
 
 def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:

@@ -82,8 +82,8 @@ class Originals:
         layer, weight, bias = self.layers[path], f"{path}.weight", f"{path}.bias"
         dtype = torch.float32 if self.source.stays_fp32(weight) else layer.compute_dtype
         is_centred = layer.stored_scheme.center
-        own_bias = self.source[bias].to(dtype) if is_centred and bias in self.source else None
-        return Original(self.source[weight].flatten(1).to(dtype), own_bias, is_centred, self.ranks[path])
+        original_bias = self.source[bias].to(dtype) if is_centred and bias in self.source else None
+        return Original(self.source[weight].flatten(1).to(dtype), original_bias, is_centred, self.ranks[path])
 
     def nbytes(self, path: str) -> int:
         """Bytes of `read(path)`."""
@@ -123,14 +123,14 @@ class Originals:
         return all(room is None or needed[device] <= _SHARE * room for device, room in free.items())
 
 
-def first_fused(layer: QuantLinear, own: int) -> int:
+def first_fused(layer: QuantLinear, rank: int) -> int:
     """The first of the ranks of a layer's branch that are fused adapters; `own` of those it was quantized with.
 
     ValueError where codes for one GPU were made with an adapter inside, which is then in them alone.
     """
     if layer.prepared is None or layer.prepared.kind != "re-encoded":
-        return own
-    if layer.prepared.scheme.rank > own:
+        return rank
+    if layer.prepared.scheme.rank > rank:
         raise ValueError(
             "an adapter was fused before fluxq.prepare, which put it into the codes, and steps in 16 bit would go "
             "without it: prepare first, then fuse the adapter, or leave it unfused"
@@ -143,23 +143,23 @@ class Resident:
 
     def __init__(self, originals: Originals) -> None:
         self._layers = originals.layers
-        self._held = {path: _on(originals.read(path), layer.weight.device) for path, layer in self._layers.items()}
+        self._by_layer = {path: _on(originals.read(path), layer.weight.device) for path, layer in self._layers.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values())
+        return sum(original.nbytes for original in self._by_layer.values())
 
     def enter(self) -> None:
         """From now on layers compute with their originals."""
         for path, layer in self._layers.items():
-            layer.instead = self._held[path]
+            layer.instead = self._by_layer[path]
 
     def leave(self) -> None:
         """Layers compute with their codes again."""
         give_back(self._layers)
 
     def close(self) -> None:
-        self._held = {}
+        self._by_layer = {}
 
 
 class Streamed:
@@ -207,7 +207,7 @@ class Streamed:
             self._advance(index, x.device)
         if self._present is None:
             raise RuntimeError(f"{path}: its block was not brought")
-        return self._present[1].held[path](layer, x)
+        return self._present[1].originals[path](layer, x)
 
     def _advance(self, index: int, device: torch.device) -> None:
         """Let the block that is held go, and hold this one instead; begin to read the next."""
@@ -251,18 +251,18 @@ class Streamed:
 class _Brought:
     """A block's originals. ready: when their copies to a GPU are complete, None if they are."""
 
-    held: dict[str, Original]
+    originals: dict[str, Original]
     ready: torch.cuda.Event | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.held.values())
+        return sum(each.nbytes for each in self.originals.values())
 
     def wait(self) -> None:
         """Order all later launches behind the copies, and keep the memory from reuse before they have run."""
         if self.ready is None:
             return
-        for each in self.held.values():
+        for each in self.originals.values():
             stream = torch.cuda.current_stream(each.weight.device)
             stream.wait_event(self.ready)
             each.weight.record_stream(stream)

@@ -117,8 +117,8 @@ def _require_present(models: dict[str, nn.Module]) -> None:
 def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    held = quant_layers(model)[0][1].weight.device
-    return torch.device("cuda", 0) if held.type == "cpu" and torch.cuda.is_available() else held
+    present = quant_layers(model)[0][1].weight.device
+    return torch.device("cuda", 0) if present.type == "cpu" and torch.cuda.is_available() else present
 
 
 def _chip(device: torch.device) -> str:
@@ -179,15 +179,15 @@ def _prepare_layer(
 
 def _folders(model: Any, models: dict[str, nn.Module], source: str | Path | None) -> dict[str, Path | None]:
     """The folder of safetensors files that each component was loaded from, None if it cannot be told."""
-    given = {name: _checkpoint(str(source or ""), name, part) for name, part in models.items()}
-    if source is not None and not any(given.values()):
+    homes = {name: _checkpoint(str(source or ""), name, part) for name, part in models.items()}
+    if source is not None and not any(homes.values()):
         classes = ", ".join(type(part).__name__ for part in models.values())
         raise ValueError(
             f"source {source} holds no checkpoint of fluxq for {classes}: expected the folder that the model was "
             "loaded from, with config.json"
         )
     return {  # a component may come from elsewhere than its pipeline
-        name: given[name] or _checkpoint(_loaded_from(part), name, part) or _checkpoint(_loaded_from(model), name, part)
+        name: homes[name] or _checkpoint(_loaded_from(part), name, part) or _checkpoint(_loaded_from(model), name, part)
         for name, part in models.items()
     }
 
@@ -214,9 +214,9 @@ def _is_checkpoint(folder: Path, part: nn.Module) -> bool:
     """Tell whether a folder's config.json is that of a model of this class under fluxq."""
     if not (folder / "config.json").is_file():
         return False
-    found = read_json(folder / "config.json")
-    classes = (found.get("_class_name"), *(found.get("architectures") or ()))
-    method = (found.get("quantization_config") or {}).get("quant_method")
+    config = read_json(folder / "config.json")
+    classes = (config.get("_class_name"), *(config.get("architectures") or ()))
+    method = (config.get("quantization_config") or {}).get("quant_method")
     return type(part).__name__ in classes and method == QUANT_METHOD
 
 

@@ -56,8 +56,8 @@ def shard(
 
     def cut(tensor: Tensor, dim: int) -> Tensor:
         """The share of a tensor that holds shape[dim] / size entries for each of the axis."""
-        held = tensor.shape[dim]
-        slices = [tensor.narrow(dim, start * held // size, length * held // size) for start, length in spans]
+        entries = tensor.shape[dim]
+        slices = [tensor.narrow(dim, start * entries // size, length * entries // size) for start, length in spans]
         return torch.cat(slices, dim)
 
     share = sum(length for _, length in spans)
@@ -126,8 +126,8 @@ class RowParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _require_no_gradient(x)
         part = self.part
-        given = part.tensors._replace(input_scale=self._input_scale(x))
-        y = ops.quantized_linear(x.float(), *pack(given, part.scheme))
+        operands = part.tensors._replace(input_scale=self._input_scale(x))
+        y = ops.quantized_linear(x.float(), *pack(operands, part.scheme))
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 

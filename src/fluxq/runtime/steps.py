@@ -72,7 +72,7 @@ def keep_steps(
         raise ValueError(
             f"keep_steps needs a pipeline with a scheduler and a quantized denoiser, got {type(pipe).__name__}"
         )
-    steps = _asked(models, first, last)
+    steps = _steps_to_keep(models, first, last)
     weights_of, recorded = _sources(pipe, models, source)
     return KeptSteps(pipe, steps, weights_of, recorded, weights)
 
@@ -115,39 +115,39 @@ class KeptSteps(Handle):
         self.calls = self.calls_in_16_bit = 0
         follower = _Follower(lambda: pipe.scheduler)
         require_followed(pipe.scheduler)
-        self._gates: list[Gate] = []
+        self._switches: list[StepSwitch] = []
         for name, (outer, model) in _quantized_denoisers(pipe):
-            if any(True for _ in _gates_of(outer)):
+            if any(True for _ in _switches_of(outer)):
                 raise ValueError(f"steps of this {type(model).__name__} are kept already: remove() that first")
             layers = _layers_of(model)
-            own = (recorded or {}).get(name, {})
-            ranks = {path: own.get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
+            recorded_ranks = (recorded or {}).get(name, {})
+            ranks = {path: recorded_ranks.get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
             originals = Originals(layers, weights_of(name), ranks)
             if recorded is None:
                 originals.require_alike()
-            self._gates.append(Gate(self, follower, outer, model, originals))
-        for gate in self._gates:
-            gate.choose()  # what cannot be is refused before anything is put in place
-        for gate in self._gates:
-            gate.place()
+            self._switches.append(StepSwitch(self, follower, outer, model, originals))
+        for switch in self._switches:
+            switch.choose()  # what cannot be is refused before anything is put in place
+        for switch in self._switches:
+            switch.place()
 
     @property
     def placed(self) -> tuple[str, ...]:
         """Of each denoiser, where its 16-bit weights are: "resident" or "streamed"."""
-        return tuple("streamed" if gate.is_streamed else "resident" for gate in self._gates)
+        return tuple("streamed" if switch.is_streamed else "resident" for switch in self._switches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of 16-bit weights that are held now."""
-        return sum(gate.store.nbytes for gate in self._gates if gate.store)
+        return sum(switch.store.nbytes for switch in self._switches if switch.store)
 
     def remove(self) -> None:
         """Let every step be quantized again, and give the memory of 16-bit weights back."""
-        for gate in self._gates:
-            gate.remove()
+        for switch in self._switches:
+            switch.remove()
 
 
-class Gate:
+class StepSwitch:
     """Hooks before and after each call of a denoiser.
 
     outer: what the pipeline calls, model: what is in it, where torch.compile has put something around it.
@@ -197,11 +197,11 @@ class Gate:
         finally:
             self._leave()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepSwitch:
         """A copy of the model is quantized at every step."""
-        made = Gate(self.kept, self.follower, self.outer, self.model, self.originals)
-        made._on = False
-        return made
+        twin = StepSwitch(self.kept, self.follower, self.outer, self.model, self.originals)
+        twin._on = False
+        return twin
 
     @torch.compiler.disable(reason="which step it is is found out before a graph runs: compile, then fluxq.keep_steps")
     def before(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -233,13 +233,13 @@ class Gate:
             return self.store
         if self.store is not None:
             self.store.close()
-        asked, name = self.kept.weights, type(self.model).__name__
+        placing, name = self.kept.weights, type(self.model).__name__
         why_not_streamed = _why_not_streamed(self.outer, self.model)
-        if asked == "resident" and offloaded:
+        if placing == "resident" and offloaded:
             raise ValueError(f"this {name} is offloaded, and resident weights would not be: say weights='streamed'")
-        if asked == "streamed" and why_not_streamed:
+        if placing == "streamed" and why_not_streamed:
             raise ValueError(f"16-bit weights of this {name} cannot be streamed: {why_not_streamed}")
-        fits = not offloaded and (asked == "resident" or (asked == "auto" and self.originals.fits()))
+        fits = not offloaded and (placing == "resident" or (placing == "auto" and self.originals.fits()))
         if not fits and why_not_streamed:
             raise ValueError(
                 f"16-bit weights of this {name} have no room beside the codes, and cannot be streamed: "
@@ -247,7 +247,7 @@ class Gate:
             )
         self._chosen_for = situation
         self.store = Resident(self.originals) if fits else Streamed(self.originals)
-        if asked == "auto":
+        if placing == "auto":
             logger.info("16-bit weights of this %s are %s", name, "streamed" if self.is_streamed else "resident")
         return self.store
 
@@ -255,8 +255,8 @@ class Gate:
         """Self-attention in fp8 is 16-bit meanwhile."""
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-        found = (getattr(module, "processor", None) for module in self.model.modules())
-        self._in_fp8 = [each for each in found if getattr(each, "_attention_backend", None) == BACKEND]
+        processors = (getattr(module, "processor", None) for module in self.model.modules())
+        self._in_fp8 = [each for each in processors if getattr(each, "_attention_backend", None) == BACKEND]
         is_default = _AttentionBackendRegistry.get_active_backend()[0] == BACKEND
         for processor in self._in_fp8:
             processor._attention_backend = AttentionBackendName.NATIVE if is_default else None
@@ -300,34 +300,32 @@ class _Follower:
 
     def _index(self, scheduler: Any) -> int:
         """Of the evaluation. At the first one a scheduler knows at most where a pipeline told it to begin."""
-        index, told = scheduler.step_index, getattr(scheduler, "begin_index", None)
+        index, begin = scheduler.step_index, getattr(scheduler, "begin_index", None)
         if index is None:
             self._is_first = True
-            return told or 0
-        if told is not None:
-            self._begin = told
+            return begin or 0
+        if begin is not None:
+            self._begin = begin
         elif self._is_first:
             self._begin = index - 1
         self._is_first = False
         return index
 
-    def _position(self, scheduler: Any, timesteps: Tensor, given: float) -> int:
-        found = (timesteps == given).nonzero().flatten().tolist()
-        if len(found) != 1:
-            raise _not_followed(
-                scheduler,
-                "its timesteps repeat" if found else f"the denoiser is given {given:g}, which is none of its timesteps",
-            )
-        return found[0]
+    def _position(self, scheduler: Any, timesteps: Tensor, timestep: float) -> int:
+        indices = (timesteps == timestep).nonzero().flatten().tolist()
+        if len(indices) != 1:
+            unknown = f"the denoiser is given {timestep:g}, which is none of its timesteps"
+            raise _not_followed(scheduler, "its timesteps repeat" if indices else unknown)
+        return indices[0]
 
 
 def _timestep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
     """The first of the timesteps that a denoiser is called with."""
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    found = next((given[name] for name in ("timestep", "timesteps", "t") if name in given), None)
-    if found is None:
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
+    if timestep is None:
         raise ValueError(f"this {type(model).__name__} is called without a timestep, so its steps cannot be followed")
-    return float(found.flatten()[0]) if isinstance(found, Tensor) else float(found)
+    return float(timestep.flatten()[0]) if isinstance(timestep, Tensor) else float(timestep)
 
 
 def _not_followed(scheduler: Any, why: str) -> ValueError:
@@ -352,8 +350,8 @@ def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.M
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
     """Every QuantLinear by its path in the files; adapters and torch.compile put modules of theirs around some."""
-    found = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
-    return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in found}
+    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
+    return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in layers}
 
 
 def _own_rank(model: nn.Module, path: str, layer: QuantLinear) -> int:
@@ -361,26 +359,26 @@ def _own_rank(model: nn.Module, path: str, layer: QuantLinear) -> int:
     return layer.stored_scheme.rank - sum(getattr(model.get_submodule(path), "merged_ranks", ()))
 
 
-def _asked(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
+def _steps_to_keep(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
     """Return the steps that were asked for, else those that the checkpoint says."""
     if first is not None and last is not None:
         return Steps(first=first, last=last)
-    said = [recorded_steps(model) for _, model in models.values()]
-    recorded = said[0] if said.count(said[0]) == len(said) else None
+    all_recorded = [recorded_steps(model) for _, model in models.values()]
+    recorded = all_recorded[0] if all_recorded.count(all_recorded[0]) == len(all_recorded) else None
     if recorded is None and first is None and last is None:
         raise ValueError(
             "this checkpoint's recipe keeps no steps in 16 bit: say how many, as in fluxq.keep_steps(pipe, first=1)"
-            if not any(said)
+            if not any(all_recorded)
             else "the pipeline's denoisers are of recipes that keep other steps: say first= and last="
         )
-    held = (recorded.first, recorded.last) if recorded else (0, 0)
-    return Steps(first=held[0] if first is None else first, last=held[1] if last is None else last)
+    defaults = (recorded.first, recorded.last) if recorded else (0, 0)
+    return Steps(first=defaults[0] if first is None else first, last=defaults[1] if last is None else last)
 
 
 def keep_recorded_steps(pipe: Any, source: str | None = None) -> KeptSteps | None:
     """`keep_steps` as the pipeline's checkpoint says; None where it says nothing."""
-    said = any(recorded_steps(model) for _, (_, model) in _quantized_denoisers(pipe))
-    return keep_steps(pipe, source=source) if said else None
+    are_recorded = any(recorded_steps(model) for _, (_, model) in _quantized_denoisers(pipe))
+    return keep_steps(pipe, source=source) if are_recorded else None
 
 
 @contextmanager
@@ -410,8 +408,8 @@ def _tell_once(steps: str) -> None:
 
 def recorded_steps(model: Any) -> Steps | None:
     """The steps that a model's checkpoint keeps in 16 bit."""
-    found = getattr(getattr(model, "config", None), "quantization_config", None)
-    stored = getattr(found, "stored", None)
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    stored = getattr(config, "stored", None)
     return stored.steps if stored else None
 
 
@@ -443,19 +441,19 @@ def is_captured(model: nn.Module) -> bool:
     return any(getattr(call, "is_replayed", False) for call in placed)
 
 
-def _gates_of(outer: nn.Module) -> Iterator[Gate]:
+def _switches_of(outer: nn.Module) -> Iterator[StepSwitch]:
     """The gates in place before a denoiser's calls."""
     placed = [getattr(hook, "__self__", None) for hook in outer._forward_pre_hooks.values()]
     placed.append(vars(outer).get("_compiled_call_impl"))
-    yield from (each for each in placed if isinstance(each, Gate) and each._on)
+    yield from (each for each in placed if isinstance(each, StepSwitch) and each._on)
 
 
 def why_not_captured(model: nn.Module) -> str:
     """Return the reason why a denoiser's kept steps rule out capturing it now, with the cure; empty if they do not."""
-    gates = [*_gates_of(model)]
-    if any(gate.is_streamed for gate in gates):
+    switches = [*_switches_of(model)]
+    if any(switch.is_streamed for switch in switches):
         return "its steps in 16 bit read weights that are streamed: fluxq.keep_steps(pipe, weights='resident')"
-    if gates and model._compiled_call_impl is not None:
+    if switches and model._compiled_call_impl is not None:
         return (
             "steps of it are kept in 16 bit, which is decided before each call, and a graph would be in front of that: "
             "remove() that, capture, and keep steps again"
@@ -481,13 +479,13 @@ def _sources(
     elif record is not None and record.model.source:
         folder = resolve_model(record.model.source, revision=record.model.revision)
     else:  # quantized while it was loaded: from there
-        found = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
-        if found is None:
+        origin = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
+        if origin is None:
             raise ValueError(
                 f"what 16-bit model this {type(pipe).__name__} was quantized from is not known, because it was not "
                 f"loaded from a folder with a {PLAN_FILE} that says so: name that model's folder or hub id as source="
             )
-        folder = resolve_model(str(found))
+        folder = resolve_model(str(origin))
     for name in models:
         if "quantization_config" in folder.config(name):
             raise ValueError(f"{folder.path / name} is quantized itself; name the 16-bit model as source=")
@@ -538,8 +536,8 @@ def _hub_home(repository: str) -> Iterator[Path]:
 
 def _is_16_bit(folder: Path, component: str) -> bool:
     model = ModelFolder(folder.name, folder)
-    there = (folder / "model_index.json").is_file() and (folder / component / "config.json").is_file()
-    return there and "quantization_config" not in model.config(component)
+    has_files = (folder / "model_index.json").is_file() and (folder / component / "config.json").is_file()
+    return has_files and "quantization_config" not in model.config(component)
 
 
 # Timesteps that a schedule has behind that of the last step.

@@ -60,16 +60,16 @@ class Warmed:
 
 def kinds_of(model: nn.Module) -> list[LayerKind | AttentionKind]:
     """The distinct kinds among a model's quantized layers and attention; it may be on the meta device."""
-    found: dict[LayerKind | AttentionKind, None] = {}
+    kinds: dict[LayerKind | AttentionKind, None] = {}
     for module in model.modules():
         processor: Any = getattr(module, "processor", None)
         if isinstance(module, QuantLinear):
             kind = LayerKind(module.scheme, module.out_features, module.in_features, module.bias is not None)
-            found[kind] = None
+            kinds[kind] = None
         elif getattr(processor, "_attention_backend", None) == BACKEND:
             attention: Any = module
-            found[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
-    return list(found)
+            kinds[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
+    return list(kinds)
 
 
 def warm_up(
