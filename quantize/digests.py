@@ -1,12 +1,13 @@
-"""Digests that a checkpoint holds of its own bytes, so that `verify` can compare the files with them.
+"""Digests that a checkpoint stores of its own bytes, for `verify`.
 
     fluxq_plan.json             `files`: the SHA-256 of every file
-    <component>/config.json     quantization_config: `digest`, of the component's tensors by content, however they are
-                                cut into files; `config_digest`, of the whole config.json but for digests; and of the
-                                other components, in what fluxq wrote itself, `digests` and `config_digests`: of their
-                                tensors, and of a model's config.json or what a scheduler or tokenizer has
+    <component>/config.json     in its quantization_config
+        digest                      of the component's tensors, however they are cut into files
+        config_digest               of the config.json, without digests
+        digests, config_digests     the same of the other components, and of a scheduler's or tokenizer's files; only
+                                    where fluxq wrote the whole checkpoint
 
-The second outlives what the first does not: a download of the files that a loader needs, and `save_pretrained`.
+Unlike the plan file, these outlive `save_pretrained` and a download of just the files that a loader needs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from fluxq.quantize.checkpoint import is_model
 from fluxq.recipes.computing import quantization_of
 
 _DIGEST_KEYS = DIGEST, DIGESTS, CONFIG_DIGEST, CONFIG_DIGESTS = "digest", "digests", "config_digest", "config_digests"
-_NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # which saving changes, and numbers do not depend on
-_SETTINGS_SUFFIXES = (".json", ".txt", ".model")  # suffixes of what schedulers and tokenizers are loaded from
+_NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # saving changes them, no number depends on them
+_SETTINGS_SUFFIXES = (".json", ".txt", ".model")  # of files that schedulers and tokenizers are loaded from
 
 
 def hash_files(path: Path, known_hashes: Mapping[Path, str]) -> dict[str, str]:
-    """SHA-256 of every file of a folder by its relative name: what the plan file records.
+    """Return the SHA-256 of every file of a folder by its relative name, for the plan file.
 
-    known: of files that were hashed as they were written.
+    known_hashes: of files that were hashed as they were written.
     """
     files = sorted(file for file in path.rglob("*") if file.is_file())
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
@@ -55,7 +56,7 @@ def write_digests(folder: Path) -> None:
 def write_own_digest(folder: Path) -> None:
     """Write a quantized model's digest into its config.json, in the folder that a library saved it in.
 
-    Where it saved none, as of adapters alone, and of other models, the folder stays as it is.
+    A folder without weights (adapters alone) or of another model stays as it is.
     """
     if not any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file():
         return
@@ -71,9 +72,9 @@ def _add(file: Path, digests: Mapping[str, Any]) -> None:
 
 
 def config_digest(folder: ModelFolder, component: str) -> str:
-    """SHA-256 of what a component's folder says of it beside weights; "" for one that says nothing.
+    """Return the SHA-256 of a component's settings; "" for one without settings.
 
-    Of a model that is its config.json; of a scheduler or tokenizer all files that it may be loaded from.
+    A model's settings are its config.json, a scheduler's or tokenizer's all files that it may be loaded from.
     """
     place = folder.path / component
     if (place / "config.json").is_file():
@@ -86,7 +87,7 @@ def config_digest(folder: ModelFolder, component: str) -> str:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a JSON file that a loader builds from: digests are none, nor are names, versions and dtypes."""
+    """Return the settings of a JSON file that a loader builds from: no digests, names, versions and dtypes."""
     settings = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
     if isinstance(quantization := settings.get("quantization_config"), dict):
         settings["quantization_config"] = {key: each for key, each in quantization.items() if key not in _DIGEST_KEYS}

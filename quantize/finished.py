@@ -1,8 +1,8 @@
-"""Finished blocks of a component: a file each, which an interrupted run goes on from and the checkpoint is made of.
+"""Finished blocks of a component, a file each: an interrupted run goes on from them, and they become the checkpoint.
 
-    0000.safetensors    a block's tensors under their names in the checkpoint; in the header, what was decided of it
+    0000.safetensors    a block's tensors under their names in the checkpoint; decisions on it in the header
 
-A file appears complete or not at all. Whose blocks a folder holds is the caller's to know.
+A file appears complete or not at all. The caller has to know whose blocks are in a folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupOutcome:
 
     @classmethod
     def of(cls, group: FittedGroup) -> Self:
-        """That of a group, without its tensors."""
+        """Return the outcome of a group, which is the group without its tensors."""
         return cls(tuple(group.layers), group.stages, group.plain_db, group.db)
 
 
@@ -46,7 +46,9 @@ class GroupOutcome:
 class Outcome:
     """Outcome of a block, or of a component.
 
-    schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name.
+    schemes: layer -> final scheme, of fitted layers.
+    weight_sqnr: layer -> dB.
+    groups: name -> outcome, of fitted groups.
     fingerprints: of the source tensors that only rounding read, for `ModelFolder.digest`.
     """
 
@@ -68,7 +70,7 @@ class Outcome:
         return whole
 
     def to_json(self) -> str:
-        """The text that `read` reads."""
+        """Return the text that `read` reads."""
         header: dict[str, Any] = {
             "schemes": {name: str(scheme) for name, scheme in self.schemes.items()},
             "weight_sqnr": self.weight_sqnr,
@@ -78,7 +80,7 @@ class Outcome:
         return json.dumps(header)
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan with final schemes, and what was decided among the reasons."""
+        """Return the plan with final schemes, and the stages that were kept among its reasons."""
         groups = {name: group for group in self.groups.values() for name in group.layers}
         layers = []
         for layer in plan.layers:
@@ -90,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _BlockHeader:
-    """A block's header, as `Outcome.to_json` writes it."""
+    """Header of a block, as `Outcome.to_json` writes it."""
 
     schemes: dict[str, str]
     weight_sqnr: dict[str, float]
@@ -118,7 +120,7 @@ def block_files(folder: Path, count: int) -> list[Path]:
 
 
 def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
-    """Write a block that is done, with a hash of all of it."""
+    """Write a finished block, with a hash of all of it."""
     header = outcome.to_json()
     digest = _hash(header, {name: fingerprint_of(tensor) for name, tensor in tensors.items()})
     with atomic_path(file) as part:
@@ -130,9 +132,9 @@ def _hash(header: str, fingerprints: Mapping[str, str]) -> str:
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:
-    """Tell whether a block need not be made again: it is as it was written, of tensors as `source` has them now.
+    """Tell whether a block's file is as it was written, and `source` has the tensors that it was made of.
 
-    Of a block that must be, the log says why.
+    If it is not, the block has to be made again, and the log says why.
     """
     if not file.is_file():
         return False
@@ -151,7 +153,7 @@ def is_finished(file: Path, source: SourceWeights) -> bool:
 
 
 def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, Tensor], Outcome]:
-    """Tensors and outcome of a block whose groups were fitted in several files, as of one that fitted all in order."""
+    """Read a block whose groups were fitted in several files: tensors and outcome, in the order of `groups`."""
     stored, whole = [TensorFile(file) for file in files], Outcome.read(files)
     tensors = {key: part.get_tensor(key) for part in stored for key in part.keys()}
     layers = [name for group in groups for name in whole.groups[group].layers]
@@ -161,7 +163,7 @@ def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, 
 
 
 def layer_tensors(file: Path, layers: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """Layer -> its tensors in a finished block, by the name of the parameter."""
+    """Read a finished block's tensors: layer -> name of the parameter -> tensor."""
     stored, tensors = TensorFile(file), {name: {} for name in layers}
     for key in stored.keys():
         name, _, parameter = key.rpartition(".")

@@ -32,7 +32,7 @@ class Layer(_Part):
 
     @classmethod
     def of(cls, layer: LayerPlan, weight_sqnr_db: float | None) -> Self:
-        """Return what is recorded of a planned layer."""
+        """Return the record of a planned layer."""
         fields = {**layer.describe(), "bits_per_weight": round(layer.bits_per_weight, 4)}
         return cls(**fields, weight_sqnr_db=weight_sqnr_db)
 
@@ -65,7 +65,7 @@ class Group(_Part):
 
 
 class RecordedComponent(_Part):
-    """A quantized component. library and class_name: of an imported one. bytes: of all its tensors."""
+    """A quantized component. bytes: of all its tensors. library, class_name: of an imported one."""
 
     component: str
     library: str | None = None
@@ -149,8 +149,11 @@ class Identity(_Part):
 class Check(_Part):
     """The closing check: a few images or videos against the 16-bit pipeline's, with the same prompts and noise.
 
-    frames: of a video, None for images. flat: images of one colour. Of dB, None stands for infinity.
-    gates_for_eval: gates that only `fluxq eval` measures. missed: gates that did not hold.
+    frames: of a video, None for images.
+    flat: number of images of one colour.
+    gates_for_eval: gates that only `fluxq eval` measures.
+    missed: gates that did not hold.
+    A value in dB that is None stands for infinity.
     """
 
     images: int
@@ -169,9 +172,11 @@ class Check(_Part):
 
 
 class Record(_Part):
-    """Origin, content and closing check of a checkpoint. imported: of one made by `fluxq import`.
+    """Origin, content and closing check of a checkpoint.
 
-    trajectory: the calls that were captured, None where no data was needed. files: name -> SHA-256.
+    imported: origins of a checkpoint from `fluxq import`.
+    trajectory: the calls that were captured, None where no data was needed.
+    files: name -> SHA-256.
     """
 
     fluxq_version: str = ""

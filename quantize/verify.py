@@ -1,7 +1,7 @@
-"""Is a checkpoint, a pipeline's folder or one model's, what it claims to be? Nothing runs; one tensor is in memory.
+"""Verification of a checkpoint, a pipeline's folder or one model's. Nothing runs; one tensor is in memory at a time.
 
 The plan file says what was written (layers, sizes, a hash of every file), config.json what a loader will build. Both
-are held against the files; CHECKS, at the end of this file, says how.
+are compared with the files by the CHECKS at the end of this file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. where: a file, layer or tensor. what: found, expected and the cure."""
+    """A fault. where: a file, layer or tensor. what: the value, the expected one and the cure."""
 
     where: str
     what: str
@@ -46,11 +46,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A row of CHECKS on one checkpoint.
+    """Result of a row of CHECKS for a checkpoint.
 
-    status: "ok", "failed", "not recorded" (nothing to hold the files against) or "not made" (a file cannot be read: the
-    one finding says why, or an earlier check has). measured: what a check that is ok found out on its way, "" if
-    nothing.
+    status: "ok", "failed", "not recorded" (nothing to compare the files with) or "not made" (a file cannot be read: the
+    finding of this check or of an earlier one says why).
+    measured: by-product of a check that is ok, or "".
     """
 
     check: str
@@ -60,7 +60,7 @@ class Result:
     measured: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """The result as JSON."""
+        """Return the result as JSON."""
         return asdict(self)
 
 
@@ -76,11 +76,11 @@ def verify(path: Path) -> list[Result]:
 
 
 def _checked(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
-    """Make one check. reported: errors that earlier ones met with, to which this one's is added."""
+    """Make one check. reported: errors of earlier checks, to which this one's is added."""
     about, check = CHECKS[name]
     findings, unread, status = list[Finding](), list[Finding](), "ok"
     try:
-        for finding in check(checkpoint):  # what was found before a file cannot be read counts
+        for finding in check(checkpoint):  # findings before an unreadable file count
             findings.append(finding)
     except _NotRecorded:
         status = "not recorded"
@@ -97,11 +97,11 @@ def _checked(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
 
 
 class _NotRecorded(Exception):
-    """The checkpoint does not say what a check would compare; diffusers saves no plan file, for example."""
+    """The checkpoint records nothing for a check to compare; diffusers saves no plan file, for example."""
 
 
 class _Checkpoint:
-    """A checkpoint's folder; everything that is read from it more than once."""
+    """A checkpoint's folder, and everything that is read from it more than once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,12 +137,12 @@ class _Checkpoint:
 
     @property
     def configured(self) -> list[str]:
-        """Those of them whose config.json is there; the others are a finding of `_files`."""
+        """Models whose config.json is there; the others are a finding of `_files`."""
         return [name for name in self.models if (self.path / _file(name)).is_file()]
 
     @property
     def vocabularies(self) -> dict[str, tuple[str, ...]]:
-        """Component -> files that its tokenizer may be made of, one of which is enough."""
+        """Component -> alternative files of its tokenizer, one of which is enough."""
         vocabularies = {name: getattr(kind, "vocab_files_names", None) for name, kind in self.classes.items()}
         return {component: tuple(sorted(set(files.values()))) for component, files in vocabularies.items() if files}
 
@@ -160,17 +160,17 @@ class _Checkpoint:
         return configs
 
     def weights(self, component: str) -> dict[str, TensorFile]:
-        """Tensor name -> the file that holds it; ValueError for a name in two files."""
+        """Return tensor name -> its file; ValueError for a name in two files."""
         return by_tensor(map(TensorFile, self.folder.weight_files(component)))
 
     def on_meta(self, component: str) -> nn.Module:
-        """The model that a loader will build, without its weights."""
+        """Build the model that a loader will build, without its weights."""
         if component not in self._on_meta:
             self._on_meta[component] = quantized_on_meta(self.folder, component)
         return self._on_meta[component]
 
     def bits_per_weight(self, component: str) -> float:
-        """All that the schemes of its layers store, over the weights of all its Linears."""
+        """Return the bits that the schemes of its layers store, over the weights of all its Linears."""
         schemes, stored, weights = self.quantized[component].schemes, 0, 0
         for linear in shapes_of(self.on_meta(component)):
             scheme, count = schemes.get(linear.name), linear.n * linear.k
@@ -179,7 +179,7 @@ class _Checkpoint:
         return stored / weights
 
     def expected(self, component: str) -> dict[str, _Expected]:
-        """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""
+        """Return every tensor of the model that a loader will build, QuantLinears included."""
         library = library_of(self.folder, component)
         model = self.on_meta(component)
         tensors = {}
@@ -246,7 +246,7 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
+    """Find weights, adapters and code beside the files that a component's loader takes, where nothing is recorded."""
     folder = checkpoint.folder
     loaded = {file for component in checkpoint.models for file in folder.weight_files(component)}
     recorded = _recorded(checkpoint, DIGEST, DIGESTS, checkpoint.models)
@@ -264,7 +264,7 @@ def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _readable(checkpoint: _Checkpoint) -> Iterator[str]:
-    """Files that diffusers or transformers might read: those of components, and what names them."""
+    """Yield the files that diffusers or transformers might read: those of components, and those that name them."""
     components = {name for name in checkpoint.folder.components if name}
     for file in sorted(path for path in checkpoint.path.rglob("*") if path.is_file() or path.is_symlink()):
         name = file.relative_to(checkpoint.path)
@@ -293,7 +293,10 @@ def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _recorded(checkpoint: _Checkpoint, mine: str, theirs: str, of: Container[str]) -> dict[str, tuple[str, object]]:
-    """Component -> the file that records its digest, and that; by the keys of a file's own component, and others'."""
+    """Return component -> (config.json with its digest, digest).
+
+    mine, theirs: keys of the digest of a config.json's own component, and of other components.
+    """
     digests: dict[str, tuple[str, object]] = {}
     for component in checkpoint.quantized:
         config = checkpoint.folder.config(component)["quantization_config"]
@@ -366,7 +369,7 @@ def _fault(tensor: Tensor, expected: _Expected) -> str:
 
 
 def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
-    """Return the fault in the values of a tensor; "" if none. scheme: of the layer that has it, None for none."""
+    """Return the fault in the values of a tensor; "" if none. scheme: of its quantized layer, None for others."""
     return _value_fault(tensor, _rule(tensor, parameter, scheme))
 
 
@@ -422,15 +425,15 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _bits(checkpoint: _Checkpoint) -> str:
-    """Bits per weight of every quantized component."""
+    """Return the bits per weight of every quantized component, as text."""
     measured = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
     return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in measured.items())
 
 
 def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
-    """Return what the values of a tensor must be. scheme: of the quantized layer that has it, None for none.
+    """Return the rule for the values of a tensor. scheme: of its quantized layer, None for others.
 
-    The largest scale is that with which the largest code is `LARGEST`.
+    With the largest scale, the largest code is `LARGEST`.
     """
     if scheme is None or parameter not in ("weight", *SCALE_NAMES):
         name = "positive" if parameter == "pre_quant_scale" else "finite"
@@ -446,16 +449,20 @@ def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
 
 
 def _are_numbers(element: Element, codes: Tensor) -> Tensor:
-    """Tell which codes of a float element of 8 bits are numbers, and not infinity or NaN."""
+    """Tell which codes of a float element of 8 bits are numbers, not infinity or NaN."""
     return (codes.view(torch.uint8) & 0x7F) < len(element.magnitudes)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """E8M0 bytes as the powers of two that they stand for; other scales as they are."""
+    """Return E8M0 bytes as powers of two, and other scales as they are."""
     return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
 
 
-_OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that no second look mends
+_OF_THE_FOLDER = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+)  # errors that remain at a second look
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _Rule = tuple[str | None, float | None]  # key of RULES, None where every byte is a code; and the largest magnitude
@@ -468,7 +475,7 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }
 
-# name -> what it proves, and what finds where that does not hold
+# name -> the statement, and a function that finds where it does not hold
 CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]]]] = {
     "safe": ("no pickles, no links out of the folder, no remote code", _safe),
     "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes),
