@@ -302,7 +302,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
-    """Yield what is copied of a component's folder, links followed; ValueError for what is no file and no folder."""
+    """Yield the files of a component's folder to copy, links followed; ValueError for a pipe or a device."""
     for path in sorted(path for path in folder.iterdir() if not path.name.endswith((*PICKLES, ".py"))):
         if path.is_dir():
             yield from _files_of(path)
@@ -315,7 +315,7 @@ def _files_of(folder: Path) -> Iterator[Path]:
 def digest_rest(
     source: ModelFolder, components: Iterable[str], hashes: dict[Path, str] | None = None
 ) -> dict[str, str]:
-    """Return component or file -> SHA-256 of what `copy_rest` copies of it; ValueError for what it cannot copy.
+    """Return component or file -> SHA-256 of its copy by `copy_rest`; ValueError where it cannot copy.
 
     hashes: is given those of the files, without configurations, into which digests are written later.
     """
@@ -388,7 +388,7 @@ def model_on_meta(folder: ModelFolder, component: str) -> nn.Module:
 def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
     """Build the model that a loader makes of a quantized component, with its QuantLinears, on the meta device.
 
-    Raises ValueError naming what config.json and the class do not agree on.
+    Raises ValueError naming the layer or setting where config.json and the class disagree.
     """
     library, class_name = library_of(folder, component), folder.components[component]
     where = folder.path / component / "config.json"
@@ -429,6 +429,6 @@ def names_in_model(model: Any) -> Callable[[str], str]:
 
     def name_in_model(name: str) -> str:
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, tensors)
-        return renamed if renamed in tensors else name  # what the model lacks stays as it is
+        return renamed if renamed in tensors else name  # a name that the model lacks stays as it is
 
     return name_in_model

@@ -55,7 +55,7 @@ class RecordedStage(_Part):
 
 
 class Group(_Part):
-    """A fitted input group: held-out SQNR of what its layers give out, rounded to nearest and as fitted, in dB."""
+    """A fitted input group: held-out SQNR of its layers' outputs, rounded to nearest and as fitted, in dB."""
 
     group: str
     layers: list[str]

@@ -132,7 +132,7 @@ def quantize_component(
 
 
 def blocks_of(plan: Plan, source: SourceWeights, folder: Path, first: Sequence[str] = ()) -> list[Block]:
-    """List the blocks of a component: at the paths `first`, then the family's others in the plan's order, then the rest."""
+    """List a component's blocks: at the paths `first`, then the family's others in the plan's order, then the rest."""
     paths = dict.fromkeys([*first, *(layer.block for layer in plan.layers if layer.block)])
     names: dict[str, list[str]] = {path: [] for path in paths}
     layers: dict[str, list[LayerPlan]] = {}

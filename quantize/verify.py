@@ -458,11 +458,7 @@ def _numbers(tensor: Tensor) -> Tensor:
     return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
 
 
-_OF_THE_FOLDER = (
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-)  # errors that remain at a second look
+_OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that remain at a second look
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _Rule = tuple[str | None, float | None]  # key of RULES, None where every byte is a code; and the largest magnitude

@@ -44,8 +44,11 @@ from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of,
 class FusedPart:
     """Report of `optimize` on one part of a block.
 
-    block: its path. part: role of an input group, "attention", or "block" for one that keeps its own forward. fused:
-    what became one pass. layers: those that take the same codes. why_not: what was left as it is, and why; or empty.
+    block: its path.
+    part: role of an input group, "attention", or "block" for one that keeps its own forward.
+    fused: the steps that became one pass.
+    layers: those that take the same codes.
+    why_not: the steps that were left as they are, with the reason; or empty.
     """
 
     block: str
@@ -61,12 +64,13 @@ def optimize(
     device: str,
     lacks: Callable[[QuantLinear, Maker], str] = lambda layer, made_by: "",
 ) -> list[FusedPart]:
-    """Fuse the blocks of a transformer of that family, in place; what was done to each, block by block.
+    """Fuse the blocks of a transformer of that family, in place; return what was done, block by block.
 
-    device: type of the device that will compute. lacks: why it does not make or multiply a layer's codes, by what makes
-    the layer's input; empty if it does.
-    Called again, everything is decided anew. Raises ValueError for a family without a fused form, and where no block
-    can be fused.
+    Called again, it decides everything anew. Raises ValueError for a family without a fused form, and where no block can
+    be fused.
+
+    device: type of the device that will compute.
+    lacks: function of a layer and the maker of its input: why the device does not make or multiply its codes, or empty.
     """
     if not family.fusable:
         raise ValueError(
@@ -97,12 +101,12 @@ def optimize(
 
 
 def restore(model: nn.Module) -> int:
-    """Give every fused block its own class and forward back; how many there were."""
+    """Give every fused block its own class and forward back; return how many there were."""
     return sum(_restore_block(module) for module in model.modules())
 
 
 def fusable_models() -> str:
-    """The classes of models that have a fused form, for messages."""
+    """List the classes of models that have a fused form, for messages."""
     return ", ".join(sorted(family.model for family in FAMILIES.values() if family.fusable))
 
 
@@ -115,13 +119,13 @@ def _restore_block(block: nn.Module) -> bool:
 
 
 def _stock(block: nn.Module) -> type[nn.Module]:
-    """A block's class as diffusers has it."""
+    """Return a block's class as diffusers has it."""
     return getattr(type(block), "fused_from", type(block))
 
 
 @functools.cache
 def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a block's class, of the same name, with the fused forward.
+    """Make a subclass of a block's class, of the same name, with the fused forward.
 
     The name is what device maps and `compile_repeated_blocks` look for; diffusers' step caches look for the class.
     """
@@ -148,7 +152,7 @@ def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(stock: type[nn.Module]) -> nn.Module:
-    """A fused block for pickle and copy to fill: they would find the class of that name, which is not fused."""
+    """Make an empty fused block for pickle and copy, which would look up the stock class by its name."""
     subclass = fused_class(stock)
     return subclass.__new__(subclass)
 
@@ -264,7 +268,7 @@ def _describe(
 
 
 def _alike(layers: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Those that do to the input what the first quantized one does, value by value; adapters are looked through."""
+    """List the layers that treat their input as the first quantized one does, value by value, below any adapters."""
     bases = {path: getattr(layer, "base_layer", layer) for path, layer in layers.items()}
     quantized = {path: layer for path, layer in bases.items() if isinstance(layer, QuantLinear)}
     quantized = {path: layer for path, layer in quantized.items() if not layer.weight.is_meta}

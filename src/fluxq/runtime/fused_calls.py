@@ -1,7 +1,7 @@
 """Arguments of calls of fused blocks: a function for each class of blocks, with the arguments of its forward.
 
-Each says what the forms of fused_forms.py need, or what the call brings that they do not know; then the block's own
-forward computes it. Nothing heavy is computed here.
+Each returns the inputs of the forms in fused_forms.py, or names an argument that they do not know; then the block's own
+forward computes the call. Nothing heavy is computed here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch import Tensor
 class BlockInputs:
     """Inputs that a call gives a block, by names of the row's streams.
 
-    unknown: what the forms do not know of it; then the rest may be empty. streams: tokens (B, S, D), first those that
-    the block changes. modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D). rope:
-    cos and sin, (positions, D) fp32 where heads have norms, and the position of the stream's first token. mask: of the
-    attention. text_tokens: where a result of one stream is to be split; None for one that stays whole.
+    unknown: argument that the forms do not know, or empty; with one the rest may be empty.
+    streams: tokens (B, S, D), first those that the block changes.
+    modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D).
+    rope: cos and sin, (positions, D) fp32 where heads have norms, and the position of the stream's first token.
+    mask: of the attention.
+    text_tokens: where to split the output of a joined stream; None for one that stays whole.
     """
 
     unknown: str = ""
@@ -33,7 +35,7 @@ class BlockInputs:
 
     @property
     def x(self) -> Tensor:
-        """The first stream: what dtype, device and number of images are read from."""
+        """First stream, with the dtype, device and number of images of the call."""
         return next(iter(self.streams.values()))
 
 
@@ -163,21 +165,21 @@ def _why_unknown(attention_arguments: dict[str, Any] | None) -> str:
 
 
 def _per_image(modulation: Tensor) -> Tensor:
-    """(B, 1, N) as (B, N)."""
+    """View (B, 1, N) as (B, N)."""
     return modulation.squeeze(1) if modulation.ndim == 3 and modulation.shape[1] == 1 else modulation
 
 
 def _after_text(text: Tensor, rope: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Positions of the image's tokens follow the text's in one table."""
+    """Return the rope of both streams: positions of the image's tokens follow the text's in one table."""
     cos, sin = rope
     return {"text": (cos, sin, 0), "image": (cos, sin, text.shape[1])}
 
 
 def _real(rotations: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, D) of complex rotations (S, D / 2), which turn pairs of neighbours.
+    """Return cos and sin (S, D) of complex rotations (S, D / 2), which turn pairs of neighbours.
 
     x · (cos + i sin) rounds as x · cos + rotate(x) · sin does where heads are a multiple of 16 wide: torch multiplies
-    what remains of complex vectors with fused multiply-adds.
+    the remainder of complex vectors with fused multiply-adds.
     """
     cos, sin = torch.view_as_real(rotations).repeat_interleave(2, dim=1).unbind(-1)
     return cos.contiguous(), sin.contiguous()

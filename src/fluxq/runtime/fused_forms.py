@@ -1,10 +1,10 @@
-"""The fused forms of blocks: how they compute, layer by layer and code by code. When they do is in fused.py.
+"""Fused forms of blocks, layer by layer and code by code. fused.py decides when they compute.
 
     two_streams       text and image share one attention (FLUX.1, FLUX.2, SD3.5, Qwen-Image)
     one_stream        attention and feed-forward side by side, over text and image (FLUX.1, FLUX.2)
     self_and_cross    attention of the image to itself, then to the text (Wan)
 
-The `fusable` rows of a family say which modules play which role, a function of fused_calls.py what a call gives. Each
+The `fusable` rows of a family say which modules play which role, a function of fused_calls.py reads a call. Each
 step rounds where diffusers' own does; `why_alone` says which layer computes by itself, on the group's input.
 """
 
@@ -36,11 +36,12 @@ _STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale")
 
 @dataclass(frozen=True)
 class Fusion:
-    """State of a fused block. groups: the input groups that it has, by their first Linear.
+    """State of a fused block.
 
-    alike: first Linear of a group -> layers whose calibrated vectors and scales of the input are the same tensors'
-    values. refused: layer -> why the device does not make or multiply its codes. device: the type of device that all
-    this was decided for.
+    groups: first Linear -> input group, of those that the block has.
+    alike: first Linear of a group -> layers with equal calibrated vectors and scales of the input.
+    refused: layer -> why the device does not make or multiply its codes.
+    device: type of the device that all this was decided for.
     """
 
     row: FusableBlock
@@ -70,14 +71,14 @@ class Codes:
 
 
 def form_of(row: FusableBlock) -> Callable[[Any, Fusion, BlockInputs], Any]:
-    """The form of a row's block: a function of the block, what it knows of itself and what a call gives."""
+    """Return the form of a row's block: a function of the block, its `Fusion` and the inputs of a call."""
     if len(row.streams) == 2:
         return two_streams
     return self_and_cross if row.streams[0].cross else one_stream
 
 
 def two_streams(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor | None, Tensor | None]:
-    """Text and image (B, S, D) after a block in which they share one attention; None for one that ends in it."""
+    """Compute text and image (B, S, D) of a block in which they share one attention; None for one that ends in it."""
     row, xs = fusion.row, inputs.streams
     chunks = {stream.name: _modulation(block, stream, inputs) for stream in row.streams}
     heads = []
@@ -98,7 +99,7 @@ def two_streams(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor
 def _after_attention(
     block: Any, fusion: Fusion, stream: Stream, x: Tensor, branch: Tensor, chunks: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """x (B, S, D) with its part of the attention (B, S, D) and the feed-forward; None for a stream that ends here."""
+    """Add its part of the attention (B, S, D) and the feed-forward to x (B, S, D); None for a stream that ends here."""
     out = at(block, stream.out)
     if out is None:
         return None
@@ -120,7 +121,7 @@ def _second_attention(block: Any, fusion: Fusion, attention: OwnAttention, x: Te
 
 
 def one_stream(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor, Tensor] | Tensor:
-    """(B, S, D) after a block with attention and feed-forward side by side: whole, or (text, image) where asked for."""
+    """Compute (B, S, D) of a block with attention and feed-forward side by side: whole, or split into (text, image)."""
     (stream,) = fusion.row.streams
     attention = at(block, fusion.row.attention)
     residual = _joined([*inputs.streams.values()])
@@ -139,7 +140,7 @@ def one_stream(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor,
 
 
 def self_and_cross(block: Any, fusion: Fusion, inputs: BlockInputs) -> Tensor:
-    """(B, S, D) after a block whose image attends to itself, then to the text; modulation and gates in fp32.
+    """Compute (B, S, D) of a block whose image attends to itself, then to the text; modulation and gates are fp32.
 
     q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op
     does either, so both stay as they are.
@@ -187,7 +188,7 @@ def _feed_forward(
     gated: tuple[Tensor, Tensor],
     later: Sequence[Tensor],
 ) -> Tensor:
-    """n = x + gate · branch, and n with its feed-forward: (B, S, D).
+    """Compute n = x + gate · branch, and add its feed-forward: (B, S, D).
 
     gated: branch (B, S, D) and gate. later: shift, scale and gate of the feed-forward.
     """
@@ -199,7 +200,7 @@ def _feed_forward(
 
 
 def _modulation(block: Any, stream: Stream, inputs: BlockInputs) -> tuple[Tensor, ...]:
-    """Shift, scale and gate (B, D) of the attention, of the feed-forward, and of a second attention, if there."""
+    """Compute shift, scale and gate (B, D) of the attention, the feed-forward and a second attention, if there is one."""
     modulation = inputs.modulation[stream.name]
     for path in stream.modulation:
         modulation = at(block, path)(modulation)
@@ -267,7 +268,7 @@ def _down(
 def _attention(
     block: Any, fusion: Fusion, path: str, streams: list[tuple[Tensor, Tensor, Tensor]], mask: Tensor | None = None
 ) -> Tensor:
-    """The attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
+    """Compute the attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
     processor = at(block, path).processor
     if fusion.row.dispatched:
         q, k, v = (_joined([*parts]) for parts in zip(*streams, strict=True))
@@ -277,14 +278,14 @@ def _attention(
 
 
 def _dispatched(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parallel: Any) -> Tensor:
-    """q, k, v (B, S, H, head) through diffusers' dispatcher, with the backend of the processor: (B, S, D)."""
+    """Compute attention of q, k, v (B, S, H, head) by diffusers' dispatcher, in the processor's backend: (B, S, D)."""
     backend = processor._attention_backend
     attended = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel)
     return attended.flatten(2, 3).to(q.dtype)
 
 
 def _heads(attention: Any, qkv: Sequence[Tensor], images: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (M, N) as (B, S, H, head)."""
+    """View q, k, v (M, N) as (B, S, H, head)."""
     head = attention.inner_dim // attention.heads
     q, k, v = (y.view(images, -1, y.shape[1] // head, head) for y in qkv)
     return q, k, v
@@ -293,7 +294,7 @@ def _heads(attention: Any, qkv: Sequence[Tensor], images: int) -> tuple[Tensor, 
 def _normed(
     block: Any, stream: Stream | OwnAttention, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """q and k (B, S, H, head), each head normalised, and rotated where there is a rope."""
+    """Normalise each head of q and k (B, S, H, head), and rotate them where there is a rope."""
     q_norm, k_norm = at(block, stream.q_norm), at(block, stream.k_norm)
     if q_norm is None:  # only of blocks that rotate nothing either
         return q, k
@@ -303,13 +304,13 @@ def _normed(
 
 
 def _no_rotation(q: Tensor) -> tuple[Tensor, Tensor, int]:
-    """cos and sin that leave every number what it is."""
+    """Return cos and sin that change no number."""
     cos = torch.ones(q.shape[1], q.shape[3], dtype=torch.float32, device=q.device)
     return cos, torch.zeros_like(cos), 0
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, S, H, head) with pairs of neighbours turned; cos and sin (1, S, 1, head) name each angle twice."""
+    """Rotate pairs of neighbours in x (B, S, H, head); cos and sin (1, S, 1, head) name each angle twice."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
@@ -324,7 +325,7 @@ def _clipped(x: Tensor, stream: Stream) -> Tensor:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """(B, S, D) as (M, D)."""
+    """View (B, S, D) as (M, D)."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -332,19 +333,19 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def at(block: Any, path: str) -> Any:
-    """The module at a path below a block; None where there is none, or the row names none."""
+    """Return the module at a path below a block; None for an empty path or a block without it."""
     for name in filter(None, path.split(".")):
         block = getattr(block, name, None)
     return block if path else None
 
 
 def layers_of(block: Any, fusion: Fusion, first: str) -> dict[str, Any]:
-    """The layers of the group that begins with `first`, by their paths."""
+    """Return path -> layer of the group that begins with `first`."""
     return {path: at(block, path) for path in fusion.groups[first].members}
 
 
 def takers_of(layers: dict[str, Any], fusion: Fusion, first: str) -> dict[str, QuantLinear]:
-    """The layers that can take the same codes: all with the steps of the first one that takes any."""
+    """Return the layers that can take the same codes: all with the steps of the first one that takes any."""
     able = {path: layers[path] for path in fusion.alike[first] if not why_alone(fusion, path, layers[path])}
     steps = [_steps(layer) for layer in able.values()]
     return {path: layer for (path, layer), step in zip(able.items(), steps, strict=True) if step == steps[0]}
@@ -372,7 +373,7 @@ def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
 
 
 def product_of(layer: QuantLinear) -> tuple[Op, str] | None:
-    """The op that multiplies a layer's codes, and in what formats; None if none does."""
+    """Return the op that multiplies a layer's codes, and in what formats; None if none does."""
     if hasattr(layer, "weight_decoded"):
         return None
     activations = layer.scheme.activations
@@ -385,24 +386,24 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
-    """All that decides the codes of an input, but for the numbers in tensors that a group shares."""
+    """Return all that decides the codes of an input, except the numbers in tensors that a group shares."""
     scheme = layer.scheme
     return layer.rounding, scheme.static_input, scheme.center, scheme.smooth
 
 
 def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
-    """A layer's own forward of x (M, K), in the shape (B, S, K) that diffusers gives it: (M, N)."""
+    """Call a layer's own forward with x (M, K) in the shape (B, S, K) that diffusers gives it: (M, N)."""
     return _tokens(layer(x.unflatten(0, (images, -1))))
 
 
 def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
-    """x (M, K) in a layer's format."""
+    """Quantize x (M, K) in a layer's format."""
     codes, *scales, _ = quantize_activation(x, *pack(layer.rounding_tensors, layer.rounding))
     return _codes(layer, codes, *scales)
 
 
 def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
-    """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
+    """Quantize act(up), or [attended, act(up)], (M, K), and multiply it by the first half of a low-rank branch."""
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
     tensors = layer.rounding_tensors._replace(down=down, beside=attended)
     codes, *scales, h = quantize_activation(up, *pack(tensors, replace(layer.rounding, act=act)))
@@ -410,7 +411,7 @@ def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None
 
 
 def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
-    """Complete the codes of an op that quantizes, which leaves out a scale that it was given."""
+    """Complete the codes of an op that quantizes, which does not return a scale that it was given."""
     row = layer.scheme.activations
     stored_scale = layer.stored("input_scale") if layer.scheme.static_input else None
     if row is None or not row.two_level:
@@ -419,7 +420,7 @@ def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tenso
 
 
 def _product(layer: QuantLinear, encoded: Codes | None, x: Tensor) -> Tensor:
-    """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), of which they were made."""
+    """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), the input before quantizing."""
     if encoded is None:
         raise RuntimeError("no codes were made for a layer that takes them")
     y = _multiplied(layer, encoded, x.dtype)
@@ -430,7 +431,7 @@ def _product(layer: QuantLinear, encoded: Codes | None, x: Tensor) -> Tensor:
 
 
 def _multiplied(layer: QuantLinear, encoded: Codes, dtype: torch.dtype) -> Tensor:
-    """Codes (M, K) times a layer's, with its bias: (M, N)."""
+    """Multiply codes (M, K) by a layer's codes, and add its bias: (M, N)."""
     stored: list[Any] = [layer.stored(name) for name in _STORED]
     weight, weight_scale, weight_scale_2, row_scale = stored
     scales = encoded.scale, weight_scale_2, encoded.global_scale

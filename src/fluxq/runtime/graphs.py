@@ -5,19 +5,19 @@ A graph is a recording of kernels and of the addresses that they read and write:
     first call of a kind    three calls on a side stream, so that kernels are compiled and chosen; then one is recorded
     later ones              arguments are copied to the recorded addresses, one launch, outputs are copied out
 
-The kind of a call is what Python would have decided by: shape, strides, dtype and device of each tensor argument, the
+The kind of a call is all that Python would decide by: shape, strides, dtype and device of each tensor argument, the
 value of every other one, and the settings of the process that choose kernels. Outputs are copies because the next
-replay writes over the originals, and pipelines keep what the call before returned.
+replay writes over the originals, and pipelines keep the outputs of the call before.
 
-What a replay does not look at is compared before it, at every call:
+A replay does not look at the model, so two things are compared before it, at every call:
 
-    form      the modules, their classes, and all that they hold beside weights: adapters and their scalings,
+    form      the modules, their classes, and all their attributes beside weights: adapters and their scalings,
               processors, hooks. Another form has graphs of its own.
     memory    every parameter and buffer lies where it lay. If one has moved and looks as before, its values are copied
               to the recorded address, and that becomes its memory again, so that swapping a LoRA records nothing.
 
 Where no graph can stand for a call the model computes plainly, and the log says once why. Addresses that a graph reads
-are kept from being given to anything else for as long as the graph is kept.
+are given to nothing else as long as the graph is kept.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ def capture(pipe: Any, *, max_graphs: int = 4) -> CapturedSteps:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A graph that is kept. arguments: its tensor arguments, with shape and dtype. bytes: that recording it took."""
+    """A graph that is kept.
+
+    model: name of the denoiser.
+    arguments: its tensor arguments, with shape and dtype.
+    bytes: memory that recording it took.
+    """
 
     model: str
     arguments: tuple[str, ...]
@@ -112,7 +117,7 @@ class CapturedSteps(Handle):
 
 
 class CudaGraphs:
-    """The device's part: calls on a side stream, and recording one."""
+    """The device's part of capturing: calls on a side stream, and recording."""
 
     kind = "cuda"
 
@@ -129,7 +134,7 @@ class CudaGraphs:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def rehearse(self, call: Callable[[], Any]) -> bool:
-        """The same; whether nothing waited for the device meanwhile, which no graph can, and breaks a recording."""
+        """Warm up once more, and tell whether nothing waited for the device, which would break a recording."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -141,7 +146,7 @@ class CudaGraphs:
         return not any("called a synchronizing" in str(each.message) for each in caught)
 
     def record(self, call: Callable[[], Any], beside: Any) -> tuple[Any, Any, int]:
-        """The graph of a call, what the call returned, and the bytes that the device's memory grew by.
+        """Record the graph of a call; return it, the call's outputs, and the bytes that the device's memory grew by.
 
         beside: a graph to share memory with, or None. Other threads may use the device meanwhile.
         """
@@ -157,7 +162,7 @@ class CudaGraphs:
             return graph, outputs, torch.cuda.memory_reserved() - before
 
     def replay(self, graph: Any) -> None:
-        """On the current stream."""
+        """Replay a graph on the current stream."""
         with torch.cuda.device(self.device):
             graph.replay()
 
@@ -168,7 +173,12 @@ class _Plain(Exception):
 
 @dataclass
 class _Graph:
-    """A recorded call. inputs: its tensor arguments, None in the place of others. outputs: what it returned, flat."""
+    """A recorded call.
+
+    inputs: its tensor arguments, None in the place of others.
+    outputs: its flat outputs.
+    returns: their structure.
+    """
 
     graph: Any
     inputs: list[Tensor | None]
@@ -180,7 +190,7 @@ class _Graph:
 
 
 class _Step(Placed):
-    """A denoiser's forward, put in the place of its own."""
+    """Callable that stands in the place of a denoiser's forward."""
 
     def __init__(self, name: str, model: nn.Module, max_graphs: int) -> None:
         self.name, self.max_graphs = name, max_graphs
@@ -210,7 +220,7 @@ class _Step(Placed):
         return self._on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model computes plainly."""
+        """Copy the plain forward: a copy of the model has no graphs."""
         return copy.deepcopy(self.plain, memo)
 
     def remove(self) -> None:
@@ -227,7 +237,7 @@ class _Step(Placed):
         return tree_unflatten(outputs, recording.returns)
 
     def _find(self, leaves: list[Any], spec: TreeSpec) -> _Graph:
-        """The graph for a call, recorded now if there is none. Raises _Plain if there can be none."""
+        """Return the graph for a call, recorded now if there is none. Raises _Plain if there can be none."""
         if self._failed:
             raise _Plain(self._failed)
         if torch.is_grad_enabled():
@@ -245,7 +255,7 @@ class _Step(Placed):
         return recording
 
     def _form(self) -> _Form:
-        """The model's present form: one of those known, with its weights where it had them, or a new one.
+        """Return the model's present form: a known one, with its weights back in their memory, or a new one.
 
         Raises _Plain for a form that no graph can stand for.
         """
@@ -302,7 +312,7 @@ class _Step(Placed):
         return form, _Graph(graph, inputs, outputs, returns, _arguments(filled, spec), grown)
 
     def _drop(self, form: _Form | None = None) -> None:
-        """Graphs of a form; or all, and the weights that were kept for them."""
+        """Drop the graphs of a form; or all, and the weights that were kept for them."""
         if form is None:
             self._forms = []
         self.graphs = {key: graph for key, graph in self.graphs.items() if form is not None and key[0] is not form}
@@ -337,7 +347,7 @@ class _Form:
         return self._is_alike() and self._lies_there(self._now())
 
     def is_present(self) -> bool:
-        """The same, but weights that have moved are taken back to where they lay."""
+        """Tell whether the model has this form, after moving weights back to their recorded memory if they have moved."""
         if not self._is_alike():
             return False
         now = self._now()
@@ -353,7 +363,7 @@ class _Form:
             return False
 
     def _model_vars(self) -> dict[str, Any]:
-        """Attributes of the model itself, without those that no graph has to know of."""
+        """Return the attributes of the model itself, without those that matter to no graph."""
         return {name: value for name, value in vars(self.modules[0]).items() if name not in self._aside}
 
     def _now(self) -> list[Tensor | None]:
@@ -367,7 +377,7 @@ class _Form:
     def _taken_back(self, now: list[Tensor | None]) -> bool:
         """Copy weights that have moved back to where they lay, and tell whether that was possible.
 
-        It is where all of them have the layout that they had.
+        It is possible where all of them have the layout that they had.
         """
         if self._names != [[*owner] for owner in self._owners]:
             return False
@@ -449,7 +459,7 @@ def _denoisers(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _place(model: nn.Module) -> str:
-    """The attribute that a call of the model runs: `compile()` puts one in front of `forward`."""
+    """Return the attribute that a call of the model runs: `compile()` puts one in front of `forward`."""
     return "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
 
 
@@ -464,13 +474,13 @@ def _compiled_with_graphs(module: nn.Module) -> bool:
 
 
 def _call(plain: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Any:
-    """With containers of its own: models take things out of dictionaries that they are given."""
+    """Call with new containers: models take things out of dictionaries that they are given."""
     args, kwargs = tree_unflatten(leaves, spec)
     return plain(*args, **kwargs)
 
 
 def _described(leaf: Any, device: torch.device) -> tuple:
-    """An argument's part of the kind of a call. Raises _Plain for what cannot be compared or copied to."""
+    """Return an argument's part of the kind of a call. Raises _Plain for one that cannot be compared or copied to."""
     if type(leaf) in (Tensor, nn.Parameter):
         if leaf.device != device:
             raise _Plain(f"an argument {(*leaf.shape,)} is on {leaf.device}, the model on {device}: move it there")
@@ -490,7 +500,7 @@ def _where(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[torch.Size
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Uninitialized, with the same strides; kernels may be chosen by them."""
+    """Make an uninitialized tensor with the same strides, since kernels may be chosen by them."""
     with torch.inference_mode(False):  # such tensors can only be written to in that mode
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
@@ -502,7 +512,7 @@ def _fill(inputs: list[Tensor | None], leaves: list[Any]) -> None:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """Each element of an expanded tensor once."""
+    """View each element of an expanded tensor once."""
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[axis] > 1:
             tensor = tensor.narrow(axis, 0, 1)
@@ -510,7 +520,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 def _kept(value: Any, device: torch.device) -> Any:
-    """Attributes, or a value of one, to compare with later ones: containers as they are now, tensors by identity."""
+    """Copy attributes, or a value of one, to compare with later ones: containers as they are now, tensors by identity."""
     if isinstance(value, Tensor):
         return _Same(value, value.device != device)
     if isinstance(value, dict):

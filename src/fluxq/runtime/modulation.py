@@ -7,9 +7,9 @@ per image and step s,
 
 so each step reads all of W to multiply one row: 3.2 of FLUX.1-dev's 11.9 billion weights. Nothing in e_s depends on
 the image so far, and the scheduler knows every t_s beforehand. At the first step of a call the model's own embedder
-therefore makes e_s of all steps, and each Linear multiplies them together when it is first asked; later steps look up.
+therefore makes e_s of all steps, and each Linear multiplies them together when it is first called; later steps look up.
 
-What is looked up is never another prompt's or step's. A step is found by comparing its e_s with those of the table,
+A row of another prompt or step is never looked up. A step is found by comparing its e_s with those of the table,
 which waits for the device once a step; a Linear takes a row only where its input lies in the very memory of that step's
 silu(e_s). In all other cases it computes plainly, and the log says once why. One product of many rows sums in another
 order than products of one row do: sums agree to 2^-20 sum |a| |b|, and a bfloat16 output whose sum lies beside a tie
@@ -121,7 +121,7 @@ class HoistedModulation(Handle):
             logger.warning(f"modulation is computed step by step: {why}", *values)
 
     def _at_step(self, _embedder: nn.Module, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> None:
-        """Forward hook of the embedder, whose output (B, K) every modulation of this step reads."""
+        """Choose the step of this call: a forward hook of the embedder, whose output (B, K) every modulation reads."""
         if torch.compiler.is_compiling():
             return
         self.step = None
@@ -143,9 +143,9 @@ class HoistedModulation(Handle):
         return next((_Step(table, index, temb) for table, index in candidates if index is not None), None)
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> _Step | None:
-        """A table of all steps for this call's other arguments; None, with the reason logged, if there can be none.
+        """Make a table of all steps for this call's other arguments; None, with the reason logged, if there can be none.
 
-        The embedder runs once for each step as it will then, on as many rows: in one product its bits would differ.
+        The embedder runs once for each step, on as many rows as it will then: in one product its bits would differ.
         """
         times, *rest = args
         schedule: Any = self._schedule
@@ -179,7 +179,7 @@ class _LayerOutputs:
 
 @dataclass
 class _Table:
-    """Embeddings (S, B, K) of all S steps, and by layer what it made of them; of one prompt's B rows."""
+    """Embeddings (S, B, K) of all S steps and one prompt's B rows; by_layer: outputs that layers made of them."""
 
     embeddings: Tensor
     inputs: Tensor = field(init=False)  # (S B, K)
@@ -189,7 +189,7 @@ class _Table:
         self.inputs = nn.functional.silu(self.embeddings).flatten(0, 1)
 
     def index(self, temb: Tensor) -> int | None:
-        """The step whose embedding (B, K) this is, element for element."""
+        """Return the step whose embedding (B, K) this is, element for element."""
         embeddings = self.embeddings
         if (embeddings.shape[1:], embeddings.dtype, embeddings.device) != (temb.shape, temb.dtype, temb.device):
             return None
@@ -198,7 +198,7 @@ class _Table:
 
 
 class _Step:
-    """The embedding that this step's modulations read, held so that its memory becomes nothing else's."""
+    """The embedding that this step's modulations read, kept so that its memory becomes nothing else's."""
 
     def __init__(self, table: _Table, index: int, temb: Tensor) -> None:
         batch = len(temb)
@@ -237,7 +237,7 @@ class _Activation(Placed):
 
 
 class _Modulation(Placed):
-    """A modulation Linear: of the table's rows it gives what all steps' product made of them."""
+    """A modulation Linear: of the table's rows it gives its outputs in the product of all steps."""
 
     def __init__(self, hoisted: HoistedModulation, module: nn.Linear, model: nn.Module, path: str) -> None:
         super().__init__(module)
@@ -254,7 +254,7 @@ class _Modulation(Placed):
         return self._outputs(step.table)[step.index, rows]
 
     def _outputs(self, table: _Table) -> Tensor:
-        """(S, B, N), made when this layer is first asked: wherever its weights are kept, they are there then."""
+        """Return (S, B, N), made when this layer is first called: its weights are there then, wherever they are kept."""
         state = self._weight_state()
         layer_outputs = table.by_layer.get(self.path)
         if layer_outputs is None or layer_outputs.weight_state != state:
@@ -267,7 +267,7 @@ class _Modulation(Placed):
             return self.plain(x)
 
     def _weight_state(self) -> tuple:
-        """Changes with the weight: when it is written to, another one takes its place, or adapters are merged.
+        """Return values that change with the weight: when it is written or replaced, or adapters are merged.
 
         Merging goes through `.data`, which counts nothing.
         """
@@ -279,9 +279,9 @@ class _Modulation(Placed):
 
 
 def _modulations(transformer: nn.Module, family: Family) -> Iterator[tuple[str, tuple[nn.Linear, nn.SiLU]]]:
-    """Path -> (Linear, the silu in front of it) of every Linear that reads silu(temb) and nothing else.
+    """Yield path -> (Linear, the silu in front of it) of every Linear that reads silu(temb) and nothing else.
 
-    An adapter's own Linears are left alone: where one is loaded, the table holds what the layer inside it makes.
+    An adapter's own Linears are left alone: where one is loaded, the table has outputs of the layer inside it.
     """
     for path, module in transformer.named_modules():
         name = path.removesuffix(".base_layer")
@@ -324,7 +324,7 @@ def _require_not_offloaded(transformer: nn.Module, linears: list[nn.Linear]) -> 
 
 @contextmanager
 def _brought(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The module's tensors on `device` for one product, and on the CPU afterwards, whoever moved them meanwhile."""
+    """Bring the module's tensors to `device` for one product, and back to the CPU, whoever moved them meanwhile."""
     _move(module, torch.device("cpu"))
     parameters = dict(module.named_parameters(recurse=False))
     try:
@@ -336,7 +336,7 @@ def _brought(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Parameters that are elsewhere are replaced; those that are there stay the objects they are."""
+    """Replace parameters that are on another device; the others stay the objects they are."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.device != device:
             moved = nn.Parameter(parameter.data.to(device), requires_grad=parameter.requires_grad)
