@@ -66,7 +66,7 @@ def optimize(
 ) -> list[FusedPart]:
     """Fuse the blocks of a transformer of that family, in place; return what was done, block by block.
 
-    Called again, it decides everything anew. Raises ValueError for a family without a fused form, and where no block can
+    Called again, it decides all of it anew. Raises ValueError for a family without a fused form, and where no block can
     be fused.
 
     device: type of the device that will compute.

@@ -200,7 +200,7 @@ def _feed_forward(
 
 
 def _modulation(block: Any, stream: Stream, inputs: BlockInputs) -> tuple[Tensor, ...]:
-    """Compute shift, scale and gate (B, D) of the attention, the feed-forward and a second attention, if there is one."""
+    """Compute shift, scale and gate (B, D) of the attention, the feed-forward and a second attention, if any."""
     modulation = inputs.modulation[stream.name]
     for path in stream.modulation:
         modulation = at(block, path)(modulation)

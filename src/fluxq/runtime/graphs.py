@@ -347,7 +347,7 @@ class _Form:
         return self._is_alike() and self._lies_there(self._now())
 
     def is_present(self) -> bool:
-        """Tell whether the model has this form, after moving weights back to their recorded memory if they have moved."""
+        """Tell whether the model has this form; weights that have moved are taken back to where they lay."""
         if not self._is_alike():
             return False
         now = self._now()
@@ -520,7 +520,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 def _kept(value: Any, device: torch.device) -> Any:
-    """Copy attributes, or a value of one, to compare with later ones: containers as they are now, tensors by identity."""
+    """Copy attributes, or a value of one, for later comparison: containers as they are now, tensors by identity."""
     if isinstance(value, Tensor):
         return _Same(value, value.device != device)
     if isinstance(value, dict):

@@ -89,7 +89,7 @@ def add_decoded(layer: QuantLinear) -> None:
 
 
 def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: Origin | None = None) -> None:
-    """Encode the weight in whichever of `targets` ("int8", "fp8") adds the least error; the merged one if it has branches.
+    """Encode the weight, merged with its transforms, in whichever of `targets` ("int8", "fp8") adds the least error.
 
     Centering and smoothing stay steps of the layer: 8-bit activations need them, and the quantizer does them on its
     way. origin: from where `as_stored` reads the stored tensors again; without one the layer cannot be saved any more.

@@ -143,7 +143,7 @@ class HoistedModulation(Handle):
         return next((_Step(table, index, temb) for table, index in candidates if index is not None), None)
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> _Step | None:
-        """Make a table of all steps for this call's other arguments; None, with the reason logged, if there can be none.
+        """Make a table of all steps for this call's other arguments; None, with the reason logged, if it cannot be.
 
         The embedder runs once for each step, on as many rows as it will then: in one product its bits would differ.
         """
