@@ -43,10 +43,12 @@ def load_bounded(
     working: Mapping[str, int],
     updates: Mapping[str, Sequence[Updates]],
 ) -> DiffusionPipeline:
-    """The pipeline that `load_pipeline` loads, its weights looked after by `residence`, on that one's device.
+    """Load the pipeline that `load_pipeline` loads, on the device of `residence`, which looks after its weights.
 
-    ranks, working: of components, see `Residence.add`; 0 where they say nothing. updates: component -> what LoRA files
-    add to its weights. Raises ValueError as loading does, and for a tensor that the weight files lack.
+    Raises ValueError as loading does, and for a tensor that the weight files lack.
+
+    ranks, working: of components, see `Residence.add`; 0 by default.
+    updates: component -> additions of LoRA files to its weights.
     """
     check_weights(folder)
     models = {}
@@ -67,7 +69,7 @@ def _plain(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Module, 
 
 
 def _quantized(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Module, _Tensors] | None:
-    """A quantized component, None for one that is not. Its files have the names of the model."""
+    """Build a quantized component, None for one that is not. Its files have the names of the model."""
     config = folder.config(component).get("quantization_config")
     if config is None:
         return None
@@ -99,7 +101,10 @@ def _quantized(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Modu
 
 
 def _reader(tensors: _Tensors, model: nn.Module, updates: Sequence[Updates]) -> Callable[[str], Tensor]:
-    """Name in the model -> its tensor; tied weights are in the files under one name. ValueError for what is lacking."""
+    """Return a function from name in the model to tensor; ValueError for names that the files lack.
+
+    Tied weights are in the files under one name.
+    """
     tied = getattr(model, "all_tied_weights_keys", {})
     others: dict[str, set[str]] = {}
     for one, other in tied.items():
@@ -123,9 +128,9 @@ def _reader(tensors: _Tensors, model: nn.Module, updates: Sequence[Updates]) -> 
 
 
 def _built(folder: ModelFolder, component: str, dtype: str, tensors: Any) -> nn.Module:
-    """The model without weights, in the dtypes that it is loaded in. tensors: names that its files hold.
+    """Build the model without weights, in the dtypes that it is loaded in. tensors: names in its files.
 
-    Its buffers are real where the files do not hold them, and so is whatever else its constructor computes.
+    Buffers are real where the files lack them, and so is whatever else its constructor computes.
     """
     model = _construct(folder, component, dtype, torch.device("meta"))
     if _computes(model, tensors):
@@ -180,7 +185,7 @@ def _dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, also under their second names, and buffers."""
+    """Yield parameters, also under their second names, and buffers."""
     yield from list(model.named_parameters(remove_duplicate=False))
     yield from list(model.named_buffers(remove_duplicate=False))
 

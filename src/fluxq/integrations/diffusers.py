@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class FluxqQuantizer(DiffusersQuantizer):
-    """Puts QuantLinears where the checkpoint says, or the recipe, and gives them their tensors untouched.
+    """Quantizer that puts QuantLinears where the checkpoint or the recipe says, with their tensors untouched.
 
     On the fly, memory peaks at the quantized model, the files being read (memory-mapped: the system may drop their
     pages) and the fp32 working copies of one weight, or of one group of weights that share a global scale.
@@ -58,7 +58,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.steps: Steps | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Every device with a torch runs the reference."""
+        """Accept every device, since torch runs the reference on it."""
         if not self.pre_quantized:
             from fluxq.integrations.on_the_fly import refuse_disk
 
@@ -155,7 +155,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         set_tensor(model.get_submodule(module), name, tensor.to(target_device))
 
     def get_state_dict_and_metadata(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's own tensors under its own names, also while adapters are attached."""
+        """Return the model's own tensors under its own names, also while adapters are attached."""
         if self.quantization_config.model is not None:
             state_dict = with_stored_tensors(self.quantization_config.model, state_dict)
         tensors = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}

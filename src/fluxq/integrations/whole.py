@@ -1,8 +1,8 @@
-"""All or nothing: what a quantized model refuses, it refuses before anything of it has changed.
+"""All or nothing: a quantized model refuses a call before anything of it has changed.
 
-A module is cast layer by layer, and fused attention by attention, so a layer that refuses comes too late: what stands
-before it has been changed by then. Here the libraries' own model classes ask all layers first. That holds for copies
-and unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
+A module is cast layer by layer, and fused attention by attention, so a layer that refuses comes too late: those before
+it have been changed by then. Here the libraries' own model classes ask all layers first. That holds for copies and
+unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
 
 Models are loaded one at a time, of both libraries: while one loads, they set torch's default dtype and device for the
 whole process, so that of two in threads one stayed on meta, without an error. `save_pretrained` also writes the digest
@@ -116,7 +116,10 @@ def _teach(model_class: Any) -> None:
 
 
 def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
-    """A variant gets none, which `verify` does not read; nor does what `push_to_hub=True` uploads before this."""
+    """Wrap `save_pretrained` to write a digest, except into a variant, which `verify` does not read.
+
+    An upload by `push_to_hub=True` comes before it and has none.
+    """
 
     @functools.wraps(save)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +136,7 @@ def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
+    """Raise ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
     for path, layer in _layers(model):
         for name in layer.stored_names:
             value, stored = state.get(f"{path}.{name}"), getattr(layer, name)
@@ -145,7 +148,7 @@ def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
-    """ValueError, naming the component, if one of a pipeline's models cannot be cast to `dtype`.
+    """Raise ValueError, naming the component, if one of a pipeline's models cannot be cast to `dtype`.
 
     diffusers casts none of its own that is quantized, not even to the dtype that it has.
     """

@@ -254,7 +254,7 @@ class _Modulation(Placed):
         return self._outputs(step.table)[step.index, rows]
 
     def _outputs(self, table: _Table) -> Tensor:
-        """Return (S, B, N), made when this layer is first called: its weights are there then, wherever they are kept."""
+        """Return (S, B, N), made at this layer's first call: its weights are there then, wherever they are kept."""
         state = self._weight_state()
         layer_outputs = table.by_layer.get(self.path)
         if layer_outputs is None or layer_outputs.weight_state != state:

@@ -28,13 +28,13 @@ from fluxq.recipes.formats import Scheme
 def shard(
     layer: QuantLinear, axis: Literal["N", "K"], rank: int, world_size: int, parts: Sequence[int] = ()
 ) -> QuantLinear:
-    """Cut rank `rank`'s share out of a layer (K in, N out), a copy: (K, N / world_size) on axis N, (K / world_size, N) on K.
+    """Cut rank `rank`'s share out of a layer (K in, N out): (K, N / world_size) on axis N, (K / world_size, N) on K.
 
-    Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K. parts: sizes along the
-    axis of the tensors that are joined there, each cut by itself (a FLUX single block's proj_out reads [attention, MLP]).
-    Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer that deflates its input,
-    for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared, on every rank for the same
-    chip.
+    The share is a copy. Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K.
+    parts: sizes along the axis of the tensors that are joined there, each cut by itself (a FLUX single block's proj_out
+    reads [attention, MLP]). Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer
+    that deflates its input, for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared, on
+    every rank for the same chip.
     """
     if layer.prepared is not None:
         raise ValueError(

@@ -53,12 +53,12 @@ def keep_steps(
 ) -> KeptSteps:
     """Let a pipeline's quantized denoisers compute some steps of each call in 16 bit.
 
-    Stays until `remove()` of the returned handle, or the end of its `with` block. Works with adapters, `fluxq.optimize`,
+    Stays until `remove()` of the handle, or the end of its `with` block. Works with adapters, `fluxq.optimize`,
     `fluxq.prepare`, `hoist_modulation`, offloading, and with `fluxq.capture` and torch.compile where weights are
     resident; compile and, where the whole denoiser is compiled, capture first.
 
     first, last: how many steps; by default those of the checkpoint's recipe.
-    source: folder or hub id of the 16-bit model, by default the one that `fluxq_plan.json` names, as for fused LoRA files.
+    source: folder or hub id of the 16-bit model, by default as in `fluxq_plan.json`, which also names fused LoRA files.
     weights: "resident" keeps 16-bit weights of all quantized layers beside their codes, "streamed" reads them block by
     block in each of these steps, "auto" decides by the free memory, and again where the pipeline is moved or offloaded.
 
@@ -341,7 +341,7 @@ def _not_followed(scheduler: Any, why: str) -> ValueError:
 
 
 def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.Module]]]:
-    """Yield component -> (the module that the pipeline calls, the model in it) of quantized models that run at every step."""
+    """Yield component -> (module that the pipeline calls, model in it) of quantized models that run at every step."""
     parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
     for name, part in parts.items():
         if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer")):
@@ -351,7 +351,7 @@ def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.M
 
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
-    """Return every QuantLinear by its path in the files, without modules that adapters and torch.compile put around it."""
+    """Return every QuantLinear by its path in the files, without modules of adapters and torch.compile around it."""
     layers = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
     return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in layers}
 
