@@ -56,7 +56,7 @@ class _IntoBranch(lora.LoraLayer):
             self.merged_ranks.append(a.shape[0])
 
     def mergeable(self, adapter_names: list[str] | None = None) -> list[str]:
-        """List the adapters of this layer that `merge` would move; ValueError, before anything is moved, for others."""
+        """List the adapters of this layer that `merge` would move; ValueError, before any is moved, for a bad one."""
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A.keys()]
         for name in names:
             if name in self.lora_variant:

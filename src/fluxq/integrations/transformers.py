@@ -163,7 +163,7 @@ class FluxqHfQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return the tensors as files hold them; those that a device map left on disk are converted as they are read."""
+        """Return the tensors as files hold them; those left on disk by a device map are converted as they are read."""
         tensors = with_stored_tensors(model, model.state_dict())
         for name, layer in quant_layers(model):
             weight = tensors[f"{name}.weight"]

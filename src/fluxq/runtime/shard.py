@@ -33,8 +33,8 @@ def shard(
     The share is a copy. Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K.
     parts: sizes along the axis of the tensors that are joined there, each cut by itself (a FLUX single block's proj_out
     reads [attention, MLP]). Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer
-    that deflates its input, for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared, on
-    every rank for the same chip.
+    that deflates its input, for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared,
+    on every rank for the same chip.
     """
     if layer.prepared is not None:
         raise ValueError(
