@@ -46,7 +46,7 @@ from fluxq.eval.metrics.statistics import Interval, paired_interval
 from fluxq.jobs import making
 from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.quantize.record import Component, Record, fitted_db
+from fluxq.quantize.record import Record, RecordedComponent, fitted_db
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
@@ -187,7 +187,7 @@ def velocities(pipe: Any) -> list[tuple[Any, Any, Tensor]]:
     return calls
 
 
-def sizes(part: Component, schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
+def sizes(part: RecordedComponent, schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
     """Bits and bytes; those of the files are left out where the model in memory is another.
 
     bits_per_weight: of all Linears. fitted_bits: of the layers in the recipe's main format alone, all but modulation
@@ -199,7 +199,7 @@ def sizes(part: Component, schemes: Mapping[str, Scheme], is_stored: bool) -> di
     return {"fitted_bits": round(bits / sum(layer.weights for layer in fitted), 4), **part.model_dump(include=files)}
 
 
-def held_out(part: Component) -> list[float] | None:
+def held_out(part: RecordedComponent) -> list[float] | None:
     """Output SQNR on held-out tokens, rounded to nearest and as it was kept: means over groups; None without any."""
     found = fitted_db(part.groups)
     return [round(value, 2) for value in found] if found else None

@@ -18,7 +18,17 @@ from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.metrics.figures import amount, limits, mark
 from fluxq.eval.metrics.schema import Metric, Report, Run
 from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
-from fluxq.quantize.record import Check, Component, Layer, Lora, Model, Origin, Record, bits_of, fitted_db
+from fluxq.quantize.record import (
+    Check,
+    Layer,
+    Lora,
+    Origin,
+    Record,
+    RecordedComponent,
+    RecordedModel,
+    bits_of,
+    fitted_db,
+)
 from fluxq.recipes.computing import Steps
 from fluxq.recipes.plan import KEPT_ROLE
 
@@ -86,7 +96,7 @@ def _loading(record: Record) -> list[str]:
     return ["import fluxq", "import torch", f"from {library} import {name}", "", call]
 
 
-def _of(part: Component) -> str:
+def _of(part: RecordedComponent) -> str:
     return part.component or "model"
 
 
@@ -234,7 +244,7 @@ def _lora(lora: Lora) -> str:
     return f"`{code(PurePath(lora.file).name)}` at weight {lora.weight:g} in `{lora.component}`"
 
 
-def _base(model: Model) -> str:
+def _base(model: RecordedModel) -> str:
     name = escaped(model.name)
     return f"{name} at revision `{code(model.revision)}`" if model.revision else name
 
@@ -254,7 +264,7 @@ def _front_matter(record: Record) -> list[str]:
     return ["---", *written.splitlines(), "---", ""]
 
 
-def _scope(parts: list[Component]) -> str:
+def _scope(parts: list[RecordedComponent]) -> str:
     counts = []
     for part in parts:
         counts.append(
@@ -264,20 +274,20 @@ def _scope(parts: list[Component]) -> str:
     return "; ".join(counts)
 
 
-def _size_row(part: Component) -> str:
+def _size_row(part: RecordedComponent) -> str:
     before, after = part.bytes_before, part.bytes_after
     sizes = f"{before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({after / before:.0%})"
     return f"| {_of(part)} | {sizes} | {part.bits_per_weight:.2f} |"
 
 
-def _scope_rows(part: Component) -> list[str]:
+def _scope_rows(part: RecordedComponent) -> list[str]:
     kinds: dict[tuple[str, str], list[Layer]] = {}
     for layer in part.layers:
         kinds.setdefault((layer.role, layer.scheme), []).append(layer)
     return [_scope_row(part, role, scheme, layers) for (role, scheme), layers in kinds.items()]
 
 
-def _scope_row(part: Component, role: str, scheme: str, layers: list[Layer]) -> str:
+def _scope_row(part: RecordedComponent, role: str, scheme: str, layers: list[Layer]) -> str:
     names = {layer.name for layer in layers}
     gained = fitted_db([group for group in part.groups if names.intersection(group.layers)])
     outputs = f"{gained[0]:.1f} → {gained[1]:.1f} dB" if gained else "–"
@@ -287,7 +297,7 @@ def _scope_row(part: Component, role: str, scheme: str, layers: list[Layer]) -> 
     return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits_of(layers):.2f} | {outputs} | {weights} |"
 
 
-def _about_fitting(parts: list[Component]) -> list[str]:
+def _about_fitting(parts: list[RecordedComponent]) -> list[str]:
     """Return a note on why fitted weights look worse than rounded ones, if some were fitted."""
     if not any(fitted_db(part.groups) for part in parts):
         return []

@@ -35,7 +35,7 @@ from fluxq.jobs import making, work_folder
 from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
-from fluxq.quantize.nearest import in_order, pieces_of, round_pieces
+from fluxq.quantize.nearest import in_order, round_units, units_of
 from fluxq.quantize.record import Record, read_record
 from fluxq.quantize.run import blocks_of, quantize_component
 
@@ -536,12 +536,12 @@ def test_every_tensor_is_in_one_block_and_what_shares_a_scale_in_one_piece():
     assert sorted(name for block in blocks for name in block.names) == source.names
     assert {layer.name for block in blocks for layer in block.layers} == {layer.name for layer in plan.quantized}
     assert sum(block.nbytes for block in blocks) == source.nbytes
-    pieces = pieces_of(blocks[0].layers, blocks[0].names)
-    assert sorted(name for piece in pieces for name in piece.names) == sorted(blocks[0].names)
-    shared = [[layer.name.split(".", 2)[2] for layer in piece.layers] for piece in pieces if len(piece.layers) > 1]
+    units = units_of(blocks[0].layers, blocks[0].names)
+    assert sorted(name for unit in units for name in unit.names) == sorted(blocks[0].names)
+    shared = [[layer.name.split(".", 2)[2] for layer in unit.layers] for unit in units if len(unit.layers) > 1]
     assert shared == [["proj_mlp", "attn.to_q", "attn.to_k", "attn.to_v"]]
-    rounded = next(round_pieces([pieces[0]], source, torch.bfloat16, {}))
-    assert rounded.tensors.keys() and len(rounded.weight_sqnr) == len(pieces[0].layers)
+    rounded = next(round_units([units[0]], source, torch.bfloat16, {}))
+    assert rounded.tensors.keys() and len(rounded.weight_sqnr) == len(units[0].layers)
 
 
 # Shards, space, progress

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
     from fluxq.quantize.exchange.export import Changed, Exported
-    from fluxq.quantize.record import Check, Component, Group, Record
+    from fluxq.quantize.record import Check, Group, Record, RecordedComponent
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cards import Holding
     from fluxq.recipes.cost import Cost
@@ -432,7 +432,7 @@ def _cost(component: str, cost: Cost) -> None:
         echo(f"efficiency of {name}: {efficiency}")
 
 
-def _facts(part: Component) -> dict[str, str]:
+def _facts(part: RecordedComponent) -> dict[str, str]:
     """Return the closing table's lines about a component, or about all together."""
     before, after = part.bytes_before, part.bytes_after
     return {
@@ -443,7 +443,7 @@ def _facts(part: Component) -> dict[str, str]:
     }
 
 
-def _layers_sqnr(part: Component) -> str:
+def _layers_sqnr(part: RecordedComponent) -> str:
     """Return the gain of fitting, in words; where nothing was fitted, the SQNR of the weights.
 
     Not both: fitting moves weights away from the originals so that outputs come nearer.
@@ -456,7 +456,7 @@ def _layers_sqnr(part: Component) -> str:
     return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
 
-def _decisions(parts: list[Component]) -> None:
+def _decisions(parts: list[RecordedComponent]) -> None:
     """Print the stages that were kept, and the layers' gain, by role; nothing where nothing was tried."""
     rows = []
     for part in parts:
@@ -481,11 +481,11 @@ def _mean(values: Iterable[float | None]) -> str:
     return f"{sum(known) / len(known):.1f}" if known else "not measured"
 
 
-def _together(parts: list[Component]) -> Component:
+def _together(parts: list[RecordedComponent]) -> RecordedComponent:
     """Several components as if they were one."""
-    from fluxq.quantize.record import Component, bits_per_weight
+    from fluxq.quantize.record import RecordedComponent, bits_per_weight
 
-    return Component(
+    return RecordedComponent(
         component="total",
         layers=[layer for part in parts for layer in part.layers],
         groups=[group for part in parts for group in part.groups],

@@ -24,7 +24,7 @@ from torch import nn
 from fluxq.base.tensors import Stored
 from fluxq.base.units import digits
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
-from fluxq.quantize.nearest import most_at_once, pieces_of
+from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
 from fluxq.recipes.cost import activation_bytes, forward_pass
@@ -166,9 +166,9 @@ class Model:
         """Bytes that rounding to nearest holds at once: source weights read ahead, and a block that is not written."""
         blocks = blocks_of(plan, self.weights, Path())
         sizes = [
-            sum(self.weights.stored(name).nbytes for name in piece.names)
+            sum(self.weights.stored(name).nbytes for name in unit.names)
             for block in blocks
-            for piece in pieces_of(block.layers, block.names)
+            for unit in units_of(block.layers, block.names)
         ]
         rounded = max(
             block.nbytes - sum(2 * la.n * la.k - la.stored_bits / 8 for la in block.layers) for block in blocks

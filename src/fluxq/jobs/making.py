@@ -57,18 +57,18 @@ from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.record import (
     Check,
-    Component,
     Group,
     Identity,
     Layer,
     Lora,
-    Model,
     Prompts,
     Record,
-    Stage,
+    RecordedComponent,
+    RecordedModel,
+    RecordedRecipe,
+    RecordedStage,
     read_record,
 )
-from fluxq.quantize.record import Recipe as RecordedRecipe
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
@@ -404,7 +404,7 @@ def _write(
     seconds: float,
     outcome: Outcome,
     hashes: dict[Path, str],
-) -> Component:
+) -> RecordedComponent:
     """Make a component of its finished blocks; returns what is recorded of it. hashes: takes those of its files."""
     started = time.perf_counter()
     plan = outcome.applied_to(plan)
@@ -412,7 +412,7 @@ def _write(
         part / plan.component, job.folder, plan, files, job.options.max_shard_bytes, hashes.__setitem__
     )
     seconds += time.perf_counter() - started
-    return Component(
+    return RecordedComponent(
         component=plan.component,
         family=plan.family,
         notes=list(plan.notes),
@@ -428,7 +428,7 @@ def _write(
                 layers=list(group.layers),
                 sqnr_before_db=_rounded(group.plain_db),
                 sqnr_db=_rounded(group.db),
-                stages=[Stage(**asdict(stage)) for stage in group.stages],
+                stages=[RecordedStage(**asdict(stage)) for stage in group.stages],
             )
             for name, group in outcome.groups.items()
         ],
@@ -439,13 +439,13 @@ def _record(
     job: Job,
     statistics: Statistics | None,
     trajectory: dict[str, Any] | None,
-    written: list[Component],
+    written: list[RecordedComponent],
 ) -> Record:
     folder, prompts = job.folder, job.prompts
     return Record(
         fluxq_version=fluxq.__version__,
         identity=Identity.model_validate(job.identity),
-        model=Model(
+        model=RecordedModel(
             name=folder.name,
             source=_source(job),
             revision=folder.commit or job.options.revision,
