@@ -65,12 +65,12 @@ def _meant(error: click.NoSuchOption) -> str:
     That is an argument, a recipe, or an option that is spelt much like it.
     """
     parameters = error.ctx.command.params if error.ctx else []
-    known = [name for each in parameters for name in (*each.opts, each.metavar or each.name.upper())]
+    names = [name for each in parameters for name in (*each.opts, each.metavar or each.name.upper())]
     meant = _ELSEWHERE.get(error.option_name, "")
-    if meant and meant.split()[0] in known:
+    if meant and meant.split()[0] in names:
         return meant
-    known = [name for name in known if name.startswith("-")]
-    near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.82)
+    names = [name for name in names if name.startswith("-")]
+    near = difflib.get_close_matches(error.option_name, names, n=1, cutoff=0.82)
     return near[0] if near else ""
 
 

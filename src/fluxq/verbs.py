@@ -88,7 +88,7 @@ def quantize_pipeline(
     """
     from fluxq.jobs import making
 
-    given = _given(
+    arguments = _given(
         options,
         recipe=recipe,
         prompts=prompts,
@@ -101,9 +101,9 @@ def quantize_pipeline(
         check=check,
         overwrite=overwrite,
     )
-    with _on_disk(pipeline, output, given) as where:
-        asked = making.Options(**given, **where)
-        job = making.job_of(asked)
+    with _on_disk(pipeline, output, arguments) as where:
+        job_options = making.JobOptions(**arguments, **where)
+        job = making.job_of(job_options)
         record = making.quantize(job)
     return Checkpoint(job.output.absolute(), record)
 
@@ -127,10 +127,10 @@ def calibrate_pipeline(
     from fluxq.calibrate.statistics import Statistics
     from fluxq.jobs import making
 
-    given = _given(options, recipe=recipe, prompts=prompts, components=components, call=call, overwrite=overwrite)
-    with _on_disk(pipeline, output, given, is_file=True) as where:
-        asked = making.Options(**given, **where)
-        return Statistics.load(making.calibrate(making.job_of(asked, writes=False)))
+    arguments = _given(options, recipe=recipe, prompts=prompts, components=components, call=call, overwrite=overwrite)
+    with _on_disk(pipeline, output, arguments, is_file=True) as where:
+        job_options = making.JobOptions(**arguments, **where)
+        return Statistics.load(making.calibrate(making.job_of(job_options, writes=False)))
 
 
 def evaluate_pipeline(
@@ -156,11 +156,13 @@ def evaluate_pipeline(
     from fluxq.jobs import judge
 
     folder = checkpoint.path if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint).path
-    given = _given(options, protocol=protocol, prompts=prompts, count=count, metrics=metrics, gates=gates, call=call)
-    with nullcontext({}) if pipeline is None else _on_disk(pipeline, folder, given) as where:
+    arguments = _given(
+        options, protocol=protocol, prompts=prompts, count=count, metrics=metrics, gates=gates, call=call
+    )
+    with nullcontext({}) if pipeline is None else _on_disk(pipeline, folder, arguments) as where:
         where.pop("output", None)
-        asked = judge.Options(**given, **where)
-        report = judge.evaluate(judge.subject(folder, asked))
+        judge_options = judge.JudgeOptions(**arguments, **where)
+        report = judge.evaluate(judge.subject_of(folder, judge_options))
     if report is None:
         raise RuntimeError(f"{folder}: another process of this run has the report")
     return report
@@ -181,22 +183,22 @@ def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
     from fluxq.jobs.requirements import require_files
     from fluxq.recipes.recipe import PROFILES
 
-    row = judge.Options if "gates" in named else making.Options
+    row = judge.JudgeOptions if "gates" in named else making.JobOptions
     hints = get_type_hints(row)
-    known = hints.keys() - _FOR_COMMANDS - named.keys()
-    if unknown := options.keys() - known:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
-    made = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}
+    names = hints.keys() - _FOR_COMMANDS - named.keys()
+    if unknown := options.keys() - names:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(names))}")
+    checked = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}
     for name, choices in (("dtype", DTYPES), ("profile", PROFILES)):
-        if made.get(name) is not None and made[name] not in choices:
-            raise ValueError(f"{name}={made[name]!r}: expected one of {', '.join(choices)}")
-    for name, value in made.items():
+        if checked.get(name) is not None and checked[name] not in choices:
+            raise ValueError(f"{name}={checked[name]!r}: expected one of {', '.join(choices)}")
+    for name, value in checked.items():
         if name == "seed" and value is not None and not 0 <= value <= MAX_SEED:
             raise ValueError(f"seed={value}: expected a whole number from 0 to {MAX_SEED}")
         if isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{name}={value}: expected a whole number from 1 up")
-    require_files(made)
-    return made
+    require_files(checked)
+    return checked
 
 
 def _plain(name: str, value: Any, hint: Any) -> Any:
@@ -223,7 +225,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
 def _on_disk(
     pipeline: str | PathLike[str] | DiffusionPipeline,
     output: str | PathLike[str] | None,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     is_file: bool = False,
 ) -> Iterator[dict[str, Any]]:
@@ -238,10 +240,10 @@ def _on_disk(
         yield {"model": fspath(pipeline), "output": place}
         return
     name = _require_plain(pipeline)
-    if "recipe" in given:
-        recipe_name, _ = load_recipe(given["recipe"], profile=given.get("profile"))
+    if "recipe" in arguments:
+        recipe_name, _ = load_recipe(arguments["recipe"], profile=arguments.get("profile"))
         place = str(output_for(place, name, recipe_name, is_file=is_file))
-        Output(Path(place), is_file).require({}, overwrite=given["overwrite"], exists_ok=True)
+        Output(Path(place), is_file).require({}, overwrite=arguments["overwrite"], exists_ok=True)
     beside = Path(place or "")
     scratch = existing_parent(beside) / f".{beside.name}.pipeline"
     with sole_writer(scratch):

@@ -43,17 +43,17 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
 class _News:
     """A line a minute of work that has `total` parts, of which `known` were done before."""
 
-    def __init__(self, description: str, total: float, known: float) -> None:
-        self.description, self.total, self.known = description, total, known
-        self.started = self.told = time.monotonic()
+    def __init__(self, description: str, total: float, before: float) -> None:
+        self.description, self.total, self.before = description, total, before
+        self.started = self.logged = time.monotonic()
 
     def tell(self, done: float, counted: str) -> None:
         """Log how far the work is and what is left of it, if the last line is a minute old."""
         now = time.monotonic()
-        if now - self.told < _MINUTE:
+        if now - self.logged < _MINUTE:
             return
-        self.told = now
-        rate = (done - self.known) / (now - self.started)
+        self.logged = now
+        rate = (done - self.before) / (now - self.started)
         left = f", about {math.ceil((self.total - done) / rate / _MINUTE)} min left" if self.total > done else ""
         logger.warning("%s: %s after %d min%s", self.description, counted, (now - self.started) // _MINUTE, left)
 
@@ -129,12 +129,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return " (did you mean 'x'?)" for the known name most like `name`, whatever its case; "" if none is.
 
     cutoff: of difflib, how alike they must be, from 0 to 1.
     """
-    by_lower = {each.lower(): each for each in known}
+    by_lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
 
@@ -153,7 +153,7 @@ def visible(text: str) -> str:
 
     So too what XML and UTF-8 have no room for: what is left may stand in a drawing, a page or a file.
     """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def visible_name(text: str) -> str:

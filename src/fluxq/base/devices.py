@@ -34,7 +34,7 @@ def there_is_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def describe(device: str, asked: str) -> str:
+def describe(device: str, option: str) -> str:
     """Return what the first line of a command says of its device; asked: what `--device` said."""
     import torch
 
@@ -42,4 +42,4 @@ def describe(device: str, asked: str) -> str:
     if place.type == "cuda":
         free = free_bytes(place) or 0
         return f"{device} ({torch.cuda.get_device_name(place)}, {free / 1e9:.1f} GB free)"
-    return f"{device} (torch finds no GPU)" if asked == AUTO else device
+    return f"{device} (torch finds no GPU)" if option == AUTO else device

@@ -48,8 +48,8 @@ def no_model(model: str, why: str) -> FileNotFoundError:
 def require_hub_id(model: str) -> None:
     """Raise FileNotFoundError for a MODEL that is no folder and cannot be a hub id, saying what it seems to be."""
     path = Path(model).expanduser()
-    if found := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", model):
-        raise no_model(model, f"it is an address; give {found[1]}")
+    if match := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", model):
+        raise no_model(model, f"it is an address; give {match[1]}")
     if path.is_file():
         raise no_model(model, f"it is a single file; {_CURE}")
     if path.suffix.lower() in _FILE_ENDINGS:
@@ -93,9 +93,9 @@ def _look_up(model: str, revision: str | None) -> list[Any] | None:
         HfApi().model_info(model, revision=revision, timeout=_PATIENCE)
         return list(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, dry_run=True))
     except Exception as error:
-        told = (error.__cause__ if isinstance(error, DryRunError) else None) or error
-        refusal = _refusal(model, revision, False, told)
-        if (_status(told) or _OF_SERVER) < _OF_SERVER:  # the hub's own answer
+        cause = (error.__cause__ if isinstance(error, DryRunError) else None) or error
+        refusal = _refusal(model, revision, False, cause)
+        if (_status(cause) or _OF_SERVER) < _OF_SERVER:  # the hub's own answer
             raise refusal from None
         try:
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=True)

@@ -117,8 +117,8 @@ def require_no_pipe(path: Path, what: str) -> None:
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
     """Place, number, size and time of each file or folder, others where one was replaced: nothing is read."""
-    found = [(str(path.resolve()), path.stat()) for path in paths]
-    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found]
+    statuses = [(str(path.resolve()), path.stat()) for path in paths]
+    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in statuses]
 
 
 def sha256_file(path: Path) -> str:

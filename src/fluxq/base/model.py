@@ -76,8 +76,8 @@ class ModelFolder:
         config = self.config("")
         listed = config.get("architectures")
         first = listed[0] if isinstance(listed, list) and listed else None
-        said = {"diffusers": config.get("_class_name"), "transformers": first}
-        for library, class_name in said.items():
+        classes = {"diffusers": config.get("_class_name"), "transformers": first}
+        for library, class_name in classes.items():
             if isinstance(class_name, str):
                 return {"": [library, class_name]}
         raise ValueError(f"{self.path / 'config.json'}: names no class of diffusers or transformers; copy it again")
@@ -99,8 +99,8 @@ class ModelFolder:
         """The pipeline's class; None where this diffusers has no such one."""
         import diffusers
 
-        found = getattr(diffusers, self.index["_class_name"], None)
-        return found if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline) else None
+        pipeline = getattr(diffusers, self.index["_class_name"], None)
+        return pipeline if isinstance(pipeline, type) and issubclass(pipeline, diffusers.DiffusionPipeline) else None
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's `config.json`."""
@@ -113,8 +113,8 @@ class ModelFolder:
         ValueError naming the file and the argument for a value that no call takes.
         """
         path = self.path / GENERATION_FILE
-        found = read_json(path) if path.is_file() else {}
-        for name, value in found.items():
+        defaults = read_json(path) if path.is_file() else {}
+        for name, value in defaults.items():
             most = LARGEST.get(name)
             if most and not (type(value) is int and 1 <= value <= most):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected {whole_number(most)}")
@@ -122,7 +122,7 @@ class ModelFolder:
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
             if not _is_plain(value):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
-        return found
+        return defaults
 
     def weight_files(self, component: str) -> list[Path]:
         """The component's safetensors files as its library picks them: an index's shards, or the one file.
@@ -135,27 +135,27 @@ class ModelFolder:
         is_of_transformers = self._is_of_transformers(component)
         ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
         stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
-        found = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
-        if found:
-            files = _indexed(found[0]) if found[0].name.endswith(_INDEX) else [found[0]]
-            for other in found[1:]:
+        candidates = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
+        if candidates:
+            files = _indexed(candidates[0]) if candidates[0].name.endswith(_INDEX) else [candidates[0]]
+            for other in candidates[1:]:
                 if other not in files:
-                    _warn_of_second(other, found[0], self.name, component)
+                    _warn_of_second(other, candidates[0], self.name, component)
             return files
         variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
         cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
-        held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
-        raise ValueError(f"{folder}: {held}")
+        fault = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
+        raise ValueError(f"{folder}: {fault}")
 
     def _is_of_transformers(self, component: str) -> bool:
         """Tell whether transformers loads the component; of a model without a pipeline, its config.json tells."""
         if self.is_one_model:
             return "_class_name" not in self.config(component)
-        said = self.index.get(component) if (self.path / "model_index.json").is_file() else None
-        return isinstance(said, (list, tuple)) and said[:1] == ["transformers"]
+        entry = self.index.get(component) if (self.path / "model_index.json").is_file() else None
+        return isinstance(entry, (list, tuple)) and entry[:1] == ["transformers"]
 
     def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
         """SHA-256 of the component: its config.json, and names, dtypes, shapes and fingerprints of its tensors.
@@ -178,14 +178,14 @@ class ModelFolder:
             return []
         return [folder / name for name in _ADAPTER if (folder / name).is_file()]
 
-    def _described(self, component: str, known: Mapping[str, str]) -> list[list[Any]]:
+    def _described(self, component: str, fingerprints: Mapping[str, str]) -> list[list[Any]]:
         files = [TensorFile(path) for path in self.weight_files(component)]
         tensors = [(file, name) for file in files for name in file.keys()]
 
         def describe(of: tuple[TensorFile, str]) -> list[Any]:
             file, name = of
             stored = file.stored[name]
-            return [name, stored.dtype, stored.shape, known.get(name) or file.fingerprint(name)]
+            return [name, stored.dtype, stored.shape, fingerprints.get(name) or file.fingerprint(name)]
 
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             return sorted(pool.map(describe, tensors))
@@ -344,14 +344,14 @@ def require_harmless(config: Path) -> None:
 def require_harmless_values(values: Mapping[str, Any], config: str) -> None:
     """`require_harmless` of a configuration that stands elsewhere; config: where."""
     listed = values.get("architectures")
-    for said in (values.get("_class_name"), *(listed if isinstance(listed, list) else ())):
-        if isinstance(said, str) and not said.isidentifier():
-            raise ValueError(f"{config}: {said[:80]!r} is no name of a class; copy it again")
+    for class_name in (values.get("_class_name"), *(listed if isinstance(listed, list) else ())):
+        if isinstance(class_name, str) and not class_name.isidentifier():
+            raise ValueError(f"{config}: {class_name[:80]!r} is no name of a class; copy it again")
     left: list[tuple[str, Any]] = list(values.items())
     while left:
         key, value = left.pop()
         if isinstance(value, dict):
-            left += [(key if key.endswith(_ATTENTION) else inner, held) for inner, held in value.items()]
+            left += [(key if key.endswith(_ATTENTION) else inner, item) for inner, item in value.items()]
         elif key.endswith(_ATTENTION) and isinstance(value, str) and "/" in value:
             raise ValueError(f"{config}: asks for attention from {value!r}, whose code is never run; remove {key!r}")
         elif key.endswith(("layers", "depth")) and isinstance(value, (int, float)) and value > _MOST_LAYERS:
@@ -389,12 +389,12 @@ def _links_out(folder: Path) -> Iterator[Path]:
 
 
 @cache
-def _warn_of_second(other: Path, taken: Path, model: str, component: str) -> None:
+def _warn_of_second(other: Path, chosen: Path, model: str, component: str) -> None:
     """Once in a process: weights are asked for again and again."""
     logger.warning(
         "%s: its %s has two sets of weights: %s is read, as its library does, and %s is not; remove the one that is "
         "not meant",
-        *(model, component or "folder", taken.name, other.name),
+        *(model, component or "folder", chosen.name, other.name),
     )
 
 

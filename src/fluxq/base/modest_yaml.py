@@ -65,14 +65,14 @@ def license_of(card: Path) -> dict[str, str]:
     try:
         with card.open("rb") as stream:
             data = front_matter(stream.read(_LONGEST).decode("utf-8", "replace"))
-        found = {field: _text(field, data[field]) for field in _FIELDS if data.get(field)}
+        fields = {field: _text(field, data[field]) for field in _FIELDS if data.get(field)}
     except ValueError as error:
         logger.warning("%s: front matter cannot be read (%s); the licence is not carried over", card, error)
         return {}
-    for field in [field for field, text in found.items() if len(text) > _LONGEST_VALUE]:
-        logger.warning("%s: %s has %d characters; cut to %d", card, field, len(found[field]), _LONGEST_VALUE)
-        found[field] = found[field][: _LONGEST_VALUE - 1] + "…"
-    return found
+    for field in [field for field, text in fields.items() if len(text) > _LONGEST_VALUE]:
+        logger.warning("%s: %s has %d characters; cut to %d", card, field, len(fields[field]), _LONGEST_VALUE)
+        fields[field] = fields[field][: _LONGEST_VALUE - 1] + "…"
+    return fields
 
 
 def front_matter(text: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Output:
                 f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
             )
 
-    def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, own: str) -> None:
+    def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, pattern: str) -> None:
         """Raise ValueError for a folder that files may not be added to: is no folder, or is or lies in what is read.
 
         own: a pattern of what fluxq adds; a folder that holds what is read is refused unless some is there already.
@@ -151,15 +151,15 @@ class Output:
             if place.is_relative_to(read):
                 is_same = "is" if place == read else "lies in"
                 raise ValueError(f"{what} {self.target} {is_same} {name}, which would be changed; give another")
-            if read.is_relative_to(place) and not any(place.glob(own)):
+            if read.is_relative_to(place) and not any(place.glob(pattern)):
                 raise ValueError(f"{what} {self.target} holds {name}, which others would lie beside; give another")
 
     def holds(self, job: str) -> bool:
         """Tell whether the output of a job stands here, whole and as it was written. job: as `job_digest` has it."""
         if not self.place.exists() or _job_at(self.place) != job or _foreign(self):
             return False
-        made = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
-        return all(path.is_file() for path in made)
+        files = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
+        return all(path.is_file() for path in files)
 
     def settle(self) -> None:
         """Undo what kills ended in the middle of a swap, of any command; RuntimeError while another process writes."""
@@ -297,37 +297,37 @@ def _record_of(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def _recorded(folder: Path) -> dict[str, str]:
     """SHA-256 of the files that fluxq wrote into a folder, by its own record; "" for that itself."""
-    record, said = _record_of(folder)
-    files = said.get("files")
-    return {record: "", **{name: str(found) for name, found in files.items()}} if isinstance(files, dict) else {}
+    record_name, record = _record_of(folder)
+    files = record.get("files")
+    return {record_name: "", **{name: str(digest) for name, digest in files.items()}} if isinstance(files, dict) else {}
 
 
 def _job_at(place: Path) -> str:
     """The job whose output stands at a place, "" for one that does not say."""
     if place.is_dir():
-        name, said = _record_of(place)
-        said = said.get("identity", {}) if name == PLAN_FILE else said
-        found = said.get("job") if isinstance(said, dict) else None
+        name, record = _record_of(place)
+        record = record.get("identity", {}) if name == PLAN_FILE else record
+        job = record.get("job") if isinstance(record, dict) else None
     elif place.suffix in _SEALS:
-        found = _sealed(place)
+        job = _sealed(place)
     else:
-        found = _header(place).get(JOB)
-    return found if isinstance(found, str) else ""
+        job = _header(place).get(JOB)
+    return job if isinstance(job, str) else ""
 
 
-def _is_as_recorded(file: Path, found: str, folder: Path) -> bool:
+def _is_as_recorded(file: Path, digest: str, folder: Path) -> bool:
     """Tell whether a file has the SHA-256 that the folder's record has of it.
 
     A large file that is older than the record is taken to have it, and is not read.
     """
     if file.is_symlink() or not file.is_file():
         return False
-    if not found:  # the record itself
+    if not digest:  # the record itself
         return True
     status, since = file.stat(), (folder / _record_of(folder)[0]).stat()
     if os.name != "nt" and status.st_size > _SMALL and status.st_ctime_ns < since.st_ctime_ns:
         return True
-    return _hash_of(file) == found
+    return _hash_of(file) == digest
 
 
 def _hash_of(file: Path) -> str:
@@ -344,12 +344,12 @@ def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str
 
     Records, cards, reports and hidden files do not count. within: subfolders, with the files beside them.
     """
-    known, parts = _recorded(folder), None if within is None else set(within)
+    digests, parts = _recorded(folder), None if within is None else set(within)
 
     def one(path: Path) -> str:
         name = path.relative_to(folder).as_posix()
-        is_known = known.get(name) and _is_as_recorded(path, known[name], folder)
-        return known[name] if is_known else _hash_of(path)
+        is_known = digests.get(name) and _is_as_recorded(path, digests[name], folder)
+        return digests[name] if is_known else _hash_of(path)
 
     def counts(name: str) -> bool:
         top, _, rest = name.partition("/")
@@ -360,10 +360,10 @@ def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str
             and (parts is None or top in parts or (not rest and Path(name).suffix not in _WEIGHTS))
         )
 
-    found = [path for path in _files(folder) if path.is_file() and counts(path.relative_to(folder).as_posix())]
+    paths = [path for path in _files(folder) if path.is_file() and counts(path.relative_to(folder).as_posix())]
     with ThreadPoolExecutor(4) as pool:
-        names = [path.relative_to(folder).as_posix() for path in found]
-        return dict(zip(names, pool.map(one, found), strict=True))
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        return dict(zip(names, pool.map(one, paths), strict=True))
 
 
 def job_digest(job: object) -> str:
@@ -386,8 +386,8 @@ def unsealed(text: str) -> str:
 
 def is_sealed(text: str) -> bool:
     """Tell whether a text is as fluxq wrote it."""
-    found = _SEAL.search(text)
-    return found is not None and found[2] == _text_hash(text[: found.start()], found[1] or "")
+    match = _SEAL.search(text)
+    return match is not None and match[2] == _text_hash(text[: match.start()], match[1] or "")
 
 
 def _text_hash(text: str, job: str) -> str:
@@ -402,8 +402,8 @@ def _sealed(file: Path) -> str | None:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
-    found = _SEAL.search(text)
-    return (found[1] or "") if found and is_sealed(text) else None
+    match = _SEAL.search(text)
+    return (match[1] or "") if match and is_sealed(text) else None
 
 
 def _header(file: Path) -> dict[str, str]:
@@ -425,8 +425,10 @@ def _is_marked(file: Path, main: Path | None = None) -> bool:
         return _sealed(file) is not None
     if file.suffix == ".json" and main is not None and main.suffix not in _SEALS:
         with suppress(ValueError, OSError, AttributeError):
-            said = json.loads(_header(main).get(BESIDE, "{}"))
-            return any(file == main.with_suffix(suffix) and _hash_of(file) == found for suffix, found in said.items())
+            digests = json.loads(_header(main).get(BESIDE, "{}"))
+            return any(
+                file == main.with_suffix(suffix) and _hash_of(file) == digest for suffix, digest in digests.items()
+            )
         return False
     if file.suffix == ".json":
         with suppress(OSError), file.open("rb") as stream:
@@ -451,7 +453,9 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     pairs = [(new / each.name, each) for each in output.places] if output.is_file else [(new, place)]
     with sole_writer(place):
         output.put_back()
-        is_done = (not overwrite or old.is_dir()) and not any(made.exists() for made, _ in pairs) and output.holds(job)
+        is_done = (
+            (not overwrite or old.is_dir()) and not any(source.exists() for source, _ in pairs) and output.holds(job)
+        )
         output.clear(but=old if is_done else None)
         if not is_done:
             output.require_free(overwrite=overwrite)
@@ -506,15 +510,15 @@ def put(pairs: Pairs, aside: Path) -> None:
     All of it is on the disk before the first move, and the moves are before this returns. aside: is made here. Signals
     wait until the moves are made, or undone.
     """
-    for made, _ in pairs:
-        sync(made)
+    for source, _ in pairs:
+        sync(source)
     with _signals_wait():
         aside.mkdir(parents=True)
         try:
-            for made, place in pairs:
+            for source, place in pairs:
                 if place.exists():
                     place.rename(aside / place.name)
-                made.rename(place)
+                source.rename(place)
             for folder in dict.fromkeys(place.parent for _, place in pairs):
                 sync(folder, deep=False)
         except BaseException:
@@ -555,15 +559,15 @@ def _pairs(place: Path, new: Path, old: Path) -> Pairs:
 
 def put_back(pairs: Pairs, aside: Path) -> None:
     """Undo a `put` that a kill ended in the middle; one that had made its last move stands."""
-    if aside.is_dir() and any(made.exists() for made, _ in pairs):
+    if aside.is_dir() and any(source.exists() for source, _ in pairs):
         with _signals_wait():
             _undo(pairs, aside)
 
 
 def _undo(pairs: Pairs, aside: Path) -> None:
-    for made, place in reversed(list(pairs)):
-        if not made.exists() and place.exists():
-            place.rename(made)
+    for source, place in reversed(list(pairs)):
+        if not source.exists() and place.exists():
+            place.rename(source)
         if (aside / place.name).exists():
             if place.exists():
                 raise RuntimeError(

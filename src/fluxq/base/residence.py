@@ -44,7 +44,7 @@ class Residence:
 
     def __init__(self, device: torch.device | str, limit: int) -> None:
         self.device, self.limit = torch.device(device), limit
-        self.held = self.most_held = 0
+        self.resident_bytes = self.most_resident_bytes = 0
         self._models: list[_Model] = []
         self._running: _Model | None = None
         self._last: _Unit | None = None
@@ -92,8 +92,8 @@ class Residence:
         self.rest()
         for unit in self._favoured:
             unit.rank = unit.model.rank
-        found = set(module.modules())
-        self._favoured = [unit for model in self._models for unit in model.units if unit.module() in found]
+        modules = set(module.modules())
+        self._favoured = [unit for model in self._models for unit in model.units if unit.module() in modules]
         for unit in self._favoured:
             unit.rank = _FAVOURED
 
@@ -113,7 +113,7 @@ class Residence:
                     put_tensor(part, name, torch.empty_like(tensor, device="meta"))
         for model in self._models:
             for unit in model.units:
-                if unit.there and unit.module() in gone:
+                if unit.is_loaded and unit.module() in gone:
                     self._count_out(unit)
 
     # --- one module at a time
@@ -130,10 +130,10 @@ class Residence:
         if self._running is not unit.model:
             self._running = unit.model
             self._forget_ahead()
-            while self._idle and self.held > self._room():
+            while self._idle and self.resident_bytes > self._room():
                 self._evict(min(self._idle))
         self._idle.get(unit.rank, {}).pop(unit, None)
-        if not unit.there:
+        if not unit.is_loaded:
             self._bring(unit)
         if unit.running == 1:
             if self._last is not None:
@@ -143,10 +143,10 @@ class Residence:
 
     def _leave(self, unit: _Unit) -> None:
         unit.running -= 1
-        if unit.running or not unit.there:
+        if unit.running or not unit.is_loaded:
             return
         ahead = sum(other.nbytes for other in self._ahead)  # there is room for that beside what stays
-        while self.held - ahead > self._room():
+        while self.resident_bytes - ahead > self._room():
             lowest = min((rank for rank, units in self._idle.items() if units), default=unit.rank)
             if lowest >= unit.rank:
                 self._send_away(unit)
@@ -169,21 +169,21 @@ class Residence:
         try:
             tensors = ahead.result() if ahead else unit.read()
         except BaseException:
-            self.held -= unit.nbytes
+            self.resident_bytes -= unit.nbytes
             raise
         for slot, tensor in zip(unit.slots, tensors, strict=True):
             slot.fill(tensor.to(self.device))
-        unit.there = True
+        unit.is_loaded = True
 
     def _read_ahead(self, unit: _Unit) -> None:
         """Have the modules read that ran after this one the last time, as far as there is room for them."""
-        taken, after = sum(other.nbytes for other in self._ahead), unit.then
+        nbytes, after = sum(other.nbytes for other in self._ahead), unit.then
         for _ in range(_LOOKED_AT):
             if after is None or after.model is not unit.model:
                 return
-            if not after.there and after not in self._ahead and after.module() is not None:
-                taken += after.nbytes
-                if taken > unit.model.largest:
+            if not after.is_loaded and after not in self._ahead and after.module() is not None:
+                nbytes += after.nbytes
+                if nbytes > unit.model.largest:
                     return
                 self._count_in(after)
                 self._ahead[after] = self._reader.submit(after.read)
@@ -192,7 +192,7 @@ class Residence:
     def _forget_ahead(self) -> None:
         for unit, future in self._ahead.items():
             future.cancel()
-            self.held -= unit.nbytes
+            self.resident_bytes -= unit.nbytes
         if self._ahead:
             self._ahead.clear()
             self._reader.submit(int).result()  # what was being read is gone, too
@@ -211,14 +211,14 @@ class Residence:
         self._count_out(unit)
 
     def _count_in(self, unit: _Unit) -> None:
-        self.held += unit.nbytes
-        self.most_held = max(self.most_held, self.held)
+        self.resident_bytes += unit.nbytes
+        self.most_resident_bytes = max(self.most_resident_bytes, self.resident_bytes)
 
     def _count_out(self, unit: _Unit) -> None:
         self._idle.get(unit.rank, {}).pop(unit, None)
-        if unit.there:
-            unit.there = False
-            self.held -= unit.nbytes
+        if unit.is_loaded:
+            unit.is_loaded = False
+            self.resident_bytes -= unit.nbytes
 
 
 def residence_of(model: nn.Module) -> Residence | None:
@@ -259,7 +259,7 @@ class _Unit:
     slots: list[_Slot]
     rank: int
     nbytes: int
-    there: bool = False
+    is_loaded: bool = False
     running: int = 0
     then: _Unit | None = None
     module: Callable[[], nn.Module | None] = lambda: None
@@ -288,8 +288,8 @@ class _Slot:
     def fill(self, tensor: Tensor) -> None:
         wanted = self.tensor
         if tensor.shape != wanted.shape:
-            found = f"shape {tuple(tensor.shape)} in the file, {tuple(wanted.shape)} by config.json"
-            raise ValueError(f"{self.path}: {found}; copy the folder again")
+            shapes = f"shape {tuple(tensor.shape)} in the file, {tuple(wanted.shape)} by config.json"
+            raise ValueError(f"{self.path}: {shapes}; copy the folder again")
         self._put(tensor.to(wanted.dtype))
 
     def empty(self) -> None:
@@ -311,7 +311,7 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _slots(path: str, module: nn.Module) -> Iterator[_Slot]:
     """Of what is on the meta device of the module itself."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    for name, tensor in own:
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in tensors:
         if tensor.is_meta:
             yield _Slot(weakref.ref(module), name, f"{path}.{name}".strip("."))

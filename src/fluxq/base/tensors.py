@@ -117,12 +117,12 @@ class TensorFile:
         It tells tensors apart as surely as SHA-256 does and takes a fifteenth of the time; it does not stand up to
         someone who makes a tensor for it.
         """
-        stored, found = self.stored[name], xxhash.xxh3_128()
+        stored, hasher = self.stored[name], xxhash.xxh3_128()
         with _damage(self.path), FileIO(self.path) as stream:
             stream.seek(stored.begin)
             for at in range(0, stored.nbytes, _AT_ONCE):
-                found.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
-        return found.hexdigest()
+                hasher.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
+        return hasher.hexdigest()
 
 
 class _Holder(Protocol):
@@ -136,13 +136,13 @@ File = TypeVar("File", bound=_Holder)
 
 def by_tensor(files: Iterable[File]) -> dict[str, File]:
     """Tensor name -> which of the files, of one model, holds it; ValueError for a name in two of them."""
-    found: dict[str, File] = {}
+    file_of: dict[str, File] = {}
     for file in files:
         for name in file.keys():
-            if name in found:
+            if name in file_of:
                 raise ValueError(f"{file.path}: tensor {name!r} is in two files; remove the copy that is not meant")
-            found[name] = file
-    return found
+            file_of[name] = file
+    return file_of
 
 
 def fingerprint_of(tensor: Tensor) -> str:
@@ -173,7 +173,7 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
     parts: name -> the file, and where the tensor lies in it; its shape is the one written. OSError as `save_weights`.
     """
     header, placed = _lay_out({name: stored for name, (_, stored) in parts.items()}, metadata)
-    found, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
+    digest, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
     with ExitStack() as opened:
         sources = {}
         for file in {file: None for file, _ in parts.values()}:
@@ -185,16 +185,16 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
         for name in placed:
             file, stored = parts[name]
             for data in _pieces(sources[file], file, stored, room):
-                hashed = hasher.submit(found.update, data)  # beside writing it
+                hashed = hasher.submit(digest.update, data)  # beside writing it
                 target.write(data)
                 hashed.result()
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def word_for(dtype: torch.dtype) -> str:
     """The header's word for a dtype; ValueError for one that the format does not have."""
     name = str(dtype).removeprefix("torch.")
-    word = next((word for word, (own, _) in DTYPES.items() if own == name), None)
+    word = next((word for word, (torch_name, _) in DTYPES.items() if torch_name == name), None)
     if word is None:
         raise ValueError(f"safetensors files hold no {dtype}; cast it first")
     return word
@@ -232,9 +232,9 @@ def _read_header(stream: FileIO) -> tuple[dict[str, str], dict[str, Stored]]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{_METADATA} is not text by name")
     start = _LENGTH + length
-    found = {name: _stored(name, entry, start) for name, entry in described.items()}
-    _require_whole(found, start, size)
-    return metadata, found
+    tensors = {name: _stored(name, entry, start) for name, entry in described.items()}
+    _require_whole(tensors, start, size)
+    return metadata, tensors
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
@@ -252,12 +252,12 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in entries:
             raise ValueError(f"its header names {name!r} twice")
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def _stored(name: str, entry: Any, start: int) -> Stored:
@@ -273,9 +273,9 @@ def _stored(name: str, entry: Any, start: int) -> Stored:
         raise ValueError(f"tensor {name!r}: data_offsets {offsets!r} are no beginning and end")
     width = DTYPES[dtype][1]
     _require_possible(name, shape, width)
-    needed, given = width * prod(shape), offsets[1] - offsets[0]
-    if needed != given:
-        raise ValueError(f"tensor {name!r}: {dtype} {shape} takes {needed} bytes, data_offsets give it {given}")
+    needed, nbytes = width * prod(shape), offsets[1] - offsets[0]
+    if needed != nbytes:
+        raise ValueError(f"tensor {name!r}: {dtype} {shape} takes {needed} bytes, data_offsets give it {nbytes}")
     return Stored(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 
@@ -291,10 +291,10 @@ def _require_possible(name: str, shape: Sequence[int], width: int) -> None:
             raise ValueError(f"tensor {name!r}: a shape of more than {_TOO_LARGE} bytes")
 
 
-def _require_whole(found: Mapping[str, Stored], start: int, size: int) -> None:
+def _require_whole(tensors: Mapping[str, Stored], start: int, size: int) -> None:
     """ValueError unless the tensors follow one another from `start` to the end of the file."""
     end = start
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.end > size:
             raise ValueError(f"tensor {name!r}: ends at byte {stored.end} of {size}")
         if stored.begin != end:

@@ -55,7 +55,7 @@ class Session:
         self.who = ""
 
     @cached_property
-    def given(self) -> Any:
+    def requirements(self) -> Any:
         from fluxq.jobs import requirements
 
         return requirements
@@ -74,20 +74,20 @@ class Session:
 
     @cached_property
     def options(self) -> Any:
-        return self.jobs.Options(**self._with_call())
+        return self.jobs.JobOptions(**self._with_call())
 
     def subject(self, output: str, *, whole_videos: bool = False) -> Any:
         """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
-        self.given.require_checkpoint(output, recorded=True)
-        self.given.require_files(self.arguments)
-        self.given.require_measures(self.arguments.get("gates", ()), self.arguments.get("metrics") or ())
+        self.requirements.require_checkpoint(output, recorded=True)
+        self.requirements.require_files(self.arguments)
+        self.requirements.require_measures(self.arguments.get("gates", ()), self.arguments.get("metrics") or ())
         if self.arguments["model"]:
-            self.given.require_model(
+            self.requirements.require_model(
                 self.arguments["model"], self.arguments["revision"], self.arguments["local_files_only"]
             )
         self.say(f"checkpoint {output}{self._device()}")
-        options = self.judge.Options(**self._with_call())
-        return self.judge.subject(Path(output), options, whole_videos=whole_videos)
+        options = self.judge.JudgeOptions(**self._with_call())
+        return self.judge.subject_of(Path(output), options, whole_videos=whole_videos)
 
     def _with_call(self) -> dict[str, Any]:
         """The arguments, those of the pipeline together under `call`."""
@@ -112,14 +112,14 @@ class Session:
                 raise ValueError(f"{name.upper()} is empty: give a name, or leave it out")
         recipe_name, recipe = load_recipe(arguments["recipe"])
         model = arguments["model"] or recipe.model
-        self.given.require_files(arguments)
-        folder = self.given.require_model(
+        self.requirements.require_files(arguments)
+        folder = self.requirements.require_model(
             model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"], arguments["components"]
         )
         if writes:
             is_file = writes == "file"
-            place = self.given.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
-            self.given.require_output(place, folder, arguments, is_file=is_file)
+            place = self.requirements.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
+            self.requirements.require_output(place, folder, arguments, is_file=is_file)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
 
@@ -129,8 +129,8 @@ class Session:
             return ""
         from fluxq.base import devices
 
-        asked = self.arguments["device"]
-        return f", device {devices.describe(devices.choose(asked), asked)}"
+        option = self.arguments["device"]
+        return f", device {devices.describe(devices.choose(option), option)}"
 
     def say(self, line: str) -> None:
         """Print a line for people, unless --quiet or --json was given, or another process of torchrun speaks."""
@@ -150,9 +150,9 @@ class Session:
             find_device(gpu)
             return
         needing |= {name: self.arguments[name] for name in ("height", "width")}
-        given = [f"--{name}" for name, value in needing.items() if value is not None]
-        if given:
-            raise ValueError(f"{', '.join(given)}: only the cost on a GPU depends on it; give --gpu too")
+        flags = [f"--{name}" for name, value in needing.items() if value is not None]
+        if flags:
+            raise ValueError(f"{', '.join(flags)}: only the cost on a GPU depends on it; give --gpu too")
 
     def job(self, **how: Any) -> Any:
         return self.jobs.job_of(self.options, **how)

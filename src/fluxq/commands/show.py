@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fluxq.eval.metrics.schema import Debug, Estimate, Gate, Report, Served, Speed
-    from fluxq.jobs.catalogue import Model
+    from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
@@ -31,7 +31,7 @@ def plan(
     job: Job,
     costs: dict[str, Cost],
     demands: Sequence[Demand | None] = (),
-    held: Sequence[Holding] = (),
+    holdings: Sequence[Holding] = (),
     *,
     every_layer: bool = False,
 ) -> None:
@@ -47,10 +47,10 @@ def plan(
         _summary(component)
     for component, cost in costs.items():
         _cost(component, cost)
-    if held:
-        echo(f"\n{next(iter(costs.values())).device.name} {held[0]}")
-        if held[-1].word != held[0].word:
-            echo(f"with --prefer memory it {held[-1]}")
+    if holdings:
+        echo(f"\n{next(iter(costs.values())).device.name} {holdings[0]}")
+        if holdings[-1].word != holdings[0].word:
+            echo(f"with --prefer memory it {holdings[-1]}")
         echo("modelled: weights as they lie there, activations at the size above, other parts in 16 bit")
     for each in filter(None, demands):
         echo(f"--max-memory with --device {each.device}: at least {each}")
@@ -105,12 +105,12 @@ def _role(role: str) -> str:
     return "16 bit" if role == KEPT_ROLE else role
 
 
-def plan_json(job: Job, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
+def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()) -> dict[str, Any]:
     """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
     plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in job.plans}
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
-    return {**plans, "pipeline": held[0].describe()} if held else plans
+    return {**plans, "pipeline": holdings[0].describe()} if holdings else plans
 
 
 def forecast(of_job: Forecast) -> None:
@@ -177,12 +177,12 @@ def judged(gate: Gate) -> str:
 
 def why_failed(job: Job, check: Check) -> str:
     """Return the closing check's faults in words, and what to do."""
-    made = "images" if check.frames is None else "videos"
+    noun = "images" if check.frames is None else "videos"
     what = f"gate missed: {', '.join(check.missed)}"
     if not check.finite:
-        what = f"NaN or infinity in the {made}"
+        what = f"NaN or infinity in the {noun}"
     elif check.flat:
-        what = f"{check.flat} of {check.images} {made} are of one colour"
+        what = f"{check.flat} of {check.images} {noun} are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
     return f"{job.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
@@ -225,8 +225,8 @@ def timed(speed: Speed) -> None:
             rows.append(
                 (row.side, row.mode, size, stage, f"{1e3 * times.p50:.1f} / {1e3 * times.p95:.1f}", f"{spread:.1%}")
             )
-    made = "images" if all(row.frames is None for row in speed.rows) else "videos"
-    print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
+    noun = "images" if all(row.frames is None for row in speed.rows) else "videos"
+    print_table(("side", "mode", noun, "stage", "p50 / p95, ms", "spread"), rows)
     refused: dict[str, list[str]] = {}
     for gain in speed.speedups:
         of = f"{gain.side}, {gain.stage}, {gain.mode}, {asked(gain)}"
@@ -251,25 +251,25 @@ def _served(served: Served) -> str:
     from fluxq.eval.metrics.figures import computed
 
     memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
-    said = f"quantized layers were computed {computed(served)}: {memory}each weight"
+    text = f"quantized layers were computed {computed(served)}: {memory}each weight"
     if served.arithmetic == "native":
-        return said
-    return f"{said}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
+        return text
+    return f"{text}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
 
 
-def debugged(found: Debug, patch: Path | None) -> None:
+def debugged(diagnosis: Debug, patch: Path | None) -> None:
     """Print the findings, the worst layers and where the patch is."""
     from fluxq.eval.debug.findings import about_shares
 
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         echo(finding)
     rows = [
         (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
-        for layer in found.layers[:12]
+        for layer in diagnosis.layers[:12]
     ]
     print_table(("layer", "scheme", "damage alone", "gone if kept", "local SQNR, dB"), rows)
-    echo(about_shares(found.layers[:12]))
-    if patch is not None and found.patch is not None:
+    echo(about_shares(diagnosis.layers[:12]))
+    if patch is not None and diagnosis.patch is not None:
         echo(f"patch: {patch}, for `fluxq quantize --recipe`")
 
 
@@ -283,8 +283,8 @@ def _share(value: float | None) -> str:
 
 
 def _decibels(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{min(known):.1f} to {max(known):.1f}" if known else "–"
+    measured = [value for value in values if value is not None]
+    return f"{min(measured):.1f} to {max(measured):.1f}" if measured else "–"
 
 
 def verified(results: Sequence[Result]) -> None:
@@ -306,8 +306,8 @@ def exported(done: Exported) -> None:
     echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
     if done.hint:
         echo(f"hint: {done.hint}")
-    held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
-    echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
+    counts = ", ".join(f"{count} {name}" for name, count in done.formats.items())
+    echo(f"layers: {counts}; {len(done.dequantized)} quantized ones in 16 bit")
     for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
         if changed:
             echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
@@ -334,21 +334,21 @@ def _changes(changed: Sequence[Changed]) -> None:
         echo(f"  {names}: {was} -> {now}, adds {added:.2%} at most: {why}")
 
 
-def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
+def families(models: Sequence[CatalogueModel], recipes: Sequence[str], *, in_detail: bool) -> None:
     """Published models and what recipes make of them: a line for each, or with what becomes of each kind of Linear."""
     from fluxq.jobs import catalogue
 
     if not in_detail:
-        header, rows = catalogue.table(found, recipes)
+        header, rows = catalogue.table(models, recipes)
         echo(f"under a recipe: {catalogue.CELL}\n")
         print_table(tuple(f"{name}: bits / GB / GB" if name in recipes else name for name in header), rows)
         echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
         return
-    for model in found:
+    for model in models:
         _family(model, recipes)
 
 
-def _family(model: Model, recipes: Sequence[str]) -> None:
+def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
     from fluxq.jobs import catalogue
 
     row, family, number = model.row, model.family, catalogue.digits
@@ -450,8 +450,8 @@ def _layers_sqnr(part: Component) -> str:
     """
     from fluxq.quantize.record import fitted_db
 
-    if found := fitted_db(part.groups):
-        return f"{found[0]:.1f} -> {found[1]:.1f} dB by fitting (outputs, held out)"
+    if sqnr := fitted_db(part.groups):
+        return f"{sqnr[0]:.1f} -> {sqnr[1]:.1f} dB by fitting (outputs, held out)"
     errors = [layer.weight_sqnr_db for layer in part.layers if layer.weight_sqnr_db is not None]
     return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
@@ -477,8 +477,8 @@ def _decisions(parts: list[Component]) -> None:
 
 
 def _mean(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{sum(known) / len(known):.1f}" if known else "not measured"
+    measured = [value for value in values if value is not None]
+    return f"{sum(measured) / len(measured):.1f}" if measured else "not measured"
 
 
 def _together(parts: list[Component]) -> Component:
@@ -518,10 +518,10 @@ def _psnr(check: Check | None) -> str:
         return "not measured (--no-check)"
     from fluxq.eval.metrics.figures import amount
 
-    made = amount(check.images, check.frames)
+    number = amount(check.images, check.frames)
     if check.mean_psnr_db is None:
-        return f"identical ({made})" if check.finite else "not finite"
-    return f"{check.mean_psnr_db:.1f} dB ({made}, {check.steps} steps)"
+        return f"identical ({number})" if check.finite else "not finite"
+    return f"{check.mean_psnr_db:.1f} dB ({number}, {check.steps} steps)"
 
 
 def _summary(component: Plan) -> None:

@@ -42,7 +42,7 @@ TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: those of as many b
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Size of a model under a recipe, all of the model's copies together. bits: per weight, of all Linears.
 
     most_bits: the same, if layers end with all that may be tried; so are all bytes.
@@ -96,7 +96,7 @@ class Role:
         }
 
 
-class Model:
+class CatalogueModel:
     """A published model on the meta device, and what is known of it without a recipe."""
 
     def __init__(self, row: Published) -> None:
@@ -115,8 +115,8 @@ class Model:
     @cached_property
     def quantized_share(self) -> float:
         """Share of the parameters that a recipe quantizes, if it leaves out nothing that the family's row names."""
-        taken = sum(linear.n * linear.k for linear in self.linears if self.family.locate(linear.name))
-        return self.row.count * taken / self.parameters
+        quantized = sum(linear.n * linear.k for linear in self.linears if self.family.locate(linear.name))
+        return self.row.count * quantized / self.parameters
 
     @cached_property
     def bytes_16bit(self) -> int:
@@ -148,12 +148,12 @@ class Model:
             )
         return self._plans[recipe_name]
 
-    def size(self, recipe_name: str) -> Size:
+    def size(self, recipe_name: str) -> ModelSize:
         """Return the size of the model under a recipe."""
         plan, count = self.plan(recipe_name), self.row.count
         saved = sum(16 * layer.n * layer.k - layer.most_stored_bits for layer in plan.quantized) / 8
         checkpoint = count * (self.weights.nbytes - saved)
-        return Size(
+        return ModelSize(
             _recipe(recipe_name)[0],
             plan.bits_per_weight,
             plan.most_bits_per_weight,
@@ -198,12 +198,12 @@ class Model:
 
     def _together(self, layer: LayerPlan) -> tuple[str, ...]:
         """The Linears of the block that read the same input, by their last names."""
-        found = self.family.locate(layer.name)
-        if found is None:
+        location = self.family.locate(layer.name)
+        if location is None:
             return ()
-        group, block = found
-        there = {linear.name for linear in self.linears}
-        return tuple(member for member in group.members if f"{block}.{member}" in there)
+        group, block = location
+        names = {linear.name for linear in self.linears}
+        return tuple(member for member in group.members if f"{block}.{member}" in names)
 
     def describe(self, recipes: Sequence[str]) -> dict[str, Any]:
         """The model as JSON, with what each recipe makes of it."""
@@ -227,8 +227,8 @@ class ImpliedWeights(SourceWeights):
     """The tensors that a model's checkpoint has in 16 bit, a shared one once; none can be read."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
-        self._stored = {name: Stored("BF16", tuple(t.shape), 0, 2 * t.numel()) for name, t in own.values()}
+        tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
+        self._stored = {name: Stored("BF16", tuple(t.shape), 0, 2 * t.numel()) for name, t in tensors.values()}
 
     @property
     def names(self) -> list[str]:
@@ -251,23 +251,23 @@ class ImpliedWeights(SourceWeights):
 _recipe = cache(load_recipe)
 
 
-def models(name: str | None = None) -> Iterator[Model]:
+def models(name: str | None = None) -> Iterator[CatalogueModel]:
     """The published models that `name` means, all without one, each built when it is its turn; see find_published."""
-    return map(Model, find_published(name) if name else PUBLISHED)
+    return map(CatalogueModel, find_published(name) if name else PUBLISHED)
 
 
-def recipes_for(asked: Sequence[str], all_of_them: bool) -> tuple[str, ...]:
+def recipes_for(names: Sequence[str], all_of_them: bool) -> tuple[str, ...]:
     """The recipes to show: those asked for, else all that are shipped or two of them."""
-    return tuple(asked) or (tuple(shipped_recipes()) if all_of_them else TABLE_RECIPES)
+    return tuple(names) or (tuple(shipped_recipes()) if all_of_them else TABLE_RECIPES)
 
 
-def table(found: Sequence[Model], recipes: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of what each model becomes: a line for each, three numbers for each recipe."""
     header = ("model", "family", "parameters, B", "quantized", "16 bit, GB", *recipes, "to quantize, GB")
     rows = []
-    for model in found:
+    for model in published:
         sizes = [model.size(recipe) for recipe in recipes]
-        held = max(size.quantizing_bytes for size in sizes)
+        quantizing_bytes = max(size.quantizing_bytes for size in sizes)
         rows.append(
             (
                 model.row.name + (f", {model.row.count} of them" if model.row.count > 1 else ""),
@@ -276,18 +276,18 @@ def table(found: Sequence[Model], recipes: Sequence[str]) -> tuple[tuple[str, ..
                 f"{model.quantized_share:.0%}",
                 digits(model.bytes_16bit / 1e9),
                 *(cell(size) for size in sizes),
-                digits(held / 1e9),
+                digits(quantizing_bytes / 1e9),
             )
         )
     return header, rows
 
 
-def cell(size: Size) -> str:
+def cell(size: ModelSize) -> str:
     """Bits per weight, checkpoint and memory to serve in GB."""
     return f"{size.most_bits:.2f} / {digits(size.checkpoint_bytes / 1e9)} / {digits(size.serving_bytes / 1e9)}"
 
 
-def bits(size: Size) -> str:
+def bits(size: ModelSize) -> str:
     """Bits per weight: of the formats alone, and the most that trying things may make of it."""
     low, high = f"{size.bits:.2f}", f"{size.most_bits:.2f}"
     return low if low == high else f"{low} to {high}"

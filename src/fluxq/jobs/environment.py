@@ -66,16 +66,16 @@ def _devices() -> list[dict[str, Any]]:
     """The processor and every accelerator that torch can use."""
     devices = [_device("cpu", "cpu", cpu_name(), None, f"{os.cpu_count()} cores, {instructions()}")]
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        capability = f"compute capability {found.major}.{found.minor}"
-        chip = f"sm_{found.major}{found.minor}"
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        chip = f"sm_{properties.major}{properties.minor}"
         if torch.version.hip:
-            capability = found.gcnArchName
+            capability = properties.gcnArchName
             chip = capability.partition(":")[0]
-        devices.append(_device("cuda", f"cuda:{index}", found.name, found.total_memory, capability, chip))
+        devices.append(_device("cuda", f"cuda:{index}", properties.name, properties.total_memory, capability, chip))
     for index in range(torch.xpu.device_count()):
-        found = torch.xpu.get_device_properties(index)
-        devices.append(_device("xpu", f"xpu:{index}", found.name, found.total_memory, ""))
+        properties = torch.xpu.get_device_properties(index)
+        devices.append(_device("xpu", f"xpu:{index}", properties.name, properties.total_memory, ""))
     if torch.backends.mps.is_available():
         devices.append(_device("mps", "mps", "Apple GPU", torch.mps.recommended_max_memory(), ""))
     return devices
@@ -84,8 +84,8 @@ def _devices() -> list[dict[str, Any]]:
 def _device(
     type: str, device: str, name: str, memory_bytes: int | None, capability: str, chip: str = ""
 ) -> dict[str, Any]:
-    found = {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
-    return found | {"chip": chip}
+    facts = {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
+    return facts | {"chip": chip}
 
 
 def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
@@ -119,13 +119,13 @@ def _implementations(devices: Iterable[tuple[str, str]]) -> list[dict[str, str]]
 
 def _shipped_schemes() -> dict[Scheme, list[str]]:
     """Every scheme that a shipped recipe can give a layer -> the recipes that do."""
-    found: dict[Scheme, list[str]] = {}
+    recipes_of: dict[Scheme, list[str]] = {}
     for name in shipped_recipes():
         _, recipe = load_recipe(name)
         schemes = [scheme for component in recipe.components.values() for scheme in _schemes(recipe, component)]
         for scheme in dict.fromkeys(schemes):
-            found.setdefault(scheme, []).append(name)
-    return found
+            recipes_of.setdefault(scheme, []).append(name)
+    return recipes_of
 
 
 def _schemes(recipe: Recipe, component: Component) -> Iterator[Scheme]:

@@ -39,14 +39,14 @@ _FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE decodes at a time: of a late
 
 def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSize]:
     """The calls that items are made in."""
-    found = set()
+    call_sizes = set()
     for batch in batches(items, None, call):
         row = batch[0][0]
-        said = {**call, **(dict(row.arguments) if isinstance(row, Row) else {})}
-        frames = frames_in(said) if {*FRAMES} & said.keys() else None
-        height, width, text = (said.get(name) for name in ("height", "width", "max_sequence_length"))
-        found.add(CallSize(len(batch), height, width, frames, text))
-    return frozenset(found)
+        arguments = {**call, **(dict(row.arguments) if isinstance(row, Row) else {})}
+        frames = frames_in(arguments) if {*FRAMES} & arguments.keys() else None
+        height, width, text = (arguments.get(name) for name in ("height", "width", "max_sequence_length"))
+        call_sizes.add(CallSize(len(batch), height, width, frames, text))
+    return frozenset(call_sizes)
 
 
 def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: int) -> int:
@@ -75,11 +75,11 @@ def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
 def largest(folder: ModelFolder, component: str, itemsize: int) -> int:
     """Bytes of the weights that come and go together: those of the largest module."""
     source = SourceWeights(folder, component)
-    found: dict[str, int] = {}
+    module_bytes: dict[str, int] = {}
     for name in source.names:
         module = name.rpartition(".")[0]
-        found[module] = found.get(module, 0) + _loaded(source, name, itemsize)
-    return max(found.values())
+        module_bytes[module] = module_bytes.get(module, 0) + _loaded(source, name, itemsize)
+    return max(module_bytes.values())
 
 
 def weight_bytes(folder: ModelFolder, component: str, itemsize: int) -> int:

@@ -125,11 +125,11 @@ def of_images(
 
 
 def _memory(job: Job, *, writes: bool) -> int:
-    asked = demand(job, job.run.device, writes=writes)
-    if asked is None:
+    needs = demand(job, job.run.device, writes=writes)
+    if needs is None:
         return _PROGRAM
     weights = weight_bytes(job.folder, job.options.dtype)
-    return _PROGRAM + (job.run.limit or asked.unbounded(weights))
+    return _PROGRAM + (job.run.limit or needs.unbounded(weights))
 
 
 def _forward(job: Job) -> _Forward:
@@ -152,7 +152,9 @@ class _Forward:
 
     def seconds_of_step(self, images: int) -> float:
         """One step of a batch; of several denoisers, which take turns, the mean."""
-        each = [self.flops(name, images) / self.rate + len(own) * _PER_LINEAR for name, own in self.linears.items()]
+        each = [
+            self.flops(name, images) / self.rate + len(linears) * _PER_LINEAR for name, linears in self.linears.items()
+        ]
         return sum(each) / max(1, len(each))
 
     def tokens(self, component: str, images: int) -> int:

@@ -20,8 +20,8 @@ def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo)  # its ValueError says what is wrong with the name
-    said = folder.license
-    if "license" not in said or (said["license"].lower() in _NO_NAMES and "license_name" not in said):
+    fields = folder.license
+    if "license" not in fields or (fields["license"].lower() in _NO_NAMES and "license_name" not in fields):
         raise ValueError(
             f"{folder.name} names no licence (`license:` in the front matter of its README.md, and `license_name:` of "
             "one that the hub has no word for), so nobody could tell what others may do with the checkpoint: add it "

@@ -28,7 +28,7 @@ _CALIBRATION_SEEDS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Options:
+class JobOptions:
     """Options of every command; None leaves the recipe's, the folder's or the pipeline's own value."""
 
     model: str | None = None
@@ -75,7 +75,7 @@ class Run:
 class Job:
     """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
 
-    options: Options
+    options: JobOptions
     run: Run
     folder: ModelFolder
     recipe_name: str
@@ -140,11 +140,13 @@ class Job:
 
     def digest(self, component: str) -> str:
         """SHA-256 of the component's weights, LoRA files included."""
-        own = self.identity.get("model", {}).get(component)
-        own = own if isinstance(own, str) else self.folder.digest(component)
+        digest = self.identity.get("model", {}).get(component)
+        digest = digest if isinstance(digest, str) else self.folder.digest(component)
         if component not in self.updates:
-            return own
-        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)])
+            return digest
+        return sha256_json(
+            [digest, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)]
+        )
 
     def load_reference(self) -> Any:
         """The 16-bit pipeline that the checkpoint is made from and measured against."""

@@ -38,7 +38,7 @@ from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
 from fluxq.jobs import footprint, memory
-from fluxq.jobs.job import Job, Options
+from fluxq.jobs.job import Job, JobOptions
 from fluxq.jobs.planning import demand, job_of
 from fluxq.jobs.work_folder import (
     clear_leftovers,
@@ -80,10 +80,10 @@ from fluxq.runtime.steps import KeptSteps, about_to_keep
 
 __all__ = [  # what the commands need of a job, whichever file it is in
     "Job",
-    "Options",
+    "JobOptions",
     "calibrate",
     "demand",
-    "held_by",
+    "holding_on",
     "job_of",
     "model_costs",
     "quantize",
@@ -119,7 +119,7 @@ def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: i
     return costs
 
 
-def held_by(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
+def holding_on(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
     """Return the bytes that the whole pipeline takes of a GPU. costs: of its transformers, from `model_costs`."""
     folder, device, call = job.folder, find_device(gpu), job.call
     plans = {plan.component: plan for plan in job.plans}
@@ -132,10 +132,10 @@ def held_by(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holdi
         if name in plans:
             others = weights - sum(_OF_16_BIT * layer.n * layer.k for layer in plans[name].layers)
             weights = weights_on(plans[name].layers, others, device.chip, prefer)
-        made = footprint.activations(folder, name, size, _OF_16_BIT)
+        activations = footprint.activations(folder, name, size, _OF_16_BIT)
         if name in costs:
-            made = activation_bytes(plans[name], costs[name].forward)
-        pieces.append(Piece(name, weights, made))
+            activations = activation_bytes(plans[name], costs[name].forward)
+        pieces.append(Piece(name, weights, activations))
     return holding(pieces, device)
 
 
@@ -314,14 +314,14 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
     """Component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
     folder, plans = work_folder(job), job.fitted
     items = job.calibration_items
-    held = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
+    held_out = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
     blocks = {name: plan.blocks for name, plan in plans.items()}
     try:
         calls = capture_calls(
             pipe,
             blocks,
-            items[: len(items) - held],
-            items[len(items) - held :],
+            items[: len(items) - held_out],
+            items[len(items) - held_out :],
             _sampling(job, pipe, plans),
             folder=folder / "calls",
             most=MOST_CALLS,
@@ -332,7 +332,7 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
         for component in plans:
             require_finite_weights(job.weights(component))  # the cause, where there is one
         raise
-    own = {name: statistics.of_component(name) if statistics else None for name in plans}
+    of_component = {name: statistics.of_component(name) if statistics else None for name in plans}
     if job.run.memory is not None:
         job.run.memory.begin_fitting(pipe)
     return {
@@ -340,7 +340,7 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
             Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights, ranks=job.run.ranks),
             job.recipe.gate,
             job.options.parallel_blocks,
-            own[name],
+            of_component[name],
         )
         for name in plans
     }
@@ -351,7 +351,7 @@ def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, 
     ranks = job.run.ranks
     kept = ranks.agree(_kept_levels(file) if ranks.leads else None)
     if kept is None:
-        steps = sorted({call.step for found in calls.values() for call in found.calls})
+        steps = sorted({call.step for component_calls in calls.values() for call in component_calls.calls})
         weights = noise_level_weights(pipe, list(calls), items, job.call, steps, ranks)
         if ranks.leads:
             write_json(file, {str(step): weight for step, weight in weights.items()})
@@ -388,11 +388,13 @@ def _quantize_component(
 ) -> tuple[Plan, list[Path], float]:
     """(its plan, files of its finished blocks, seconds that this run took)."""
     started = time.perf_counter()
-    own = statistics.of_component(plan.component) if statistics else None
+    component_statistics = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, job.options.dtype)
     source = job.weights(plan.component)
     job.require_unchanged(plan.component)  # from here on each read compares with these files
-    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=job.run.ranks)
+    files = quantize_component(
+        plan, source, component_statistics, dtype, work / plan.component, fitting, ranks=job.run.ranks
+    )
     return plan, files, time.perf_counter() - started
 
 

@@ -156,7 +156,7 @@ def weight_bytes(folder: ModelFolder, dtype: str) -> int:
     )
 
 
-def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -> tuple[str, bool]:
+def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, device_option: str) -> tuple[str, bool]:
     """Return (device, whether its parts take turns on it) for a pipeline that makes images to be judged.
 
     nbytes: of its weights as they are loaded. asked: what `--device` said. Raises ValueError for one that does not fit.
@@ -168,7 +168,7 @@ def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -
     needs = f"weights of {folder.name} take {in_words(nbytes)}, {in_words(free)} are free on {device}"
     if place.type == "cpu":
         raise ValueError(f"{needs}: it does not fit on this machine; evaluate it on one with more memory")
-    if asked != AUTO:
+    if device_option != AUTO:
         raise ValueError(f"{needs}; leave out --device: its parts then take turns on the GPU")
     if max(_part_bytes(folder).values(), default=0) <= FREE * free:
         logger.warning("%s: its parts take turns there (offload), which takes longer", needs)

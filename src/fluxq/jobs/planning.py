@@ -20,7 +20,7 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import footprint, memory
 from fluxq.jobs.hub import require_pushable
-from fluxq.jobs.job import Job, Options, Run
+from fluxq.jobs.job import Job, JobOptions, Run
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
@@ -41,7 +41,7 @@ from fluxq.recipes.shapes import LinearShape
 from fluxq.runtime.steps import require_followed
 
 
-def job_of(options: Options, *, writes: bool = True, runs: bool = True, ranks: Ranks = ALONE) -> Job:
+def job_of(options: JobOptions, *, writes: bool = True, runs: bool = True, ranks: Ranks = ALONE) -> Job:
     """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work.
 
     writes: whether a checkpoint is written. runs: whether anything is computed, so that the model has to fit.
@@ -57,8 +57,8 @@ def job_of(options: Options, *, writes: bool = True, runs: bool = True, ranks: R
     return job
 
 
-def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Job:
-    asked_device, options = options.device, replace(options, device=devices.choose(options.device))
+def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Job:
+    device_option, options = options.device, replace(options, device=devices.choose(options.device))
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
@@ -101,7 +101,7 @@ def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: 
         bound = needs.bound(limit) if needs else Bound(limit, run.device, options.dtype, {}, {})
         job = replace(job, run=replace(run, memory=bound))
     elif runs:
-        job = replace(job, run=settle(job, asked_device, writes=writes))
+        job = replace(job, run=settle(job, device_option, writes=writes))
     if not writes and not runs:
         return job
     Output(output, not writes).require(
@@ -124,7 +124,7 @@ def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: 
     return replace(job, finished=finished_checkpoint(job))
 
 
-def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
+def _plans(folder: ModelFolder, recipe: Recipe, options: JobOptions) -> tuple[Plan, ...]:
     components = _components(folder, recipe, options)
     for component in components:
         require_no_adapter(folder, component)
@@ -134,24 +134,26 @@ def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan,
     return tuple(_plan(folder, component, part, recipe, options) for component, part in linears.items())
 
 
-def _components(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[str, ...]:
+def _components(folder: ModelFolder, recipe: Recipe, options: JobOptions) -> tuple[str, ...]:
     """Return the components that the command line names, else the recipe's.
 
     A recipe's `transformer` means all components that run at every step.
     """
     if options.components:
         return options.components
-    found = denoisers_of(folder)
-    named = {name: found if name == "transformer" and found else [name] for name in recipe.components}
+    denoisers = denoisers_of(folder)
+    named = {name: denoisers if name == "transformer" and denoisers else [name] for name in recipe.components}
     return tuple(dict.fromkeys(component for components in named.values() for component in components))
 
 
 def _plan(
-    folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: Options
+    folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: JobOptions
 ) -> Plan:
     family = component_family(folder, component)
     entry = component_recipe(recipe, component, family)
-    include, exclude = ([p for p in given if _matches_any(p, linears)] for given in (options.include, options.exclude))
+    include, exclude = (
+        [p for p in patterns if _matches_any(p, linears)] for patterns in (options.include, options.exclude)
+    )
     if options.include and not include:
         raise ValueError(f"{component}: no --include pattern matches a Linear of it; leave it out of --components")
     plan = make_plan(
@@ -180,7 +182,7 @@ def _plan(
 
 
 def _loras(
-    folder: ModelFolder, plans: Sequence[Plan], options: Options
+    folder: ModelFolder, plans: Sequence[Plan], options: JobOptions
 ) -> tuple[tuple[LoraFile, ...], dict[str, tuple[Updates, ...]]]:
     """The files, each with the component that it changes, and component -> what they add to its weights."""
     loras = tuple(of_component(LoraFile.parse(text), folder, denoisers_of(folder)) for text in options.lora)
@@ -216,7 +218,7 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     )
 
 
-def settle(job: Job, asked: str, *, writes: bool) -> Run:
+def settle(job: Job, device_option: str, *, writes: bool) -> Run:
     """Return where a job can run: as it is, within a bound, or on the CPU.
 
     With `--device auto` (asked) weights that do not fit are read when it is their turn, and a GPU without room even for
@@ -230,9 +232,11 @@ def settle(job: Job, asked: str, *, writes: bool) -> Run:
         return run
     weights = weight_bytes(job.folder, job.options.dtype)
     needed, limit = needs.unbounded(weights), int(FREE * free)
-    if needed <= limit or (asked != AUTO and weights <= free):  # what is needed beside the weights is an estimate
+    if needed <= limit or (
+        device_option != AUTO and weights <= free
+    ):  # what is needed beside the weights is an estimate
         return run
-    if asked != AUTO:
+    if device_option != AUTO:
         bounded = f", or give --max-memory {in_words(limit)}: either reads weights in turn" * (needs.least <= limit)
         raise ValueError(
             f"{name} does not fit on {device}: its weights take {in_words(weights)}, {in_words(free)} are free; leave "

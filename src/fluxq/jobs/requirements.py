@@ -33,7 +33,7 @@ _OURS = {  # arguments of a call that `calibrate.capture.run_pipeline` gives
 }
 
 
-def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
+def require_call(folder: ModelFolder, call: dict[str, Any], option_names: Collection[str] = ()) -> None:
     """Refuse what the pipeline does not take, before it is loaded. asked: by options; the rest are its defaults."""
     import diffusers
 
@@ -42,23 +42,23 @@ def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[st
         name = folder.index["_class_name"]
         raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
     if ours := sorted(call.keys() & _OURS):
-        where = "the call" if set(ours) & set(asked) else folder.path / GENERATION_FILE
+        where = "the call" if set(ours) & set(option_names) else folder.path / GENERATION_FILE
         raise ValueError(f"{where}: {', '.join(ours)}: fluxq says that itself, by prompts and seeds; leave it out")
     unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
     if "num_frames" in unknown and not makes_video(folder):
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes images, which have no frames: leave out --frames")
-    options = [f"--{'frames' if name == 'num_frames' else name}" for name in unknown if name in asked]
+    options = [f"--{'frames' if name == 'num_frames' else name}" for name in unknown if name in option_names]
     if options:
-        said = ", ".join(options).replace("_", "-")
-        raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {said}")
+        flags = ", ".join(options).replace("_", "-")
+        raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {flags}")
     if unknown:
         named = ", ".join(name[:_SHOWN] for name in unknown[:_SHOWN])
         raise ValueError(f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {named}; remove it")
-    _require_sizes(folder, call, asked)
-    _require_values(folder, pipeline, {name: value for name, value in call.items() if name not in asked})
+    _require_sizes(folder, call, option_names)
+    _require_values(folder, pipeline, {name: value for name, value in call.items() if name not in option_names})
 
 
-def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], asked: Collection[str]) -> None:
+def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: Collection[str]) -> None:
     """ValueError for an image of fewer pixels than two by two latents, or of a part of one, where the VAE tells."""
     if folder.components.get("vae") != "AutoencoderKL":
         return
@@ -67,13 +67,13 @@ def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], asked: Collecti
     for name in ("height", "width"):
         size = call.get(name)
         if type(size) is int and (size < 2 * unit or size % unit):
-            where = f"--{name}" if name in asked else f"{folder.path / GENERATION_FILE}: {name}"
+            where = f"--{name}" if name in option_names else f"{folder.path / GENERATION_FILE}: {name}"
             raise ValueError(
                 f"{where} is {size}, expected a multiple of {unit} from {2 * unit} up, as the VAE makes them"
             )
 
 
-def _require_values(folder: ModelFolder, pipeline: type, said: Mapping[str, Any]) -> None:
+def _require_values(folder: ModelFolder, pipeline: type, defaults: Mapping[str, Any]) -> None:
     """ValueError for a value of a kind that the call does not take, by its annotations, else by its defaults."""
     call = inspect.unwrap(pipeline.__call__)
     try:
@@ -81,9 +81,9 @@ def _require_values(folder: ModelFolder, pipeline: type, said: Mapping[str, Any]
     except (NameError, TypeError):  # of names for type checkers alone
         hints = {}
     for name, parameter in inspect.signature(call).parameters.items():
-        if name not in said or said[name] == parameter.default:
+        if name not in defaults or defaults[name] == parameter.default:
             continue
-        value = said[name]
+        value = defaults[name]
         hint = hints.get(name, Any if parameter.default in (None, parameter.empty) else type(parameter.default))
         where = f"{folder.path / GENERATION_FILE}: {name} is {str(value)[:_SHOWN]!r}"
         if isinstance(value, list) and _fits("", hint):
@@ -122,8 +122,8 @@ def _words(hint: Any) -> Iterator[str]:
     if kind in (Union, UnionType):
         for each in inner:
             yield from _words(each)
-    elif kind in _LISTS and (found := [word for each in inner for word in _words(each)]):
-        yield f"a list, each {found[0]}"
+    elif kind in _LISTS and (words := [word for each in inner for word in _words(each)]):
+        yield f"a list, each {words[0]}"
     elif kind is Literal:
         yield from map(repr, inner)
     elif kind in _KINDS:
@@ -131,7 +131,7 @@ def _words(hint: Any) -> Iterator[str]:
 
 
 def call_of(
-    folder: ModelFolder, said: Mapping[str, Any], asked: Mapping[str, Any], frames: int | None = None
+    folder: ModelFolder, defaults: Mapping[str, Any], options: Mapping[str, Any], frames: int | None = None
 ) -> dict[str, Any]:
     """Arguments of a call of the pipeline: what is `said` of the model, and before that what was `asked` for.
 
@@ -140,16 +140,16 @@ def call_of(
     """
     from fluxq.calibrate.capture import frames_argument
 
-    call, pipeline = {**said, **asked}, folder.pipeline_class
+    call, pipeline = {**defaults, **options}, folder.pipeline_class
     if pipeline is None:
         return call
     argument = frames_argument(pipeline)
     if argument is not None:
         if argument != "num_frames" and "num_frames" in call:
             call[argument] = call.pop("num_frames")
-        known = [each for each in (own_frames(folder), frames) if each is not None]
-        if known:
-            call.setdefault(argument, min(known))
+        counts = [each for each in (default_frames(folder), frames) if each is not None]
+        if counts:
+            call.setdefault(argument, min(counts))
     sizes = BINNED.get(pipeline.__name__)
     if sizes is not None and folder.config("transformer").get("sample_size") not in sizes:
         call.setdefault("use_resolution_binning", False)
@@ -182,10 +182,10 @@ def require_steps(folder: ModelFolder) -> None:
 def require_pictures(folder: ModelFolder, cure: str) -> None:
     """ValueError for a pipeline that makes neither images nor video."""
     if not makes_pictures(folder):
-        made = ", ".join(outputs_of(folder))
+        outputs = ", ".join(outputs_of(folder))
         raise ValueError(
-            f"{folder.name}: a {folder.index['_class_name']} makes {made}, and only images and video can be compared; "
-            f"{cure}"
+            f"{folder.name}: a {folder.index['_class_name']} makes {outputs}, and only images and video can be "
+            f"compared; {cure}"
         )
 
 
@@ -206,11 +206,11 @@ def makes_pictures(folder: ModelFolder) -> bool:
     """Tell whether the pipeline's outputs are images or frames; yes, if nothing is known of them."""
     from fluxq.eval.images.generate import PICTURES
 
-    made = outputs_of(folder)
-    return not made or bool({*made} & {*PICTURES})
+    outputs = outputs_of(folder)
+    return not outputs or bool({*outputs} & {*PICTURES})
 
 
-def own_frames(folder: ModelFolder) -> int | None:
+def default_frames(folder: ModelFolder) -> int | None:
     """Frames of the videos that the pipeline makes by itself; None where its call does not say."""
     from fluxq.calibrate.capture import frames_argument
 
@@ -251,15 +251,15 @@ def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) ->
     return Path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
 
 
-def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | None]:
+def reads_of(model: Path, options: Mapping[str, Any]) -> dict[str, str | Path | None]:
     """Return the files that a quantizing command reads, by what they are. said: its options, those that name files."""
     from fluxq.quantize.lora_file import LoraFile
     from fluxq.recipes.recipe import find_recipe
 
-    loras = {f"the LoRA file {text}": LoraFile.parse(text).path for text in said.get("lora") or ()}
-    files = {"the prompts": said.get("prompts"), "the statistics": said.get("statistics")}
-    found = {what: path for what, path in files.items() if path and Path(path).expanduser().exists()}
-    return {"the model": model, "the recipe": find_recipe(said["recipe"]), **loras, **found}
+    loras = {f"the LoRA file {text}": LoraFile.parse(text).path for text in options.get("lora") or ()}
+    files = {"the prompts": options.get("prompts"), "the statistics": options.get("statistics")}
+    existing = {what: path for what, path in files.items() if path and Path(path).expanduser().exists()}
+    return {"the model": model, "the recipe": find_recipe(options["recipe"]), **loras, **existing}
 
 
 def existing_parent(output: Path) -> Path:
@@ -299,10 +299,10 @@ def require_model(
     return folder
 
 
-def require_output(output: Path, folder: ModelFolder, said: Mapping[str, Any], *, is_file: bool) -> None:
+def require_output(output: Path, folder: ModelFolder, options: Mapping[str, Any], *, is_file: bool) -> None:
     """Raise ValueError for an output that cannot or must not be written. folder: of the model; said: the options."""
-    reads = reads_of(folder.path, said)
-    Output(output, is_file).require(reads, overwrite=said["overwrite"], exists_ok=True)
+    reads = reads_of(folder.path, options)
+    Output(output, is_file).require(reads, overwrite=options["overwrite"], exists_ok=True)
 
 
 def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:
@@ -323,8 +323,8 @@ def _is_quantized(folder: Path) -> bool:
     """Tell whether fluxq quantized a component of a pipeline's folder, or the one model of a folder."""
     for config in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
         with suppress(ValueError, OSError):
-            said = read_json(config).get("quantization_config")
-            if isinstance(said, dict) and said.get("quant_method") == "fluxq":
+            quantization = read_json(config).get("quantization_config")
+            if isinstance(quantization, dict) and quantization.get("quant_method") == "fluxq":
                 return True
     return False
 
@@ -357,9 +357,9 @@ def require_measures(gates: Iterable[str], metrics: Iterable[str]) -> None:
     for gate in gates:
         parse_gate(gate)
     for name in metrics:
-        known = list(dict.fromkeys([*GATE_METRICS, *find_offers()]))
-        if name not in known:
-            raise ValueError(f"metric {name!r} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
+        names = list(dict.fromkeys([*GATE_METRICS, *find_offers()]))
+        if name not in names:
+            raise ValueError(f"metric {name!r} is unknown{did_you_mean(name, names)}; known: {', '.join(names)}")
 
 
 def require_base(base: str | None) -> None:
@@ -372,10 +372,10 @@ def _require_no_published_name(model: str) -> None:
     """Raise FileNotFoundError for a name that `fluxq families` knows, with the hub id to give."""
     from fluxq.recipes.all_families import hub_ids
 
-    found = hub_ids(model) if "/" not in model else ()
-    if found:
+    repos = hub_ids(model) if "/" not in model else ()
+    if repos:
         raise FileNotFoundError(
-            f"model {model!r} is a published model's name, not a folder here: give its hub id, {' or '.join(found)}"
+            f"model {model!r} is a published model's name, not a folder here: give its hub id, {' or '.join(repos)}"
         )
 
 
@@ -383,8 +383,8 @@ def _near_hub_id(model: str) -> str:
     """Return " (did you mean …?)" where a published model's hub id looks like `model`, but is another."""
     from fluxq.recipes.all_families import HUB_IDS
 
-    known = [repo for repos in HUB_IDS.values() for repo in repos]
-    return "" if model in known else did_you_mean(model, known, cutoff=0.75)
+    hub_ids = [repo for repos in HUB_IDS.values() for repo in repos]
+    return "" if model in hub_ids else did_you_mean(model, hub_ids, cutoff=0.75)
 
 
 def require_files(arguments: Mapping[str, Any]) -> None:

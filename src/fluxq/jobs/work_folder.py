@@ -92,9 +92,9 @@ def is_taken(job: Job) -> bool:
 
 def with_digests(job: Job, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
     """The identity with digests in place of stamps; read: by component, the tensors that were hashed already."""
-    known, folder = read or {}, job.folder
+    digests, folder = read or {}, job.folder
     model = {
-        component: name if isinstance(name, str) else folder.digest(component, known.get(component))
+        component: name if isinstance(name, str) else folder.digest(component, digests.get(component))
         for component, name in job.identity["model"].items()
     }
     return {**job.identity, "model": model}
@@ -137,7 +137,7 @@ def _begin(job: Job, work: Path) -> None:
 
     ValueError for one of another job, naming what differs; with `overwrite` that is removed.
     """
-    output, own = job.output.resolve(), decisive(job)
+    output, identity = job.output.resolve(), decisive(job)
     Output(output).put_back()  # whatever command was killed
     Output(output).clear()
     for other in _beside(output):
@@ -147,7 +147,7 @@ def _begin(job: Job, work: Path) -> None:
         recover(output, other)
         if not job.options.overwrite:
             _refuse(job, other)
-        differing = _differing(own, _read_manifest(other / _MANIFEST))
+        differing = _differing(identity, _read_manifest(other / _MANIFEST))
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
@@ -156,7 +156,7 @@ def _begin(job: Job, work: Path) -> None:
     if (work / _MANIFEST).is_file():
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
-    write_json(work / _MANIFEST, own)
+    write_json(work / _MANIFEST, identity)
 
 
 def require_no_other(job: Job) -> None:
@@ -229,13 +229,13 @@ def _keep_what_is_done(work: Path, error: BaseException) -> None:
 
 def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     """The keys of `mine` that have another value in `theirs`; of objects in both, which of their keys."""
-    found = []
+    differences = []
     for key in sorted(key for key, value in mine.items() if theirs.get(key) != value):
         one, other, parts = mine[key], theirs.get(key), []
         if isinstance(one, dict) and isinstance(other, dict):
             parts = sorted(part for part in one.keys() | other.keys() if one.get(part) != other.get(part))
-        found.append(f"{key} ({', '.join(parts)})" if parts else key)
-    return ", ".join(found)
+        differences.append(f"{key} ({', '.join(parts)})" if parts else key)
+    return ", ".join(differences)
 
 
 def require_space(job: Job, work: Path) -> None:
@@ -251,8 +251,8 @@ def _space_needed(job: Job, work: Path) -> int:
     dtype = getattr(torch, job.options.dtype)
     quantized = sum(_most_bytes(plan, job.weights(name), dtype) for name, plan in planned.items())
     copied = sum(_size(folder.path / component) for component in folder.components if component not in planned)
-    there = sum(_size(work / component) for component in planned)
-    return 2 * quantized + copied - there
+    written = sum(_size(work / component) for component in planned)
+    return 2 * quantized + copied - written
 
 
 def _most_bytes(plan: Plan, source: SourceWeights, dtype: torch.dtype) -> int:
