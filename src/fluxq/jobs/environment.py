@@ -28,10 +28,12 @@ _SHORT_VALUE = re.compile(r"[\w.,:-]{0,16}")  # switches and lists of devices; p
 
 
 def environment() -> dict[str, Any]:
-    """The report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
+    """Return the report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
 
-    driver is None without an NVIDIA driver. implementations has a row per pair of formats of the shipped recipes and
-    kind of device: what 4096 tokens run on, before `fluxq.prepare`. variables: those set that change what fluxq does.
+    driver: None without an NVIDIA driver.
+    implementations: a row for each scheme of the shipped recipes and kind of device, with the implementation that 4096
+        tokens run on before `fluxq.prepare`.
+    variables: environment variables that are set and change fluxq's behaviour.
     """
     devices = _devices()
     return {
@@ -63,7 +65,7 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """The processor and every accelerator that torch can use."""
+    """Return the processor and every accelerator that torch can use."""
     devices = [_device("cpu", "cpu", cpu_name(), None, f"{os.cpu_count()} cores, {instructions()}")]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -118,7 +120,7 @@ def _implementations(devices: Iterable[tuple[str, str]]) -> list[dict[str, str]]
 
 
 def _shipped_schemes() -> dict[Scheme, list[str]]:
-    """Every scheme that a shipped recipe can give a layer -> the recipes that do."""
+    """Return scheme -> shipped recipes that can give it to a layer."""
     recipes_of: dict[Scheme, list[str]] = {}
     for name in shipped_recipes():
         _, recipe = load_recipe(name)
@@ -143,7 +145,7 @@ def _schemes(recipe: Recipe, component: Component) -> Iterator[Scheme]:
 
 
 def _variables() -> dict[str, str]:
-    """Set variables that change behaviour; a value that is no short word is not shown."""
+    """Return the set variables that change behaviour; only short words are shown as they are."""
     names = [name for name in sorted(os.environ) if name.startswith("FLUXQ_") or name in _VARIABLES]
     values = {name: os.environ[name] for name in names}
     return {

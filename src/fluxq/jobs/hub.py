@@ -15,7 +15,7 @@ _NO_NAMES = ("other", "unknown")  # what the hub takes for `license:` where anot
 
 
 def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
-    """ValueError unless the base model names a licence, the closing check will run and the hub knows who asks."""
+    """Raise ValueError unless the base model names a licence, the closing check will run and the hub knows the user."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
@@ -36,7 +36,7 @@ def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
 
 
 def push(output: Path, record: Record, repo: str, private: bool) -> str:
-    """Upload a checkpoint folder whose closing check passed; returns the repository's address.
+    """Upload a checkpoint folder whose closing check passed, and return the repository's address.
 
     Raises ValueError where that check did not pass and OSError, naming the folder, where the upload does not.
     """

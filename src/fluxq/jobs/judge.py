@@ -1,7 +1,7 @@
 """One function per command that judges a finished checkpoint: eval, bench, debug, report.
 
-What each of them found is kept beside the checkpoint in OUT/eval, one JSON file per command; the report is drawn from
-all that is there and was measured on these weights.
+Their results are kept beside the checkpoint in OUT/eval, one JSON file per command; the report is drawn from all files
+there that were measured on these weights.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
 _RESULTS_FOLDER = ".eval_results"
-_WAIT = 60.0  # seconds for another command that writes to the same checkpoint, which takes moments
+_WAIT = 60.0  # seconds for another command that writes to the same checkpoint, mostly for moments
 _REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md"))
 _PUBLISHED_PIXELS = 512
 _WITH_FRAMES = 3  # numbers of a size
@@ -115,7 +115,7 @@ class JudgeOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, and the 16-bit model it was made from, both found, read and checked."""
+    """A checkpoint, and the 16-bit model that it was made from, read and checked."""
 
     options: JudgeOptions
     output: Path
@@ -130,7 +130,7 @@ class Subject:
 
 
 def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = False) -> Subject:
-    """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from.
+    """Find both pipelines and the images to compare; ValueError if the checkpoint was made from another model.
 
     whole_videos: as long as the pipeline makes them, instead of what the protocol limits them to.
     """
@@ -185,7 +185,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     for name in quantized.components:
         for what in other_small_files(quantized, folder, name):
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
-    hashed = _hashed(folder)  # reads all weights: after whatever else may be wrong
+    hashed = _hashed(folder)  # reads all weights: after all cheaper checks
     for component, digest in record.model.digests.items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
@@ -227,13 +227,13 @@ def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) ->
 
 
 def _hashed(folder: ModelFolder) -> dict[str, str]:
-    """Component -> digest of its weights and configuration, which are read for it, of those that have them."""
+    """Return component -> digest of its weights and configuration, which are read for it."""
     with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
     return {name: folder.digest(name) for name in with_weights}
 
 
 def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
-    """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+    """Return the SHA-256 of all files that decide a pipeline's images: weights, configurations and the scheduler's."""
     weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
     others = sorted(
         path
@@ -253,8 +253,9 @@ def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
 def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: None) -> Report | None:
     """Make every side's images, measure them and write OUT/eval/report.*; None in processes that only helped.
 
-    on_start: called with a forecast when all that was asked for is known to be possible. Before that, ValueError is
-    raised for a metric, backend or gate that cannot be had.
+    on_start: called with a forecast once the whole request is known to be possible.
+
+    Raises ValueError, before that, for a metric, backend or gate that cannot be had.
     """
     from fluxq.eval.images.executor import Work, ensure_images, one_thread, open_engine
     from fluxq.eval.metrics.drift import floor_attention
@@ -356,10 +357,12 @@ def bench(
     on_start: Callable[[Forecast], None] = lambda _: None,
     **how: Any,
 ) -> Speed:
-    """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
+    """Time both sides in turn, write OUT/eval/speed.json and draw the report again where there is one.
 
-    optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it. on_start: called
-    with a forecast. how: fields of `Timing`.
+    optimized: time also the blocks that `fluxq.optimize` fuses.
+    prefer: as `fluxq.prepare` takes it.
+    on_start: called with a forecast.
+    how: fields of `Timing`.
     """
     from fluxq.eval.speed.speed import Timing, measure_speed
 
@@ -385,7 +388,7 @@ def bench(
 
 
 def _forecast_of_bench(subject: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
-    """Of every setting: the image at the first size stands for all."""
+    """Return the forecast of every setting together; images of the first size stand for all."""
     calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
     count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
     names = ("height", "width", frames_argument(subject.folder.pipeline_class or object) or "num_frames")
@@ -396,7 +399,7 @@ def _forecast_of_bench(subject: Subject, plain: int, served: int, how: Mapping[s
 
 
 def _in_fp32(subject: Subject) -> list[_InFp32]:
-    """The 16-bit side once more, in what a CPU may compute faster."""
+    """Return the 16-bit side once more in fp32, which a CPU may compute faster; elsewhere none."""
     is_16_bit = getattr(torch, subject.reference.dtype).itemsize == 2
     return [_InFp32(subject)] if is_16_bit and torch.device(subject.options.device).type == "cpu" else []
 
@@ -410,7 +413,7 @@ class _InFp32:
     dtype: str = "float32"
 
     def open(self, device: str) -> Any:
-        """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
+        """Load the side; MemoryError where its weights exceed free memory: the system might end the whole process."""
         folder = self.subject.folder
         needed = sum(component_bytes(folder, name, 4) for name in folder.components if is_model(folder, name))
         free = free_bytes(torch.device(device))
@@ -447,10 +450,11 @@ def debug(
     budget: int,
     on_start: Callable[[Forecast], None] = lambda _: None,
 ) -> Debug:
-    """Find out where the checkpoint loses; writes OUT/eval/debug.json and draws the report again where there is one.
+    """Find the layers where the checkpoint loses quality, write OUT/eval/debug.json and draw a report again.
 
-    patch: file for a recipe that keeps the worst layers in more bits, at most a share `growth` more than now; it is not
-    written where no layer is worth them. budget: runs of the prompts that the damages may take.
+    patch: file for a recipe that keeps the worst layers in more bits; it is not written where no layer is worth them.
+    growth: share of bits that the patch may add.
+    budget: runs of the prompts that the damages may take.
     """
     from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
@@ -500,7 +504,7 @@ def debug(
 
 
 def _require_new(patch: Path, job: str) -> None:
-    """Raise ValueError for a patch that would replace a file, but what the same job wrote."""
+    """Raise ValueError for a patch that would replace a file, unless the same job wrote it."""
     if patch.suffix != ".yaml" or (os.path.lexists(patch) and not Output(patch, True).holds(job)):
         raise ValueError(f"--patch {patch}: name a new .yaml file")
 
@@ -508,7 +512,7 @@ def _require_new(patch: Path, job: str) -> None:
 def report(
     outputs: Sequence[Path], target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
 ) -> Report:
-    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown.
+    """Write one page of several evaluations, each a checkpoint folder or a report.json, with its JSON and Markdown.
 
     on_start: called when all is checked and writing begins.
     """
@@ -531,7 +535,7 @@ def report(
 
 
 def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None:
-    """Write a report that was read; ValueError naming its files for values that no page can be made of."""
+    """Write a report; ValueError naming the files that it was read from for values that no page can be made of."""
     from fluxq.eval.report.report import write_report
 
     try:
@@ -543,7 +547,7 @@ def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None
 
 
 def _read(output: Path) -> Report:
-    """The report of a checkpoint folder, with what bench and debug have found since."""
+    """Read the report of a checkpoint folder, with the later results of bench and debug."""
     path = _report_of(output)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
@@ -555,7 +559,7 @@ def _report_of(output: Path) -> Path:
 
 
 def _networks(subject: Subject) -> Networks:
-    """Find the networks for the metrics: the embedded model's own, and those that --weights and its fellows name."""
+    """Find the networks for the metrics: the embedded model's own, and those that --weights and --clip name."""
     from fluxq import tiny
     from fluxq.eval.metrics.networks import Networks, find_networks
 
@@ -585,7 +589,7 @@ def _networks(subject: Subject) -> Networks:
 
 
 def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
-    """The metrics to take; ValueError for one that was asked for, by name or by a published protocol, and cannot be."""
+    """Return the metrics to take; ValueError if one that an option or a published protocol names cannot be."""
     from fluxq.eval.metrics.evaluate import VELOCITY_ERROR
     from fluxq.eval.metrics.metrics import metric_rows, missing
 
@@ -603,7 +607,7 @@ def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
 
 
 def _gates(subject: Subject) -> tuple[str, ...]:
-    """The recipe's, the protocol's and those of the command line."""
+    """Return the gates of the recipe, the protocol and the command line."""
     return tuple(
         dict.fromkeys(
             [*subject.record.recipe.gates, *PROTOCOLS[subject.options.protocol].gates, *subject.options.gates]
@@ -612,7 +616,7 @@ def _gates(subject: Subject) -> tuple[str, ...]:
 
 
 def _backends(record: Record) -> tuple[str, ...]:
-    """As stored, and every re-encoding that changes a layer of this checkpoint."""
+    """Return the backends that differ: the stored arithmetic, and every re-encoding that changes a layer."""
     schemes = {layer.scheme for part in record.components for layer in part.quantized}
     activations = {Scheme.parse(scheme).activations for scheme in schemes}
     formats = {each.name for each in activations if each is not None}
@@ -620,7 +624,7 @@ def _backends(record: Record) -> tuple[str, ...]:
 
 
 def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str, str]:
-    """Name of a side -> name of the first that makes the same bits, as where 8bit chooses int8 for every layer."""
+    """Return name of a side -> name of the first that makes the same bits, as where 8bit is int8 for every layer."""
     first: dict[tuple[str, ...], str] = {}
     hashes = [tuple(part for row in images.rows for part in (row.image, row.latents)) for images in sets]
     same_as = {side.name: first.setdefault(each, side.name) for side, each in zip(sides, hashes, strict=True)}
@@ -630,8 +634,9 @@ def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str
 def _opened(
     subject: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
 ) -> tuple[dict[str, Drift], dict[str, Served | None]]:
-    """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts; and what computes
-    it. Each side is opened once.
+    """Return two tables by side's name, opening each side once: errors along its steps, and its arithmetic.
+
+    Errors are of the first few prompts, each beside the noise floor.
     """
     from fluxq.eval.metrics.drift import drift, follow, with_floor
     from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
@@ -704,7 +709,7 @@ def _warnings(subject: Subject) -> tuple[str, ...]:
 
 
 def _small(reference: ImageFolder) -> list[str]:
-    """A warning for images far smaller than those of the published figures that verdicts are held against."""
+    """Return a warning for images far smaller than those of the published figures that verdicts are held against."""
     height, width = reference.images[0].shape[-2:]
     if max(height, width) >= _PUBLISHED_PIXELS:
         return []
@@ -715,14 +720,14 @@ def _small(reference: ImageFolder) -> list[str]:
 
 
 def _source(subject: Subject) -> str:
-    """Return where the 16-bit model is to be found again."""
+    """Return the name under which the 16-bit model is found again."""
     if subject.options.in_memory:
         return "a pipeline in memory"
     return subject.reference.folder if subject.options.model else str(subject.record.model.source)
 
 
 def _command(subject: Subject) -> str:
-    """Return the command that makes this report again; where images are made and kept changes nothing in it."""
+    """Return the command that makes this report again, without options that only say where images are made and kept."""
     options, default = subject.options, JudgeOptions()
     words = ["fluxq", "eval", _named(subject)]
     for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
@@ -738,7 +743,7 @@ def _command(subject: Subject) -> str:
 
 
 def _named(subject: Subject) -> str:
-    """The checkpoint as a command takes it, without where on the machine an absolute path leads."""
+    """Return the checkpoint as a command takes it, an absolute path by its last name."""
     return subject.quantized.name if subject.output.is_absolute() else subject.output.as_posix()
 
 
@@ -749,10 +754,12 @@ def _locked(output: Path) -> Path:
 
 @contextmanager
 def _sole_writer(subject: Subject, *names: str) -> Iterator[None]:
-    """No other command writes to the checkpoint meanwhile; what killed ones left there half-written is cleared.
+    """Keep other commands from writing to the checkpoint meanwhile, and clear half-written files of killed ones.
 
-    names: of files in OUT/eval that are replaced. Raises RuntimeError where the checkpoint was replaced since it was
-    read, and ValueError where such a file is no longer fluxq's own.
+    names: files in OUT/eval that are replaced.
+
+    Raises RuntimeError where the checkpoint was replaced since it was read, and ValueError where such a file is no
+    longer fluxq's own.
     """
     output = subject.output
     with sole_writer(_locked(output), _WAIT):
@@ -778,17 +785,17 @@ def _keep(subject: Subject, name: str, value: BaseModel) -> None:
         return
     try:
         before = read_report(path)
-    except ValueError as error:  # of another version, say: what was found just now must not be lost for that
+    except ValueError as error:  # of another version, say: these results must not be lost for that
         logger.warning("%s; what was found is kept in %s, and that evaluation will show it", error, folder / name)
         return
     _write(subject.output, _with_records(before, subject))
 
 
 def _with_records(report: Report, subject: Subject) -> Report:
-    """The report with what bench and debug found on the same checkpoint.
+    """Return the report with the results of bench and debug on the same checkpoint.
 
-    A speed belongs to the run with the arithmetic that was timed, and to no other; without one it stands by itself.
-    What debug found is of the weights as they are stored.
+    A speed belongs to the run with the arithmetic that was timed; without such a run it stands by itself. Results of
+    debug are of the weights as they are stored.
     """
     if any(run.provenance.get("checkpoint (SHA-256)") != subject.quantized.digest for run in report.runs):
         return report  # of weights that were in this folder before
@@ -810,7 +817,7 @@ def _with_records(report: Report, subject: Subject) -> Report:
 
 
 def _timed(subject: Subject, speed: Speed, checkpoint: str) -> Timed:
-    """A speed that no run of the report computes as. checkpoint: as its runs call it."""
+    """Return a speed whose arithmetic no run of the report has. checkpoint: its name in those runs."""
     name = subject.quantized.name
     arithmetic = speed.served.arithmetic if speed.served else NATIVE
     return Timed(
@@ -823,17 +830,14 @@ def _timed(subject: Subject, speed: Speed, checkpoint: str) -> Timed:
 
 
 def _is_of(speed: Speed | None, run: Run) -> bool:
-    """Tell whether what was timed computes as a run does."""
+    """Tell whether the timed side computes as a run does."""
     if speed is None or speed.served is None or run.served is None:
         return False
     return run.cache is None and run.served.digest == speed.served.digest
 
 
 def _read_result(subject: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
-    """Read what `command` found on this checkpoint.
-
-    None if it did not run since, or ran in another version of fluxq.
-    """
+    """Read the result of `command` on this checkpoint; None if it did not run since, or in another version of fluxq."""
     path = subject.output / EVAL_FOLDER / name
     try:
         record = read_json(path) if path.is_file() else {}
@@ -849,7 +853,7 @@ def _read_result(subject: Subject, name: str, kind: type[BaseModel], command: st
 
 
 def _write(output: Path, report: Report) -> None:
-    """The report, and what hubs read of it: the model card's table and `.eval_results`."""
+    """Write the report, and what hubs read of it: the model card's table and `.eval_results`."""
     from fluxq.eval.report.report import write_report
 
     write_report(output / EVAL_FOLDER / "report.html", report)
@@ -857,13 +861,13 @@ def _write(output: Path, report: Report) -> None:
     if readme.is_file():
         try:
             write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
-        except ValueError as error:  # of an older fluxq, or somebody's own: it is theirs to correct
+        except ValueError as error:  # of an older fluxq, or the user's own: users correct it
             why = "is left without the evaluation: its front matter cannot be read"
             logger.warning("%s %s (%s); correct it, and the same command adds it", readme, why, error)
     for name, text in card.eval_results(report).items():
         try:
             require_own(output, [f"{_RESULTS_FOLDER}/{name}"])
-        except ValueError as error:  # what else was found must not be lost for that
+        except ValueError as error:  # the other results must not be lost for that
             logger.warning("%s", error)
             continue
         write_text(output / _RESULTS_FOLDER / name, seal(text, ".yaml"))

@@ -1,8 +1,8 @@
 """One function per command: joins recipes, calibrate, quantize and eval.
 
-`job_of` reads what a user gave and refuses what cannot work; the function that takes its result does the work. Output
-folders appear complete or not at all. Until then each stage keeps what it has done in the work folder, whose name holds
-the job's digest, and an interrupted run goes on with what is whole there:
+`job_of` reads the options and refuses jobs that cannot work; the function that takes the job does the work. Output
+folders appear complete or not at all. Until then each stage keeps its results in the work folder, whose name has the
+job's digest, and an interrupted run goes on with all that is whole there:
 
     statistics   statistics.safetensors
     calls        calls/, with the digests of the weights that they were captured with; levels.json
@@ -78,7 +78,7 @@ from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.steps import KeptSteps, about_to_keep
 
-__all__ = [  # what the commands need of a job, whichever file it is in
+__all__ = [  # all names that the commands need of a job, whichever file they are in
     "Job",
     "JobOptions",
     "calibrate",
@@ -97,9 +97,9 @@ _HELD_OUT = 10  # one image in so many decides, and is never fitted to
 
 
 def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: int) -> dict[str, Cost]:
-    """Component -> what its plan costs on a GPU, modelled; only transformers run at every step.
+    """Return component -> modelled cost of its plan on a GPU; only transformers, which run at every step, have one.
 
-    ValueError for an unknown GPU, and where no transformer is planned.
+    Raises ValueError for an unknown GPU, and where no transformer is planned.
     """
     if not job.calibrated:
         planned = ", ".join(plan.component for plan in job.plans)
@@ -140,7 +140,7 @@ def holding_on(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Ho
 
 
 def calibrate(job: Job) -> Path:
-    """Gather statistics of every planned input group into one file; returns its path."""
+    """Gather statistics of every planned input group into one file, and return its path."""
     if job.finished:
         if job.run.ranks.leads:
             clear_leftovers(job)
@@ -156,7 +156,7 @@ def calibrate(job: Job) -> Path:
 
 
 def _require_free(job: Job) -> None:
-    """Raise RuntimeError for what was put at the output since this job began, and may not be replaced."""
+    """Raise RuntimeError for an output that appeared since this job began and may not be replaced."""
     try:
         Output(job.output, True).require_free(overwrite=job.options.overwrite, exists_ok=True)
         if not job.options.overwrite and job.output.exists():
@@ -166,7 +166,7 @@ def _require_free(job: Job) -> None:
 
 
 def quantize(job: Job) -> Record:
-    """Calibrate, quantize, check and write the checkpoint; returns its record.
+    """Calibrate, quantize, check and write the checkpoint, and return its record.
 
     `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is written all the same
     and its card says so.
@@ -184,7 +184,7 @@ def quantize(job: Job) -> Record:
 
 
 def _written_meanwhile(job: Job) -> Record | None:
-    """Return the record of what another run wrote since this job began; None if there is nothing.
+    """Return the record of a checkpoint that another run wrote since this job began; None if there is nothing.
 
     Raises RuntimeError, which costs no block, where something else stands there.
     """
@@ -195,7 +195,7 @@ def _written_meanwhile(job: Job) -> Record | None:
 
 
 def _quantize(job: Job, work: Path) -> Record | None:
-    """The record of what the first process wrote; None in those that helped it."""
+    """Return the record of the checkpoint in the first process; None in those that helped it."""
     options, ranks = job.options, job.run.ranks
     started = time.perf_counter()
     if ranks.leads:
@@ -241,7 +241,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
 
 
 def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
-    """Copy what is not quantized; RuntimeError if it is not what the job began with, and what the record names.
+    """Copy the components that are not quantized; RuntimeError if they are not those that the job began with.
 
     hashes: takes those of the files.
     """
@@ -257,7 +257,7 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
 
 
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
-    """Compile what the checkpoint `output` launches on a GPU; a row of runtime/warmup.py for each launch."""
+    """Compile the kernels that the checkpoint `output` launches on a GPU; return a row for each launch."""
     where = torch.device(device)
     if where.type != "cuda" or not torch.cuda.is_available():
         raise ValueError(
@@ -272,7 +272,7 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
 
 
 def quantized_models(output: str) -> list[torch.nn.Module]:
-    """The quantized components of a checkpoint folder, on the meta device."""
+    """Return the quantized components of a checkpoint folder, on the meta device."""
     folder = resolve_model(output, local_files_only=True, one_model=True)
     names = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
     quantized = [name for name in names if "quantization_config" in folder.config(name)]
@@ -311,7 +311,7 @@ def _calibrate(job: Job, pipe: Any, work: Path) -> Statistics:
 
 
 def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, Fitting]:
-    """Component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
+    """Return component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
     folder, plans = work_folder(job), job.fitted
     items = job.calibration_items
     held_out = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
@@ -347,7 +347,7 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
 
 
 def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, Calls], file: Path) -> dict[int, float]:
-    """Denoising step -> what an error at it does to the final latents; measured once and kept."""
+    """Return denoising step -> effect of an error at it on the final latents; measured once and kept."""
     ranks = job.run.ranks
     kept = ranks.agree(_kept_levels(file) if ranks.leads else None)
     if kept is None:
@@ -360,7 +360,7 @@ def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, 
 
 
 def _kept_levels(file: Path) -> dict[str, float] | None:
-    """Those that an interrupted run measured; None where there are none, or they were damaged."""
+    """Read the weights of steps that an interrupted run measured; None where there are none, or they were damaged."""
     try:
         weights = read_json(file) if file.is_file() else None
     except ValueError as error:
@@ -375,7 +375,7 @@ def _kept_levels(file: Path) -> dict[str, float] | None:
 
 
 def _kept_statistics(work: Path) -> Statistics | None:
-    """Those that an interrupted run gathered; None where there are none, or they were damaged."""
+    """Read the statistics that an interrupted run gathered; None where there are none, or they were damaged."""
     try:
         return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
     except ValueError as error:
@@ -386,7 +386,7 @@ def _kept_statistics(work: Path) -> Statistics | None:
 def _quantize_component(
     job: Job, plan: Plan, statistics: Statistics | None, fitting: Fitting | None, work: Path
 ) -> tuple[Plan, list[Path], float]:
-    """(its plan, files of its finished blocks, seconds that this run took)."""
+    """Quantize a component; return its plan, the files of its finished blocks and the seconds that this run took."""
     started = time.perf_counter()
     component_statistics = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, job.options.dtype)
@@ -407,7 +407,7 @@ def _write(
     outcome: Outcome,
     hashes: dict[Path, str],
 ) -> Component:
-    """Make a component of its finished blocks; returns what is recorded of it. hashes: takes those of its files."""
+    """Make a component of its finished blocks, and return its record. hashes: takes those of its files."""
     started = time.perf_counter()
     plan = outcome.applied_to(plan)
     size = checkpoint.write_component(
@@ -466,7 +466,7 @@ def _record(
 
 
 def _source(job: Job) -> str | None:
-    """MODEL such that it means the same from any folder; None of a pipeline in memory."""
+    """Return MODEL such that it means the same from any folder; None of a pipeline in memory."""
     if job.options.in_memory:
         return None
     model = job.options.model or job.recipe.model or DEFAULT_MODEL
@@ -474,7 +474,7 @@ def _source(job: Job) -> str | None:
 
 
 def _check(part: Path, job: Job, reference: Generated) -> Check:
-    """A few paired images or videos against the 16-bit pipeline's, and the recipe's gates."""
+    """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
     options = job.options
     with about_to_keep():
         folder = ModelFolder(job.output.name, part)
@@ -509,5 +509,5 @@ def _check(part: Path, job: Job, reference: Generated) -> Check:
 
 
 def _rounded(value: float | None) -> float | None:
-    """For JSON, which has no infinity: None stands for identical images too."""
+    """Return a number for JSON, which has no infinity: None stands for identical images too."""
     return None if value is None or value in (float("inf"), float("-inf")) or value != value else round(value, 3)

@@ -1,4 +1,4 @@
-"""Read what a user gave, and refuse what cannot work before anything is computed or written."""
+"""Read a job's options, and refuse a job that cannot work before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from fluxq.runtime.steps import require_followed
 
 
 def job_of(options: JobOptions, *, writes: bool = True, runs: bool = True, ranks: Ranks = ALONE) -> Job:
-    """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work.
+    """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for requests that cannot work.
 
-    writes: whether a checkpoint is written. runs: whether anything is computed, so that the model has to fit.
+    writes: whether a checkpoint is written.
+    runs: whether anything is computed, so that the model has to fit.
     ranks: processes that do the job together and call the same functions. The first one prepares before the others, so
-    that it alone says what is wrong, and hashes the model for all of them.
+        that it alone reports errors, and hashes the model for all of them.
     """
     if not ranks.leads:
         return _job_of(options, writes, runs, ranks, ranks.agree())
@@ -184,7 +185,7 @@ def _plan(
 def _loras(
     folder: ModelFolder, plans: Sequence[Plan], options: JobOptions
 ) -> tuple[tuple[LoraFile, ...], dict[str, tuple[Updates, ...]]]:
-    """The files, each with the component that it changes, and component -> what they add to its weights."""
+    """Return the files, each with the component that it changes, and component -> updates of its weights."""
     loras = tuple(of_component(LoraFile.parse(text), folder, denoisers_of(folder)) for text in options.lora)
     planned = [plan.component for plan in plans]
     for lora in loras:
@@ -221,8 +222,8 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
 def settle(job: Job, device_option: str, *, writes: bool) -> Run:
     """Return where a job can run: as it is, within a bound, or on the CPU.
 
-    With `--device auto` (asked) weights that do not fit are read when it is their turn, and a GPU without room even for
-    that is left for the CPU. Raises ValueError for a model that does not fit.
+    device_option: the value of `--device`. With auto, weights that do not fit are read when it is their turn, and a GPU
+    without room even for that is left for the CPU. Raises ValueError for a model that does not fit.
     """
     run, name = job.run, job.folder.name
     device = torch.device(run.device)
@@ -232,9 +233,7 @@ def settle(job: Job, device_option: str, *, writes: bool) -> Run:
         return run
     weights = weight_bytes(job.folder, job.options.dtype)
     needed, limit = needs.unbounded(weights), int(FREE * free)
-    if needed <= limit or (
-        device_option != AUTO and weights <= free
-    ):  # what is needed beside the weights is an estimate
+    if needed <= limit or (device_option != AUTO and weights <= free):  # the other needs are estimates
         return run
     if device_option != AUTO:
         bounded = f", or give --max-memory {in_words(limit)}: either reads weights in turn" * (needs.least <= limit)
@@ -258,7 +257,7 @@ def settle(job: Job, device_option: str, *, writes: bool) -> Run:
 
 
 def _require_useful_statistics(statistics: Statistics, job: Job) -> None:
-    """Refuse statistics that were gathered on other weights, that lack a layer, or that nothing here can use."""
+    """Raise ValueError for statistics of other weights, without a layer of this job, or without use for it."""
     if not job.calibrated:
         raise ValueError("what is quantized here is weight-only and uses no statistics: leave out --statistics")
     if not any(plan.static_groups() for plan in job.plans):
@@ -275,4 +274,4 @@ def _require_useful_statistics(statistics: Statistics, job: Job) -> None:
             )
     for component, plan in job.calibrated.items():
         for group in plan.static_groups():
-            statistics.of_component(component).amax(group)  # refuses what it lacks before anything is computed
+            statistics.of_component(component).amax(group)  # refuses a missing group before anything is computed

@@ -1,7 +1,7 @@
-"""Requirements of a job on what a user named, on its pipeline and on its output; each refuses with the cure.
+"""Requirements of a job on its options, its pipeline and its output; each refuses with the cure.
 
 Most need no more than paths, JSON and the headers of weight files, and nothing heavy is imported, so that a mistake is
-said within a second.
+reported within a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _OURS = {  # arguments of a call that `calibrate.capture.run_pipeline` gives
 
 
 def require_call(folder: ModelFolder, call: dict[str, Any], option_names: Collection[str] = ()) -> None:
-    """Refuse what the pipeline does not take, before it is loaded. asked: by options; the rest are its defaults."""
+    """Refuse arguments that the pipeline does not take, before it is loaded.
+
+    option_names: arguments that options gave; the others are defaults of the folder.
+    """
     import diffusers
 
     pipeline = folder.pipeline_class
@@ -59,7 +62,7 @@ def require_call(folder: ModelFolder, call: dict[str, Any], option_names: Collec
 
 
 def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: Collection[str]) -> None:
-    """ValueError for an image of fewer pixels than two by two latents, or of a part of one, where the VAE tells."""
+    """Raise ValueError for an image below two by two latents, or of a part of one, where the VAE tells their size."""
     if folder.components.get("vae") != "AutoencoderKL":
         return
     stages = folder.config("vae").get("block_out_channels")
@@ -74,7 +77,7 @@ def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: C
 
 
 def _require_values(folder: ModelFolder, pipeline: type, defaults: Mapping[str, Any]) -> None:
-    """ValueError for a value of a kind that the call does not take, by its annotations, else by its defaults."""
+    """Raise ValueError for a default of a type that the call does not take, by its annotations or own defaults."""
     call = inspect.unwrap(pipeline.__call__)
     try:
         hints = get_type_hints(call)
@@ -107,7 +110,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, each) for each in inner)
     if kind is Literal:
         return value in inner
-    if value is None:  # many a list or text may be left out without an annotation that says so
+    if value is None:  # many lists and texts may be left out though their annotations have no None
         return kind not in (float, int, bool)
     if isinstance(value, list):
         # One type is that of every value: libraries write tuple[int] for tuples of any length.
@@ -133,10 +136,10 @@ def _words(hint: Any) -> Iterator[str]:
 def call_of(
     folder: ModelFolder, defaults: Mapping[str, Any], options: Mapping[str, Any], frames: int | None = None
 ) -> dict[str, Any]:
-    """Arguments of a call of the pipeline: what is `said` of the model, and before that what was `asked` for.
+    """Return the arguments of a call of the pipeline: defaults of the model, overridden by options.
 
-    num_frames is called as the pipeline calls it. Frames that nobody says are the pipeline's own number of them, so
-    that batches can be cut by it, but at most `frames`. A size that BINNED lacks is made as it is.
+    num_frames gets the pipeline's own name for it. If it is missing, the pipeline's own number of frames is written
+    out, at most `frames`, so that batches can be cut by it. A size that BINNED lacks is made as it is.
     """
     from fluxq.calibrate.capture import frames_argument
 
@@ -157,7 +160,7 @@ def call_of(
 
 
 def require_no_adapter(folder: ModelFolder, component: str) -> None:
-    """ValueError for an adapter beside a component to quantize: it is part of the model, and no weights hold it."""
+    """Raise ValueError for an adapter beside a component to quantize, whose weights do not hold it."""
     for file in folder.adapter_files(component)[:1]:
         raise ValueError(
             f"{file}: an adapter, which transformers adds to the {component} as it loads it, and which quantized "
@@ -166,7 +169,7 @@ def require_no_adapter(folder: ModelFolder, component: str) -> None:
 
 
 def require_steps(folder: ModelFolder) -> None:
-    """ValueError for a pipeline whose steps cannot be followed: it does not tell of them and has no scheduler."""
+    """Raise ValueError for a pipeline that has neither a scheduler nor a callback by which its steps are followed."""
     from fluxq.calibrate.capture import TELLS
 
     pipeline = folder.pipeline_class
@@ -180,7 +183,7 @@ def require_steps(folder: ModelFolder) -> None:
 
 
 def require_pictures(folder: ModelFolder, cure: str) -> None:
-    """ValueError for a pipeline that makes neither images nor video."""
+    """Raise ValueError for a pipeline that makes neither images nor video."""
     if not makes_pictures(folder):
         outputs = ", ".join(outputs_of(folder))
         raise ValueError(
@@ -190,7 +193,7 @@ def require_pictures(folder: ModelFolder, cure: str) -> None:
 
 
 def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> None:
-    """ValueError for a pipeline that needs more than a prompt, such as an image to begin with."""
+    """Raise ValueError for a pipeline that needs more than a prompt, such as an image to begin with."""
     pipeline = folder.pipeline_class
     parameters = inspect.signature(pipeline.__call__).parameters if pipeline is not None else {}
     named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
@@ -203,7 +206,7 @@ def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> Non
 
 
 def makes_pictures(folder: ModelFolder) -> bool:
-    """Tell whether the pipeline's outputs are images or frames; yes, if nothing is known of them."""
+    """Tell whether the pipeline's outputs are images or frames; True if its outputs are unknown."""
     from fluxq.eval.images.generate import PICTURES
 
     outputs = outputs_of(folder)
@@ -211,7 +214,7 @@ def makes_pictures(folder: ModelFolder) -> bool:
 
 
 def default_frames(folder: ModelFolder) -> int | None:
-    """Frames of the videos that the pipeline makes by itself; None where its call does not say."""
+    """Return the number of frames that the pipeline makes by itself; None where its call does not say."""
     from fluxq.calibrate.capture import frames_argument
 
     pipeline = folder.pipeline_class
@@ -226,7 +229,7 @@ def makes_video(folder: ModelFolder) -> bool:
 
 
 def outputs_of(folder: ModelFolder) -> tuple[str, ...]:
-    """Fields of what the pipeline returns, by the output classes of its module; empty where it has none of its own."""
+    """Return the fields of the pipeline's outputs, by the output classes of its module; empty if it has none."""
     from diffusers.utils import BaseOutput
 
     pipeline = folder.pipeline_class
@@ -236,7 +239,7 @@ def outputs_of(folder: ModelFolder) -> tuple[str, ...]:
 
 
 def scheduler_of(folder: ModelFolder) -> Any:
-    """The pipeline's, from its files; ValueError for one that this diffusers does not have."""
+    """Load the pipeline's scheduler from its files; ValueError for one that this diffusers does not have."""
     import diffusers
 
     name = folder.components.get("scheduler", "")
@@ -247,12 +250,12 @@ def scheduler_of(folder: ModelFolder) -> Any:
 
 
 def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) -> Path:
-    """Return where a checkpoint, or a file of statistics, goes: as told, else named after model and recipe."""
+    """Return the path of a checkpoint or a file of statistics: `output`, else a name made of model and recipe."""
     return Path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
 
 
 def reads_of(model: Path, options: Mapping[str, Any]) -> dict[str, str | Path | None]:
-    """Return the files that a quantizing command reads, by what they are. said: its options, those that name files."""
+    """Return the files that a quantizing command reads, by what they are. options: the command's."""
     from fluxq.quantize.lora_file import LoraFile
     from fluxq.recipes.recipe import find_recipe
 
@@ -263,12 +266,12 @@ def reads_of(model: Path, options: Mapping[str, Any]) -> dict[str, str | Path | 
 
 
 def existing_parent(output: Path) -> Path:
-    """The nearest folder around `output` that is there; its disk is what will be written to."""
+    """Return the nearest folder around `output` that exists; its disk is the one to be written to."""
     return next(parent for parent in output.resolve().parents if parent.exists())
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:
-    """Raise OSError where a folder's disk has not the bytes needed. what: is to be written, for the message."""
+    """Raise OSError where a folder's disk has too few free bytes. what: the thing to be written, for the message."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -280,9 +283,9 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 def require_model(
     model: str, revision: str | None = None, local_files_only: bool = False, components: Iterable[str] = ()
 ) -> ModelFolder:
-    """Return the pipeline folder of MODEL, its index and the headers of its weights looked through.
+    """Return the pipeline folder of MODEL after a look through its index and the headers of its weights.
 
-    components: of the pipeline, that the command names.
+    components: names of components in the command.
 
     Raises FileNotFoundError, PermissionError, OSError or ValueError with the cure, as `resolve_model` does; a published
     model's name is answered with its hub id.
@@ -300,7 +303,11 @@ def require_model(
 
 
 def require_output(output: Path, folder: ModelFolder, options: Mapping[str, Any], *, is_file: bool) -> None:
-    """Raise ValueError for an output that cannot or must not be written. folder: of the model; said: the options."""
+    """Raise ValueError for an output that cannot or must not be written.
+
+    folder: of the model.
+    options: of the command.
+    """
     reads = reads_of(folder.path, options)
     Output(output, is_file).require(reads, overwrite=options["overwrite"], exists_ok=True)
 
@@ -363,7 +370,7 @@ def require_measures(gates: Iterable[str], metrics: Iterable[str]) -> None:
 
 
 def require_base(base: str | None) -> None:
-    """Raise as `require_model` does for a 16-bit model to prove with that is no file, no folder and on no hub."""
+    """Raise as `require_model` does for a --base that is no file, no folder and on no hub."""
     if base and not Path(base).expanduser().exists():
         require_model(base)
 
@@ -388,9 +395,9 @@ def _near_hub_id(model: str) -> str:
 
 
 def require_files(arguments: Mapping[str, Any]) -> None:
-    """Raise FileNotFoundError or ValueError for an option that names a file or folder which is not there.
+    """Raise FileNotFoundError or ValueError for an option that names a missing file or folder.
 
-    arguments: a command's, by the names that click gives them; of those only the ones that name files are looked at.
+    arguments: a command's, by the names that click gives them; only those that name files are looked at.
     """
     from fluxq.calibrate.prompts import require_source
     from fluxq.quantize.lora_file import LoraFile
@@ -409,14 +416,14 @@ def require_files(arguments: Mapping[str, Any]) -> None:
         require_source(arguments["prompts"])
 
 
-# Option -> what is said of a path that is not there; `hub` is a word of --weights.
+# Option -> message for a missing path; `hub` is a word of --weights.
 PATHS = {
     "statistics": "statistics file {path} does not exist; `fluxq calibrate` writes one",
     "fid_reference": "--fid-reference {path}: no such folder of images or npz file",
     "weights": "--weights {path}: no such folder; `--weights hub` fetches what is missing",
 }
-# Pipeline -> sizes (`sample_size` of its transformer) that it has tables of resolutions for; it refuses to be called
-# with any other unless told not to look for one.
+# Pipeline -> sizes (`sample_size` of its transformer) that it has tables of resolutions for; with any other it refuses
+# a call unless told to use no table.
 BINNED: dict[str, tuple[int, ...]] = {
     "PixArtAlphaPipeline": (32, 64, 128),
     "PixArtSigmaPipeline": (32, 64, 128, 256),
