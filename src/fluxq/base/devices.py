@@ -1,4 +1,4 @@
-"""The device that `--device` means, and what the first line of a command says of it."""
+"""The device that `--device` means, and its description in the first line of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def choose(device: str) -> str:
-    """Return torch's word for `device`: of "auto" the GPU if torch finds one, else the CPU.
+    """Return torch's name for `device`; "auto" is the GPU if torch finds one, else the CPU.
 
     Raises ValueError for a device that torch cannot use.
     """
@@ -35,7 +35,7 @@ def there_is_a_gpu() -> bool:
 
 
 def describe(device: str, option: str) -> str:
-    """Return what the first line of a command says of its device; asked: what `--device` said."""
+    """Return the words about the device in a command's first line. option: the value of `--device`."""
     import torch
 
     place = torch.device(device)

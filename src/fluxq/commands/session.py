@@ -1,4 +1,4 @@
-"""One run of a command: its exit code for errors so far, how it prints, what it calls."""
+"""One run of a command: its exit code for errors so far, its way to print, the modules that it calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
 
 
 class Session:
-    """One command's options, its exit code for errors so far, and how it prints."""
+    """One command's options, its exit code for errors so far, and its way to print."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.verbose, self.quiet = arguments.pop("verbose"), arguments.pop("quiet")
@@ -77,7 +77,7 @@ class Session:
         return self.jobs.JobOptions(**self._with_call())
 
     def subject(self, output: str, *, whole_videos: bool = False) -> Any:
-        """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
+        """Return the checkpoint to judge, with its 16-bit model; errors and the first line come before slow imports."""
         self.requirements.require_checkpoint(output, recorded=True)
         self.requirements.require_files(self.arguments)
         self.requirements.require_measures(self.arguments.get("gates", ()), self.arguments.get("metrics") or ())
@@ -90,14 +90,14 @@ class Session:
         return self.judge.subject_of(Path(output), options, whole_videos=whole_videos)
 
     def _with_call(self) -> dict[str, Any]:
-        """The arguments, those of the pipeline together under `call`."""
+        """Return the arguments, those of the pipeline together under `call`."""
         call_keys = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
         call = {key: self.arguments.get(key) for key in call_keys}
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
     def announce(self, writes: str = "") -> None:
-        """Check what was named, and say what is about to be worked on, before anything slow is imported.
+        """Check the names in the options and print the first line, before anything slow is imported.
 
         writes: "folder" or "file", where the command has an output.
         """
@@ -143,7 +143,7 @@ class Session:
         return not (self.quiet or self.as_json) and (not launched() or os.environ["RANK"] == "0")
 
     def require_gpu(self, gpu: str | None, **needing: Any) -> None:
-        """ValueError for an unknown GPU, and without one for options that only it gives a meaning."""
+        """Raise ValueError for an unknown GPU, and for options that mean nothing without one."""
         from fluxq.recipes.devices import find_device
 
         if gpu is not None:
@@ -159,7 +159,7 @@ class Session:
 
     @contextmanager
     def together(self) -> Iterator[Any]:
-        """The processes that torchrun started for this command; the first one speaks, the others only of errors."""
+        """Yield the processes that torchrun started for this command; all but the first print only errors."""
         from fluxq.base.console import set_verbosity
         from fluxq.base.ranks import ranks_of_launch
 
@@ -170,7 +170,7 @@ class Session:
             yield ranks
 
     def forecast(self, job: Any, of: str) -> None:
-        """Say how long the job will take and how much memory, before it starts. of: a function of jobs/forecast.py."""
+        """Print the job's time and memory before it starts. of: name of a function of jobs/forecast.py."""
         if self.quiet or self.as_json or self.who or job.finished:
             return
         from fluxq.jobs import forecast
@@ -178,7 +178,7 @@ class Session:
         show.forecast(getattr(forecast, of)(job))
 
     def start_work(self, forecast: Forecast | None = None) -> None:
-        """Say how long it will take. From here on an error is a failure of the work, not of what was asked for."""
+        """Print the forecast. From here on an error is a failure of the work, not of the request."""
         self.exit_code = 1
         if forecast is not None and self.speaks:
             show.forecast(forecast)

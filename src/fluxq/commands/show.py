@@ -35,10 +35,12 @@ def plan(
     *,
     every_layer: bool = False,
 ) -> None:
-    """Print what becomes of the Linears, by role, and why.
+    """Print the formats of the Linears by role, and the reasons.
 
-    With `every_layer` each is printed by name; with `costs` those instead. demands: of quantizing, on each device; the
-    least that it may be given is printed. held: of the pipeline by the GPU, as asked and under prefer="memory".
+    costs: printed instead, where there are any.
+    demands: of quantizing, on each device; the least memory that it may be given is printed.
+    holdings: of the pipeline by the GPU, under the chosen `prefer` and under "memory".
+    every_layer: print each Linear by name.
     """
     for component in job.plans:
         if not costs:
@@ -57,7 +59,7 @@ def plan(
 
 
 def _fates(component: Plan) -> None:
-    """A row for all Linears with one role, format and reason; what is quantized first."""
+    """Print a row for all Linears with one role, format and reason; quantized ones first."""
     alike: dict[tuple[str, str, str], list[LayerPlan]] = {}
     for layer in sorted(component.layers, key=lambda layer: layer.scheme is None):
         alike.setdefault((layer.role, _scheme(layer), layer.reason), []).append(layer)
@@ -71,7 +73,7 @@ def _fates(component: Plan) -> None:
 
 
 def _layers(component: Plan) -> None:
-    """A row for each Linear."""
+    """Print a row for each Linear."""
     rows = [
         (la.name, f"{la.n}×{la.k}", _scheme(la), f"{la.bits_per_weight:.2f}", _role(la.role)) for la in component.layers
     ]
@@ -79,7 +81,7 @@ def _layers(component: Plan) -> None:
 
 
 def _reasons(component: Plan) -> None:
-    """Each reason once, with the roles that it is the reason for, or with the layers where a role has several."""
+    """Print each reason once, with its roles, or with its layers where a role has several reasons."""
     from fluxq.recipes.patterns import compact
     from fluxq.recipes.plan import KEPT_ROLE
 
@@ -106,7 +108,7 @@ def _role(role: str) -> str:
 
 
 def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()) -> dict[str, Any]:
-    """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
+    """Return the plans as JSON, with `costs` under `cost` and the GPU's holding under `pipeline`."""
     plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in job.plans}
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
@@ -114,13 +116,13 @@ def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()
 
 
 def forecast(of_job: Forecast) -> None:
-    """Print the time and memory that a job will take; nothing for one that only rounds, as fast as files are copied."""
+    """Print the time and memory of a job; nothing for one that only rounds, as fast as files are copied."""
     if of_job.parts:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
 def calibrated(job: Job, path: Path) -> None:
-    """Print where the statistics are and what they are for."""
+    """Print the path of the statistics, and their use."""
     if job.finished:
         echo(f"already done: {path} holds the statistics of this recipe and model")
     else:
@@ -141,7 +143,7 @@ def calibrated(job: Job, path: Path) -> None:
 
 
 def quantized(job: Job, record: Record) -> None:
-    """The closing table of `fluxq quantize`."""
+    """Print the closing table of `fluxq quantize`."""
     if job.finished:
         echo(f"already done: {job.output} holds this recipe on this model")
     parts = record.components
@@ -171,12 +173,12 @@ def quantized(job: Job, record: Record) -> None:
 
 
 def judged(gate: Gate) -> str:
-    """A gate and what was measured, as in `psnr>=30 (28.1)`."""
+    """Return a gate and its measured value, as in `psnr>=30 (28.1)`."""
     return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
 
 
 def why_failed(job: Job, check: Check) -> str:
-    """Return the closing check's faults in words, and what to do."""
+    """Return the closing check's faults in words, and the cure."""
     noun = "images" if check.frames is None else "videos"
     what = f"gate missed: {', '.join(check.missed)}"
     if not check.finite:
@@ -189,7 +191,7 @@ def why_failed(job: Job, check: Check) -> str:
 
 
 def evaluated(page: Path, report: Report) -> None:
-    """Print which checkpoint to use, each run's verdict, main figures and gains, and where the report is."""
+    """Print advice on which checkpoint to use, each run's verdict, main figures and gains, and the report's path."""
     from fluxq.eval.report.advice import advice
     from fluxq.eval.report.markdown import facts
     from fluxq.eval.report.summary import command_for, figures_of
@@ -209,7 +211,7 @@ def evaluated(page: Path, report: Report) -> None:
 
 
 def timed(speed: Speed) -> None:
-    """Median times of every stage, what was gained, and what was not said because it was not certain."""
+    """Print median times of every stage, speed-ups, and the reasons for those that are not given."""
     from fluxq.eval.metrics.figures import asked
 
     echo(f"on {speed.measured_on}")
@@ -247,7 +249,7 @@ def timed(speed: Speed) -> None:
 
 
 def _served(served: Served) -> str:
-    """Return the arithmetic that was timed, and the memory that it takes, in words."""
+    """Return the arithmetic that was timed, and its memory, in words."""
     from fluxq.eval.metrics.figures import computed
 
     memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
@@ -258,7 +260,7 @@ def _served(served: Served) -> str:
 
 
 def debugged(diagnosis: Debug, patch: Path | None) -> None:
-    """Print the findings, the worst layers and where the patch is."""
+    """Print the findings, the worst layers and the path of the patch."""
     from fluxq.eval.debug.findings import about_shares
 
     for finding in diagnosis.findings:
@@ -288,7 +290,7 @@ def _decibels(values: Sequence[float | None]) -> str:
 
 
 def verified(results: Sequence[Result]) -> None:
-    """Every check, and beneath it what it found."""
+    """Print every check, and its findings beneath it."""
     for result in results:
         measured = f"; {result.measured}" if result.measured else ""
         echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
@@ -297,7 +299,7 @@ def verified(results: Sequence[Result]) -> None:
 
 
 def exported(done: Exported) -> None:
-    """Print what an export wrote, and every layer that did not keep its codes."""
+    """Print the files of an export, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
     if done.was_written:
         echo(f"{done.target}: written before by this command, {done.dialect} of {of}")
@@ -322,7 +324,7 @@ def exported(done: Exported) -> None:
 
 
 def _changes(changed: Sequence[Changed]) -> None:
-    """A line for all layers that the same happened to for the same reason; names are never cut."""
+    """Print a line for all layers with the same change for the same reason; names are never cut."""
     from fluxq.recipes.patterns import compact
 
     alike: dict[tuple[str, str, str], list[Changed]] = {}
@@ -335,7 +337,7 @@ def _changes(changed: Sequence[Changed]) -> None:
 
 
 def families(models: Sequence[CatalogueModel], recipes: Sequence[str], *, in_detail: bool) -> None:
-    """Published models and what recipes make of them: a line for each, or with what becomes of each kind of Linear."""
+    """Print published models under recipes: a line for each, or in detail every kind of Linear."""
     from fluxq.jobs import catalogue
 
     if not in_detail:
@@ -388,7 +390,7 @@ def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
 
 
 def environment(report: dict[str, Any]) -> None:
-    """Versions, devices, what computes each scheme, and the variables that are set."""
+    """Print versions, devices, the implementation of each scheme, and the variables that are set."""
     driver = {"driver": report["driver"]} if report["driver"] else {}
     for name, value in {**report["versions"], **driver, **report["variables"]}.items():
         echo(f"{name:<16}  {value}")
@@ -402,7 +404,7 @@ def environment(report: dict[str, Any]) -> None:
 
 
 def _cost(component: str, cost: Cost) -> None:
-    """Memory and modelled time of a forward pass, by part of the model."""
+    """Print memory and modelled time of a forward pass, by part of the model."""
     forward, total, device = cost.forward, cost.total, cost.device
     tokens = f"{forward.image} image and {forward.text} text tokens"
     tokens += f", {forward.batch} sequences" if forward.batch > 1 else ""
@@ -482,7 +484,7 @@ def _mean(values: Iterable[float | None]) -> str:
 
 
 def _together(parts: list[Component]) -> Component:
-    """Several components as if they were one."""
+    """Return several components as if they were one."""
     from fluxq.quantize.record import Component, bits_per_weight
 
     return Component(
@@ -531,7 +533,7 @@ def _summary(component: Plan) -> None:
 
 
 def _bits(component: Plan) -> str:
-    """As formats alone take; fitting decides what comes on top, and no plan can know it."""
+    """Return the bits of the formats alone; only fitting decides about the rest."""
     bits, most = f"{component.bits_per_weight:.2f}", f"{component.most_bits_per_weight:.2f}"
     if bits == most:
         return f"{bits} bits per weight"

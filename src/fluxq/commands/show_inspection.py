@@ -22,7 +22,7 @@ _NAMED = 3  # layers of a fault, before it says how many more
 
 
 def inspections(reports: dict[str, Inspection], *, every_layer: bool) -> None:
-    """Each model: what it is, its scope by role, the layers, what the base proved, and what is wrong."""
+    """Print each model: its kind, its scope by role, the layers, proofs by the base, and faults."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -65,7 +65,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
 
 
 def _sound(report: Inspection) -> str:
-    """The last line where nothing was found to be wrong: no more than was looked at."""
+    """Return the last line of a report without errors, which claims no more than was looked at."""
     if not report.base:
         return "nothing is wrong as far as the file alone tells; --base proves it" + (
             ", all but what is not proved" if report.unproved else ""
@@ -91,7 +91,7 @@ def _layers(layers: Iterable[LayerReport]) -> None:
 
 
 def _faults(faults: Iterable[Fault]) -> Iterable[str]:
-    """A line for each kind, errors first, and what was found in the first layers of it."""
+    """Yield a line for each kind, errors first, and lines for its first layers."""
     from fluxq.quantize.exchange.inspect import FAULTS
 
     kinds: dict[str, list[Fault]] = defaultdict(list)
@@ -120,7 +120,7 @@ def _short(key: str, value: str) -> str:
 
 
 def imported(reports: Iterable[Imported]) -> None:
-    """Print what became of each component, its faults, and where it is."""
+    """Print the fate of each component, its faults, and the checkpoint's path."""
     output = ""
     for report in reports:
         output = report.output
@@ -148,7 +148,7 @@ def imported(reports: Iterable[Imported]) -> None:
 
 
 def escape(text: str) -> str:
-    """Text that may be a stranger's, for rich, on one line: neither markup nor control characters."""
+    """Return a stranger's text for rich, on one line, without markup and control characters."""
     from rich import markup
 
     return markup.escape(visible_name(text))
