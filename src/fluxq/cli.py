@@ -116,5 +116,5 @@ def _note(error: BaseException | None) -> str:
     while error is not None:
         if notes := getattr(error, "__notes__", None):
             return notes[0]
-        error = error.__cause__ or error.__context__  # click raises its Abort from what Ctrl-C raised
+        error = error.__cause__ or error.__context__  # click raises its Abort from Ctrl-C's exception
     return ""

@@ -255,7 +255,7 @@ def _on_disk(
     beside = Path(place or "")
     scratch = existing_parent(beside) / f".{beside.name}.pipeline"
     with sole_writer(scratch):
-        remove(scratch)  # what a killed process left
+        remove(scratch)  # of a killed process
         require_free_space(scratch.parent, _bytes_of(pipeline), "a copy of the pipeline in memory")
         try:
             with without_loading_bars():

@@ -84,7 +84,7 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text)
-        if re.search(r"\\u[dD]", text):  # half of a surrogate pair can be written by nobody
+        if re.search(r"\\u[dD]", text):  # half of a surrogate pair cannot be written
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of thousands of digits, nesting
         raise ValueError(f"{path}: not valid JSON ({error}); the file is damaged, copy it again") from None

@@ -32,7 +32,7 @@ def free_bytes(device: torch.device) -> int | None:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     if not _MEMORY.is_file():
-        return None  # only Linux says
+        return None  # only Linux has it
     lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 

@@ -39,7 +39,7 @@ from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, s
 from fluxq.base.tensors import TensorFile
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
-EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
+EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: its origin
 MARK = "fluxq"  # with it begin keys in the header of each safetensors file that fluxq writes as an output
 VERSION, JOB, BESIDE = f"{MARK}_version", f"{MARK}_job", f"{MARK}_beside"  # such keys
 STATISTICS = f"{MARK}_statistics"
@@ -585,7 +585,7 @@ def remove(path: Path) -> None:
     """Remove a folder of fluxq's own, if it exists; warn if it cannot be removed."""
 
     def retry(function: Any, name: str, _: object) -> None:
-        for folder in (Path(name).parent, Path(name)):  # rights are added inside what goes, never around it
+        for folder in (Path(name).parent, Path(name)):  # rights are added inside the removed folder, never around it
             if (folder == path or path in folder.parents) and folder.is_dir() and not folder.is_symlink():
                 folder.chmod(folder.stat().st_mode | stat.S_IRWXU)
         function(name) if function is not os.open else shutil.rmtree(name)

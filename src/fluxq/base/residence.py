@@ -148,7 +148,7 @@ class Residence:
         unit.running -= 1
         if unit.running or not unit.is_loaded:
             return
-        ahead = sum(other.nbytes for other in self._ahead)  # there is room for that beside what stays
+        ahead = sum(other.nbytes for other in self._ahead)  # these have room beside the weights that stay
         while self.resident_bytes - ahead > self._room():
             lowest = min((rank for rank, units in self._idle.items() if units), default=unit.rank)
             if lowest >= unit.rank:

@@ -74,7 +74,7 @@ class Role:
 
     role: name in the family's row, "" for Linears that stay in 16 bit.
     shapes: (N, K) of each kind, the most frequent first.
-    made_by: what makes their input.
+    made_by: source of their input.
     together: names of the Linears that read one input.
     reason: why, for people.
     """

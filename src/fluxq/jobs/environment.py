@@ -91,7 +91,7 @@ def _device(
 
 
 def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
-    """Return what computes a scheme, and why: on a GPU as kernels/dispatch.py chooses, where there is a Triton."""
+    """Return the implementation of a scheme, and the reason: on a GPU with Triton the choice of kernels/dispatch.py."""
     if device != "cuda" or find_spec("triton") is None:
         return implementation(scheme, device)
     from fluxq.kernels.chips import SAME_AS

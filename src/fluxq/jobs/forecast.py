@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fluxq.jobs.job import Job
 
 _ANY_CHIP = "sm_90"  # FLOPs are the same on all
-_PROGRAM = 700_000_000  # bytes of torch, diffusers and what they load
+_PROGRAM = 700_000_000  # bytes of torch, diffusers and the libraries that they load
 _SHARE = 0.6  # of a large product's speed, reached by a model's products, attention and passes together
 _PER_LINEAR = 1e-4  # seconds of host time and launches
 _PER_GROUP = 0.4  # seconds of fitting, whatever the size: a few dozen trials

@@ -78,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
+    """All inputs of a job, read and checked; it has one plan per component to quantize, by default the recipe's."""
 
     options: JobOptions
     run: Run

@@ -132,7 +132,7 @@ class Subject:
 def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = False) -> Subject:
     """Find both pipelines and the images to compare; ValueError if the checkpoint was made from another model.
 
-    whole_videos: as long as the pipeline makes them, instead of what the protocol limits them to.
+    whole_videos: as long as the pipeline makes them, instead of the protocol's length.
     """
     record = read_record(output)
     if ModelFolder(output.name, output).is_one_model:
@@ -480,7 +480,9 @@ def debug(
         device = "cpu"
         stored = memory.stored_bytes(ModelFolder(subject.output.name, subject.output))
         both = memory.weight_bytes(subject.folder, options.dtype) + stored
-        memory.settle_pipeline(subject.folder, device, both, devices.AUTO)  # refuses what does not fit there either
+        memory.settle_pipeline(
+            subject.folder, device, both, devices.AUTO
+        )  # refuses a pair that does not fit there either
     on_start(
         _forecast(subject, {f"at most {budget} runs": (subject.items, budget * forecast.QUANTIZED)}, device, sides=2)
     )
@@ -709,7 +711,7 @@ def _warnings(subject: Subject) -> tuple[str, ...]:
 
 
 def _small(reference: ImageFolder) -> list[str]:
-    """Return a warning for images far smaller than those of the published figures that verdicts are held against."""
+    """Return a warning for images far smaller than those of the published figures behind the verdicts."""
     height, width = reference.images[0].shape[-2:]
     if max(height, width) >= _PUBLISHED_PIXELS:
         return []
@@ -853,7 +855,7 @@ def _read_result(subject: Subject, name: str, kind: type[BaseModel], command: st
 
 
 def _write(output: Path, report: Report) -> None:
-    """Write the report, and what hubs read of it: the model card's table and `.eval_results`."""
+    """Write the report, and its excerpts for hubs: the model card's table and `.eval_results`."""
     from fluxq.eval.report.report import write_report
 
     write_report(output / EVAL_FOLDER / "report.html", report)

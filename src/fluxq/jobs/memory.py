@@ -40,7 +40,7 @@ _M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = (
 )  # of malloc.h; bytes within a bound, and without
 _NO_MEMORY = "can't allocate memory"  # torch's words about the host's memory
 _SMALLER = "a smaller --height and --width"
-FREE = 0.9  # of what is free, that a job may plan with: others on the machine want some, too
+FREE = 0.9  # of free memory, that a job may plan with: others on the machine want some, too
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) ->
 
 
 def reads_of(model: Path, options: Mapping[str, Any]) -> dict[str, str | Path | None]:
-    """Return the files that a quantizing command reads, by what they are. options: the command's."""
+    """Return name for people -> file, for all files that a quantizing command reads. options: the command's."""
     from fluxq.quantize.lora_file import LoraFile
     from fluxq.recipes.recipe import find_recipe
 

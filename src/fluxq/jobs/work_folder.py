@@ -64,7 +64,7 @@ def finished_checkpoint(job: Job) -> bool:
     output = job.output
     if not is_taken(job):
         return False
-    record = read_plan_file(output) or {}  # `Output.require` has refused what has none
+    record = read_plan_file(output) or {}  # `Output.require` has refused folders without one
     differing = _differing(with_digests(job), record.get("identity", {}))
     if differing:
         raise ValueError(
@@ -133,12 +133,12 @@ def decisive(job: Job) -> dict[str, Any]:
 
 
 def _begin(job: Job, work: Path) -> None:
-    """Make the work folder, or clear what a killed process left half-made in it.
+    """Make the work folder, or clear half-made files of a killed process in it.
 
     Raises ValueError for the folder of another job, naming the differences; with `overwrite` that is removed.
     """
     output, identity = job.output.resolve(), decisive(job)
-    Output(output).put_back()  # whatever command was killed
+    Output(output).put_back()  # of any killed command
     Output(output).clear()
     for other in _beside(output):
         if other == work or not (other / _MANIFEST).is_file():
@@ -199,7 +199,7 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 
 def clear_leftovers(job: Job) -> None:
-    """Remove what a process, killed just before its end, left beside a finished checkpoint."""
+    """Remove files that a process, killed just before its end, left beside a finished checkpoint."""
     output = job.output.resolve()
     if not any(output.parent.glob(f".{glob.escape(output.name)}.*")):
         return
