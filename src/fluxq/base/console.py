@@ -175,7 +175,7 @@ class _Visible(logging.Formatter):
 
 
 def set_verbosity(level: int) -> None:
-    """Set the level of a command's log: -1 errors only, 0 warnings and progress, 1 and above decisions and reasons too."""
+    """Set a command's log level: -1 errors only, 0 warnings and progress, 1 and above decisions and reasons too."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler:

@@ -480,9 +480,7 @@ def debug(
         device = "cpu"
         stored = memory.stored_bytes(ModelFolder(subject.output.name, subject.output))
         both = memory.weight_bytes(subject.folder, options.dtype) + stored
-        memory.settle_pipeline(
-            subject.folder, device, both, devices.AUTO
-        )  # refuses a pair that does not fit there either
+        memory.settle_pipeline(subject.folder, device, both, devices.AUTO)  # may refuse it too
     on_start(
         _forecast(subject, {f"at most {budget} runs": (subject.items, budget * forecast.QUANTIZED)}, device, sides=2)
     )
