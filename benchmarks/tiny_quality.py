@@ -116,12 +116,12 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
     return judge.reference, measured
 
 
-def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making.Options]]:
+def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making.JobOptions]]:
     """(label, options) of each recipe, and of its formats rounded to nearest where no row before is that."""
     known = set()
     for recipe in recipes:
         for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
-            options = making.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
+            options = making.JobOptions(recipe=recipe, profile=profile, output=str(folder / label), check=False)
             layers = [layer for plan in making.job_of(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:

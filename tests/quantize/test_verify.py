@@ -135,7 +135,7 @@ def test_a_model_that_was_saved_alone_says_its_digest_whatever_its_shards(checkp
 def test_quantized_text_encoders_pass_and_codes_without_their_last_axis_do_not(tmp_path):
     """T5's tied embedding is in the file under one of its two names; codes are stored (N, K, 1)."""
     components = ("text_encoder", "text_encoder_2")
-    options = making.Options("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
+    options = making.JobOptions("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
     making.quantize(making.job_of(options))
     assert failed(tmp_path / "out") == {}
     layer = "encoder.block.0.layer.0.SelfAttention.q.weight"
