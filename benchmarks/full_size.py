@@ -58,7 +58,7 @@ from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, list_linears  # noqa: E402
 from fluxq.quantize.finished import Outcome  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
-from fluxq.quantize.nearest import Rounded, pieces_of, round_pieces, sqnr  # noqa: E402
+from fluxq.quantize.nearest import Rounded, round_units, sqnr, units_of  # noqa: E402
 from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
 from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.computing import QuantizationConfig  # noqa: E402
@@ -437,8 +437,8 @@ def measure_on_disk(source: Path, recipe: str, options: list[str], output: Path)
             copy(source, output)
     finally:
         shutil.rmtree(output)
-    with rounding(source, recipe) as pieces, watch("rounding alone"):
-        for _ in pieces:
+    with rounding(source, recipe) as units, watch("rounding alone"):
+        for _ in units:
             pass
     bound = max(watch.seconds["copying alone"], watch.seconds["rounding alone"])
     return {
@@ -573,8 +573,8 @@ def rounding(source: Path, recipe: str) -> Iterator[Iterator[Rounded]]:
     plan = make_plan(FAMILIES["flux"], COMPONENT, entry, linears, profile="rtn", static_inputs=False)
     weights = OneOfEachShape(SourceWeights(folder, COMPONENT))
     blocks = blocks_of(plan, weights, source)
-    pieces = [piece for block in blocks for piece in pieces_of(block.layers, block.names)]
-    with closing(round_pieces(pieces, weights, torch.bfloat16, {})) as rounded:
+    units = [unit for block in blocks for unit in units_of(block.layers, block.names)]
+    with closing(round_units(units, weights, torch.bfloat16, {})) as rounded:
         yield rounded
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from fluxq.base.units import digits
-from fluxq.jobs.catalogue import Model
+from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.jobs.footprint import decoding
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import PUBLISHED, find_published
@@ -137,8 +137,8 @@ def _layers(name: str, recipe: str) -> tuple[LayerPlan, ...]:
 
 
 @cache
-def _model(name: str) -> Model:
-    return Model(find_published(name)[0])
+def _model(name: str) -> CatalogueModel:
+    return CatalogueModel(find_published(name)[0])
 
 
 @cache

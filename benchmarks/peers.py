@@ -215,7 +215,7 @@ def ours(recipe: str) -> Callable[[], nn.Module]:
         import diffusers
 
         folder = Path(WORK.name) / recipe
-        options = making.Options(model="tiny", recipe=recipe, output=str(folder), check=False)
+        options = making.JobOptions(model="tiny", recipe=recipe, output=str(folder), check=False)
         making.quantize(making.job_of(options))
         return diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
 

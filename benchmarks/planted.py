@@ -170,8 +170,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "output: swapped before its files are on the disk": Fault(
         "src/fluxq/base/output.py",
-        "        sync(made)\n",
-        "        sync(made, deep=False)\n",
+        "        sync(source)\n",
+        "        sync(source, deep=False)\n",
         _in("base/test_output.py", "test_all_is_on_the_disk_before_the_swap_and_the_swap_before_the_old_is_removed"),
     ),
     "output: the old one removed before the swap": Fault(
@@ -650,7 +650,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "rounding: feedback of the rounded weight": Fault(
         "quantize/rounding.py",
-        "error[column] = held[column] - value * step",
+        "error[column] = columns[column] - value * step",
         "error[column] = target[at] - value * step",
         _in("quantize/test_rounding.py", "test_feedback_is_gptq_by_its_textbook_form"),
     ),
@@ -704,26 +704,26 @@ FAULTS: dict[str, Fault] = {
     ),
     "graphs: a moved weight is not copied back": Fault(
         "src/fluxq/runtime/graphs.py",
-        "            held.copy_(tensor)\n            tensor.data = held\n",
-        "            tensor.data = held\n",
+        "            recorded.copy_(tensor)\n            tensor.data = recorded\n",
+        "            tensor.data = recorded\n",
         _in("runtime/test_graphs.py", "test_a_weight_that_moved_is_taken_back[by_data]"),
     ),
     "graphs: what was returned is overwritten": Fault(
         "src/fluxq/runtime/graphs.py",
-        "leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found.outputs",
-        "leaf for leaf in found.outputs",
+        "leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in recording.outputs",
+        "leaf for leaf in recording.outputs",
         _in("runtime/test_graphs.py", "test_what_was_returned_stays_when_the_next_call_replays"),
     ),
     "prepare: another file is saved as the codes": Fault(
         "src/fluxq/runtime/layout.py",
-        '    if digest_of(found["weight"]) != prepared.digest:\n',
-        '    if not digest_of(found["weight"]):\n',
+        '    if digest_of(stored["weight"]) != prepared.digest:\n',
+        '    if not digest_of(stored["weight"]):\n',
         _in("runtime/test_prepare.py", "test_files_that_are_gone_or_changed_are_named_when_saving"),
     ),
     "modulation: an edited weight is not seen": Fault(
         "src/fluxq/runtime/modulation.py",
-        "if made is None or made.weight_state != state:",
-        "if made is None:",
+        "if layer_outputs is None or layer_outputs.weight_state != state:",
+        "if layer_outputs is None:",
         _in(
             "runtime/test_modulation.py",
             "test_weights_changed_between_calls_are_seen_by_the_next_one_and_merged_or_copied_ones_at_once",
@@ -731,8 +731,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "modulation: the first image of a batch stands for all": Fault(
         "src/fluxq/runtime/modulation.py",
-        "equal = (held == temb).flatten(1).all(1).tolist()",
-        "equal = (held == temb)[:, 0].flatten(1).all(1).tolist()",
+        "equal = (embeddings == temb).flatten(1).all(1).tolist()",
+        "equal = (embeddings == temb)[:, 0].flatten(1).all(1).tolist()",
         _in("runtime/test_modulation.py", "test_two_prompts_a_step_that_share_their_first_image_are_told_apart"),
     ),
     "shard: the bias of each rank is added": Fault(
@@ -847,8 +847,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "dtypes: a VAE of more digits is cast": Fault(
         "src/fluxq/integrations/dtypes.py",
-        "        if name not in given and _is_exact(model, dtype):\n",
-        "        if name not in given:\n",
+        "        if name not in exempt and _is_exact(model, dtype):\n",
+        "        if name not in exempt:\n",
         _in("integrations/test_dtypes.py", "test_a_component_with_more_digits_keeps_them"),
     ),
     "loading: tensors stay on the meta device": Fault(

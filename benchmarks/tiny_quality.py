@@ -46,7 +46,7 @@ from fluxq.eval.metrics.statistics import Interval, paired_interval
 from fluxq.jobs import making
 from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import build_on_meta
-from fluxq.quantize.record import Component, Record, fitted_db
+from fluxq.quantize.record import Record, RecordedComponent, fitted_db
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
@@ -116,12 +116,12 @@ def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Gener
     return judge.reference, measured
 
 
-def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making.Options]]:
+def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making.JobOptions]]:
     """(label, options) of each recipe, and of its formats rounded to nearest where no row before is that."""
     known = set()
     for recipe in recipes:
         for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
-            options = making.Options(recipe=recipe, profile=profile, output=str(folder / label), check=False)
+            options = making.JobOptions(recipe=recipe, profile=profile, output=str(folder / label), check=False)
             layers = [layer for plan in making.job_of(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:
@@ -187,7 +187,7 @@ def velocities(pipe: Any) -> list[tuple[Any, Any, Tensor]]:
     return calls
 
 
-def sizes(part: Component, schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
+def sizes(part: RecordedComponent, schemes: Mapping[str, Scheme], is_stored: bool) -> dict[str, Any]:
     """Bits and bytes; those of the files are left out where the model in memory is another.
 
     bits_per_weight: of all Linears. fitted_bits: of the layers in the recipe's main format alone, all but modulation
@@ -199,7 +199,7 @@ def sizes(part: Component, schemes: Mapping[str, Scheme], is_stored: bool) -> di
     return {"fitted_bits": round(bits / sum(layer.weights for layer in fitted), 4), **part.model_dump(include=files)}
 
 
-def held_out(part: Component) -> list[float] | None:
+def held_out(part: RecordedComponent) -> list[float] | None:
     """Output SQNR on held-out tokens, rounded to nearest and as it was kept: means over groups; None without any."""
     found = fitted_db(part.groups)
     return [round(value, 2) for value in found] if found else None

@@ -52,7 +52,7 @@ WEIGHTS_NAME = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 class SourceWeights:
-    """The tensors of a component's safetensors files, read one at a time by their name in the model.
+    """Tensors of a component's safetensors files, read one at a time by their name in the model.
 
     That is their name in the file, but for old checkpoints whose tensors transformers renames as it loads them.
     """
@@ -65,11 +65,11 @@ class SourceWeights:
         names_in = names_in_model(model_on_meta(folder, component)) if _is_of_transformers(model_class) else None
         for path in folder.weight_files(component):
             stream = TensorFile(path)
-            for name in stream.keys():
-                own = names_in(name) if names_in else name
-                if own in self._files:
-                    raise ValueError(f"{path}: tensor {own!r} is in two files; remove the copy that is not meant")
-                self._files[own] = (stream, name)
+            for name_in_file in stream.keys():
+                name = names_in(name_in_file) if names_in else name_in_file
+                if name in self._files:
+                    raise ValueError(f"{path}: tensor {name!r} is in two files; remove the copy that is not meant")
+                self._files[name] = (stream, name_in_file)
 
     @property
     def names(self) -> list[str]:
@@ -86,7 +86,7 @@ class SourceWeights:
         return stream.get_tensor(name_in_file)
 
     def let_go(self, names: Iterable[str]) -> None:
-        """Have the system forget what was read, if it cannot keep all of it: what is written then finds room sooner."""
+        """Drop what was read from the system's cache, if the model is too large for it: writing finds room sooner."""
         if self._is_beyond_memory:
             for name in names:
                 stream, name_in_file = self._files[name]
@@ -98,16 +98,16 @@ class SourceWeights:
         return free is not None and self.nbytes > _CACHED * free
 
     def stored(self, name: str) -> Stored:
-        """Dtype, shape and place of a tensor, from its file's header."""
+        """Return dtype, shape and place of a tensor, from its file's header."""
         stream, name_in_file = self._files[name]
         return stream.stored[name_in_file]
 
     def fingerprints(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Name in the file -> fingerprint, for `ModelFolder.digest`, of tensors that were read from here just now."""
+        """Return name in the file -> fingerprint of tensors that were read here just now, for `ModelFolder.digest`."""
         return {self._files[name][1]: fingerprint_of(tensor) for name, tensor in tensors.items()}
 
     def differing(self, fingerprints: Mapping[str, str]) -> list[str]:
-        """Names, in the file, of tensors that have another fingerprint now, or are not there any more."""
+        """Return the names, in the file, of tensors that are gone or have another fingerprint now."""
         files = {name: file for file, name in self._files.values()}
         return [name for name, was in fingerprints.items() if name not in files or files[name].fingerprint(name) != was]
 
@@ -131,7 +131,7 @@ def is_model(folder: ModelFolder, component: str) -> bool:
 
 
 def library_of(folder: ModelFolder, component: str) -> str:
-    """The module of diffusers or transformers that a component's class is of; ValueError if there is no such one."""
+    """Return the module of diffusers or transformers with a component's class; ValueError if there is none."""
     folder.require_component(component)
     module = module_of(folder.index[component][0])
     if module is None:
@@ -140,7 +140,7 @@ def library_of(folder: ModelFolder, component: str) -> str:
 
 
 def build_on_meta(library: str, class_name: str, config: dict[str, Any]) -> nn.Module:
-    """The model that a configuration implies, without weights.
+    """Build the model that a configuration implies, without weights.
 
     ValueError if the library lacks the class, and for more than `_MOST_MODULES`: two digits more in a config.json would
     otherwise fill any memory.
@@ -168,18 +168,18 @@ def _few_modules() -> Iterator[None]:
 
 
 def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
-    """Every Linear of a component in the model's order, from its configuration: no weights are read."""
+    """List every Linear of a component in the model's order, from its configuration: no weights are read."""
     return shapes_of(model_on_meta(folder, component))
 
 
 def shapes_of(model: nn.Module) -> list[LinearShape]:
-    """Every Linear of a model in its order, 1x1 convolutions included."""
+    """List every Linear of a model in its order, 1x1 convolutions included."""
     return [LinearShape(name, *linear_size(module)) for name, module in linears_of(model).items()]
 
 
 def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
-    """Every convolution of a model that is no Linear, in its order, for `forward_pass`."""
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
+    """List every convolution of a model that is no Linear, in its order, for `forward_pass`."""
+    convolutions = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
     return tuple(
         Convolution(
             name,
@@ -189,12 +189,12 @@ def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
             stride=m.stride[0],
             depthwise=m.groups == m.in_channels,
         )
-        for name, m in found
+        for name, m in convolutions
     )
 
 
 def filed_shape(library: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape under which a component of `library` stores the codes (N, K') of a quantized `weight`.
+    """Return the shape in which a component of `library` stores the codes (N, K') of a quantized `weight`.
 
     In transformers (N, K', 1): the same bytes, and a loader that does not know fluxq stops at the shape.
     """
@@ -209,12 +209,14 @@ def write_component(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     written: Callable[[Path, str], None] | None = None,
 ) -> int:
-    """Write a quantized component's weight shards and config into the folder `target`; returns bytes of tensors.
+    """Write a quantized component's weight shards and config into the folder `target`; return bytes of tensors.
 
-    plan: with the schemes that layers ended with. files: finished blocks, whose bytes are copied. A shard takes tensors
-    in the order of the blocks until the next one does not fit; one that is larger than a shard has one of its own.
-    Shards are named as the component's library names them: `diffusion_pytorch_model…` or `model….safetensors`.
-    written: is told of each file, and its SHA-256.
+    A shard takes tensors in the order of the blocks until the next one does not fit; a larger tensor has a shard of its
+    own. Shards have the names that the component's library gives them.
+
+    plan: with the schemes that layers ended with.
+    files: finished blocks, whose bytes are copied.
+    written: function that is called with each file and its SHA-256.
     """
     library, codes = library_of(source, plan.component), {f"{layer.name}.weight" for layer in plan.quantized}
     total = write_shards(target, library, files, codes, max_shard_bytes, written)
@@ -231,7 +233,7 @@ def write_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     written: Callable[[Path, str], None] | None = None,
 ) -> int:
-    """`write_component` without the config. codes: names of the tensors that are filed under `filed_shape`."""
+    """Write the shards of `write_component`, without its config. codes: tensors that are stored in `filed_shape`."""
     parts: dict[str, tuple[Path, Stored]] = {}
     for file in files:
         for name, stored in TensorFile(file).stored.items():
@@ -249,7 +251,7 @@ def join_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     written: Callable[[Path, str], None] | None = None,
 ) -> int:
-    """Shards, in a folder that exists, of tensors that lie in other files; their index if there are several.
+    """Join tensors of other files to shards in a folder that exists, with an index if there are several.
 
     metadata: of every shard, as diffusers has it. Returns bytes of tensors.
     """
@@ -285,7 +287,7 @@ def copy_rest(target: Path, source: ModelFolder, components: Iterable[str]) -> N
 
 
 def _others(source: ModelFolder, components: Iterable[str]) -> list[str]:
-    """Components that have a folder and are not among those named."""
+    """List the components that have a folder and are not among `components`."""
     quantized = set(components)
     return [name for name in source.components if name not in quantized and (source.path / name).is_dir()]
 
@@ -300,7 +302,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
-    """Yield what is copied of a component's folder, links followed; ValueError for what is no file and no folder."""
+    """Yield the files of a component's folder to copy, links followed; ValueError for a pipe or a device."""
     for path in sorted(path for path in folder.iterdir() if not path.name.endswith((*PICKLES, ".py"))):
         if path.is_dir():
             yield from _files_of(path)
@@ -313,34 +315,34 @@ def _files_of(folder: Path) -> Iterator[Path]:
 def digest_rest(
     source: ModelFolder, components: Iterable[str], hashes: dict[Path, str] | None = None
 ) -> dict[str, str]:
-    """Component or file -> SHA-256 of what `copy_rest` copies of it; ValueError for what it cannot copy.
+    """Return component or file -> SHA-256 of its copy by `copy_rest`; ValueError where it cannot copy.
 
-    hashes: takes those of the files, but for configurations, into which digests are written later.
+    hashes: is given those of the files, without configurations, into which digests are written later.
     """
-    found = {path.name: [path] for path in _copied_files(source)}
+    files = {path.name: [path] for path in _copied_files(source)}
     for component in _others(source, components):
-        found[component] = list(_files_of(source.path / component))
+        files[component] = list(_files_of(source.path / component))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        pending = {name: pool.map(sha256_file, files) for name, files in found.items()}
-        own = {name: dict(zip(found[name], hashed, strict=True)) for name, hashed in pending.items()}
+        pending = {name: pool.map(sha256_file, paths) for name, paths in files.items()}
+        digests = {name: dict(zip(files[name], hashed, strict=True)) for name, hashed in pending.items()}
     if hashes is not None:
-        hashes |= {file: one for part in own.values() for file, one in part.items() if file.name != "config.json"}
+        hashes |= {file: one for part in digests.values() for file, one in part.items() if file.name != "config.json"}
     return {
         name: sha256_json([(str(file.relative_to(source.path)), one) for file, one in part.items()])
-        for name, part in own.items()
+        for name, part in digests.items()
     }
 
 
 def _copied_files(source: ModelFolder) -> Iterator[Path]:
-    """Files beside the components that a checkpoint has too."""
+    """Yield the files beside the components that a checkpoint has too."""
     for path in sorted(source.path.iterdir()):
-        known = path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
-        if known and path.is_file() and path.name != PLAN_FILE:
+        is_copied = path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
+        if is_copied and path.is_file() and path.name != PLAN_FILE:
             yield path
 
 
 def read_plan_file(folder: Path) -> dict[str, Any] | None:
-    """`fluxq_plan.json` of a checkpoint folder, or None if it is not one."""
+    """Read `fluxq_plan.json` of a checkpoint folder; None if it has none."""
     path = folder / PLAN_FILE
     if os.path.lexists(path) and not path.is_file():
         raise ValueError(f"{path} is no regular file; copy it again")
@@ -348,7 +350,7 @@ def read_plan_file(folder: Path) -> dict[str, Any] | None:
 
 
 def model_class_of(library: str, class_name: str) -> Any:
-    """A model class of a module that `library_of` named; ValueError for what is none."""
+    """Return a model class of a module that `library_of` named; ValueError for a class that is no model's."""
     package = importlib.import_module(library)
     model_class = getattr(package, class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
@@ -368,7 +370,7 @@ def _is_of_transformers(model_class: type) -> bool:
 
 
 def model_on_meta(folder: ModelFolder, component: str) -> nn.Module:
-    """The component's 16-bit model on the meta device; ValueError naming the file that is at fault."""
+    """Build a component's 16-bit model on the meta device; ValueError naming the file that is at fault."""
     library, class_name = library_of(folder, component), folder.components[component]
     model_class_of(library, class_name)  # so that its error is not taken for one of the file
     config = folder.config(component)
@@ -384,9 +386,9 @@ def model_on_meta(folder: ModelFolder, component: str) -> nn.Module:
 
 
 def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
-    """The model that a loader builds of a quantized component, on the meta device, QuantLinears in place.
+    """Build the model that a loader makes of a quantized component, with its QuantLinears, on the meta device.
 
-    Raises ValueError naming what config.json and the class do not agree on.
+    Raises ValueError naming the layer or setting where config.json and the class disagree.
     """
     library, class_name = library_of(folder, component), folder.components[component]
     where = folder.path / component / "config.json"
@@ -413,17 +415,20 @@ def quantized_on_meta(folder: ModelFolder, component: str) -> nn.Module:
 
 
 def names_in_model(model: Any) -> Callable[[str], str]:
-    """Name in a file -> name in the model, by the rules of transformers' own loader; of others' models the same."""
+    """Return a function from name in a file to name in the model, by the rules of transformers' own loader.
+
+    Models of other libraries have the same names in both.
+    """
     if not _is_of_transformers(type(model)):
         return lambda name: name
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    held = model.state_dict()
+    tensors = model.state_dict()
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
 
     def name_in_model(name: str) -> str:
-        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, held)
-        return renamed if renamed in held else name  # what the model lacks stays as it is
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, tensors)
+        return renamed if renamed in tensors else name  # a name that the model lacks stays as it is
 
     return name_in_model

@@ -1,12 +1,13 @@
-"""Digests that a checkpoint holds of its own bytes, so that `verify` can compare the files with them.
+"""Digests that a checkpoint stores of its own bytes, for `verify`.
 
     fluxq_plan.json             `files`: the SHA-256 of every file
-    <component>/config.json     quantization_config: `digest`, of the component's tensors by content, however they are
-                                cut into files; `config_digest`, of the whole config.json but for digests; and of the
-                                other components, in what fluxq wrote itself, `digests` and `config_digests`: of their
-                                tensors, and of a model's config.json or what a scheduler or tokenizer has
+    <component>/config.json     in its quantization_config
+        digest                      of the component's tensors, however they are cut into files
+        config_digest               of the config.json, without digests
+        digests, config_digests     the same of the other components, and of a scheduler's or tokenizer's files; only
+                                    where fluxq wrote the whole checkpoint
 
-The second outlives what the first does not: a download of the files that a loader needs, and `save_pretrained`.
+Unlike the plan file, these outlive `save_pretrained` and a download of just the files that a loader needs.
 """
 
 from __future__ import annotations
@@ -21,66 +22,66 @@ from fluxq.base.model import HASHED_AT_ONCE, ModelFolder, resolve_model
 from fluxq.quantize.checkpoint import is_model
 from fluxq.recipes.computing import quantization_of
 
-OWN, OTHERS, CONFIG, CONFIGS = "digest", "digests", "config_digest", "config_digests"
-_NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # which saving changes, and numbers do not depend on
-_SAID_BY = (".json", ".txt", ".model")  # suffixes of what schedulers and tokenizers are loaded from
+_DIGEST_KEYS = DIGEST, DIGESTS, CONFIG_DIGEST, CONFIG_DIGESTS = "digest", "digests", "config_digest", "config_digests"
+_NO_SETTINGS = ("transformers_version", "torch_dtype", "dtype")  # saving changes them, no number depends on them
+_SETTINGS_SUFFIXES = (".json", ".txt", ".model")  # of files that schedulers and tokenizers are loaded from
 
 
-def hash_files(path: Path, known: Mapping[Path, str]) -> dict[str, str]:
-    """SHA-256 of every file of a folder by its relative name: what the plan file records.
+def hash_files(path: Path, known_hashes: Mapping[Path, str]) -> dict[str, str]:
+    """Return the SHA-256 of every file of a folder by its relative name, for the plan file.
 
-    known: of files that were hashed as they were written.
+    known_hashes: of files that were hashed as they were written.
     """
     files = sorted(file for file in path.rglob("*") if file.is_file())
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        hashes = pool.map(lambda file: known.get(file) or sha256_file(file), files)
-        return {file.relative_to(path).as_posix(): found for file, found in zip(files, hashes, strict=True)}
+        hashes = pool.map(lambda file: known_hashes.get(file) or sha256_file(file), files)
+        return {file.relative_to(path).as_posix(): sha256 for file, sha256 in zip(files, hashes, strict=True)}
 
 
 def write_digests(folder: Path) -> None:
     """Write the digests of all components of a checkpoint folder into the config.json of those that are quantized."""
     checkpoint = resolve_model(str(folder), one_model=True)
     named = [name for name in checkpoint.components if (folder / name / "config.json").is_file()]
-    found = {name: checkpoint.tensors_digest(name) for name in named if is_model(checkpoint, name)}
-    said = {name: digest for name in checkpoint.components if (digest := config_digest(checkpoint, name))}
-    for name in found:
+    tensor_digests = {name: checkpoint.tensors_digest(name) for name in named if is_model(checkpoint, name)}
+    settings_digests = {name: digest for name in checkpoint.components if (digest := config_digest(checkpoint, name))}
+    for name in tensor_digests:
         others = {
             key: rest
-            for key, digests in ((OTHERS, found), (CONFIGS, said))
-            if (rest := {other: digest for other, digest in digests.items() if other != name})
+            for key, by_component in ((DIGESTS, tensor_digests), (CONFIG_DIGESTS, settings_digests))
+            if (rest := {other: digest for other, digest in by_component.items() if other != name})
         }
-        _add(folder / name / "config.json", {OWN: found[name], **others})
+        _add(folder / name / "config.json", {DIGEST: tensor_digests[name], **others})
 
 
 def write_own_digest(folder: Path) -> None:
     """Write a quantized model's digest into its config.json, in the folder that a library saved it in.
 
-    Where it saved none, as of adapters alone, and of other models, the folder stays as it is.
+    A folder without weights (adapters alone) or of another model stays as it is.
     """
     if not any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file():
         return
     if quantization_of(read_json(folder / "config.json")):
-        _add(folder / "config.json", {OWN: ModelFolder(folder.name, folder).tensors_digest("")})
+        _add(folder / "config.json", {DIGEST: ModelFolder(folder.name, folder).tensors_digest("")})
 
 
 def _add(file: Path, digests: Mapping[str, Any]) -> None:
     config = read_json(file)
-    if (said := quantization_of(config)) is not None:
-        digests = {**digests, CONFIG: sha256_json(settings_of(config))}
-        write_json(file, {**config, "quantization_config": {**said, **digests}})
+    if (quantization := quantization_of(config)) is not None:
+        digests = {**digests, CONFIG_DIGEST: sha256_json(settings_of(config))}
+        write_json(file, {**config, "quantization_config": {**quantization, **digests}})
 
 
 def config_digest(folder: ModelFolder, component: str) -> str:
-    """SHA-256 of what a component's folder says of it beside weights; "" for one that says nothing.
+    """Return the SHA-256 of a component's settings; "" for one without settings.
 
-    Of a model that is its config.json; of a scheduler or tokenizer all files that it may be loaded from.
+    A model's settings are its config.json, a scheduler's or tokenizer's all files that it may be loaded from.
     """
     place = folder.path / component
     if (place / "config.json").is_file():
         return sha256_json(settings_of(read_json(place / "config.json")))
-    files = sorted(file for file in place.glob("*") if file.suffix in _SAID_BY and file.is_file())
-    said = [[file.name, _values_of(file)] for file in files]
-    return sha256_json(said) if said else ""
+    files = sorted(file for file in place.glob("*") if file.suffix in _SETTINGS_SUFFIXES and file.is_file())
+    contents = [[file.name, _values_of(file)] for file in files]
+    return sha256_json(contents) if contents else ""
 
 
 def _values_of(file: Path) -> Any:
@@ -98,9 +99,8 @@ def _values_of(file: Path) -> Any:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a JSON file that a loader builds from: digests are none, nor are names, versions and dtypes."""
-    said = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
-    if isinstance(quantization := said.get("quantization_config"), dict):
-        own = {key: value for key, value in quantization.items() if key not in (OWN, OTHERS, CONFIG, CONFIGS)}
-        said["quantization_config"] = own
-    return said
+    """Return the settings of a JSON file that a loader builds from: no digests, names, versions and dtypes."""
+    settings = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NO_SETTINGS}
+    if isinstance(quantization := settings.get("quantization_config"), dict):
+        settings["quantization_config"] = {key: each for key, each in quantization.items() if key not in _DIGEST_KEYS}
+    return settings

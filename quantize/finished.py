@@ -1,8 +1,8 @@
-"""Finished blocks of a component: a file each, which an interrupted run goes on from and the checkpoint is made of.
+"""Finished blocks of a component, a file each: an interrupted run goes on from them, and they become the checkpoint.
 
-    0000.safetensors    a block's tensors under their names in the checkpoint; in the header, what was decided of it
+    0000.safetensors    a block's tensors under their names in the checkpoint; decisions on it in the header
 
-A file appears complete or not at all. Whose blocks a folder holds is the caller's to know.
+A file appears complete or not at all. The caller has to know whose blocks are in a folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupOutcome:
 
     @classmethod
     def of(cls, group: FittedGroup) -> Self:
-        """That of a group, without its tensors."""
+        """Return the outcome of a group, which is the group without its tensors."""
         return cls(tuple(group.layers), group.stages, group.plain_db, group.db)
 
 
@@ -46,7 +46,9 @@ class GroupOutcome:
 class Outcome:
     """Outcome of a block, or of a component.
 
-    schemes: final ones of fitted layers. weight_sqnr: dB, by layer. groups: of those that were fitted, by name.
+    schemes: layer -> final scheme, of fitted layers.
+    weight_sqnr: layer -> dB.
+    groups: name -> outcome, of fitted groups.
     fingerprints: of the source tensors that only rounding read, for `ModelFolder.digest`.
     """
 
@@ -60,25 +62,25 @@ class Outcome:
         """Read the headers of finished blocks together; ValueError naming a file whose header is damaged."""
         whole = cls()
         for file in files:
-            said = _said(TensorFile(file))
-            whole.schemes |= {name: Scheme.parse(text) for name, text in said.schemes.items()}
-            whole.weight_sqnr |= said.weight_sqnr
-            whole.groups |= said.groups
-            whole.fingerprints |= said.fingerprints
+            header = _header_of(TensorFile(file))
+            whole.schemes |= {name: Scheme.parse(text) for name, text in header.schemes.items()}
+            whole.weight_sqnr |= header.weight_sqnr
+            whole.groups |= header.groups
+            whole.fingerprints |= header.fingerprints
         return whole
 
     def to_json(self) -> str:
-        """The text that `read` reads."""
-        said: dict[str, Any] = {
+        """Return the text that `read` reads."""
+        header: dict[str, Any] = {
             "schemes": {name: str(scheme) for name, scheme in self.schemes.items()},
             "weight_sqnr": self.weight_sqnr,
             "groups": {name: asdict(group) for name, group in self.groups.items()},
             "fingerprints": self.fingerprints,
         }
-        return json.dumps(said)
+        return json.dumps(header)
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan with final schemes, and what was decided among the reasons."""
+        """Return the plan with final schemes, and the stages that were kept among its reasons."""
         groups = {name: group for group in self.groups.values() for name in group.layers}
         layers = []
         for layer in plan.layers:
@@ -89,8 +91,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Said:
-    """A block's header, as `Outcome.to_json` writes it."""
+class _BlockHeader:
+    """Header of a block, as `Outcome.to_json` writes it."""
 
     schemes: dict[str, str]
     weight_sqnr: dict[str, float]
@@ -98,18 +100,18 @@ class _Said:
     fingerprints: dict[str, str]
 
 
-_SAID = TypeAdapter(_Said)
+_HEADER_ADAPTER = TypeAdapter(_BlockHeader)
 
 
-def _said(file: TensorFile) -> _Said:
+def _header_of(file: TensorFile) -> _BlockHeader:
     try:
-        said = _SAID.validate_json(file.metadata().get(_HEADER, ""), strict=True)
-        for text in said.schemes.values():
+        header = _HEADER_ADAPTER.validate_json(file.metadata().get(_HEADER, ""), strict=True)
+        for text in header.schemes.values():
             Scheme.parse(text)
     except ValueError as error:  # pydantic's is one
         why = f"{first_line(error)}; remove the file, and the same command makes it again"
         raise ValueError(f"{file.path}: the header of this finished block is damaged: {why}") from None
-    return said
+    return header
 
 
 def block_files(folder: Path, count: int) -> list[Path]:
@@ -118,23 +120,23 @@ def block_files(folder: Path, count: int) -> list[Path]:
 
 
 def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
-    """Write a block that is done, with a hash of all of it."""
+    """Write a finished block, with a hash of all of it."""
     with atomic_path(file) as part:
         save_sealed(tensors, part, {_HEADER: outcome.to_json()})
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:
-    """Tell whether a block need not be made again: it is as it was written, of tensors as `source` has them now.
+    """Tell whether a block's file is as it was written, and `source` has the tensors that it was made of.
 
-    Of a block that must be, the log says why.
+    If it is not, the block has to be made again, and the log says why.
     """
     if not file.is_file():
         return False
     try:
         stored = TensorFile(file)
-        made_of = _said(stored).fingerprints
+        fingerprints = _header_of(stored).fingerprints
         stored.require_as_written()
-        if source.differing(made_of):
+        if source.differing(fingerprints):
             raise ValueError(f"{file}: made of other weights than the model has now")
     except ValueError as error:
         logger.warning("%s: this block is made again", error)
@@ -143,7 +145,7 @@ def is_finished(file: Path, source: SourceWeights) -> bool:
 
 
 def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, Tensor], Outcome]:
-    """Tensors and outcome of a block whose groups were fitted in several files, as of one that fitted all in order."""
+    """Read a block whose groups were fitted in several files: tensors and outcome, in the order of `groups`."""
     stored, whole = [TensorFile(file) for file in files], Outcome.read(files)
     tensors = {key: part.get_tensor(key) for part in stored for key in part.keys()}
     layers = [name for group in groups for name in whole.groups[group].layers]
@@ -153,10 +155,10 @@ def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, 
 
 
 def layer_tensors(file: Path, layers: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """Layer -> its tensors in a finished block, by the name of the parameter."""
-    stored, found = TensorFile(file), {name: {} for name in layers}
+    """Read a finished block's tensors: layer -> name of the parameter -> tensor."""
+    stored, tensors = TensorFile(file), {name: {} for name in layers}
     for key in stored.keys():
         name, _, parameter = key.rpartition(".")
-        if name in found:
-            found[name][parameter] = stored.get_tensor(key)
-    return found
+        if name in tensors:
+            tensors[name][parameter] = stored.get_tensor(key)
+    return tensors

@@ -1,4 +1,4 @@
-"""One input group, quantized as well as its plan allows: what is tried, and what of it is kept.
+"""Fitting of one input group: the stages that are tried, and which of them are kept.
 
     smooth -> center -> deflate and low rank -> hadamard -> 4-over-6 -> codes and scales
 
@@ -34,10 +34,10 @@ from fluxq.recipes.formats import Format, Scheme
 from fluxq.recipes.plan import Method
 
 _NOTHING = InputTransform()
-SMALLEST_GAIN = 0.02  # dB: less than this a few hundred held-out tokens do not tell
-_TRIAL_ROWS = 1024  # of all weights of a group, that stages are tried on
-_TRIAL_TOKENS = 512  # that smoothing is searched on
-_SCALE_TOKENS = 1024  # that the largest transformed value is looked for in
+SMALLEST_GAIN = 0.02  # dB: a few hundred held-out tokens do not show less
+_TRIAL_ROWS = 1024  # of all weights of a group, for trials of stages
+_TRIAL_TOKENS = 512  # for the search of smoothing
+_SCALE_TOKENS = 1024  # for the largest transformed value
 _ALPHAS = tuple(i / 10 for i in range(1, 11))
 _NEAR = (-0.2, -0.1, 0.0, 0.1, 0.2)  # around the exponents found without rotation
 _SMOOTHEST = 2.0**10  # largest and, inverted, smallest factor
@@ -46,8 +46,8 @@ _DAMPING_OF_FEW = 0.05
 _JOINT_TOKENS = 16  # for each channel, that the joint descent needs
 _JOINT_K = 6144
 _JOINT_TURNS = 2
-_SHARE_OF_GRAM = 8  # rows of a weight that are an eighth of a Gram are widened to fp32 at a time
-_LEAST_ROWS, _LEAST_ROWS_OF_GPU = 256, 1 << 14  # it has the memory, and would wait for small kernels to be launched
+_SHARE_OF_GRAM = 8  # an eighth of a Gram: rows of a weight that are fp32 at a time
+_LEAST_ROWS, _LEAST_ROWS_OF_GPU = 256, 1 << 14  # a GPU would wait for launches of small kernels
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class FittedGroup:
-    """Outcome of fitting a group. layers: by name, holding their biases too. stages: what was decided.
+    """Outcome of fitting a group.
 
-    plain_db, db: held-out SQNR of the layers rounded to nearest, and of the result; None without tokens.
+    layers: by name, with their new biases.
+    stages: decisions.
+    plain_db, db: held-out SQNR rounded to nearest, and as fitted; None without tokens.
     """
 
     layers: dict[str, QuantLinear]
@@ -92,7 +94,7 @@ Price = Callable[[Sequence[Scheme], Sequence[Scheme]], float]  # percent more mo
 
 
 def price_on(device: Device, shapes: Sequence[tuple[int, int]], tokens: int, made_by: Maker) -> Price:
-    """The price of layers (N, K) that share one input, on a GPU; made_by: what makes that input."""
+    """Return the price of layers (N, K) that share one input, on a GPU; made_by: maker of that input."""
 
     def percent(before: Sequence[Scheme], after: Sequence[Scheme]) -> float:
         was, becomes = (group_seconds(shapes, s, device, tokens, made_by=made_by) for s in (before, after))
@@ -112,9 +114,13 @@ def fit_group(
 ) -> FittedGroup:
     """Quantize the layers of one input group.
 
-    method: what may be tried. price: of run time, see `recipes/cost.py`; None is free. rate: dB that one percent must
-    bring. dtype: of vectors and 16-bit branches. Raises ValueError naming the layer for weights that are not finite and
-    for a bias that is not in that dtype. What cannot be fitted is rounded to nearest, and a stage says why.
+    A group that cannot be fitted is rounded to nearest, and a stage says why. Raises ValueError naming the layer for
+    weights that are not finite and for a bias that is not finite in `dtype`.
+
+    method: transforms and roundings that may be tried.
+    price: of run time, see `recipes/cost.py`; None is free.
+    rate: dB that one percent must bring.
+    dtype: of vectors and 16-bit branches.
     """
     for layer in layers:
         if not torch.isfinite(largest(layer.weight)):
@@ -163,11 +169,11 @@ class _Fit:
         if why_not and not self.method.is_plain:
             self._note("all", why_not)
         elif not self.method.is_plain:
-            found = self._transformed(state)
+            chosen = self._transformed(state)
             self.trial_weights.clear()  # they would take memory when it is scarce
-            transformed = self._parts(found, self.weights)
+            transformed = self._parts(chosen, self.weights)
             if self._can_be_stored(transformed, [layer.bias for layer in self.layers]):
-                state, parts = found, transformed
+                state, parts = chosen, transformed
             else:
                 self._note("all", f"the transformed layers hold numbers beyond {self.dtype}")
             parts, codes, db = self._best_rounding(state, parts)
@@ -176,7 +182,7 @@ class _Fit:
         return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), plain_db, db)
 
     def _why_not_judged(self) -> str:
-        """Return the reason why no stage can be judged by what is known of the input; empty if it can."""
+        """Return the reason why no stage can be judged by the statistics of the input; empty if it can."""
         amax = self.inputs.amax.amax()
         if not amax > 0:
             return "its input is always zero"
@@ -187,7 +193,7 @@ class _Fit:
         return ""
 
     def _can_be_stored(self, parts: list[_Part], biases: Iterable[Tensor | None]) -> bool:
-        """Tell whether all pieces, and biases with what is added to them, are finite in their stored dtypes."""
+        """Tell whether all pieces, and biases with their additions, are finite in their stored dtypes."""
         for part, bias in zip(parts, biases, strict=True):
             added = part.bias if bias is None or part.bias is None else bias.float() + part.bias
             stored = [part.amax, part.out, part.a, part.b, None if added is None else self._in_16_bit(added)]
@@ -213,20 +219,20 @@ class _Fit:
         return state
 
     def _gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
-        """The candidate whose gain exceeds its price by most, if any does."""
+        """Choose the candidate whose gain exceeds its price by most, if any does."""
         base = self._trial_db(before)
-        found = []
+        trials = []
         for label, state in candidates.items():
             percent = self.price(self._schemes(before), self._schemes(state))
             gain = self._trial_db(state) - base
-            found.append((gain - max(SMALLEST_GAIN, self.rate * percent), gain, percent, label, state))
-        surplus, gain, percent, label, state = max(found, key=lambda entry: entry[0])
+            trials.append((gain - max(SMALLEST_GAIN, self.rate * percent), gain, percent, label, state))
+        surplus, gain, percent, label, state = max(trials, key=lambda entry: entry[0])
         if gain == -math.inf:
             self._note(name, f"what it stores is beyond {self.dtype}")
             return before
         kept = surplus > 0
-        asked = max(SMALLEST_GAIN, self.rate * percent)
-        reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {asked:.2f} dB asked"
+        required = max(SMALLEST_GAIN, self.rate * percent)
+        reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {required:.2f} dB asked"
         self.stages.append(Stage(name, kept, gain, percent, reason))
         return state if kept else before
 
@@ -234,7 +240,7 @@ class _Fit:
         self.stages.append(Stage(name, False, 0.0, 0.0, f"skipped: {reason}"))
 
     def _search_smoothing(self, state: _State, around: bool = False) -> _State:
-        """The exponents of least error on fitting tokens, one segment of x after the other.
+        """Search the exponents of least error on fitting tokens, one segment of x after the other.
 
         around: only near those that `state` has.
         """
@@ -261,7 +267,7 @@ class _Fit:
         return list(dict.fromkeys((alpha, beta) for alpha in alphas for beta in (1 - alpha, 0.0)))
 
     def _sizes(self, mean: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Root mean square of each channel of x and of all weights' columns."""
+        """Return the root mean square of each channel of x and of all weights' columns."""
         square = torch.cat([gram.diagonal() for gram in self.inputs.grams])
         if mean is not None:
             square = square - 2 * mean * self.inputs.mean + mean.square()
@@ -283,19 +289,19 @@ class _Fit:
         return replace(_with(state, smooth=smooth), exponents=chosen)
 
     def _splits(self, state: _State) -> dict[str, _State]:
-        """The rank that may be spent, in shares of deflation and of the weights' own branch."""
+        """Split the rank that may be spent between deflation and the weights' own branch, in several ways."""
         rank = self.method.rank
         shares = {0}
         if self.method.deflate and len(self.inputs.segments) == 1:
             shares |= {rank, (rank + 1) // 2} | ({rank // 4, 3 * rank // 4} if self.method.wide else set())
-        found = {}
+        candidates = {}
         for d in sorted(shares):
             basis = self._basis(state.transform, d) if d else None
             trial = replace(_with(state, basis=basis), ranks=tuple(min(rank, *w.shape) - d for w in self.weights))
             if not d and state.transform.smooth is not None:
                 trial = self._search_smoothing(trial, around=True)  # the branch takes what smoothing made large
-            found[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
-        return found
+            candidates[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
+        return candidates
 
     def _basis(self, transform: InputTransform, count: int) -> Tensor:
         plain = replace(transform, basis=None, hadamard=0)
@@ -304,7 +310,7 @@ class _Fit:
         )
 
     def _rotated(self, state: _State) -> _State:
-        """With Hadamard, for which other smoothing may be better: a rotation spreads what is large."""
+        """Add Hadamard and search its smoothing anew, since a rotation spreads large values."""
         rotated = _with(state, hadamard=self.method.hadamard)
         if state.transform.smooth is None or state.transform.basis is not None:
             return rotated
@@ -313,7 +319,7 @@ class _Fit:
     # --- codes and scales
 
     def _best_rounding(self, state: _State, parts: list[_Part]) -> _Rounded:
-        """The best way to choose codes and scales; none of them costs run time."""
+        """Choose codes and scales in the best way; none of the ways costs run time."""
         method, k = self.method, self.inputs.mean.shape[0]
         best: _Rounded = (parts, None, self._db(state, (parts, self._nearest(state, parts))))
         useless = ""
@@ -322,14 +328,14 @@ class _Fit:
         elif method.gptq:
             damping = DAMPING if self.inputs.count >= _FEW_TOKENS * k else _DAMPING_OF_FEW
             try:
-                found = self._with_feedback(parts, self._grams(state), damping)
-                best = self._keep_better("gptq", state, best, (parts, found))
+                codes = self._with_feedback(parts, self._grams(state), damping)
+                best = self._keep_better("gptq", state, best, (parts, codes))
             except UselessGram as error:
                 useless = str(error)
                 self._note("gptq", useless)
         if method.search and not any(stage.kept for stage in self.stages if stage.name == "gptq"):
-            found = self._nearest(state, parts, search=True)
-            best = self._keep_better("scale search", state, best, (parts, found))
+            codes = self._nearest(state, parts, search=True)
+            best = self._keep_better("scale search", state, best, (parts, codes))
         if method.joint and self.activations is not None:
             why_not = useless or self._why_not_joint()
             if why_not:
@@ -338,11 +344,11 @@ class _Fit:
                 best = self._keep_better("joint", state, best, self._joint(state, parts))
         return best
 
-    def _keep_better(self, name: str, state: _State, best: _Rounded, found: _Weights) -> _Rounded:
-        db = self._db(state, found)
+    def _keep_better(self, name: str, state: _State, best: _Rounded, weights: _Weights) -> _Rounded:
+        db = self._db(state, weights)
         gain = db - best[2]
         self.stages.append(Stage(name, gain > 0, gain, 0.0, f"{gain:+.2f} dB, free at run time"))
-        return (*found, db) if gain > 0 else best
+        return (*weights, db) if gain > 0 else best
 
     def _why_not_joint(self) -> str:
         k = self.inputs.mean.shape[0]
@@ -353,7 +359,7 @@ class _Fit:
         return ""
 
     def _joint(self, state: _State, parts: list[_Part]) -> _Weights:
-        """Codes and branch in turns, against the rounded input: see lowrank.py."""
+        """Fit codes and branch in turns, against the rounded input: see lowrank.py."""
         z_gram, rounded_gram, cross = self._rounded_grams(state)
         damping = DAMPING * torch.eye(len(cross), device=cross.device, dtype=torch.float32)
         to_codes = torch.linalg.solve(rounded_gram + damping * rounded_gram.diagonal().mean(), cross).T
@@ -368,21 +374,21 @@ class _Fit:
         return parts, codes
 
     def _rounded_grams(self, state: _State) -> tuple[Tensor, Tensor, Tensor]:
-        """E[z z^T], E[z^ z^^T] and E[z^ z^T] of rounded z^."""
+        """Return E[z z^T], E[z^ z^^T] and E[z^ z^T] of rounded z^."""
         k = self.inputs.mean.shape[0]
         sums = [torch.zeros(k, k, device=self.inputs.mean.device, dtype=torch.float32) for _ in range(3)]
         total = 0.0
         for chunk, weight in self.inputs.tokens() if self.inputs.tokens else ():
             z = state.transform.of_tokens(chunk)
             rounded = self._rounded_input(z, state)
-            for held, (left, right) in zip(sums, ((z, z), (rounded, rounded), (rounded, z)), strict=True):
-                held.addmm_(left.T, right, alpha=weight)
+            for gram, (left, right) in zip(sums, ((z, z), (rounded, rounded), (rounded, z)), strict=True):
+                gram.addmm_(left.T, right, alpha=weight)
             total += weight * len(z)
-        z_gram, rounded_gram, cross = (held.div_(total) for held in sums)
+        z_gram, rounded_gram, cross = (gram.div_(total) for gram in sums)
         return z_gram, rounded_gram, cross
 
     def _refitted(self, state: _State, part: _Part, q: QuantizedTensor, gram: Tensor, to_branch: Tensor) -> _Part:
-        """The part with another branch of the same rank: the best for what the codes leave of the weight."""
+        """Fit another branch of the same rank to what the codes leave of the weight."""
         if part.a is None:
             return part
         plain = state.transform.of_weight(part.weight.float())[0]
@@ -408,7 +414,7 @@ class _Fit:
     def _with_feedback(
         self, parts: list[_Part], grams: Iterable[Callable[[], Tensor]], damping: float
     ) -> list[QuantizedTensor]:
-        """grams: functions that return one each, of a segment of x."""
+        """Round with error feedback. grams: functions that return one Gram each, of a segment of x."""
         scales, amax = self._global_scales(parts, self.method.search), self._amax(parts)
         done = self._empty(parts, scales)
         start = 0
@@ -436,7 +442,7 @@ class _Fit:
         ]
 
     def _grams(self, state: _State) -> Iterator[Callable[[], Tensor]]:
-        """Functions that make E[z z^T] of each segment; one at a time is all the memory there may be."""
+        """Yield functions that make E[z z^T] of each segment: there may be memory for one at a time only."""
         start = 0
         for gram in self.inputs.grams:
             part = slice(start, start + gram.shape[0])
@@ -444,7 +450,7 @@ class _Fit:
             yield partial(state.transform.of_columns(part).of_gram, gram, self.inputs.mean[part])
 
     def _global_scales(self, parts: list[_Part], room: bool) -> list[Tensor | None]:
-        """NVFP4's global scale of each weight, one for those that are joined. room: for scales above the plain one."""
+        """Return NVFP4's global scale of each weight, one for joined weights. room: for scales above the plain one."""
         room = room or self.method.weights_46
         return [
             encode.global_scale_for(amax, layer.scheme.weights, room) if layer.scheme.weights.two_level else None
@@ -452,20 +458,20 @@ class _Fit:
         ]
 
     def _amax(self, parts: list[_Part]) -> list[Tensor]:
-        """max |V| that the scales of each weight follow from: its own, or of all in its format that are joined."""
+        """Return the max |V| for the scales of each weight: its own, or that of all joined weights in its format."""
         together: dict[str, list[Tensor]] = {}
         for layer, part in zip(self.layers, parts, strict=True):
             together.setdefault(layer.scheme.weights.name if layer.joined else layer.name, []).append(part.amax)
         most = {name: torch.stack(amax).amax() for name, amax in together.items()}
         return [most[layer.scheme.weights.name if layer.joined else layer.name] for layer in self.layers]
 
-    # --- what a state computes
+    # --- parts and errors of a state
 
     def _parts(self, state: _State, weights: Sequence[Tensor]) -> list[_Part]:
         return [self._part(state, w, rank) for w, rank in zip(weights, state.ranks, strict=True)]
 
     def _part(self, state: _State, w: Tensor, rank: int) -> _Part:
-        """A weight (N, K) under a state."""
+        """Transform a weight (N, K) as a state says."""
         if not rank:
             return self._beside(state, w, None, None)
         plain = replace(state.transform, hadamard=0)
@@ -473,7 +479,7 @@ class _Fit:
         return self._beside(state, w, *lowrank.branch(chunks, min(rank, *w.shape)))
 
     def _beside(self, state: _State, w: Tensor, a: Tensor | None, b: Tensor | None) -> _Part:
-        """The pieces beside a branch, if there is one, whose A reads z before Hadamard."""
+        """Compute the pieces beside the codes, with a branch whose A reads z before Hadamard, if any."""
         if a is not None and b is not None:
             a = a if state.transform.smooth is None else a * state.transform.smooth  # so that it reads x itself
             a, b = (self._in_16_bit(t) for t in lowrank.balanced(a, b))
@@ -493,17 +499,17 @@ class _Fit:
         return _decibels(self._trial_error(state, self.inputs.held_out, self.inputs.held_weight))
 
     def _trial_error(self, state: _State, x: Tensor, token_weight: Tensor | None = None) -> float:
-        """The error of some rows of the weights; infinite where what they store is beyond the dtype."""
+        """Return the error of some rows of the weights; infinite if a stored number is beyond the dtype."""
         parts = self._parts(state, self.trial_weights)
         if not self._can_be_stored(parts, [None] * len(parts)):
             return math.inf
         return self._error(state, (parts, self._nearest(state, parts)), x, token_weight)
 
-    def _db(self, state: _State, found: _Weights) -> float:
-        return _decibels(self._error(state, found, self.inputs.held_out, self.inputs.held_weight))
+    def _db(self, state: _State, weights: _Weights) -> float:
+        return _decibels(self._error(state, weights, self.inputs.held_out, self.inputs.held_weight))
 
-    def _error(self, state: _State, found: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
-        """|y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
+    def _error(self, state: _State, weights: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
+        """Return |y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
 
         Infinite where fp32 overflows.
         """
@@ -511,7 +517,7 @@ class _Fit:
         z = self._rounded_input(state.transform.of_tokens(x), state)
         t = state.transform.deflated(x)
         total = 0.0
-        for part, q in zip(*found, strict=True):
+        for part, q in zip(*weights, strict=True):
             lost, size = torch.zeros(2, len(x), device=x.device, dtype=torch.float32)
             h = None if part.a is None else self._in_16_bit(x @ part.a.T)
             for rows in _row_slices(part.weight):
@@ -531,13 +537,13 @@ class _Fit:
         return total / len(self.layers) if math.isfinite(total) else math.inf
 
     def _rounded_input(self, z: Tensor, state: _State) -> Tensor:
-        """z (M, K) as the product sees it."""
+        """Round z (M, K) as the product sees it."""
         if self.activations is None:
             return z
         return quantize_activation(z, self.activations, self._input_scale(state), state.four_over_six).dequantize()
 
     def _input_scale(self, state: _State) -> Tensor | None:
-        """The calibrated scale of all tokens.
+        """Return the calibrated scale of all tokens.
 
         The largest of transformed tokens is known of a sample only: nvfp4's scale leaves room for 1.75 times that.
         """
@@ -545,9 +551,9 @@ class _Fit:
             return None
         if state.transform == _NOTHING:
             return encode.input_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
-        fit, held = self.inputs.fit, self.inputs.held_out
-        index = _spread(len(fit) + len(held), _SCALE_TOKENS, fit.device)
-        sample = torch.cat([fit[index[index < len(fit)]], held[index[index >= len(fit)] - len(fit)]])
+        fit, held_out = self.inputs.fit, self.inputs.held_out
+        index = _spread(len(fit) + len(held_out), _SCALE_TOKENS, fit.device)
+        sample = torch.cat([fit[index[index < len(fit)]], held_out[index[index >= len(fit)] - len(fit)]])
         return encode.input_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)
 
     def _in_16_bit(self, value: Tensor) -> Tensor:
@@ -574,7 +580,7 @@ class _Fit:
         done = {}
         transform, input_scale = state.transform, self._input_scale(state)
         for layer, part, q, rank in zip(self.layers, parts, codes, state.ranks, strict=True):
-            held = {
+            tensors = {
                 "pre_quant_mean": transform.mean,
                 "pre_quant_scale": transform.smooth,
                 "deflate_basis": transform.basis,
@@ -583,7 +589,7 @@ class _Fit:
                 "svdquant_lora_b": part.b,
             }
             # Copies: layers share a transform, and safetensors refuses to store two names of one tensor.
-            branches = {name: t.to(self.dtype).clone().contiguous() for name, t in held.items() if t is not None}
+            branches = {name: t.to(self.dtype).clone().contiguous() for name, t in tensors.items() if t is not None}
             bias = layer.bias
             if part.bias is not None:
                 bias = part.bias if bias is None else bias.float() + part.bias
@@ -597,7 +603,7 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Part:
-    """A weight (N, K) under a state: the 16-bit branch B A, `out` and what is added to the bias, all beside the codes.
+    """A weight (N, K) under a state: the 16-bit branch B A, `out` and an addition to the bias, all beside the codes.
 
     Codes stand for V, of which a few rows at a time are computed when they are wanted. amax (): max |V|. target (K, K):
     codes stand for V times that instead.
@@ -613,7 +619,7 @@ class _Part:
     target: Tensor | None = None
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, and what their codes stand for, fp32."""
+        """Yield rows, and the fp32 values that their codes stand for."""
         for rows in _row_slices(self.weight):
             v = self.transform.of_weight(self.rest(rows))[0]
             yield rows, v if self.target is None else v @ self.target
@@ -624,13 +630,13 @@ class _Part:
         return w if self.a is None or self.b is None else w - self.b[rows] @ self.a
 
     def towards(self, target: Tensor) -> _Part:
-        """The same with codes that stand for V target."""
+        """Return the same part with codes that stand for V target."""
         part = replace(self, target=target)
         return replace(part, amax=torch.stack([v.abs().amax() for _, v in part.chunks()]).amax())
 
 
 def _row_scale(v: Tensor, format: Format, amax: Tensor) -> Tensor:
-    """The scales of rows v (rows, 1), or of a whole weight (1, 1) with that amax, for a format without groups."""
+    """Return the scales of rows v (rows, 1), or of a whole weight with that amax (1, 1), in a format without groups."""
     values = v.unsqueeze(1) if format.block[0] else amax.reshape(1, 1, 1)
     return encode.block_scale(values, format, None)
 
@@ -648,13 +654,13 @@ def _with(state: _State, **changes: object) -> _State:
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:
-    """Indices of at most `most` of `count` rows, evenly spread."""
+    """Return the indices of at most `most` of `count` rows, evenly spread."""
     kept = min(count, most)
     return torch.arange(kept, device=device) * count // max(kept, 1)
 
 
 def _row_slices(w: Tensor) -> list[slice]:
-    """Rows of a weight (N, K) that are worked on at a time."""
+    """Cut a weight (N, K) into the rows that are worked on at a time."""
     n, k = w.shape
     rows = max(k // _SHARE_OF_GRAM, _LEAST_ROWS if w.device.type == "cpu" else _LEAST_ROWS_OF_GPU)
     return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]

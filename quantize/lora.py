@@ -1,11 +1,11 @@
 """LoRA files that are fused before quantizing: W + Σ weight · scaling · B A, in fp32, one tensor at a time.
 
 diffusers reads the file (it knows the key names of every trainer) and PEFT finds the layers and their scaling, both
-on a model without weights. What neither of them takes is an error here: a key that changes nothing is a typing error
-or a LoRA of another model.
+on a model without weights. A key that neither of them takes is an error here: it is a typing error, or the LoRA is of
+another model.
 
-Which denoiser a file changes, its keys say (`transformer.…`, `unet.…`). Where a pipeline has two, files name the first
-one, as diffusers reads them too; `transformer_2=FILE` is what `load_into_transformer_2` is in diffusers.
+A file's keys say which denoiser it changes (`transformer.…`, `unet.…`). Where a pipeline has two, files name the first
+one, as in diffusers; `transformer_2=FILE` stands for diffusers' `load_into_transformer_2`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Updates = dict[str, LowRankUpdate]  # module path -> update
 
 
 class FusedWeights(SourceWeights):
-    """Source weights with LoRA updates added: matrices that one touches come in fp32."""
+    """Source weights with LoRA updates added: matrices with an update come in fp32."""
 
     def __init__(self, folder: ModelFolder, component: str, updates: Sequence[Updates]) -> None:
         super().__init__(folder, component)
         self._updates = {f"{layer}.weight": [u[layer] for u in updates if layer in u] for u in updates for layer in u}
 
     def fingerprints(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Those of tensors that no update changes: a fused one is not as the file has it."""
+        """Return the fingerprints of tensors without an update: a fused one is not as the file has it."""
         return super().fingerprints({name: tensor for name, tensor in tensors.items() if name not in self._updates})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -69,19 +69,19 @@ class FusedWeights(SourceWeights):
 
 def fuse_into(model: nn.Module, updates: Sequence[Updates]) -> None:
     """Add updates to the weights of a loaded 16-bit model, each sum rounded once to the weight's dtype."""
-    for layer in {layer for found in updates for layer in found}:
+    for layer in {layer for by_layer in updates for layer in by_layer}:
         weight = model.get_submodule(layer).get_parameter("weight")
-        weight.data = fused(weight.data, [found[layer] for found in updates if layer in found])
+        weight.data = fused(weight.data, [by_layer[layer] for by_layer in updates if layer in by_layer])
 
 
 def fused(weight: Tensor, updates: Sequence[LowRankUpdate]) -> Tensor:
-    """A weight with updates of its layer added, the sum rounded once to the weight's dtype."""
+    """Add updates of a layer to its weight, and round the sum once to the weight's dtype."""
     deltas = [update.delta.to(weight.device).view_as(weight) for update in updates]
     return (weight.float() + sum(deltas)).to(weight.dtype)
 
 
 def of_component(lora: LoraFile, folder: ModelFolder, denoisers: Sequence[str]) -> LoraFile:
-    """The file with the component that it changes: the one asked for, else the one that its keys name.
+    """Complete a file with the component that it changes: the one asked for, else the one that its keys name.
 
     denoisers: the components that can be adapted. ValueError for another one, and for keys of several.
     """
@@ -100,19 +100,19 @@ def of_component(lora: LoraFile, folder: ModelFolder, denoisers: Sequence[str]) 
 
 
 def updates_of(loras: Iterable[LoraFile], folder: ModelFolder) -> dict[str, tuple[Updates, ...]]:
-    """Component -> what files, each of a known component, add to its weights; see `read_updates`."""
+    """Read files, each of a known component: component -> updates of its weights; see `read_updates`."""
     updates: dict[str, tuple[Updates, ...]] = {}
     for lora in loras:
-        found = read_updates(lora, folder, lora.component)
-        updates[lora.component] = (*updates.get(lora.component, ()), found)
+        layer_updates = read_updates(lora, folder, lora.component)
+        updates[lora.component] = (*updates.get(lora.component, ()), layer_updates)
     return updates
 
 
 def read_updates(lora: LoraFile, folder: ModelFolder, component: str) -> Updates:
-    """Module path -> update of every Linear and convolution of `component` that the file adapts.
+    """Read module path -> update of every Linear and convolution of `component` that the file adapts.
 
-    Raises ValueError naming the keys for those that match none of the component, that belong to another component,
-    and for what is no plain LoRA (DoRA magnitudes, biases, norms, grouped convolutions).
+    Raises ValueError naming keys that match none of the component, belong to another one, or are no plain LoRA (DoRA
+    magnitudes, biases, norms, grouped convolutions).
     """
     from peft.tuners.lora import Conv2d as AdaptedConvolution
     from peft.tuners.lora import Linear as AdaptedLinear
@@ -134,17 +134,17 @@ def read_updates(lora: LoraFile, folder: ModelFolder, component: str) -> Updates
     except Exception as error:  # whatever PEFT makes of values that it did not expect
         raise ValueError(f"{lora.path}: does not fit {folder.name}'s {component}: {error}") from None
     updates: Updates = {}
-    taken = set()
+    used = set()
     for name, module in model.named_modules():
         if isinstance(module, (AdaptedLinear, AdaptedConvolution)):
             a, b = (f"{component}.{name}.lora_{letter}.weight" for letter in "AB")
             if a in state and b in state:
-                taken |= {a, b}
+                used |= {a, b}
                 down, up = state[a].flatten(1), state[b].flatten(1)  # of a convolution (r, C, h, w) and (N, r, 1, 1)
                 updates[name] = LowRankUpdate(down, up, lora.weight * float(module.scaling["fused"]))
                 if not (torch.isfinite(state[a]).all() and torch.isfinite(state[b]).all()):
                     raise ValueError(f"{lora.path}: {name}: holds NaN or infinity; get the file again")
-    _refuse(lora, sorted(state.keys() - taken), nothing)
+    _refuse(lora, sorted(state.keys() - used), nothing)
     return updates
 
 
@@ -155,7 +155,7 @@ def _is_adaptable(module: nn.Module) -> bool:
 def _for_component(
     state: dict[str, Tensor], scaling: dict[str, Any], component: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Rename what was read to PEFT's names; files say `transformer` of a second one too, which gets its own name."""
+    """Rename keys to PEFT's names; files say `transformer` of a second one too, which gets its own name."""
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
     if not any(".lora_A." in key for key in state):  # names that diffusers gave a UNet's layers before it took PEFT's
@@ -163,14 +163,14 @@ def _for_component(
     if component == _FIRST or not component.startswith(_FIRST) or any(key.startswith(f"{component}.") for key in state):
         return state, scaling
 
-    def renamed(held: dict[str, Any]) -> dict[str, Any]:
-        return {re.sub(rf"^{_FIRST}\.", f"{component}.", key): value for key, value in held.items()}
+    def renamed(entries: dict[str, Any]) -> dict[str, Any]:
+        return {re.sub(rf"^{_FIRST}\.", f"{component}.", key): value for key, value in entries.items()}
 
-    return renamed(state), {kind: renamed(held) for kind, held in scaling.items()}
+    return renamed(state), {kind: renamed(entries) for kind, entries in scaling.items()}
 
 
 def recorded_loras(loras: Sequence[Lora]) -> Iterator[LoraFile]:
-    """The LoRA files that were fused into a checkpoint; ValueError for one that is gone or has changed."""
+    """Yield the LoRA files that were fused into a checkpoint; ValueError for one that is gone or has changed."""
     for recorded in loras:
         lora = LoraFile(Path(recorded.file), recorded.weight, recorded.component)
         if not lora.path.is_file() or lora.digest != recorded.sha256:
@@ -182,7 +182,7 @@ def recorded_loras(loras: Sequence[Lora]) -> Iterator[LoraFile]:
 
 
 def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors under diffusers' names, the alphas or metadata that give their scaling)."""
+    """Read (tensors under diffusers' names, alphas or metadata with their scaling)."""
     import diffusers
 
     pipeline: Any = getattr(diffusers, folder.index["_class_name"])
@@ -190,7 +190,7 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
         raise ValueError(f"{pipeline.__name__} takes no LoRA in this diffusers ({diffusers.__version__})")
     wants_alphas = "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters
     options: dict[str, Any] = {"return_alphas": True} if wants_alphas else {}
-    if "unet" in folder.components:  # by which names that count blocks in another way are read
+    if "unet" in folder.components:  # to read names that count blocks in another way
         options["unet_config"] = model_on_meta(folder, "unet").config
     try:
         with _warnings_are_errors():
@@ -205,22 +205,22 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
     except Exception as error:  # whatever a converter makes of keys and shapes that it did not expect
         raise ValueError(f"{lora.path}: diffusers cannot read this LoRA ({error}); is it one for this model?") from None
     alphas, metadata = rest if len(rest) > 1 else (None, *rest)  # pipelines with a UNet return alphas unasked
-    given = {"network_alphas": alphas, "metadata": metadata}
-    return state, {key: value for key, value in given.items() if value}
+    scaling = {"network_alphas": alphas, "metadata": metadata}
+    return state, {key: value for key, value in scaling.items() if value}
 
 
 def _scaling(lora: LoraFile, metadata: dict[str, Any], component: str, layers: Iterable[str]) -> dict[str, Any]:
-    """The part of a file's PEFT configuration that scaling depends on, for just these layers.
+    """Return the part of a file's PEFT configuration that scaling depends on, for just these layers.
 
     PEFT would import a module that the rest may name, and takes a text in it for an expression over module paths.
-    Raises ValueError for what is no plain number or name.
+    Raises ValueError for a value that is no plain number or name.
     """
-    said = {key: metadata[f"{component}.{key}"] for key in _SCALING if f"{component}.{key}" in metadata}
-    for key, value in said.items():
+    settings = {key: metadata[f"{component}.{key}"] for key in _SCALING if f"{component}.{key}" in metadata}
+    for key, value in settings.items():
         if not _SCALING[key](value):
             raise ValueError(f"{lora.path}: says {key} is {str(value)[:80]!r}; save it again as a plain LoRA")
-    said["target_modules"] = sorted(layers)
-    return {f"{component}.{key}": value for key, value in said.items()}
+    settings["target_modules"] = sorted(layers)
+    return {f"{component}.{key}": value for key, value in settings.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -235,7 +235,7 @@ def _numbers_by_layer(value: Any) -> bool:
 
 @contextmanager
 def _warnings_are_errors() -> Iterator[None]:
-    """diffusers drops keys that its converters do not know with a warning; here nothing is dropped."""
+    """Raise for keys that diffusers' converters do not know, which it drops with a warning."""
     logger = logging.getLogger("diffusers.loaders")
     handler, level = _Raise(level=logging.WARNING), logger.level
     logger.addHandler(handler)

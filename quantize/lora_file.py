@@ -22,7 +22,7 @@ class LoraFile:
 
     @classmethod
     def parse(cls, text: str) -> LoraFile:
-        """`FILE`, `FILE:weight` or either after `COMPONENT=`; ValueError or FileNotFoundError for anything else."""
+        """Parse `FILE`, `FILE:weight` or either after `COMPONENT=`; ValueError or FileNotFoundError for other text."""
         component, equals, rest = text.partition("=")
         is_file = Path(text).is_file() or Path(text.rpartition(":")[0]).is_file()
         if not equals or not component.isidentifier() or is_file:
@@ -51,7 +51,7 @@ class LoraFile:
         return sha256_file(self.path)
 
     def describe(self) -> dict[str, Any]:
-        """As it is recorded in the checkpoint."""
+        """Return the file as it is recorded in the checkpoint."""
         return {
             "file": str(self.path.resolve()),
             "weight": self.weight,

@@ -28,11 +28,11 @@ class RowChunks:
     chunks: Callable[[], Iterable[Tensor]]
 
     def times(self, right: Tensor) -> Tensor:
-        """W right (N, C)."""
+        """Return W right (N, C)."""
         return torch.cat([chunk @ right for chunk in self.chunks()])
 
     def transposed_times(self, left: Tensor) -> Tensor:
-        """W^T left (K, C)."""
+        """Return W^T left (K, C)."""
         total, start = torch.zeros((), device=left.device, dtype=torch.float32), 0
         for chunk in self.chunks():
             total = total + chunk.T @ left[start : start + chunk.shape[0]]
@@ -41,7 +41,7 @@ class RowChunks:
 
 
 def branch(w: Tensor | RowChunks, rank: int, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(A (R, K), B (N, R)) fp32 with B A the best approximation of w (N, K); B has orthonormal columns.
+    """Return (A (R, K), B (N, R)) fp32 with B A the best approximation of w (N, K); B has orthonormal columns.
 
     gram (K, K): E[z z^T]; the error of w z is then minimised, without it that of w itself.
     """
@@ -58,7 +58,7 @@ def branch(w: Tensor | RowChunks, rank: int, gram: Tensor | None = None) -> tupl
 
 
 def principal_directions(gram: Tensor, count: int) -> Tensor:
-    """P (count, K): orthonormal rows that span the largest eigenvectors of E[z z^T] (K, K)."""
+    """Return P (count, K): orthonormal rows that span the largest eigenvectors of E[z z^T] (K, K)."""
     start = _start(gram.shape[0], count, gram)
     for _ in range(_ITERATIONS):
         start = torch.linalg.qr(gram @ start)[0]
@@ -67,7 +67,7 @@ def principal_directions(gram: Tensor, count: int) -> Tensor:
 
 
 def balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The same B A with rows of A and columns of B of equal size, so that 16 bit holds both well."""
+    """Scale rows of A and columns of B to equal size, with the same B A, so that 16 bit stores both well."""
     ratio = (a.norm(dim=1) / b.norm(dim=0).clamp(min=1e-30)).clamp(min=1e-30).sqrt()
     return a / ratio.unsqueeze(1), b * ratio
 

@@ -1,10 +1,10 @@
-"""Weights that no data is needed for: read, rounded to nearest and handed on in order, several at a time.
+"""Rounding to nearest, which needs no data: weights are read, rounded and handed on in order, several at a time.
 
     one thread reads ──> workers round ──> the caller takes what is done, in order, and writes it
 
-A piece is a Linear, the Linears that share a global scale, or what of a block is stored as it is. A few of them are in
-memory, however large the model. A worker computes with one torch thread, so what it returns does not depend on how many
-there are.
+A unit is a Linear, the Linears that share a global scale, or the tensors of a block that are stored as they are. A few
+units are in memory, however large the model. A worker computes with one torch thread, so its results do not depend on
+the number of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.recipes.plan import LayerPlan
 
 _MOST_WORKERS = 4  # each holds a few hundred MB of a large model
-_AHEAD = 2  # pieces for each worker that may be read or done before their turn
+_AHEAD = 2  # units for each worker that may be read or done before their turn
 _CACHED = 1 << 17  # elements that are compared at a time
 _SAMPLED = 1 << 20  # elements of a weight whose error is looked at
 
@@ -35,68 +35,80 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Piece that is read and rounded in one. layers: of one global scale, or one. plain: tensors stored as they are."""
+class RoundingUnit:
+    """Tensors that are read and rounded in one.
+
+    layers: one, or those of one global scale.
+    plain: tensors that are stored as they are.
+    """
 
     layers: tuple[LayerPlan, ...] = ()
     plain: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        """The source tensors."""
+        """Names of the source tensors."""
         return [*(f"{layer.name}.weight" for layer in self.layers), *self.plain]
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """tensors: by their name in the checkpoint. weight_sqnr: dB, by layer. fingerprints: of source tensors."""
+    """Tensors after rounding.
+
+    tensors: by their name in the checkpoint.
+    weight_sqnr: layer -> dB.
+    fingerprints: of source tensors.
+    """
 
     tensors: dict[str, Tensor]
     weight_sqnr: dict[str, float]
     fingerprints: dict[str, str] = field(default_factory=dict)
 
 
-def pieces_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[Piece]:
-    """The pieces of the quantized `layers` and of all other source tensors among `names`."""
+def units_of(layers: Sequence[LayerPlan], names: Iterable[str]) -> list[RoundingUnit]:
+    """Group the quantized `layers`, and all other source tensors among `names`, into units."""
     together: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         together.setdefault(layer.scale_group or layer.name, []).append(layer)
-    taken = {f"{layer.name}.weight" for layer in layers}
-    plain = tuple(name for name in names if name not in taken)
-    return [*(Piece(layers=tuple(members)) for members in together.values()), *([Piece(plain=plain)] if plain else [])]
+    weights = {f"{layer.name}.weight" for layer in layers}
+    plain = tuple(name for name in names if name not in weights)
+    units = [RoundingUnit(layers=tuple(members)) for members in together.values()]
+    return [*units, RoundingUnit(plain=plain)] if plain else units
 
 
-def round_pieces(
-    pieces: Iterable[Piece],
+def round_units(
+    units: Iterable[RoundingUnit],
     source: SourceWeights,
     dtype: torch.dtype,
     input_scales: Mapping[str, Tensor],
     workers: int | None = None,
 ) -> Generator[Rounded, None, None]:
-    """Each piece rounded as its layers' plans say, the rest cast to `dtype`, in order.
+    """Round each unit as its layers' plans say, cast the rest to `dtype`, and yield them in order.
 
-    input_scales: by layer, where its scheme has a static one. workers: by default as many as torch has threads, up to
-    a few. ValueError naming the layer for NaN, infinity and shapes that the plan does not have.
+    ValueError naming the layer for NaN, infinity and shapes that the plan does not have.
+
+    input_scales: by layer, where its scheme has a static one.
+    workers: by default as many as torch has threads, up to a few.
     """
 
-    def read(piece: Piece) -> dict[str, Tensor]:
-        tensors = {name: source[name] for name in piece.names}
-        source.let_go(piece.names)
+    def read(unit: RoundingUnit) -> dict[str, Tensor]:
+        tensors = {name: source[name] for name in unit.names}
+        source.let_go(unit.names)
         return tensors
 
-    def work(piece: Piece, tensors: dict[str, Tensor]) -> Rounded:
-        return _rounded(piece, tensors, source, dtype, input_scales)
+    def work(unit: RoundingUnit, tensors: dict[str, Tensor]) -> Rounded:
+        return _rounded(unit, tensors, source, dtype, input_scales)
 
     with memory.used_again():
-        yield from in_order(pieces, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
+        yield from in_order(units, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
 
 
 def in_order(
     items: Iterable[A], read: Callable[[A], B], work: Callable[[A, B], C], workers: int
 ) -> Generator[C, None, None]:
-    """work(item, read(item)) of each item, in order; one thread reads, and so many work.
+    """Yield work(item, read(item)) of each item, in order, with one reading thread and `workers` working ones.
 
-    Those threads, and what they start, compute with one torch thread each. Close it where it is left early.
+    Those threads, and any that they start, compute with one torch thread each. Close it where it is left early.
     """
     before, waiting = torch.get_num_threads(), deque[Future[C]]()
     reader, pool = (ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) for n in (1, workers))
@@ -118,7 +130,7 @@ def in_order(
 
 
 def most_at_once(sizes: Sequence[int], workers: int = _MOST_WORKERS) -> int:
-    """The most of items of these sizes that `in_order` holds: those read ahead, and the one that is taken."""
+    """Return the most bytes that `in_order` has in memory of items of these sizes: those read ahead, and one in use."""
     span = _AHEAD * workers + 1
     return max((sum(sizes[at : at + span]) for at in range(len(sizes))), default=0)
 
@@ -139,7 +151,7 @@ def quantize_weight(w: Tensor, layer: LayerPlan, shared: Tensor | None = None) -
 
 
 def joined_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
-    """The one scale (fp32, ()) of weights that a fused layout concatenates along N: nvfp4's global, or fp8_tensor's."""
+    """Return the one scale (fp32, ()) of weights that are joined along N: nvfp4's global, or fp8_tensor's."""
     amax = torch.stack([largest(w) for w in weights]).amax()
     row = next(layer.scheme.weights for layer in layers if layer.scheme is not None)
     if row.two_level:
@@ -148,9 +160,9 @@ def joined_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tens
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost.
+    """Return the signal to quantization noise, 10·log10(Σ r² / Σ (a − r)²) in dB; infinite when nothing was lost.
 
-    A few rows at a time, where the approximation lies.
+    A few rows at a time, on the device of the approximation.
     """
     rows = max(1, _CACHED * reference.shape[0] // max(1, reference.numel()))
     signal = noise = torch.zeros((), dtype=torch.float64)
@@ -163,7 +175,7 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
 
 
 def weight_sqnr(w: Tensor, q: QuantizedTensor) -> float:
-    """`sqnr` of a weight (N, K) and what it was rounded to; of a large one, of rows from all over it.
+    """Return the `sqnr` of a weight (N, K) and its rounded form; of a large one, of rows from all over it.
 
     Of a million elements it is within a few hundredths of a dB, and all of them would take as long as rounding them.
     """
@@ -172,9 +184,9 @@ def weight_sqnr(w: Tensor, q: QuantizedTensor) -> float:
 
 
 def weight_matrix(w: Tensor, layer: LayerPlan) -> Tensor:
-    """A weight as (N, K), a view; that of a 1x1 convolution is (N, K, 1, 1).
+    """View a weight as (N, K); that of a 1x1 convolution is (N, K, 1, 1).
 
-    ValueError for one that is not what config.json implies.
+    ValueError for a shape that config.json does not imply.
     """
     if tuple(w.shape) not in ((layer.n, layer.k), (layer.n, layer.k, 1, 1)):
         raise ValueError(f"{layer.name}: weight has shape {tuple(w.shape)}, config.json implies {(layer.n, layer.k)}")
@@ -182,7 +194,7 @@ def weight_matrix(w: Tensor, layer: LayerPlan) -> Tensor:
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """ValueError for NaN and infinity."""
+    """Raise ValueError for NaN and infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
@@ -192,7 +204,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def _rounded(
-    piece: Piece,
+    unit: RoundingUnit,
     source_tensors: Mapping[str, Tensor],
     source: SourceWeights,
     dtype: torch.dtype,
@@ -200,26 +212,26 @@ def _rounded(
 ) -> Rounded:
     tensors: dict[str, Tensor] = {}
     lost: dict[str, float] = {}
-    weights = [source_tensors[f"{layer.name}.weight"] for layer in piece.layers]
+    weights = [source_tensors[f"{layer.name}.weight"] for layer in unit.layers]
     shared = None
-    if any(layer.scale_group for layer in piece.layers):
-        shared = joined_scale(weights, piece.layers)
+    if any(layer.scale_group for layer in unit.layers):
+        shared = joined_scale(weights, unit.layers)
         if not torch.isfinite(shared):
-            for layer, w in zip(piece.layers, weights, strict=True):
+            for layer, w in zip(unit.layers, weights, strict=True):
                 require_finite(f"{layer.name}.weight", w)
-    for layer, w in zip(piece.layers, weights, strict=True):
+    for layer, w in zip(unit.layers, weights, strict=True):
         q = quantize_weight(w, layer, shared)
         lost[layer.name] = weight_sqnr(w.flatten(1), q)
         tensors |= {f"{layer.name}.{part}": tensor for part, tensor in q.tensors().items()}
         if layer.scheme is not None and layer.scheme.static_input:
             tensors[f"{layer.name}.input_scale"] = input_scales[layer.name]
-    for name in piece.plain:
+    for name in unit.plain:
         tensors[name] = _cast(name, source_tensors[name], source, dtype)
     return Rounded(tensors, lost, source.fingerprints(source_tensors))
 
 
 def _cast(name: str, tensor: Tensor, source: SourceWeights, dtype: torch.dtype) -> Tensor:
-    """A tensor that is not quantized; what the model's class keeps in fp32 stays as it is in the source."""
+    """Cast a tensor that is not quantized; one that the model's class keeps in fp32 stays as it is in the source."""
     require_finite(name, tensor)
     if not tensor.is_floating_point() or source.stays_fp32(name):
         return tensor

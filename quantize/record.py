@@ -32,9 +32,9 @@ class Layer(_Part):
 
     @classmethod
     def of(cls, layer: LayerPlan, weight_sqnr_db: float | None) -> Self:
-        """Return what is recorded of a planned layer."""
-        said = {**layer.describe(), "bits_per_weight": round(layer.bits_per_weight, 4)}
-        return cls(**said, weight_sqnr_db=weight_sqnr_db)
+        """Return the record of a planned layer."""
+        fields = {**layer.describe(), "bits_per_weight": round(layer.bits_per_weight, 4)}
+        return cls(**fields, weight_sqnr_db=weight_sqnr_db)
 
     @property
     def weights(self) -> int:
@@ -42,7 +42,7 @@ class Layer(_Part):
         return self.shape[0] * self.shape[1]
 
 
-class Stage(_Part):
+class RecordedStage(_Part):
     """A stage of fitting that was tried, and why it was kept or left out. percent: more modelled time."""
 
     model_config = ConfigDict(allow_inf_nan=True)
@@ -55,17 +55,17 @@ class Stage(_Part):
 
 
 class Group(_Part):
-    """A fitted input group: held-out SQNR of what its layers give out, rounded to nearest and as fitted, in dB."""
+    """A fitted input group: held-out SQNR of its layers' outputs, rounded to nearest and as fitted, in dB."""
 
     group: str
     layers: list[str]
     sqnr_before_db: float | None
     sqnr_db: float | None
-    stages: list[Stage]
+    stages: list[RecordedStage]
 
 
-class Component(_Part):
-    """A quantized component. library and class_name: of an imported one. bytes: of all its tensors."""
+class RecordedComponent(_Part):
+    """A quantized component. bytes: of all its tensors. library, class_name: of an imported one."""
 
     component: str
     library: str | None = None
@@ -86,7 +86,7 @@ class Component(_Part):
         return [layer for layer in self.layers if layer.scheme != "16bit"]
 
 
-class Model(_Part):
+class RecordedModel(_Part):
     """The 16-bit model. source: None for one in memory, or another program's file imported without its base."""
 
     name: str = ""
@@ -96,7 +96,7 @@ class Model(_Part):
     digests: dict[str, str]
 
 
-class Recipe(_Part):
+class RecordedRecipe(_Part):
     """The recipe: its name, and its fields as its file has them."""
 
     model_config = ConfigDict(extra="allow")
@@ -149,8 +149,11 @@ class Identity(_Part):
 class Check(_Part):
     """The closing check: a few images or videos against the 16-bit pipeline's, with the same prompts and noise.
 
-    frames: of a video, None for images. flat: images of one colour. Of dB, None stands for infinity.
-    gates_for_eval: gates that only `fluxq eval` measures. missed: gates that did not hold.
+    frames: of a video, None for images.
+    flat: number of images of one colour.
+    gates_for_eval: gates that only `fluxq eval` measures.
+    missed: gates that did not hold.
+    A value in dB that is None stands for infinity.
     """
 
     images: int
@@ -169,21 +172,23 @@ class Check(_Part):
 
 
 class Record(_Part):
-    """Origin, content and closing check of a checkpoint. imported: of one made by `fluxq import`.
+    """Origin, content and closing check of a checkpoint.
 
-    trajectory: the calls that were captured, None where no data was needed. files: name -> SHA-256.
+    imported: origins of a checkpoint from `fluxq import`.
+    trajectory: the calls that were captured, None where no data was needed.
+    files: name -> SHA-256.
     """
 
     fluxq_version: str = ""
     identity: Identity
-    model: Model
-    recipe: Recipe
+    model: RecordedModel
+    recipe: RecordedRecipe
     imported: list[Origin] | None = None
     loras: list[Lora] = []
     prompts: Prompts | None
     trajectory: dict[str, Any] | None
     statistics_digest: str | None
-    components: list[Component] = Field(min_length=1)
+    components: list[RecordedComponent] = Field(min_length=1)
     versions: dict[str, Any] = {}
     check: Check | None = None
     files: dict[str, str] = {}
@@ -210,7 +215,7 @@ def read_record(folder: Path) -> Record:
         ) from None
 
 
-def bits_per_weight(parts: Sequence[Component]) -> float:
+def bits_per_weight(parts: Sequence[RecordedComponent]) -> float:
     """Return the bits per weight of components: all that is stored for all Linears over their weights."""
     weights = [sum(layer.weights for layer in part.layers) for part in parts]
     stored = sum(part.bits_per_weight * count for part, count in zip(parts, weights, strict=True))
@@ -226,8 +231,8 @@ def bits_of(layers: Sequence[Layer]) -> float:
 def fitted_db(groups: Sequence[Group]) -> tuple[float, float] | None:
     """Return the mean SQNR in dB of groups, rounded to nearest and as fitted; None if none was fitted."""
     pairs = [(group.sqnr_before_db, group.sqnr_db) for group in groups]
-    known = [(before, after) for before, after in pairs if before is not None and after is not None]
-    if not known:
+    finite = [(before, after) for before, after in pairs if before is not None and after is not None]
+    if not finite:
         return None
-    before, after = (sum(values) / len(known) for values in zip(*known, strict=True))
+    before, after = (sum(values) / len(finite) for values in zip(*finite, strict=True))
     return before, after

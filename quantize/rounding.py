@@ -24,7 +24,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Format
 
 DAMPING = 0.01  # of the mean diagonal, added to the diagonal
-_COLUMNS = 128  # rounded between two products with all that are left
+_COLUMNS = 128  # rounded between two products with all other columns
 _ROWS = 1 << 22  # elements of a weight that are searched at a time
 
 
@@ -38,14 +38,15 @@ class Feedback:
 
 
 class UselessGram(ValueError):
-    """Nothing can be fed back with this Gram matrix."""
+    """Error for a Gram matrix with which nothing can be fed back."""
 
 
 def feedback(gram: Tensor | Callable[[], Tensor], group: int, damping: float = DAMPING) -> Feedback:
     """Factor E[z z^T] (K, K) for blocks of `group` columns; 0 is a row.
 
-    gram: a function returns it, as a new tensor at each call; that becomes L, and no memory for another is taken.
     Channels that are always zero get the damping only. Raises UselessGram for one that is not finite or all zero.
+
+    gram: the matrix, or a function that returns it as a new tensor at each call; L takes the memory of that.
     """
     make = gram.clone if isinstance(gram, Tensor) else gram
     gram = make()
@@ -57,10 +58,10 @@ def feedback(gram: Tensor | Callable[[], Tensor], group: int, damping: float = D
     blocks = diagonal.reshape(-1, size)
     inside = blocks.argsort(dim=1, stable=True) + torch.arange(blocks.shape[0], device=gram.device).unsqueeze(1) * size
     order = inside[blocks.mean(1).argsort(stable=True)].flatten()
-    lower = gram.T  # LAPACK counts by columns: so it works in place, and a Gram may be most of the memory
+    lower = gram.T  # LAPACK counts by columns: in place, because a Gram may be most of the memory
     for attempt in range(8):
         if attempt:
-            del gram, lower  # before there is another
+            del gram, lower  # before another one is made
             gram = make()
             lower = gram.T
         for columns in gram.split(_COLUMNS, 1):
@@ -79,7 +80,7 @@ def feedback(gram: Tensor | Callable[[], Tensor], group: int, damping: float = D
 
 
 def round_searched(w: Tensor, format: Format, global_scale: Tensor | None, importance: Tensor) -> QuantizedTensor:
-    """w (N, K) fp32 to the nearest codes under the scales of the least error, weighted by importance (K,)."""
+    """Round w (N, K) fp32 under the scales of the least error, weighted by importance (K,)."""
     if not _searches(format):
         return QuantizedTensor.quantize(w, format, global_scale=global_scale)
     n, k = w.shape
@@ -101,14 +102,14 @@ def round_with_feedback(
     search: bool = True,
     row_scale: Tensor | None = None,
 ) -> QuantizedTensor:
-    """w (N, K) fp32 by GPTQ; a block's scales follow from what feedback has made of it.
+    """Round w (N, K) fp32 by GPTQ; a block's scales are those of its values after feedback.
 
     row_scale (N, 1): the scales of a format with one for each row, where w is a part of those rows.
     """
     n, k = w.shape
     group = format.group_size
-    held = w.T[feed.order]  # (K, N): what is done column by column lies together
-    error = torch.zeros_like(held)  # w - q of the columns done
+    columns = w.T[feed.order]  # (K, N): a column's numbers lie together
+    error = torch.zeros_like(columns)  # w - q of the columns done
     codes = torch.empty(k, n, dtype=encode.encode(w[:0], format.element).dtype, device=w.device)
     scales = torch.empty(n, k // group if group else 1, dtype=SCALE_DTYPES[format.scale], device=w.device)
     if not group:
@@ -116,7 +117,7 @@ def round_with_feedback(
         step = decode_scale(scales, format, None).squeeze(1)
     for stop in range(k, 0, -_COLUMNS):  # a multiple of every group
         start = max(stop - _COLUMNS, 0)
-        target = held[start:stop] + feed.lower[stop:, start:stop].T @ error[stop:]
+        target = columns[start:stop] + feed.lower[stop:, start:stop].T @ error[stop:]
         for column in range(stop - 1, start - 1, -1):
             at = column - start
             if group and (column + 1) % group == 0:
@@ -127,14 +128,14 @@ def round_with_feedback(
                 step = decode_scale(scale, format, global_scale).reshape(n)
             value = round_to(target[at] / step, format.element)
             codes[feed.order[column]] = encode.encode(value, format.element)
-            error[column] = held[column] - value * step
+            error[column] = columns[column] - value * step
             target[:at].addr_(feed.lower[column, start:column], error[column])
     scales = scales if group else scales.reshape(n if format.block[0] else ())
     return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)
 
 
 def search_scales(blocks: Tensor, importance: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
-    """Of several scales for each of the blocks (N, G, k) the one, as stored, with the least weighted squared error.
+    """Choose the stored scale with the least weighted squared error for each of the blocks (N, G, k).
 
     importance (1 or N, G, k). The scale that plain rounding takes is among them and wins a tie.
     """
@@ -159,12 +160,12 @@ def _scale_of(block: Tensor, importance: Tensor, format: Format, global_scale: T
 
 
 def _searches(format: Format) -> bool:
-    """Rows of 8 bits have so many codes that clipping gains nothing."""
+    """Tell whether scales are searched: rows of 8 bits have so many codes that clipping gains nothing."""
     return format.element.bits == 4
 
 
 def _candidates(plain: Tensor, format: Format) -> list[Tensor]:
-    """Scales near the plain ones, those first; as stored."""
+    """Return stored scales near the plain ones, which come first."""
     if format.scale == "bf16":
         return [plain, *((plain.float() * ratio).to(plain.dtype) for ratio in _CLIPS)]
     low, high = (1, 126) if format.scale == "e4m3" else (1, 254)

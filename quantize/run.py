@@ -1,16 +1,16 @@
-"""Weights + plan + what calibration saw -> quantized tensors.
+"""Weights, plan and calibration -> quantized tensors.
 
-    fitted     block by block: what flows into the block's Linears is gathered, each input group is quantized as well
-               as its plan allows (group.py), and what the quantized block returns is what the next one is fitted to
-    rounded    layers that no data is needed for: to nearest, with their group's amax where `input_scale` or a shared
-               global scale asks for it (nearest.py)
+    fitted     block by block: the inputs of the block's Linears are gathered, each input group is quantized as well as
+               its plan allows (group.py), and the next block is fitted to the outputs of the quantized one
+    rounded    layers that need no data: to nearest, with their group's amax where `input_scale` or a shared global
+               scale needs it (nearest.py)
 
-Either way a block is one file as soon as it is done (finished.py), and what is done is not done again.
+Either way a finished block is one file (finished.py), and is not made again.
 
-Of several processes, which share the folder, each rounds whole blocks. Fitted blocks depend on each other: each process
-fits some of a block's groups, the files say to all what became of the others, and the block's outputs are made by all,
-some calls each. Where blocks are fitted to 16-bit ones, each fits a block of its own. No sum is split, so the files are
-those of one process.
+Several processes share the folder. Each rounds whole blocks. Fitted blocks depend on each other: each process fits some
+of a block's groups and reads the other groups from files, and all make the block's outputs, some calls each. Where
+blocks are fitted to 16-bit ones, each process fits a block of its own. No sum is split, so the files are those of one
+process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fluxq.quantize.finished import (
     read_parts,
 )
 from fluxq.quantize.group import FittedGroup, GroupLayer, fit_group, price_on
-from fluxq.quantize.nearest import Rounded, pieces_of, require_finite, round_pieces, sqnr, weight_matrix
+from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, Plan, with_method
@@ -57,8 +57,10 @@ _FEW_TOKENS = 256  # for quantize_linear, worth a warning
 class Fitting:
     """Inputs of fitting beside plan and weights.
 
-    replay: the component's 16-bit model and its calls. gate: of the recipe. parallel: later blocks are fitted to what
-    16-bit blocks return. statistics: their amax counts for input scales too.
+    replay: the component's 16-bit model and its calls.
+    gate: of the recipe.
+    parallel: later blocks are fitted to outputs of 16-bit blocks.
+    statistics: their amax counts for input scales too.
     """
 
     replay: Replay
@@ -69,9 +71,11 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a component that is finished as a whole: a block of the family, or what else has one first name.
+    """A part of a component that is finished as a whole: a block of the family, or all else under one first name.
 
-    layers: its Linears that leave 16 bit. names, nbytes: of all its source tensors. file: for it once it is done.
+    layers: its Linears that leave 16 bit.
+    names, nbytes: of all its source tensors.
+    file: for the finished block.
     """
 
     path: str
@@ -91,13 +95,15 @@ def quantize_component(
     workers: int | None = None,
     ranks: Ranks = ALONE,
 ) -> list[Path]:
-    """Quantize every block of a component into a file of `folder`, those excepted that are there; returns all files.
+    """Quantize every block of a component into a file of `folder`, unless the file is there; return all files.
 
-    They hold every tensor of the quantized component: those of its quantized layers, the rest cast to `dtype`, but for
-    what the model's class keeps in fp32, which stays as it is in the source. `Outcome.read` says what became of the
-    layers. fitting: needed where the plan has layers to be fitted. workers: that round to nearest, see `round_pieces`.
-    ranks: processes that call this with the same arguments and share the folder; all files are there when it returns.
-    Raises ValueError naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
+    The files hold every tensor of the quantized component: those of its quantized layers, and the rest cast to `dtype`,
+    except what the model's class keeps in fp32. `Outcome.read` reads what was decided of the layers. Raises ValueError
+    naming the layer for NaN or infinity in a weight and for statistics that do not cover it.
+
+    fitting: needed where the plan has layers to be fitted.
+    workers: threads that round to nearest, see `round_units`.
+    ranks: processes that call this with the same arguments and share the folder; it returns when all files are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = fitting.replay.blocks if fitting else ()
@@ -105,28 +111,28 @@ def quantize_component(
     fitted = {layer.name for block in blocks[: len(first)] for layer in block.layers if layer.is_observed}
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in fitted))
     rounding = _Rounding(source, dtype, _input_scales(rest, statistics), workers)
-    there = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file, source)]))
-    known = [block.nbytes for block in blocks if block.path in there]
+    finished = set(ranks.agree([block.path for block in blocks if ranks.leads and is_finished(block.file, source)]))
+    kept = [block.nbytes for block in blocks if block.path in finished]
     sizes = [block.nbytes for block in blocks]
-    with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(known), sum(known)) as advance:
-        if fitting is not None and not there.issuperset(first):
-            _Fitter(plan, blocks[: len(first)], source, dtype, fitting, rounding, ranks).fit(there, advance)
-        todo = [block for block in blocks[len(first) :] if block.path not in there]
-        own = ranks.share(todo)
-        with closing(rounding.blocks([(block.layers, block.names) for block in own])) as done:
-            for block, rounded in zip(own, done, strict=True):
+    with blocks_progress(f"Quantizing {plan.component}", len(sizes), sum(sizes), len(kept), sum(kept)) as advance:
+        if fitting is not None and not finished.issuperset(first):
+            _Fitter(plan, blocks[: len(first)], source, dtype, fitting, rounding, ranks).fit(finished, advance)
+        todo = [block for block in blocks[len(first) :] if block.path not in finished]
+        share = ranks.share(todo)
+        with closing(rounding.blocks([(block.layers, block.names) for block in share])) as done:
+            for block, rounded in zip(share, done, strict=True):
                 outcome = Outcome(weight_sqnr=rounded.weight_sqnr, fingerprints=rounded.fingerprints)
                 finish(block.file, rounded.tensors, outcome)
                 advance(block.nbytes)
         ranks.meet()
         for block in todo:
-            if block not in own:
+            if block not in share:
                 advance(block.nbytes)
     return [block.file for block in blocks]
 
 
 def blocks_of(plan: Plan, source: SourceWeights, folder: Path, first: Sequence[str] = ()) -> list[Block]:
-    """The blocks of a component: those at the paths `first`, the family's others in the plan's order, then the rest."""
+    """List a component's blocks: at the paths `first`, then the family's others in the plan's order, then the rest."""
     paths = dict.fromkeys([*first, *(layer.block for layer in plan.layers if layer.block)])
     names: dict[str, list[str]] = {path: [] for path in paths}
     layers: dict[str, list[LayerPlan]] = {}
@@ -148,7 +154,7 @@ def blocks_of(plan: Plan, source: SourceWeights, folder: Path, first: Sequence[s
 
 
 def _block_with(name: str, paths: Collection[str]) -> str:
-    """The innermost of the blocks at `paths` that a module or tensor lies in; its first name where it lies in none."""
+    """Return the innermost of the blocks at `paths` with a module or tensor; its first name where it is in none."""
     parts = name.split(".")
     above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
     return next((path for path in above if path in paths), parts[0])
@@ -164,15 +170,15 @@ class _Rounding:
     workers: int | None
 
     def blocks(self, parts: Sequence[tuple[Sequence[LayerPlan], Sequence[str]]]) -> Generator[Rounded, None, None]:
-        """Quantized layers and source tensors of each block -> all of it rounded; the next ones are begun meanwhile."""
-        pieces = [pieces_of(layers, names) for layers, names in parts]
-        rounded = round_pieces(chain(*pieces), self.source, self.dtype, self.input_scales, self.workers)
+        """Round quantized layers and source tensors of each block; the next blocks are begun meanwhile."""
+        unit_lists = [units_of(layers, names) for layers, names in parts]
+        rounded = round_units(chain(*unit_lists), self.source, self.dtype, self.input_scales, self.workers)
         with closing(rounded):
-            for part in pieces:
+            for part in unit_lists:
                 done = [next(rounded) for _ in part]
-                tensors = {name: tensor for piece in done for name, tensor in piece.tensors.items()}
-                lost = {name: db for piece in done for name, db in piece.weight_sqnr.items()}
-                read = {name: found for piece in done for name, found in piece.fingerprints.items()}
+                tensors = {name: tensor for unit in done for name, tensor in unit.tensors.items()}
+                lost = {name: db for unit in done for name, db in unit.weight_sqnr.items()}
+                read = {name: fingerprint for unit in done for name, fingerprint in unit.fingerprints.items()}
                 yield Rounded(tensors, lost, read)
 
 
@@ -188,13 +194,13 @@ class _Fitter:
     rounding: _Rounding
     ranks: Ranks
 
-    def fit(self, there: Collection[str], advance: Callable[[int], None]) -> None:
-        """All blocks whose file is not `there`; each goes into the model from its file, as those do that have one.
+    def fit(self, finished: Collection[str], advance: Callable[[int], None]) -> None:
+        """Fit all blocks that are not `finished`; each goes into the model from its file, as the finished ones do.
 
-        Where outputs of finished blocks are gone, they are made again. advance: is told the bytes of each block done.
+        Outputs of finished blocks are made again where they are gone. advance: is told the bytes of each block done.
         """
         replay = self.fitting.replay
-        missing = [index for index, block in enumerate(self.blocks) if block.path not in there]
+        missing = [index for index, block in enumerate(self.blocks) if block.path not in finished]
         start = None
         if self.ranks.leads:
             start = max(index for index in range(missing[0] + 1) if replay.can_start(index))
@@ -218,8 +224,8 @@ class _Fitter:
             else:
                 self._put_into_model(block)
             if waiting and (len(waiting) == self.ranks.world or live.index == missing[-1]):
-                for own in self.ranks.share(waiting):
-                    self._finish(self.blocks[own.index], *self._made(own, self._groups_of(own)))
+                for assigned in self.ranks.share(waiting):
+                    self._finish(self.blocks[assigned.index], *self._fit_groups(assigned, self._groups_of(assigned)))
                 self.ranks.meet()
                 for each in waiting:
                     self._put_into_model(self.blocks[each.index])
@@ -227,11 +233,11 @@ class _Fitter:
                 waiting, replay.oldest = [], None
 
     def _fit_block_together(self, live: LiveBlock) -> None:
-        """Each process fits some of the block's groups; the first writes the block when all are done."""
+        """Fit some of a block's groups in each process; the first process writes the block when all are done."""
         block, groups = self.blocks[live.index], self._groups_of(live)
         owners = _owners(groups, self.ranks.world)
-        own = {name: members for name, members in groups.items() if owners[name] == self.ranks.rank}
-        tensors, outcome = self._made(live, own)
+        share = {name: members for name, members in groups.items() if owners[name] == self.ranks.rank}
+        tensors, outcome = self._fit_groups(live, share)
         if self.ranks.world > 1:
             parts = [block.file.with_name(f".{block.file.name}.{rank}.part") for rank in range(self.ranks.world)]
             finish(parts[self.ranks.rank], tensors, outcome)
@@ -246,10 +252,12 @@ class _Fitter:
 
     def _groups_of(self, live: LiveBlock) -> dict[str, tuple[LayerPlan, ...]]:
         prefix = f"{self.blocks[live.index].path}."
-        return {name: own for name, own in self.plan.statistics_groups().items() if name.startswith(prefix)}
+        return {name: members for name, members in self.plan.statistics_groups().items() if name.startswith(prefix)}
 
-    def _made(self, live: LiveBlock, groups: Mapping[str, tuple[LayerPlan, ...]]) -> tuple[dict[str, Tensor], Outcome]:
-        """The tensors of these groups of a block, fitted, and what became of them."""
+    def _fit_groups(
+        self, live: LiveBlock, groups: Mapping[str, tuple[LayerPlan, ...]]
+    ) -> tuple[dict[str, Tensor], Outcome]:
+        """Fit these groups of a block, and return their tensors and outcome."""
         fitted = _fit_block(live, groups, self.source, self.dtype, self.fitting)
         layers = {name: layer for group in fitted.values() for name, layer in group.layers.items()}
         tensors = {f"{name}.{part}": t.data for name, layer in layers.items() for part, t in layer.named_parameters()}
@@ -264,7 +272,7 @@ class _Fitter:
         return tensors, outcome
 
     def _finish(self, block: Block, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
-        """Write a block whose groups are fitted; what else is in it is rounded."""
+        """Round the rest of a block whose groups are fitted, and write the block."""
         others = [layer for layer in block.layers if layer.name not in outcome.schemes]
         with closing(self.rounding.blocks([(others, [name for name in block.names if name not in tensors])])) as done:
             rounded = next(done)
@@ -272,18 +280,18 @@ class _Fitter:
         finish(block.file, {**tensors, **rounded.tensors}, whole)
 
     def _put_into_model(self, block: Block) -> None:
-        """The fitted layers of a finished block."""
+        """Put the fitted layers of a finished block into the model."""
         replay, schemes = self.fitting.replay, Outcome.read([block.file]).schemes
         shapes = {layer.name: (layer.n, layer.k) for layer in block.layers}
-        held = layer_tensors(block.file, list(schemes))
+        tensors = layer_tensors(block.file, list(schemes))
         for name, scheme in schemes.items():
-            layer = QuantLinear.from_tensors(held[name], shapes[name], scheme)
+            layer = QuantLinear.from_tensors(tensors[name], shapes[name], scheme)
             layer = in_place_of(replay.model.get_submodule(name), layer)
             replay.model.set_submodule(name, layer.to(replay.device))
 
 
 def _owners(groups: Mapping[str, Sequence[LayerPlan]], count: int) -> dict[str, int]:
-    """Group -> which of `count` processes fits it: the dearest first, each to the one with the least to do."""
+    """Return group -> which of `count` processes fits it: the dearest first, each to the one with the least to do."""
 
     def cost(name: str) -> int:
         n, k = sum(layer.n for layer in groups[name]), groups[name][0].k
@@ -344,18 +352,18 @@ def _fit(
 
 
 def require_finite_weights(source: SourceWeights) -> None:
-    """ValueError naming the first tensor that holds NaN or infinity."""
+    """Raise ValueError naming the first tensor that holds NaN or infinity."""
     for name in source.names:
         require_finite(name, source[name])
 
 
 def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component | str) -> QuantLinear:
-    """Try a recipe on one layer: `linear` (N, K) quantized as a recipe's main format, fitted to x (…, K).
+    """Try a recipe on one layer: `linear` (N, K) quantized in the recipe's main format, fitted to x (…, K).
 
-    A 1x1 convolution is one too, and its x is (B, K, H, W).
+    The layer may be a 1x1 convolution, with x (B, K, H, W). The last eighth of x's tokens decides what is kept. Returns
+    a QuantLinear on the same device; compare its output with `linear(x)`.
 
-    recipe: a `Component`, or the name or path of a recipe, whose transformer component is taken. The last eighth of x's
-    tokens decides what is kept. Returns a QuantLinear on the same device; compare its output with `linear(x)`.
+    recipe: a `Component`, or the name or path of a recipe, whose transformer component is taken.
     """
     profile, gate = "balanced", Gate()
     if isinstance(recipe, str):
@@ -373,15 +381,15 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     planned = LayerPlan("linear", n, k, "", "linear", False, scheme, "tried on one layer", made_by="norm")
     method = with_method(planned, recipe, profile, None).method
     tokens = x.detach().reshape(-1, k)
-    held = len(tokens) // 8
+    held_out = len(tokens) // 8
     if len(tokens) < _FEW_TOKENS:
         logger.warning(
             "%d tokens, of which %d decide: what is fitted to so few may not hold for others; give %d or more",
-            *(len(tokens), held, _FEW_TOKENS),
+            *(len(tokens), held_out, _FEW_TOKENS),
         )
     builder = InputsBuilder("x", k, device=x.device, calls=(1, 1))
-    builder.add(tokens[: len(tokens) - held])
-    builder.add(tokens[len(tokens) - held :], held_out=True)
+    builder.add(tokens[: len(tokens) - held_out])
+    builder.add(tokens[len(tokens) - held_out :], held_out=True)
     bias = None if linear.bias is None else linear.bias.detach()
     group = fit_group(
         [GroupLayer("linear", linear.weight.detach().flatten(1), bias, scheme)],
@@ -399,7 +407,7 @@ def _weight(source: SourceWeights, layer: LayerPlan) -> Tensor:
 
 
 def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor]:
-    """Layer -> its calibrated `input_scale`, the same for all that read one input."""
+    """Return layer -> its calibrated `input_scale`, the same for all layers of one input."""
     scales: dict[str, Tensor] = {}
     for group, members in plan.static_groups().items():
         if statistics is None:

@@ -1,7 +1,7 @@
-"""The family of a component or of a model in memory, be there a row for its class or not.
+"""The family of a component or of a model in memory, with or without a row for its class.
 
-Only denoisers may go without a row: classes of diffusers' transformers and UNets, which is where such a class is
-defined. A text encoder or VAE without a row stays in 16 bit.
+Only denoisers may go without a row: classes that are defined in diffusers' transformers and UNets. A text encoder or
+VAE without a row stays in 16 bit.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.generic import ModuleTree
 
 _DENOISERS = ("diffusers.models.transformers.", "diffusers.models.unets.")
-_found: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()  # of classes without a row
+_families: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()  # of classes without a row
 
 
 def tree_of(model: nn.Module) -> ModuleTree:
-    """A model without its weights, which may be on the meta device."""
+    """Return a model's module tree without weights; it may be on the meta device."""
     return ModuleTree({name: type(module).__name__ for name, module in model.named_modules()}, tuple(shapes_of(model)))
 
 
 def model_family(model: nn.Module) -> Family:
-    """The family of a model in memory; ValueError for one that is unknown, or too hard to tell."""
+    """Return the family of a model in memory; ValueError for an unknown one, or one too hard to tell."""
     model_class = type(model)
     if _has_row(model_class.__name__) or not _is_denoiser(model_class):
         return family_of(model_class.__name__)
-    if model not in _found:
-        _found[model] = family_of(model_class.__name__, tree_of(model))
-    return _found[model]
+    if model not in _families:
+        _families[model] = family_of(model_class.__name__, tree_of(model))
+    return _families[model]
 
 
 def component_family(folder: ModelFolder, component: str) -> Family:
-    """The family of a component on disk; ValueError for one that is unknown, or too hard to tell."""
+    """Return the family of a component on disk; ValueError for an unknown one, or one too hard to tell."""
     class_name = folder.components[component]
     if _has_row(class_name) or not _is_denoiser(model_class_of(library_of(folder, component), class_name)):
         return family_of(class_name)
@@ -44,7 +44,7 @@ def component_family(folder: ModelFolder, component: str) -> Family:
 
 
 def denoisers_of(folder: ModelFolder) -> tuple[str, ...]:
-    """The components that a pipeline calls at every step: of a row for transformers, or so called and without one."""
+    """List the components that a pipeline calls at every step: by a row for transformers, else by class and name."""
     kinds = {family.model: family.kind for family in FAMILIES.values()}
     return tuple(
         name

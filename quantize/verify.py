@@ -1,7 +1,7 @@
-"""Is a checkpoint, a pipeline's folder or one model's, what it claims to be? Nothing runs; one tensor is in memory.
+"""Verification of a checkpoint, a pipeline's folder or one model's. Nothing runs; one tensor is in memory at a time.
 
 The plan file says what was written (layers, sizes, a hash of every file), config.json what a loader will build. Both
-are held against the files; CHECKS, at the end of this file, says how.
+are compared with the files by the CHECKS at the end of this file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fluxq.quantize.checkpoint import (
     read_plan_file,
     shapes_of,
 )
-from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN, config_digest
+from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. where: a file, layer or tensor. what: found, expected and the cure."""
+    """A fault. where: a file, layer or tensor. what: the value, the expected one and the cure."""
 
     where: str
     what: str
@@ -46,11 +46,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A row of CHECKS on one checkpoint.
+    """Result of a row of CHECKS for a checkpoint.
 
-    status: "ok", "failed", "not recorded" (nothing to hold the files against) or "not made" (a file cannot be read: the
-    one finding says why, or an earlier check has). measured: what a check that is ok found out on its way, "" if
-    nothing.
+    status: "ok", "failed", "not recorded" (nothing to compare the files with) or "not made" (a file cannot be read: the
+    finding of this check or of an earlier one says why).
+    measured: by-product of a check that is ok, or "".
     """
 
     check: str
@@ -60,7 +60,7 @@ class Result:
     measured: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """The result as JSON."""
+        """Return the result as JSON."""
         return asdict(self)
 
 
@@ -72,15 +72,15 @@ def verify(path: Path) -> list[Result]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; give one that `fluxq quantize` wrote")
     checkpoint, reported = _Checkpoint(path), set[str]()
-    return [_made(name, checkpoint, reported) for name in CHECKS]
+    return [_checked(name, checkpoint, reported) for name in CHECKS]
 
 
-def _made(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
-    """Make one check. reported: errors that earlier ones met with, to which this one's is added."""
+def _checked(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
+    """Make one check. reported: errors of earlier checks, to which this one's is added."""
     about, check = CHECKS[name]
     findings, unread, status = list[Finding](), list[Finding](), "ok"
     try:
-        for finding in check(checkpoint):  # what was found before a file cannot be read counts
+        for finding in check(checkpoint):  # findings before an unreadable file count
             findings.append(finding)
     except _NotRecorded:
         status = "not recorded"
@@ -97,11 +97,11 @@ def _made(name: str, checkpoint: _Checkpoint, reported: set[str]) -> Result:
 
 
 class _NotRecorded(Exception):
-    """The checkpoint does not say what a check would compare; diffusers saves no plan file, for example."""
+    """The checkpoint records nothing for a check to compare; diffusers saves no plan file, for example."""
 
 
 class _Checkpoint:
-    """A checkpoint's folder; everything that is read from it more than once."""
+    """A checkpoint's folder, and everything that is read from it more than once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,14 +121,14 @@ class _Checkpoint:
     @cached_property
     def classes(self) -> dict[str, type]:
         """Component -> its class."""
-        found = {}
+        classes = {}
         for component, class_name in self.folder.components.items():
             library = importlib.import_module(library_of(self.folder, component))
-            found[component] = getattr(library, class_name, None)
-            if found[component] is None:
+            classes[component] = getattr(library, class_name, None)
+            if classes[component] is None:
                 what = f"{component or 'config.json'}: {class_name}"
                 raise ValueError(f"{what} is no class of this {library.__name__}; update it")
-        return found
+        return classes
 
     @property
     def models(self) -> list[str]:
@@ -137,40 +137,40 @@ class _Checkpoint:
 
     @property
     def configured(self) -> list[str]:
-        """Those of them whose config.json is there; the others are a finding of `_files`."""
+        """Models whose config.json is there; the others are a finding of `_files`."""
         return [name for name in self.models if (self.path / _file(name)).is_file()]
 
     @property
     def vocabularies(self) -> dict[str, tuple[str, ...]]:
-        """Component -> files that its tokenizer may be made of, one of which is enough."""
-        names = {name: getattr(own, "vocab_files_names", None) for name, own in self.classes.items()}
-        return {component: tuple(sorted(set(own.values()))) for component, own in names.items() if own}
+        """Component -> alternative files of its tokenizer, one of which is enough."""
+        vocabularies = {name: getattr(kind, "vocab_files_names", None) for name, kind in self.classes.items()}
+        return {component: tuple(sorted(set(files.values()))) for component, files in vocabularies.items() if files}
 
     @cached_property
     def quantized(self) -> dict[str, QuantizationConfig]:
         """Component -> its quantization_config, for those that fluxq quantized."""
-        found = {}
+        configs = {}
         for component in self.configured:
             if (config := quantization_of(self.folder.config(component))) is not None:
                 try:
-                    found[component] = QuantizationConfig.from_dict(config)
-                    _ = found[component].schemes  # ValueError for one that this version does not know
+                    configs[component] = QuantizationConfig.from_dict(config)
+                    _ = configs[component].schemes  # ValueError for one that this version does not know
                 except ValueError as error:
                     raise ValueError(f"{_file(component)}: {error}") from None
-        return found
+        return configs
 
     def weights(self, component: str) -> dict[str, TensorFile]:
-        """Tensor name -> the file that holds it; ValueError for a name in two files."""
+        """Return tensor name -> its file; ValueError for a name in two files."""
         return by_tensor(map(TensorFile, self.folder.weight_files(component)))
 
     def on_meta(self, component: str) -> nn.Module:
-        """The model that a loader will build, without its weights."""
+        """Build the model that a loader will build, without its weights."""
         if component not in self._on_meta:
             self._on_meta[component] = quantized_on_meta(self.folder, component)
         return self._on_meta[component]
 
     def bits_per_weight(self, component: str) -> float:
-        """All that the schemes of its layers store, over the weights of all its Linears."""
+        """Return the bits that the schemes of its layers store, over the weights of all its Linears."""
         schemes, stored, weights = self.quantized[component].schemes, 0, 0
         for linear in shapes_of(self.on_meta(component)):
             scheme, count = schemes.get(linear.name), linear.n * linear.k
@@ -179,10 +179,10 @@ class _Checkpoint:
         return stored / weights
 
     def expected(self, component: str) -> dict[str, _Expected]:
-        """Every tensor of the model that a loader will build: QuantLinears where quantization_config says."""
+        """Return every tensor of the model that a loader will build, QuantLinears included."""
         library = library_of(self.folder, component)
         model = self.on_meta(component)
-        found = {}
+        tensors = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             parent, _, parameter = name.rpartition(".")
             layer = model.get_submodule(parent)
@@ -191,8 +191,8 @@ class _Checkpoint:
             dtypes = _PLAIN if tensor.is_floating_point() and not is_stored else (tensor.dtype,)
             shape = tuple(tensor.shape)
             shape = filed_shape(library, shape) if is_stored and parameter == "weight" else shape
-            found[name] = _Expected(shape, dtypes, _rule(tensor, parameter, scheme), id(tensor))
-        return found
+            tensors[name] = _Expected(shape, dtypes, _rule(tensor, parameter, scheme), id(tensor))
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -238,33 +238,33 @@ def _hashes(checkpoint: _Checkpoint) -> Iterator[Finding]:
         file = checkpoint.path / name
         if not file.is_file():
             yield Finding(name, "missing; copy the checkpoint again")
-        elif (found := sha256_file(file)) != expected:
-            yield Finding(name, f"SHA-256 is {found[:16]}…, {expected[:16]}… was recorded; copy the file again")
+        elif (sha256 := sha256_file(file)) != expected:
+            yield Finding(name, f"SHA-256 is {sha256[:16]}…, {expected[:16]}… was recorded; copy the file again")
     for name in _readable(checkpoint):
         if name not in recorded:
             yield Finding(name, "recorded by nobody, and a loader may read it: remove it, or copy the checkpoint again")
 
 
 def _needless(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    """Weights, adapters and code, where nothing is recorded, beside what a component's loader takes."""
+    """Find weights, adapters and code beside the files that a component's loader takes, where nothing is recorded."""
     folder = checkpoint.folder
-    taken = {file for component in checkpoint.models for file in folder.weight_files(component)}
-    recorded = _said(checkpoint, OWN, OTHERS, checkpoint.models)
-    taken |= {file for component in recorded for file in folder.adapter_files(component)}
-    adapters = {file for component in folder.components for file in folder.adapter_files(component)} - taken
+    loaded = {file for component in checkpoint.models for file in folder.weight_files(component)}
+    recorded = _recorded(checkpoint, DIGEST, DIGESTS, checkpoint.models)
+    loaded |= {file for component in recorded for file in folder.adapter_files(component)}
+    adapters = {file for component in folder.components for file in folder.adapter_files(component)} - loaded
     for name in _readable(checkpoint):
-        file = folder.path / name  # resolved, as `taken` is
+        file = folder.path / name  # resolved, as `loaded` is
         if file.suffix == ".py":
             yield Finding(name, "code, of which a checkpoint has none: remove it")
         elif file in adapters:
             what = "an adapter, which changes the model that is loaded, and nothing records it"
             yield Finding(name, f"{what}: copy the checkpoint again; remove it if the 16-bit model has none")
-        elif file not in taken and (file.name == "adapter_config.json" or file.suffix == ".safetensors"):
+        elif file not in loaded and (file.name == "adapter_config.json" or file.suffix == ".safetensors"):
             yield Finding(name, "beside the model's own weights, and a loader may read it: remove it")
 
 
 def _readable(checkpoint: _Checkpoint) -> Iterator[str]:
-    """Files that diffusers or transformers might read: those of components, and what names them."""
+    """Yield the files that diffusers or transformers might read: those of components, and those that name them."""
     components = {name for name in checkpoint.folder.components if name}
     for file in sorted(path for path in checkpoint.path.rglob("*") if path.is_file() or path.is_symlink()):
         name = file.relative_to(checkpoint.path)
@@ -280,28 +280,31 @@ _AT_ROOT = ("model_index.json", "config.json", "adapter_config.json", "generatio
 def _digests(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not checkpoint.quantized and checkpoint.record.get("files"):  # nothing has a place for digests; hashes tell
         return
-    settings = _said(checkpoint, CONFIG, CONFIGS, checkpoint.folder.components)
+    settings = _recorded(checkpoint, CONFIG_DIGEST, CONFIG_DIGESTS, checkpoint.folder.components)
     for component, (file, digest) in settings.items():
         if config_digest(checkpoint.folder, component) != digest:
             yield Finding(component or "the model", f"other settings than {file} records; copy its files again")
-    said = _said(checkpoint, OWN, OTHERS, checkpoint.models)
-    for component, (file, digest) in progress(said.items(), "Hashing tensors"):
+    digests = _recorded(checkpoint, DIGEST, DIGESTS, checkpoint.models)
+    for component, (file, digest) in progress(digests.items(), "Hashing tensors"):
         if checkpoint.folder.tensors_digest(component) != digest:
             yield Finding(component or "the model", f"other tensors than {file} records; copy the weights again")
-    if set(checkpoint.models) - (said.keys() & settings.keys()):
+    if set(checkpoint.models) - (digests.keys() & settings.keys()):
         raise _NotRecorded
 
 
-def _said(checkpoint: _Checkpoint, mine: str, theirs: str, of: Container[str]) -> dict[str, tuple[str, object]]:
-    """Component -> the file that records its digest, and that; by the keys of a file's own component, and others'."""
-    said: dict[str, tuple[str, object]] = {}
+def _recorded(checkpoint: _Checkpoint, mine: str, theirs: str, of: Container[str]) -> dict[str, tuple[str, object]]:
+    """Return component -> (config.json with its digest, digest).
+
+    mine, theirs: keys of the digest of a config.json's own component, and of other components.
+    """
+    digests: dict[str, tuple[str, object]] = {}
     for component in checkpoint.quantized:
         config = checkpoint.folder.config(component)["quantization_config"]
         others = config.get(theirs, {})
         for name, digest in [(component, config.get(mine)), *(others.items() if isinstance(others, dict) else ())]:
             if name in of and digest is not None:
-                said.setdefault(name, (_file(component), digest))
-    return said
+                digests.setdefault(name, (_file(component), digest))
+    return digests
 
 
 def _files(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -330,28 +333,28 @@ def _config(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 def _tensors(checkpoint: _Checkpoint) -> Iterator[Finding]:
     for component in checkpoint.quantized:
-        expected, held = checkpoint.expected(component), checkpoint.weights(component)
-        tied = {expected[name].identity for name in expected.keys() & held.keys()}
-        for name in sorted(expected.keys() - held.keys()):
+        expected, files = checkpoint.expected(component), checkpoint.weights(component)
+        tied = {expected[name].identity for name in expected.keys() & files.keys()}
+        for name in sorted(expected.keys() - files.keys()):
             if expected[name].identity not in tied:
                 what = "missing, though config.json implies it; copy the weights again"
                 yield Finding(_tensor(component, name), what)
-        for name in sorted(held.keys() - expected.keys()):
+        for name in sorted(files.keys() - expected.keys()):
             what = "config.json implies no such tensor, and no loader would read it; copy both files again"
             yield Finding(_tensor(component, name), what)
         if what := _mixed(
-            {n: held[n].stored[n].dtype for n, e in expected.items() if n in held and e.dtypes == _PLAIN}
+            {n: files[n].stored[n].dtype for n, e in expected.items() if n in files and e.dtypes == _PLAIN}
         ):
             yield Finding(component or "the model", f"{what}; copy the weights again, or quantize again")
-        for name in progress(sorted(expected.keys() & held.keys()), f"Reading {component or checkpoint.path.name}"):
-            what = _fault(held[name].get_tensor(name), expected[name])
+        for name in progress(sorted(expected.keys() & files.keys()), f"Reading {component or checkpoint.path.name}"):
+            what = _fault(files[name].get_tensor(name), expected[name])
             if what:
                 yield Finding(_tensor(component, name), f"{what}; copy the weights again, or quantize again")
 
 
 def _mixed(dtypes: Mapping[str, str]) -> str:
     """Return the fault of a model that has tensors of both 16-bit dtypes; "" if it has not."""
-    first = {dtype: min(name for name, own in dtypes.items() if own == dtype) for dtype in set(dtypes.values())}
+    first = {dtype: min(name for name, stored in dtypes.items() if stored == dtype) for dtype in set(dtypes.values())}
     if not first.keys() >= {"BF16", "F16"}:
         return ""
     return f"{first['BF16']} is BF16 and {first['F16']} is F16, of which a model has one"
@@ -366,7 +369,7 @@ def _fault(tensor: Tensor, expected: _Expected) -> str:
 
 
 def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
-    """Return the fault in the values of a tensor; "" if none. scheme: of the layer that has it, None for none."""
+    """Return the fault in the values of a tensor; "" if none. scheme: of its quantized layer, None for others."""
     return _value_fault(tensor, _rule(tensor, parameter, scheme))
 
 
@@ -415,22 +418,22 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
         if size != sizes[component]:
             what = f"its tensors take {size} bytes, {PLAN_FILE} says {sizes[component]}; copy the weights again"
             yield Finding(component or "the model", what)
-        held = checkpoint.bits_per_weight(component)
-        if not isinstance(bits[component], float | int) or not abs(bits[component] - held) <= _ROUNDED:
-            what = f"its Linears take {held:.4f} bits per weight, {PLAN_FILE} says {bits[component]}; copy it again"
+        stored = checkpoint.bits_per_weight(component)
+        if not isinstance(bits[component], float | int) or not abs(bits[component] - stored) <= _ROUNDED:
+            what = f"its Linears take {stored:.4f} bits per weight, {PLAN_FILE} says {bits[component]}; copy it again"
             yield Finding(component or "the model", what)
 
 
 def _bits(checkpoint: _Checkpoint) -> str:
-    """Bits per weight of every quantized component."""
-    found = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
-    return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in found.items())
+    """Return the bits per weight of every quantized component, as text."""
+    measured = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
+    return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in measured.items())
 
 
 def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
-    """Return what the values of a tensor must be. scheme: of the quantized layer that has it, None for none.
+    """Return the rule for the values of a tensor. scheme: of its quantized layer, None for others.
 
-    The largest scale is that with which the largest code is `LARGEST`.
+    With the largest scale, the largest code is `LARGEST`.
     """
     if scheme is None or parameter not in ("weight", *SCALE_NAMES):
         name = "positive" if parameter == "pre_quant_scale" else "finite"
@@ -446,16 +449,16 @@ def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
 
 
 def _are_numbers(element: Element, codes: Tensor) -> Tensor:
-    """Tell which codes of a float element of 8 bits are numbers, and not infinity or NaN."""
+    """Tell which codes of a float element of 8 bits are numbers, not infinity or NaN."""
     return (codes.view(torch.uint8) & 0x7F) < len(element.magnitudes)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """E8M0 bytes as the powers of two that they stand for; other scales as they are."""
+    """Return E8M0 bytes as powers of two, and other scales as they are."""
     return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
 
 
-_OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that no second look mends
+_OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that remain at a second look
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _Rule = tuple[str | None, float | None]  # key of RULES, None where every byte is a code; and the largest magnitude
@@ -468,7 +471,7 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "e8m0": (lambda t: (t >= 1) & (t <= 254), "exponent bytes in [1, 254]"),
 }
 
-# name -> what it proves, and what finds where that does not hold
+# name -> the statement, and a function that finds where it does not hold
 CHECKS: dict[str, tuple[str, Callable[[_Checkpoint], Iterator[Finding]]]] = {
     "safe": ("no pickles, no links out of the folder, no remote code", _safe),
     "hashes": (f"every file has the SHA-256 that {PLAN_FILE} records", _hashes),

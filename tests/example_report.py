@@ -11,11 +11,12 @@ import torch
 from fluxq.eval.metrics.pictures import wall
 from fluxq.eval.metrics.schema import (
     Card,
+    CheckpointSize,
     Curve,
     Debug,
     Drift,
     Estimate,
-    Gate,
+    GateOutcome,
     Image,
     Item,
     LayerDamage,
@@ -25,7 +26,6 @@ from fluxq.eval.metrics.schema import (
     Report,
     Run,
     Served,
-    Size,
     Speed,
     SpeedRow,
     Speedup,
@@ -136,7 +136,7 @@ def _run(index: int, items, size: int) -> Run:
         backend="native",
         cache=None,
         status="measured",
-        size=Size(
+        size=CheckpointSize(
             components=("transformer",),
             bytes_before=23_800_000_000,
             bytes_after=int(1.49e9 * bits),
@@ -148,8 +148,8 @@ def _run(index: int, items, size: int) -> Run:
             text=f"{OPENINGS[OUTCOMES[index % 4]]}: PSNR {interval.mean:.2f} dB, at least 17.5 dB asked.",
         ),
         gates=(
-            Gate(gate="psnr>=20", value=interval.mean, passed=True),
-            Gate(gate="lpips<=0.1", value=None, passed=False),
+            GateOutcome(gate="psnr>=20", value=interval.mean, passed=True),
+            GateOutcome(gate="lpips<=0.1", value=None, passed=False),
         ),
         metrics=_metrics(index, interval, count),
         images=tuple(Image(finite=True, identical=False, values={"psnr": value, "ssim": 0.9}) for value in values),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fluxq.quantize.exchange import compressed_tensors
 from fluxq.quantize.exchange.gguf import TYPES
-from fluxq.quantize.exchange.layer import Row
+from fluxq.quantize.exchange.rows import Row
 
 
 @dataclass(frozen=True)

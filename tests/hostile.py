@@ -187,7 +187,7 @@ def verify_checkpoint(folder: Path) -> None:
 def read_subject(folder: Path) -> None:
     from fluxq.jobs import judge
 
-    judge.subject(folder / "quantized", judge.Options(model=str(folder / "model"), local_files_only=True))
+    judge.subject_of(folder / "quantized", judge.JudgeOptions(model=str(folder / "model"), local_files_only=True))
 
 
 def load_checkpoint(folder: Path) -> None:

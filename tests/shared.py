@@ -96,7 +96,7 @@ def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable
         with FileLock(root / f"{recipe}.lock"):
             if not folder.exists():
                 path = quick(recipe, root, fitted)
-                asked = making.Options(model="tiny", recipe=str(path), output=str(folder), check=False)
+                asked = making.JobOptions(model="tiny", recipe=str(path), output=str(folder), check=False)
                 making.quantize(making.job_of(asked))
         return folder
 
@@ -113,7 +113,7 @@ def tested_recipes(pytestconfig) -> list[str]:
 def statistics_file(tmp_path_factory) -> Path:
     """Return the file that `fluxq calibrate tiny --recipe nvfp4` writes, of 8 images."""
     folder = tmp_path_factory.mktemp("statistics")
-    options = making.Options(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
+    options = making.JobOptions(model="tiny", recipe=str(quick("nvfp4", folder)), output=str(folder / "s.safetensors"))
     return making.calibrate(making.job_of(options, writes=False))
 
 

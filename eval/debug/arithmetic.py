@@ -28,10 +28,14 @@ _TILE = 64
 def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     """Return the shares of values of a layer's input x (…, K) and output y (…, N) that are not finite, clipped or lost.
 
-    not_finite: of y. input_not_finite: of x, which is another layer's fault. A quantized layer that rounds x to codes
-    also has largest: codes of the largest magnitude; clipped: values beyond the largest code, which a static scale, or
-    a scale at its own limit, cannot hold; underflow: values other than 0 whose code is 0. With a static scale there is
-    range, which is no share: the largest value over the largest that the scale can hold; above 1 is too much.
+    not_finite: share of y.
+    input_not_finite: share of x, which is another layer's fault.
+    largest: share of codes of the largest magnitude.
+    clipped: share of values beyond the largest code, which a static scale, or a scale at its own limit, cannot hold.
+    underflow: share of values other than 0 whose code is 0.
+    range: largest value over the largest that a static scale can hold; above 1 is too much.
+
+    All but the first two are of quantized layers that round x to codes; `range` is of static scales alone.
     """
     counts = {"not_finite": _share(~torch.isfinite(y)), "input_not_finite": _share(~torch.isfinite(x))}
     if not isinstance(layer, QuantLinear) or layer.scheme.activations is None or not x.numel():
@@ -56,16 +60,16 @@ def health(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
 def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
     """Return the relative error of y = layer(x) in its worst tile of 64 x 64, against the torch reference.
 
-    ‖y - r‖ over ‖r‖ of the tile, or over the mean tile's where that is larger. On a GPU the arithmetic is what dispatch
-    chose there. A CPU has no kernels and the reference itself runs, but for int8: there the library's product is held
-    against one in fp64, which is exact. Infinite where one of both alone is not finite.
+    ‖y - r‖ over ‖r‖ of the tile, or over the mean tile's where that is larger. On a GPU the arithmetic is the one that
+    dispatch chose. A CPU has no kernels and runs the reference itself, but for int8: there the library's product is
+    compared with an exact one in fp64. Infinite where only one of both is finite.
     """
-    given, scheme = layer.tensors, layer.scheme
+    tensors, scheme = layer.tensors, layer.scheme
     if x.device.type == "cuda":
         scheme = _arithmetic_on(x, layer)
-        given = given._replace(input_scale=layer.stored("input_scale") if scheme.static_input else None)
+        tensors = tensors._replace(input_scale=layer.stored("input_scale") if scheme.static_input else None)
     with torch.no_grad():
-        worst = _worst_tile(y, ops.quantized_linear_reference(x, *pack(given, scheme)))
+        worst = _worst_tile(y, ops.quantized_linear_reference(x, *pack(tensors, scheme)))
         if multiplies_integers(layer):
             codes = ops.quantize_activation(_rounded_by(layer, x), FORMATS["int8"]).codes
             weight = layer.quantized_weight.codes
@@ -85,7 +89,7 @@ def _rounded_by(layer: QuantLinear, x: Tensor) -> Tensor:
 
 
 def _arithmetic_on(x: Tensor, layer: QuantLinear) -> Scheme:
-    """The scheme as this GPU computes it: activations may keep 16 bit where it has no units for them."""
+    """Return the scheme as this GPU computes it: activations may keep 16 bit where it has no units for them."""
     scheme = layer.scheme
     activations = rounded_to(layer, x.device, x.numel() // layer.in_features, x.dtype)
     if scheme.activations is not None and activations == scheme.activations.name:
@@ -95,7 +99,7 @@ def _arithmetic_on(x: Tensor, layer: QuantLinear) -> Scheme:
 
 
 def _worst_tile(y: Tensor, reference: Tensor) -> float:
-    """Of matrices (…, N)."""
+    """Return the relative error of the worst tile of a matrix (…, N)."""
     r = reference.reshape(-1, reference.shape[-1]).float()
     difference = y.reshape(r.shape).float() - r
     if torch.equal(torch.isnan(y), torch.isnan(reference)):
@@ -107,7 +111,7 @@ def _worst_tile(y: Tensor, reference: Tensor) -> float:
 
 
 def _tile_means(values: Tensor) -> Tensor:
-    """Mean of each tile of (M, N), flat; tiles at the edges are smaller."""
+    """Return the mean of each tile of (M, N), flat; tiles at the edges are smaller."""
     return F.avg_pool2d(values[None, None], _TILE, ceil_mode=True, count_include_pad=False).flatten()
 
 

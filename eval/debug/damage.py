@@ -36,8 +36,11 @@ Run = Callable[[Any], Tensor]
 class Damages:
     """Squared errors of the final latents, infinite where they are not finite.
 
-    signal: Σ ‖16-bit latents‖². floor: of a second 16-bit run. total: with all layers quantized. only: with only these
-    quantized, kept: with all but these.
+    signal: Σ ‖16-bit latents‖².
+    floor: error of a second 16-bit run.
+    total: error with all layers quantized.
+    only: unit -> error with its layers alone quantized.
+    kept: unit -> error with all but its layers quantized.
     """
 
     signal: float
@@ -52,9 +55,10 @@ class Damages:
         return max(self.total - self.floor, 0.0)
 
     def damage(self, unit: Unit) -> float | None:
-        """Share that these layers alone make, at least 0; None if not measured, and where no error is above the floor.
+        """Return the share of the error that these layers alone make, at least 0.
 
-        Where the latents of the whole are not finite it is 1 for layers that make them so, and 0 for others.
+        None if it was not measured, and where no error is above the floor. Where the latents of the whole are not
+        finite it is 1 for layers that make them so, and 0 for others.
         """
         error = self.only.get(unit)
         if error is None or not self.above_floor:
@@ -64,7 +68,7 @@ class Damages:
         return max(error - self.floor, 0.0) / self.above_floor if math.isfinite(error) else None
 
     def gain(self, unit: Unit) -> float | None:
-        """Share that goes when these layers stay in 16 bit; below 0 if it grows. None, and not finite, as above."""
+        """Return the share of the error that goes when these layers stay in 16 bit; None as in `damage`."""
         error = self.kept.get(unit)
         if error is None or not self.above_floor:
             return None
@@ -80,7 +84,7 @@ class Damages:
 
     @property
     def sum_of_damages(self) -> float:
-        """Of the finest units: the additivity ratio, 1 where errors neither cancel nor feed on one another."""
+        """Additivity ratio, the sum over the finest units: 1 where errors neither cancel nor feed on one another."""
         return math.fsum(self.damage(unit) or 0.0 for unit in self.finest)
 
 
@@ -95,39 +99,42 @@ def measure_damage(
     device: str | torch.device = "cpu",
     budget: int = 256,
 ) -> Damages:
-    """Errors of every block, then of the layers of the worst blocks.
+    """Measure damage and gain of every block, then of the layers of the worst blocks.
 
-    reference, quantized: pipelines on the CPU; one at a time is on the device, with one block of the other. blocks:
-    name -> its quantized layers, "component.path". run(pipe): final latents (images, …). latents: the 16-bit ones.
-    floor: `squared_error` of a second 16-bit run. budget: runs there may be, two for each block and for each layer.
-    ValueError if it does not reach for the blocks.
+    reference, quantized: pipelines on the CPU; one at a time is on the device, with one block of the other.
+    blocks: name -> its quantized layers, "component.path".
+    run: function from a pipeline to its final latents (images, …).
+    latents: final latents of the 16-bit pipeline.
+    floor: `squared_error` of a second 16-bit run.
+    budget: largest number of runs, two for each block and for each layer; ValueError if it does not reach for the
+        blocks.
     """
     if budget < 2 * len(blocks):
         raise ValueError(f"a budget of {budget} runs is too small for {len(blocks)} blocks: give {2 * len(blocks)}")
     names = [name for unit in blocks.values() for name in unit]
-    theirs = {name: module_of(reference, name) for name in names}
-    ours = {name: module_of(quantized, name) for name in names}
+    originals = {name: module_of(reference, name) for name in names}
+    quantized_layers = {name: module_of(quantized, name) for name in names}
     with placed(quantized, device):
-        found = Damages(float(latents.square().sum()), floor, squared_error(run(quantized), latents))
-        _each(found.kept, blocks.values(), quantized, theirs, run, latents, "Keeping blocks in 16 bit")
+        damages = Damages(float(latents.square().sum()), floor, squared_error(run(quantized), latents))
+        _each(damages.kept, blocks.values(), quantized, originals, run, latents, "Keeping blocks in 16 bit")
     with placed(reference, device):
-        _each(found.only, blocks.values(), reference, ours, run, latents, "Quantizing single blocks")
-    layers = _layers_of_worst(found, list(blocks.values()), budget - 2 * len(blocks))
+        _each(damages.only, blocks.values(), reference, quantized_layers, run, latents, "Quantizing single blocks")
+    layers = _layers_of_worst(damages, list(blocks.values()), budget - 2 * len(blocks))
     with placed(reference, device):
-        _each(found.only, layers, reference, ours, run, latents, "Quantizing single layers")
+        _each(damages.only, layers, reference, quantized_layers, run, latents, "Quantizing single layers")
     with placed(quantized, device):
-        _each(found.kept, layers, quantized, theirs, run, latents, "Keeping layers in 16 bit")
-    return found
+        _each(damages.kept, layers, quantized, originals, run, latents, "Keeping layers in 16 bit")
+    return damages
 
 
 def squared_error(latents: Tensor, reference: Tensor) -> float:
-    """Σ ‖latents - reference‖², infinite where latents are not finite."""
+    """Return Σ ‖latents - reference‖², infinite where latents are not finite."""
     error = float((latents - reference).square().sum())
     return error if math.isfinite(error) else math.inf
 
 
 def blocks_of(pipe: Any, names: Sequence[str]) -> dict[str, Unit]:
-    """Block ("component.path") -> those of the layers `names` that lie in it, both in the order of `names`.
+    """Return block ("component.path") -> those of the layers `names` in it, both in the order of `names`.
 
     A layer that the family's row does not name is a block of its own.
     """
@@ -139,32 +146,32 @@ def blocks_of(pipe: Any, names: Sequence[str]) -> dict[str, Unit]:
 
 
 def locate(pipe: Any, name: str) -> tuple[str, str, str]:
-    """(role, block, name of the input group) of a layer "component.path", as its family's row has them."""
+    """Return (role, block, name of the input group) of a layer "component.path", from its family's row."""
     component, _, path = name.partition(".")
-    found = model_family(getattr(pipe, component)).locate(path)
-    if found is None:
+    position = model_family(getattr(pipe, component)).locate(path)
+    if position is None:
         return "other", name, name
-    group, block = found
+    group, block = position
     return group.role, f"{component}.{block}", f"{component}.{block}.{group.members[0]}"
 
 
 @contextmanager
 def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator[None]:
-    """The pipeline with other modules in the place of its own, moved to where those are; all is put back."""
-    own = {name: module_of(pipe, name) for name in layers}
+    """Put other modules into a pipeline for a while, on the devices of those that they replace."""
+    originals = {name: module_of(pipe, name) for name in layers}
     with ExitStack() as stack:
         for name, layer in layers.items():
             component, _, path = name.partition(".")
-            device = next(own[name].parameters()).device
+            device = next(originals[name].parameters()).device
             model = getattr(pipe, component)
-            stack.callback(model.set_submodule, path, own[name])
+            stack.callback(model.set_submodule, path, originals[name])
             model.set_submodule(path, stack.enter_context(moved(layer, device)))
         yield
 
 
 @contextmanager
 def placed(pipe: Any, device: str | torch.device) -> Iterator[None]:
-    """The pipeline on a device, and then on the CPU again."""
+    """Place a pipeline on a device for a while, and on the CPU again."""
     if torch.device(device).type == "cpu":
         yield
         return
@@ -185,17 +192,17 @@ def _each(
     latents: Tensor,
     description: str,
 ) -> None:
-    """The error of a run with each unit's `layers` in the pipeline's place."""
+    """Measure the error of a run with each unit's `layers` in place of the pipeline's."""
     for unit in progress(units, description):
         with replaced(pipe, {name: layers[name] for name in unit}):
             errors[unit] = squared_error(run(pipe), latents)
 
 
-def _layers_of_worst(found: Damages, blocks: Sequence[Unit], budget: int) -> list[Unit]:
-    """Single layers of the blocks that do most, two runs each; a block of one layer is measured already."""
+def _layers_of_worst(damages: Damages, blocks: Sequence[Unit], budget: int) -> list[Unit]:
+    """Return single layers of the worst blocks, two runs each; a block of one layer is measured already."""
 
     def badness(unit: Unit) -> float:
-        return max(found.damage(unit) or 0.0, found.gain(unit) or 0.0)
+        return max(damages.damage(unit) or 0.0, damages.gain(unit) or 0.0)
 
     layers: list[Unit] = []
     for block in sorted(blocks, key=badness, reverse=True):

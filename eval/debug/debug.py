@@ -1,4 +1,4 @@
-"""Diagnosis of a quantized model: the questions that `fluxq debug` asks, those that would make the rest idle first.
+"""Diagnosis of a quantized model: the questions of `fluxq debug`, in the order in which it asks them.
 
     stored.py    is each stored weight its source, rounded?                        a damaged file, a wrong scale
     trace.py     does each kernel compute what the torch reference does?           a fault of a kernel, not of rounding
@@ -38,15 +38,17 @@ from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.recipe import Recipe
 
-NOISE_FACTOR = 3.0  # an error so many times the floor's has left it
+NOISE_FACTOR = 3.0  # times the noise floor's error: above it a divergence begins
 _CLIPPED = 1e-3  # share of a layer's input that is worth a finding
 
 
 @dataclass(frozen=True)
 class Search:
-    """Extent of the search for faults. steps: denoising steps whose layers are looked at.
+    """Extent of the search for faults.
 
-    budget: runs of the items for the damages, see `measure_damage`. patch: what a recipe may add, None makes none.
+    steps: number of denoising steps whose layers are looked at.
+    budget: runs of the items for the damages, see `measure_damage`.
+    patch: bits and format that a recipe may add; None makes no recipe.
     """
 
     steps: int = 4
@@ -73,9 +75,9 @@ def debug(
         raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and search.patch is not None and "imported" not in record:  # which no recipe made
-        said = dict(record["recipe"])
-        recipe = str(said.pop("name")), Recipe.model_validate(said)
+    if record is not None and search.patch is not None and "imported" not in record:  # no recipe made an imported one
+        fields = dict(record["recipe"])
+        recipe = str(fields.pop("name")), Recipe.model_validate(fields)
     pipes = reference.open(), quantized.open()
     return debug_pipelines(*pipes, items, call, search, device=device, batch_size=batch_size, recipe=recipe)
 
@@ -91,22 +93,22 @@ def debug_pipelines(
     batch_size: int | None = None,
     recipe: tuple[str, Recipe] | None = None,
 ) -> Debug:
-    """`debug` of pipelines that are open, on the CPU. recipe: name and content, without one there is no patch."""
+    """Diagnose open pipelines on the CPU, as `debug`. recipe: name and content; without it there is no patch."""
     if not items:
         raise ValueError("nothing to run: the list of (prompt, seed) is empty")
-    every = quantized_layers(quantized)
-    layers = {name: layer for name, layer in every.items() if _makes_latents(quantized, name)}
+    all_layers = quantized_layers(quantized)
+    layers = {name: layer for name, layer in all_layers.items() if _makes_latents(quantized, name)}
     if not layers:
         raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
-    seen = spread(search.steps, number_of_steps(reference, call))
+    steps = spread(search.steps, number_of_steps(reference, call))
     size = min(batch_size or images_per_batch(call), len(items))
-    traces = _trace(reference, quantized, layers, items, call, seen, size, device)
+    traces = _trace(reference, quantized, layers, items, call, steps, size, device)
 
     def run(pipe: Any) -> Tensor:
         return watch(pipe, (), items, call, (), size)
 
     blocks = blocks_of(quantized, traces.order)
-    faults = _faults(reference, layers, traces, seen, device)
+    faults = _faults(reference, layers, traces, steps, device)
     damages = measure_damage(
         reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=search.budget
     )
@@ -122,22 +124,24 @@ def debug_pipelines(
         except ValueError as refused:
             why_not = str(refused)
     rows = [
-        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, seen, faults.get(name, ""))
+        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, steps, faults.get(name, ""))
         for name in traces.order
     ]
     rows = _ranked(rows, list(faults))
-    divergence = _first_divergence(traces, seen)
-    said = findings(rows, faults, damages, seen, divergence, patch)
-    said += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(layers, every, traces, blocks, damages, device)
+    divergence = _first_divergence(traces, steps)
+    sentences = findings(rows, faults, damages, steps, divergence, patch)
+    sentences += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(
+        layers, all_layers, traces, blocks, damages, device
+    )
     return Debug(
         prompts=len(items),
-        steps=seen,
-        sigmas=tuple(traces.sigmas[step] for step in seen),
+        steps=steps,
+        sigmas=tuple(traces.sigmas[step] for step in steps),
         blocks=tuple(_block_row(block, unit, layers, damages) for block, unit in blocks.items()),
         layers=tuple(rows),
         first_divergence=divergence,
         additivity=damages.sum_of_damages if math.isfinite(damages.above_floor) and damages.above_floor else None,
-        findings=tuple(said),
+        findings=tuple(sentences),
         sqnr_db=decibels(damages.total / damages.signal),
         floor_sqnr_db=decibels(traces.floor_error / damages.signal),
         patch=patch,
@@ -146,7 +150,13 @@ def debug_pipelines(
 
 @dataclass
 class _Traces:
-    """Results of three watched runs. order: layers as they ran. floor_error: squared, of the second 16-bit run."""
+    """Results of three watched runs.
+
+    order: layers as they ran.
+    floor_error: squared error of the second 16-bit run.
+    resolution: squared relative error of rounding a result once.
+    local, free, floor: outputs with 16-bit input, in the quantized run, and in the second 16-bit run.
+    """
 
     latents: Tensor
     order: tuple[str, ...]
@@ -197,7 +207,7 @@ def _trace(
 
 
 def _other_attention(device: str) -> list[SDPBackend]:
-    """Of the second 16-bit run: not what PyTorch takes by itself, and on a GPU what has room for a video's tokens."""
+    """Return another attention than PyTorch's default, for the second 16-bit run; on a GPU it has room for videos."""
     is_gpu = torch.device(device).type == "cuda"
     return [*([SDPBackend.EFFICIENT_ATTENTION] if is_gpu else []), SDPBackend.MATH]
 
@@ -209,7 +219,7 @@ def _makes_latents(pipe: Any, name: str) -> bool:
 def _faults(
     reference: Any, layers: Mapping[str, QuantLinear], traces: _Traces, steps: Sequence[int], device: str
 ) -> dict[str, str]:
-    """Layer -> what is wrong with it and is not rounding: NaN first, then kernels, stored weights, static scales."""
+    """Return layer -> its faults beyond rounding: NaN first, then kernels, stored weights, static scales."""
     faults: dict[str, str] = {}
 
     def add(name: str, fault: str) -> None:
@@ -238,18 +248,18 @@ def _faults(
 
 
 def _first_not_finite(traces: _Traces, steps: Sequence[int]) -> list[tuple[str, int]]:
-    """Each layer that makes NaN or infinity of a finite input, with the step at which it does so first."""
-    found: dict[str, int] = {}
+    """Return each layer that makes NaN or infinity of a finite input, with its first such step."""
+    first_steps: dict[str, int] = {}
     for step in steps:
         for name in traces.order:
             counts = traces.health.counts.get((name, step), {})
             if counts.get("not_finite") and not counts.get("input_not_finite"):
-                found.setdefault(name, step)
-    return list(found.items())
+                first_steps.setdefault(name, step)
+    return list(first_steps.items())
 
 
 def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
-    """The first layer, by step and in the order in which layers run, whose error is not the noise floor's."""
+    """Return the place, by step and then by running order, where an error first leaves the noise floor."""
     for step in steps:
         for name in traces.order:
             noise, floor = traces.free.noise(name, step), traces.floor.noise(name, step)
@@ -265,7 +275,7 @@ def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
 
 
 def _layer_row(
-    name: str, role: str, layer: QuantLinear, found: Damages, traces: _Traces, steps: Sequence[int], fault: str
+    name: str, role: str, layer: QuantLinear, damages: Damages, traces: _Traces, steps: Sequence[int], fault: str
 ) -> LayerDamage:
     error = traces.kernel_errors.get(name)
     return LayerDamage(
@@ -275,27 +285,27 @@ def _layer_row(
         weights=layer.in_features * layer.out_features,
         local_sqnr_db=traces.local.sqnr_db(name, steps),
         free_sqnr_db=traces.free.sqnr_db(name, steps),
-        damage=found.damage((name,)),
-        gain=found.gain((name,)),
+        damage=damages.damage((name,)),
+        gain=damages.gain((name,)),
         kernel_error=number(error),
         health=traces.health.of(name, steps),
         fault=fault,
     )
 
 
-def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], found: Damages) -> LayerDamage:
+def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], damages: Damages) -> LayerDamage:
     return LayerDamage(
         name=block,
         role="block",
         scheme=", ".join(dict.fromkeys(str(layers[name].scheme) for name in unit)),
         weights=sum(layers[name].in_features * layers[name].out_features for name in unit),
-        damage=found.damage(unit),
-        gain=found.gain(unit),
+        damage=damages.damage(unit),
+        gain=damages.gain(unit),
     )
 
 
 def _ranked(rows: Sequence[LayerDamage], faults: Sequence[str]) -> list[LayerDamage]:
-    """Faulty layers first, then by damage; those that were not measured follow, by local error."""
+    """Sort layers: faulty ones first, then by damage; those that were not measured follow, by local error."""
 
     def place(row: LayerDamage) -> tuple[int, float, float]:
         fault = faults.index(row.name) if row.name in faults else len(faults)
@@ -307,31 +317,33 @@ def _ranked(rows: Sequence[LayerDamage], faults: Sequence[str]) -> list[LayerDam
 
 def _not_looked_at(
     layers: Mapping[str, QuantLinear],
-    every: Mapping[str, QuantLinear],
+    all_layers: Mapping[str, QuantLinear],
     traces: _Traces,
     blocks: Mapping[str, Unit],
     damages: Damages,
     device: str,
 ) -> list[str]:
     """Return sentences about what the findings do not cover."""
-    said = []
+    sentences = []
     if torch.device(device).type == "cpu":
         integers = any(map(multiplies_integers, layers.values()))
-        said.append("kernels were not run, a CPU has none" + "; its int8 products were checked" * integers)
+        sentences.append("kernels were not run, a CPU has none" + "; its int8 products were checked" * integers)
     reencoded = [
         layer for layer in layers.values() if layer.prepared is not None and layer.prepared.kind == "re-encoded"
     ]
     if reencoded:
-        said.append(
+        sentences.append(
             f"stored weights of {len(reencoded)} layers were not compared with their source: they are re-encoded"
         )
     closed = [block for block, unit in blocks.items() if any((name,) not in damages.only for name in unit)]
     if closed:
-        said.append(f"layers of {len(closed)} of {len(blocks)} blocks were not measured one by one: the budget is used")
+        sentences.append(
+            f"layers of {len(closed)} of {len(blocks)} blocks were not measured one by one: the budget is used"
+        )
     silent = sorted(layers.keys() - set(traces.order))
     if silent:
-        said.append(f"{listed(silent)}: did not run at the steps that were looked at")
-    later = sorted({name.partition(".")[0] for name in every.keys() - layers.keys()})
+        sentences.append(f"{listed(silent)}: did not run at the steps that were looked at")
+    later = sorted({name.partition(".")[0] for name in all_layers.keys() - layers.keys()})
     if later:
-        said.append(f"{', '.join(later)}: not looked at, it runs after the final latents")
-    return said
+        sentences.append(f"{', '.join(later)}: not looked at, it runs after the final latents")
+    return sentences

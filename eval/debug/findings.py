@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fluxq.eval.debug.damage import Damages
 from fluxq.eval.metrics.schema import LayerDamage, Patch
 
-ADDITIVE = 0.5, 2.0  # within, damages of single layers say what they are worth together
+ADDITIVE = 0.5, 2.0  # bounds of the sum of damages within which single damages can be added
 _UNDERFLOW = 0.75  # share of a layer's input that is worth a finding; half is usual behind a GELU
 _NAMED = 5  # layers in one finding
 
@@ -21,16 +21,16 @@ def findings(
     first_divergence: str | None,
     patch: Patch | None,
 ) -> list[str]:
-    """rows: layers, the worst first. faults: layer -> what is wrong with it and is not rounding."""
-    said = [f"{name}: {fault}" for name, fault in faults.items()]
-    said += _who_makes_it(rows, damages)
-    said += _lost(rows, steps)
+    """Return the findings. rows: layers, the worst first. faults: layer -> what is wrong with it beyond rounding."""
+    sentences = [f"{name}: {fault}" for name, fault in faults.items()]
+    sentences += _who_makes_it(rows, damages)
+    sentences += _lost(rows, steps)
     if first_divergence:
-        said.append(f"the noise floor is left first at {first_divergence}")
-    said += _additivity(damages)
+        sentences.append(f"the noise floor is left first at {first_divergence}")
+    sentences += _additivity(damages)
     if patch:
-        said += about_patch(patch)
-    return said
+        sentences += about_patch(patch)
+    return sentences
 
 
 def about_patch(patch: Patch) -> list[str]:
@@ -64,7 +64,7 @@ def about_shares(rows: Sequence[LayerDamage]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -79,12 +79,12 @@ def _who_makes_it(rows: Sequence[LayerDamage], damages: Damages) -> list[str]:
     if not damages.above_floor:
         return ["the error of the final latents is no larger than between two 16-bit runs"]
     measured = sorted(rows, key=lambda row: row.damage or 0.0, reverse=True)
-    half, made, most = damages.sum_of_damages / 2, 0.0, []
+    half, total, most = damages.sum_of_damages / 2, 0.0, []
     for row in measured:
-        if made < half:
+        if total < half:
             most.append(row)
-            made += row.damage or 0.0
-    if not most or made < half:
+            total += row.damage or 0.0
+    if not most or total < half:
         return []
     if len(most) == 1:
         row = most[0]
@@ -96,7 +96,7 @@ def _who_makes_it(rows: Sequence[LayerDamage], damages: Damages) -> list[str]:
 
 
 def _lost(rows: Sequence[LayerDamage], steps: Sequence[int]) -> list[str]:
-    """The layer of whose input most becomes 0, where that is much."""
+    """Return a finding on the layer of whose input most becomes 0, where that is much."""
     shares = [
         (value, row.name, step)
         for row in rows
@@ -111,10 +111,10 @@ def _additivity(damages: Damages) -> list[str]:
     if not damages.above_floor or math.isinf(damages.total):
         return []
     (low, high), ratio = ADDITIVE, damages.sum_of_damages
-    said = f"damages of {len(damages.finest)} units add up to {ratio:.2f} of the whole error"
+    sentence = f"damages of {len(damages.finest)} units add up to {ratio:.2f} of the whole error"
     if low <= ratio <= high:
-        return [said]
-    return [f"{said}, far from 1: errors cancel or feed on one another, and shares of it mean little"]
+        return [sentence]
+    return [f"{sentence}, far from 1: errors cancel or feed on one another, and shares of it mean little"]
 
 
 def _decibels(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """A recipe that keeps some layers in a better format, where a few more bits bring most.
 
-Layers that share an input change together: what rounds one input in two ways can be neither transformed nor fused. Of
-these groups those are taken that together do most damage and add no more bits than were allowed:
+Layers that share an input change together: what rounds one input in two ways can be neither transformed nor fused. The
+groups are chosen that together do most damage and add no more bits than allowed:
 
     maximize Σ damage of a group, over sets of groups with Σ bits that a group adds <= growth · all that is stored
 
@@ -62,8 +62,8 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Quantized layers that share an input. schemes: layer -> what it would be then, None is 16 bit."""
+class Promotion:
+    """Group of quantized layers that share an input, and better schemes. schemes: layer -> scheme, None for 16 bit."""
 
     schemes: Mapping[str, Scheme | None]
     damage: float
@@ -74,65 +74,67 @@ def make_patch(
     reference: Any,
     quantized: Any,
     layers: Mapping[str, QuantLinear],
-    found: Damages,
+    damages: Damages,
     recipe: tuple[str, Recipe],
     added: Added,
     error: Callable[[Mapping[str, nn.Linear | nn.Conv2d]], float],
 ) -> Patch:
-    """Choose layers, write the recipe, and measure what it gains.
+    """Choose layers, write the recipe, and measure its gain.
 
-    layers: the quantized ones of the denoiser and text encoders, "component.path". recipe: the checkpoint's, with its
-    name. error: the squared error of the latents with other modules in place of some layers. ValueError where no group
-    of layers fits, or the recipe cannot hold such layers.
+    layers: quantized layers of the denoiser and text encoders, "component.path".
+    recipe: name and content of the checkpoint's recipe.
+    error: function from layer -> module in its place to the squared error of the latents.
+
+    ValueError where no group of layers fits, or the recipe cannot hold such layers.
     """
     growth = added.growth
     before, weights = stored_bits(quantized)
-    groups = candidates(quantized, layers, found, added.format)
+    groups = promotions(quantized, layers, damages, added.format)
     chosen = choose(groups, growth * before)
     if not chosen:
         raise ValueError(f"no layers that do damage can be kept in a better format for {growth:.1%} more bits")
-    schemes = {name: scheme for candidate in chosen for name, scheme in candidate.schemes.items()}
-    reasons = {name: _reason(name, group, found) for group in chosen for name in group.schemes}
+    schemes = {name: scheme for group in chosen for name, scheme in group.schemes.items()}
+    reasons = {name: _reason(name, group, damages) for group in chosen for name in group.schemes}
     about = f"with the layers in a better format that bring most for {growth:.1%} more bits"
     text = patched_recipe(*recipe, quantized, schemes, reasons, about)
-    share = math.fsum(candidate.damage for candidate in chosen) / found.sum_of_damages
-    kept = {name: improved(module_of(reference, name), scheme) for name, scheme in schemes.items()}
-    measured = error(kept)
+    share = math.fsum(group.damage for group in chosen) / damages.sum_of_damages
+    improved_layers = {name: improved(module_of(reference, name), scheme) for name, scheme in schemes.items()}
+    measured = error(improved_layers)
     return Patch(
         layers=tuple(schemes),
         format=", ".join(sorted({scheme.weights.name if scheme else SIXTEEN_BIT for scheme in schemes.values()})),
         growth=growth,
-        damage=math.fsum(candidate.damage for candidate in chosen),
-        left_out=_left_out(groups, chosen, layers, found, before),
+        damage=math.fsum(group.damage for group in chosen),
+        left_out=_left_out(groups, chosen, layers, damages, before),
         bits_before=before / weights,
-        bits_after=(before + sum(candidate.extra_bits for candidate in chosen)) / weights,
-        predicted_sqnr_db=decibels((found.floor + found.above_floor * (1 - share)) / found.signal),
-        measured_sqnr_db=decibels(measured / found.signal),
-        before_sqnr_db=decibels(found.total / found.signal),
+        bits_after=(before + sum(group.extra_bits for group in chosen)) / weights,
+        predicted_sqnr_db=decibels((damages.floor + damages.above_floor * (1 - share)) / damages.signal),
+        measured_sqnr_db=decibels(measured / damages.signal),
+        before_sqnr_db=decibels(damages.total / damages.signal),
         recipe=text,
     )
 
 
-def candidates(pipe: Any, layers: Mapping[str, QuantLinear], found: Damages, better: str) -> list[Candidate]:
-    """The groups of transformers whose layers were all measured and do damage."""
+def promotions(pipe: Any, layers: Mapping[str, QuantLinear], damages: Damages, better: str) -> list[Promotion]:
+    """Return the groups of transformers whose layers were all measured and do damage."""
     groups: dict[str, list[str]] = {}
     for name in layers:
         if model_family(getattr(pipe, name.partition(".")[0])).kind == "transformer":
             groups.setdefault(locate(pipe, name)[2], []).append(name)
-    made = []
+    promotable = []
     for names in groups.values():
-        damages = [found.damage((name,)) for name in names]
-        known = [damage for damage in damages if damage is not None]
-        if len(known) < len(names) or not math.fsum(known) > 0:
+        shares = [damages.damage((name,)) for name in names]
+        measured = [share for share in shares if share is not None]
+        if len(measured) < len(names) or not math.fsum(measured) > 0:
             continue
         schemes = {name: better_scheme(layers[name], better) for name in names}
         extra = (_bits(layers[name], schemes[name]) - _bits(layers[name], layers[name].stored_scheme) for name in names)
-        made.append(Candidate(schemes, math.fsum(known), sum(extra)))
-    return made
+        promotable.append(Promotion(schemes, math.fsum(measured), sum(extra)))
+    return promotable
 
 
 def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
-    """An 8-bit scheme for a layer of fewer bits, None (16 bit) for one that has 8 or cannot be held in it."""
+    """Return an 8-bit scheme for a layer of fewer bits; None (16 bit) for one of 8, or of a shape that does not fit."""
     row = find_format(better)
     try:
         row.check_shape(layer.out_features, layer.in_features, "layer")
@@ -143,75 +145,75 @@ def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
     return Scheme(row, row if layer.stored_scheme.activations else None)
 
 
-def choose(groups: Sequence[Candidate], bits: float) -> list[Candidate]:
-    """The groups that together do most damage and add at most `bits`, those that bring most for a bit first."""
+def choose(groups: Sequence[Promotion], bits: float) -> list[Promotion]:
+    """Choose the groups that together do most damage and add at most `bits`; the most damage per bit comes first."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     groups = _worthwhile(groups)
     if not groups:
         return []
-    found = milp(
+    solution = milp(
         [-group.damage for group in groups],
         integrality=[1] * len(groups),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint([[group.extra_bits / bits for group in groups]], ub=1.0),
         options={"mip_rel_gap": 0.0},
     )
-    chosen = [group for group, taken in zip(groups, found.x, strict=True) if taken > 0.5]
+    chosen = [group for group, value in zip(groups, solution.x, strict=True) if value > 0.5]
     return sorted(chosen, key=_worth, reverse=True)
 
 
-def _worthwhile(groups: Sequence[Candidate]) -> list[Candidate]:
+def _worthwhile(groups: Sequence[Promotion]) -> list[Promotion]:
     average = math.fsum(group.damage for group in groups) / max(sum(group.extra_bits for group in groups), 1)
     return [group for group in groups if _worth(group) >= _LEAST_WORTH * average]
 
 
-def _worth(group: Candidate) -> float:
+def _worth(group: Promotion) -> float:
     return group.damage / max(group.extra_bits, 1)
 
 
 def _left_out(
-    groups: Sequence[Candidate],
-    chosen: Sequence[Candidate],
+    groups: Sequence[Promotion],
+    chosen: Sequence[Promotion],
     layers: Mapping[str, QuantLinear],
-    found: Damages,
+    damages: Damages,
     stored: float,
 ) -> str:
     """Return the reason why the layer that does most damage is not among the chosen; "" if it is."""
-    damages = {name: damage for name in layers if (damage := found.damage((name,))) is not None}
-    worst = max(damages, key=damages.__getitem__)
+    shares = {name: share for name in layers if (share := damages.damage((name,))) is not None}
+    worst = max(shares, key=shares.__getitem__)
     if any(worst in group.schemes for group in chosen):
         return ""
-    opening = f"{worst}, the worst single layer ({damages[worst]:.1%} of the error), is not among them: "
+    opening = f"{worst}, the worst single layer ({shares[worst]:.1%} of the error), is not among them: "
     group = next((group for group in groups if worst in group.schemes), None)
     if group is None:
         return f"{opening}not all layers that share its input were measured"
     added = sum(each.extra_bits for each in chosen)
-    taken = math.fsum(each.damage for each in chosen)
+    total = math.fsum(each.damage for each in chosen)
     cost = f"{_with_others(group, 'makes')} and would add {group.extra_bits / stored:.1%} more bits"
     if group not in _worthwhile(groups):
         return f"{opening}{cost}, for each of which it brings less than half as much as layers do on average"
     enough = math.ceil(1000 * (added + group.extra_bits) / stored) / 1000
     return (
-        f"{opening}{cost}, those taken make {taken:.1%} and add {added / stored:.1%}; --growth {enough:g} has room for "
+        f"{opening}{cost}, those taken make {total:.1%} and add {added / stored:.1%}; --growth {enough:g} has room for "
         "both"
     )
 
 
-def _with_others(group: Candidate, makes: str) -> str:
+def _with_others(group: Promotion, makes: str) -> str:
     others = len(group.schemes) - 1
     company = "" if not others else f"with the {others} that share{'s' * (others == 1)} its input "
     return f"{company}it {makes} {group.damage:.1%}"
 
 
-def _reason(name: str, group: Candidate, found: Damages) -> str:
+def _reason(name: str, group: Promotion, damages: Damages) -> str:
     """Return the reason for taking a layer, for the recipe."""
-    own = f"quantized alone it made {found.damage((name,)) or 0.0:.1%} of the error"
-    return f"{own}; {_with_others(group, 'made')}" if len(group.schemes) > 1 else own
+    alone = f"quantized alone it made {damages.damage((name,)) or 0.0:.1%} of the error"
+    return f"{alone}; {_with_others(group, 'made')}" if len(group.schemes) > 1 else alone
 
 
 def improved(linear: nn.Linear | nn.Conv2d, scheme: Scheme | None) -> nn.Linear | nn.Conv2d:
-    """A 16-bit layer rounded to nearest under a scheme; itself under None."""
+    """Return a 16-bit layer rounded to nearest under a scheme; itself under None."""
     if scheme is None:
         return linear
     weight = QuantizedTensor.quantize(linear.weight.detach().flatten(1), scheme.weights)
@@ -227,10 +229,10 @@ def patched_recipe(
     reasons: Mapping[str, str],
     about: str,
 ) -> str:
-    """The recipe in YAML with an override for each layer ("component.path") and its reason. about: for the first line.
+    """Return the recipe in YAML, with an override and its reason for each layer ("component.path").
 
-    It extends a shipped recipe where the checkpoint's is one, and says everything itself otherwise. ValueError if it
-    cannot hold such layers.
+    about: end of its first line. It extends a shipped recipe where the checkpoint's is one, and is complete otherwise.
+        ValueError if it cannot hold such layers.
     """
     is_shipped = recipe_name in shipped_recipes() and load_recipe(recipe_name)[1].digest == recipe.digest
     whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
@@ -238,10 +240,10 @@ def patched_recipe(
     for component in dict.fromkeys(layer.partition(".")[0] for layer in schemes):
         family = model_family(getattr(pipe, component))
         entry = component_recipe(recipe, component, family).model_dump(mode="json", exclude_defaults=True)
-        own = [layer for layer in schemes if layer.startswith(f"{component}.")]
+        layers = [layer for layer in schemes if layer.startswith(f"{component}.")]
         overrides = [
             *entry.get("overrides", ()),
-            *(_override(layer, schemes[layer], reasons[layer]) for layer in own),
+            *(_override(layer, schemes[layer], reasons[layer]) for layer in layers),
         ]
         is_named = component in recipe.components
         entries[component] = {"overrides": overrides} if is_shipped and is_named else entry | {"overrides": overrides}

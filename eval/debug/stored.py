@@ -1,4 +1,4 @@
-"""Is a stored weight its 16-bit source rounded, and nothing else?
+"""Check of a stored weight: it has to be its 16-bit source, rounded, and nothing else.
 
 Both are compared where the codes are: the source smoothed and rotated as the layer was, the difference in units of the
 distance from the stored code to its neighbour.
@@ -77,13 +77,13 @@ def stored_fault(layer: QuantLinear, weight: Tensor) -> str:
 
 
 def source_of(layer: QuantLinear, weight: Tensor) -> Tensor:
-    """The 16-bit weight (N, K) as the layer's codes would hold it, fp32: smoothed and rotated."""
+    """Return the 16-bit weight (N, K) as the layer's codes would hold it, fp32: smoothed and rotated."""
     smooth = getattr(layer, "pre_quant_scale", None)
     return rotate(weight.float() if smooth is None else weight.float() / smooth.data.float(), layer.scheme.hadamard)
 
 
 def _difference(layer: QuantLinear, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(stored minus source with all branches counted, codes, step of each code), all (N, K)."""
+    """Return (stored minus source with all branches counted, codes, step of each code), all (N, K)."""
     q = layer.quantized_weight
     codes = decode(unpack(q.codes, q.format.element), q.format.element)
     scale = decode_scale(q.scale, q.format, q.global_scale)
@@ -93,7 +93,7 @@ def _difference(layer: QuantLinear, source: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def code_step(codes: Tensor, element: Element) -> Tensor:
-    """Distance from each code to its neighbour away from 0, fp32; the largest code has the one below."""
+    """Return the distance from each code to its neighbour away from 0, fp32; for the largest code to the one below."""
     if element.is_integer:
         return torch.ones_like(codes)
     exponent = torch.frexp(codes.abs().clamp(min=element.smallest_normal)).exponent - 1
@@ -101,7 +101,7 @@ def code_step(codes: Tensor, element: Element) -> Tensor:
 
 
 def _factors(source: Tensor, difference: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(f, share of the error that it explains) of each block (N, G) for stored ≈ f · source; 1 where source is 0."""
+    """Return (f, share of the error that it explains) of each block (N, G) for stored ≈ f · source; f is 1 for 0."""
     s, d = (t.reshape(t.shape[0], -1, group) for t in (source, difference))
     size, along, error = s.square().sum(-1), (s * d).sum(-1), d.square().sum(-1)
     slope = torch.where(size > 0, along / size, 0)

@@ -31,8 +31,8 @@ ROWS = 32  # of each image's output that are kept
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One call of a layer, in the batch number `batch` of so many images: x (…, K) and y (…, N), channels last."""
+class LayerCall:
+    """Call of a layer in batch number `batch`, of so many images: x (…, K) and y (…, N), channels last."""
 
     name: str
     step: int
@@ -50,7 +50,7 @@ def watch(
     call: Mapping[str, Any],
     steps: Sequence[int],
     batch_size: int | None,
-    *observers: Callable[[Seen], None],
+    *observers: Callable[[LayerCall], None],
 ) -> Tensor:
     """Run the pipeline and show `observers` every call of the layers `names` ("component.path") at `steps`.
 
@@ -69,9 +69,9 @@ def watch(
     def see(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         if now["step"] in steps:
             x, y = channels_last(layer, args[0]), channels_last(layer, y)
-            seen = Seen(layers[layer], now["step"], now["batch"], counts[now["batch"]], layer, x, y)
+            layer_call = LayerCall(layers[layer], now["step"], now["batch"], counts[now["batch"]], layer, x, y)
             for observer in observers:
-                observer(seen)
+                observer(layer_call)
 
     with torch.no_grad(), hooked(layers, after=see):
         run = run_pipeline(pipe, items, call, batch_size=size, on_step=on_step)
@@ -79,7 +79,7 @@ def watch(
 
 
 def module_of(pipe: Any, name: str) -> Any:
-    """The module `component.path` of a pipeline."""
+    """Return the module `component.path` of a pipeline."""
     component, _, path = name.partition(".")
     return getattr(pipe, component).get_submodule(path)
 
@@ -91,35 +91,35 @@ class Powers:
         self._sums: dict[tuple[str, int], tuple[float, float]] = {}
 
     def add(self, name: str, step: int, y: Tensor, other: Tensor) -> None:
-        """Both of one shape, on one device."""
+        """Add two outputs of one shape, on one device."""
         signal, noise = self._sums.get((name, step), (0.0, 0.0))
         y = y.double()
         self._sums[name, step] = signal + float(y.square().sum()), noise + float((other - y).square().sum())
 
     def noise(self, name: str, step: int) -> float | None:
-        """Noise over signal, NaN where it is not finite; None where nothing was compared."""
+        """Return noise over signal, NaN where it is not finite; None where nothing was compared."""
         signal, noise = self._sums.get((name, step), (0.0, 0.0))
         return noise / signal if signal else None
 
     def sqnr_db(self, name: str, steps: Sequence[int]) -> tuple[float | None, ...]:
-        """At each step; None where nothing was compared, nothing was lost, or it is not finite."""
+        """Return the SQNR at each step; None where nothing was compared, nothing was lost, or it is not finite."""
         return tuple(decibels(self.noise(name, step)) for step in steps)
 
 
 def decibels(noise: float | None) -> float | None:
-    """Noise over signal as SQNR in dB; None where that is no number: no noise, no end of it, or not known."""
+    """Return noise over signal as SQNR in dB; None where that is no number: no noise, no end of it, or not known."""
     return -10 * math.log10(noise) if noise and math.isfinite(noise) else None
 
 
 class Outputs:
-    """Keeps some rows of what the layers put out."""
+    """Some rows of the outputs of layers."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, int], dict[int, list[Tensor]]] = {}  # batch -> calls (images, R, N)
 
-    def __call__(self, seen: Seen) -> None:
-        batches = self._rows.setdefault((seen.name, seen.step), {})
-        batches.setdefault(seen.batch, []).append(_some_rows(seen.y, seen.images).cpu())
+    def __call__(self, layer_call: LayerCall) -> None:
+        batches = self._rows.setdefault((layer_call.name, layer_call.step), {})
+        batches.setdefault(layer_call.batch, []).append(_some_rows(layer_call.y, layer_call.images).cpu())
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class Outputs:
         return tuple(dict.fromkeys(name for name, _ in self._rows))
 
     def against(self, reference: Outputs) -> Powers:
-        """These outputs as another run's beside the reference's; the batches may be cut in other ways."""
+        """Compare these outputs with those of a reference run, whose batches may be cut in other ways."""
         powers = Powers()
         for name, step in reference._rows.keys() & self._rows.keys():
             y, other = reference._joined(name, step), self._joined(name, step)
@@ -136,12 +136,12 @@ class Outputs:
         return powers
 
     def _joined(self, name: str, step: int) -> Tensor:
-        """(images, R, N), the rows of an image's calls one after the other."""
+        """Return (images, R, N), the rows of an image's calls one after the other."""
         return torch.cat([torch.cat(calls, 1) for _, calls in sorted(self._rows[name, step].items())])
 
 
 class Local:
-    """Feeds each quantized layer with what the 16-bit one of that name reads, and holds up its kernel once.
+    """Errors of quantized layers that read the 16-bit layers' input, and of their kernels.
 
     powers: of the layers' outputs. kernel_errors: layer -> see `kernel_error`.
     """
@@ -150,12 +150,12 @@ class Local:
         self.layers, self.powers = layers, Powers()
         self.kernel_errors: dict[str, float] = {}
 
-    def __call__(self, seen: Seen) -> None:
-        with moved(self.layers[seen.name], seen.x.device) as layer:
-            y = layer.of_tokens(seen.x)
-            if seen.name not in self.kernel_errors:
-                self.kernel_errors[seen.name] = kernel_error(layer, seen.x, y)
-        self.powers.add(seen.name, seen.step, seen.y, y)
+    def __call__(self, layer_call: LayerCall) -> None:
+        with moved(self.layers[layer_call.name], layer_call.x.device) as layer:
+            y = layer.of_tokens(layer_call.x)
+            if layer_call.name not in self.kernel_errors:
+                self.kernel_errors[layer_call.name] = kernel_error(layer, layer_call.x, y)
+        self.powers.add(layer_call.name, layer_call.step, layer_call.y, y)
 
 
 class Health:
@@ -164,20 +164,20 @@ class Health:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, int], dict[str, float]] = {}
 
-    def __call__(self, seen: Seen) -> None:
-        counts = self.counts.setdefault((seen.name, seen.step), {})
-        for kind, value in health(seen.layer, seen.x, seen.y).items():
+    def __call__(self, layer_call: LayerCall) -> None:
+        counts = self.counts.setdefault((layer_call.name, layer_call.step), {})
+        for kind, value in health(layer_call.layer, layer_call.x, layer_call.y).items():
             counts[kind] = max(counts.get(kind, 0.0), value)
 
     def of(self, name: str, steps: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Kind -> its share at each step."""
+        """Return kind -> its share at each step."""
         kinds = dict.fromkeys(kind for step in steps for kind in self.counts.get((name, step), {}))
         return {kind: tuple(self.counts.get((name, step), {}).get(kind, 0.0) for step in steps) for kind in kinds}
 
 
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """The layer on another device, and then back where it was."""
+    """Move a layer to another device for a while."""
     home = layer.weight.device
     try:
         yield layer.to(device)
@@ -186,7 +186,7 @@ def moved(layer: L, device: torch.device) -> Iterator[L]:
 
 
 def _some_rows(y: Tensor, images: int) -> Tensor:
-    """(images, R, N): rows spread over each image's; where the first axis is not of images, over all of them."""
+    """Return (images, R, N): rows spread over each image's, or over all where the first axis is not of images."""
     if y.shape[0] % images:
         rows = y.reshape(1, -1, y.shape[-1])
     else:  # several of each image, as with guidance, are a whole batch each

@@ -1,4 +1,4 @@
-"""The part of a pipeline that runs at every step: found, listened to, its prediction read and replaced."""
+"""The part of a pipeline that runs at every step: find it, listen to it, read and replace its prediction."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def denoisers(pipe: Any) -> dict[str, nn.Module]:
 
     ValueError if it has none.
     """
-    found = {
+    models = {
         name: part
         for name, part in pipe.components.items()
         if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer"))
     }
-    if not found:
+    if not models:
         raise ValueError(f"{type(pipe).__name__} has no transformer: its components are {', '.join(pipe.components)}")
-    return found
+    return models
 
 
 @contextmanager
 def hooked(
     models: Iterable[nn.Module], *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Forward hooks, without keyword arguments, on modules for a while."""
+    """Register forward hooks, without keyword arguments, on modules for a while."""
     handles = []
     for model in models:
         handles += [model.register_forward_pre_hook(before)] if before else []
@@ -49,7 +49,7 @@ def prediction(output: Any, model: nn.Module) -> Tensor:
 
 
 def with_prediction(output: Any, tensor: Tensor) -> Any:
-    """The same output with another prediction."""
+    """Return the same output with another prediction."""
     if isinstance(output, Tensor):
         return tensor
     if isinstance(output, tuple):

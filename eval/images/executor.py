@@ -56,10 +56,10 @@ _PACKAGES = ("fluxq", "torch", "diffusers", "transformers", "triton")
 _NAME = 16  # hex digits of a SHA-256 that name a file
 _SHOWN = 5  # problems that an error lists
 _PATIENCE = 60.0  # seconds without a sign of life before a waiting run says so
-_PART = ".part"  # how the names of what is half written end
+_PART = ".part"  # suffix of half-written folders
 _CONNECT_SECONDS = 10.0
 _USAGE = "RAY_USAGE_STATS_ENABLED"
-_STORE_BYTES = 80 << 20  # for what actors are told; Ray's least
+_STORE_BYTES = 80 << 20  # shared memory for the arguments of actors; Ray's least
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Work:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The items as they share a call of the pipeline."""
+        """The items, cut into calls of the pipeline."""
         return tuple(Chunk.of(tuple(batch), self.key) for batch in batches(self.items, self.batch_size))
 
     @property
@@ -121,7 +121,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items of one call of the pipeline. digest: of all of them. names: of each one's files."""
+    """Items of one call of the pipeline. digest: SHA-256 of their list. names: stems of each one's files."""
 
     items: tuple[tuple[str, int], ...]
     digest: str
@@ -129,15 +129,17 @@ class Chunk:
 
     @classmethod
     def of(cls, items: tuple[tuple[str, int], ...], key: str) -> Chunk:
-        """The chunk of these items under a work's key."""
+        """Return the chunk of these items under a work's key."""
         digest = sha256_json(items)[:_NAME]
         return cls(items, digest, tuple(_name(key, digest, prompt, seed) for prompt, seed in items))
 
 
-class Row(BaseModel):
-    """A line of a manifest: one finished item. image, latents: SHA-256 of its files. seconds: its share of the call.
+class ManifestLine(BaseModel):
+    """Line of a manifest: one finished item.
 
-    frames: of a video, whose `image` is the SHA-256 of its frames' SHA-256.
+    image, latents: SHA-256 of its files; of a video's frames, that of their names and SHA-256.
+    seconds: share of the call's time.
+    frames: number of frames of a video.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -163,7 +165,7 @@ class ImageFolder:
     """
 
     folder: Path
-    rows: tuple[Row, ...]
+    rows: tuple[ManifestLine, ...]
 
     @property
     def items(self) -> tuple[tuple[str, int], ...]:
@@ -172,7 +174,7 @@ class ImageFolder:
 
     @property
     def frames(self) -> int | None:
-        """Of each video; None for images."""
+        """Frames of each video; None for images."""
         return self.rows[0].frames if self.rows else None
 
     @property
@@ -207,12 +209,12 @@ class ImageFolder:
         return images_digest(self.images)
 
     def head(self, count: int) -> ImageFolder:
-        """The first `count` images."""
+        """Return the first `count` images."""
         return replace(self, rows=self.rows[:count])
 
 
 class Engine(Protocol):
-    """Makes chunks. leads: whether this process looks after the folder; others only help it."""
+    """Maker of chunks. leads: whether this process looks after the folder; others only help it."""
 
     leads: bool
 
@@ -236,8 +238,8 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
         return None
     with sole_writer(work.folder / WORK_FILE):
         pending = _prepare(work)
-        made = (item for index in engine.make(work, pending) for item in work.chunks[index].items)
-        for _ in progress(made, f"Generating: {work.side.name}", sum(len(work.chunks[i].items) for i in pending)):
+        items = (item for index in engine.make(work, pending) for item in work.chunks[index].items)
+        for _ in progress(items, f"Generating: {work.side.name}", sum(len(work.chunks[i].items) for i in pending)):
             pass
         images = audit(work)
     if len({row.device for row in images.rows}) > 1:
@@ -246,7 +248,7 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
 
 
 def open_engine(name: str, *, workers: int | None = None, address: str | None = None) -> AbstractContextManager[Engine]:
-    """`with open_engine("ray") as engine`: an engine for several works, shut down at the end if it was started here.
+    """Open an engine for several works, `with open_engine("ray") as engine`; end it if it was started here.
 
     workers: at most so many Ray actors, by default one for each GPU or core. address: of a running Ray cluster;
     without, one is started on this machine.
@@ -259,7 +261,7 @@ def open_engine(name: str, *, workers: int | None = None, address: str | None = 
 
 
 def audit(work: Work) -> ImageFolder:
-    """Every item exactly once and as its row says, and nothing else in the folder; RuntimeError naming what is not."""
+    """Return all images of a work; RuntimeError unless each is there once, as its row says, and nothing else is."""
     rows = _read_manifests(work)
     wanted = {name: item for chunk in work.chunks for name, item in zip(chunk.names, chunk.items, strict=True)}
     missing = [
@@ -272,7 +274,7 @@ def audit(work: Work) -> ImageFolder:
 
 
 class Worker:
-    """One pipeline, and the manifest of what it made.
+    """A pipeline, and the manifest of its images.
 
     name: of the manifest, no other worker's. Raises RuntimeError where the work's folder is not to be seen, or where
     other versions than the leader's would make other images.
@@ -296,7 +298,7 @@ class Worker:
         try:
             hashes = _write_files(self.work.folder, chunk, batch)
             rows = [
-                Row(
+                ManifestLine(
                     item=name,
                     chunk=chunk.digest,
                     prompt=prompt,
@@ -321,7 +323,7 @@ class Worker:
 
 
 def read_image(path: Path) -> Tensor:
-    """A lossless picture, uint8 (3, H, W); ValueError naming the file if it is none."""
+    """Read a lossless picture, uint8 (3, H, W); ValueError naming the file if it is none."""
     from torchvision.transforms.functional import pil_to_tensor
 
     try:
@@ -335,11 +337,11 @@ def read_image(path: Path) -> Tensor:
 
 
 def read_video(folder: Path) -> Tensor:
-    """The frames in a folder in the order of their names, uint8 (F, 3, H, W); ValueError naming one that is none."""
-    found = sorted(folder.glob("*.png"))
-    if not found:
+    """Read the frames in a folder by their names, uint8 (F, 3, H, W); ValueError naming a file that is none."""
+    paths = sorted(folder.glob("*.png"))
+    if not paths:
         raise ValueError(f"{folder}: no frames; delete its row to make it again")
-    return torch.stack([read_image(path) for path in found])
+    return torch.stack([read_image(path) for path in paths])
 
 
 def _read_latents(path: Path) -> Tensor:
@@ -348,7 +350,7 @@ def _read_latents(path: Path) -> Tensor:
 
 
 def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, str]]:
-    """An image or a folder of frames, and a latents file per item, on the disk when this returns; SHA-256 of both."""
+    """Write an image or a folder of frames, and latents, of each item durably; return the SHA-256 of both."""
     is_video = batch.images.ndim == 5
     pairs = [(_picture_path(folder, name, is_video), _latents(folder, name)) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
@@ -370,18 +372,18 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
 
 
 def _frames(path: Path) -> list[Path]:
-    """The files of an image, or of a video."""
+    """Return the files of an image, or of a video."""
     return sorted(path.iterdir()) if path.is_dir() else [path]
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of an image's file; of a video's folder that of its files' names and SHA-256."""
+    """Return the SHA-256 of an image's file; of a video, that of its files' names and SHA-256."""
     if not path.is_dir():
         return sha256_file(path)
     return sha256_json([[frame.name, sha256_file(frame)] for frame in _frames(path)])
 
 
-def _append(manifest: Path, rows: Sequence[Row]) -> None:
+def _append(manifest: Path, rows: Sequence[ManifestLine]) -> None:
     """Add a chunk's rows in one piece; if that fails, the file is as before."""
     text = "".join(row.model_dump_json() + "\n" for row in rows)
     size = manifest.stat().st_size if manifest.exists() else 0
@@ -396,7 +398,7 @@ def _append(manifest: Path, rows: Sequence[Row]) -> None:
 
 
 def _prepare(work: Work) -> list[int]:
-    """Clear what killed workers left half done; the chunks to make. Refuses what cannot end well."""
+    """Clear what killed workers left half done and return the chunks to make; refuse faults and a small disk."""
     for part in work.folder.glob(f".*{_PART}"):
         shutil.rmtree(part) if part.is_dir() else part.unlink()
     write_json(work.folder / WORK_FILE, {"key": work.key, **work.facts})
@@ -414,47 +416,49 @@ def _prepare(work: Work) -> list[int]:
 def _repair(manifest: Path, work: Work) -> None:
     """Drop a torn last line, and rows of chunks that do not have all of theirs."""
     rows = _read_manifest(manifest, work.key)
-    found = {row.item for row in rows}
-    torn = {chunk.digest for chunk in work.chunks if not found >= set(chunk.names)}
+    items = {row.item for row in rows}
+    torn = {chunk.digest for chunk in work.chunks if not items >= set(chunk.names)}
     kept = "".join(row.model_dump_json() + "\n" for row in rows if row.chunk not in torn)
     if kept.encode() != manifest.read_bytes():
         write_text(manifest, kept)
 
 
-def _read_manifests(work: Work) -> dict[str, Row]:
-    """Item -> its row; RuntimeError naming an item that has several."""
-    found: dict[str, tuple[Row, str]] = {}
+def _read_manifests(work: Work) -> dict[str, ManifestLine]:
+    """Return item -> its row; RuntimeError naming an item that has several."""
+    entries: dict[str, tuple[ManifestLine, str]] = {}
     for manifest in _manifests(work):
         for row in _read_manifest(manifest, work.key):
-            if row.item in found:
+            if row.item in entries:
                 raise RuntimeError(
                     f"{work.folder}: {row.item} ({row.prompt!r}, seed {row.seed}) was made more than once: it has rows "
-                    f"in {found[row.item][1]} and {manifest.name}; delete all but one"
+                    f"in {entries[row.item][1]} and {manifest.name}; delete all but one"
                 )
-            found[row.item] = row, manifest.name
-    return {item: row for item, (row, _) in found.items()}
+            entries[row.item] = row, manifest.name
+    return {item: row for item, (row, _) in entries.items()}
 
 
-def _read_manifest(path: Path, key: str) -> list[Row]:
-    """The complete lines of a manifest; ValueError naming one that is not a row of this work.
+def _read_manifest(path: Path, key: str) -> list[ManifestLine]:
+    """Return the complete lines of a manifest; ValueError naming one that is not a row of this work.
 
     A last line without its end was cut off when a worker was killed: it does not count.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            row = Row.model_validate_json(line)
+            row = ManifestLine.model_validate_json(line)
         except ValidationError as error:
-            found = error.errors()[0]
-            where = "".join(f"{part}: " for part in found["loc"])
-            raise ValueError(f"{path}:{number}: corrupted manifest ({where}{found['msg']}); delete the line") from None
+            problem = error.errors()[0]
+            where = "".join(f"{part}: " for part in problem["loc"])
+            raise ValueError(
+                f"{path}:{number}: corrupted manifest ({where}{problem['msg']}); delete the line"
+            ) from None
         if row.item != _name(key, row.chunk, row.prompt, row.seed):
             raise ValueError(f"{path}:{number}: corrupted manifest ({row.item} is not of this run); delete the line")
         rows.append(row)
     return rows
 
 
-def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[str]:
+def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -> list[str]:
     """Return faults of the folder: files that differ from `rows`, and files that this run did not make.
 
     Files of `pending` items are still to be written again and are passed over.
@@ -472,10 +476,10 @@ def _problems(work: Work, rows: Mapping[str, Row], pending: set[str]) -> list[st
                 sizes[_size(picture, row.frames)] += 1
     if len(sizes) > 1:
         problems.append("images differ in size: " + ", ".join(f"{n} of {size}" for size, n in sizes.items()))
-    known = {f"{name}{suffix}" for name in (*rows, *pending) for suffix in ("", ".png", ".safetensors")}
-    known |= {WORK_FILE, *(manifest.name for manifest in _manifests(work))}
-    found = sorted(path.name for path in work.folder.iterdir() if not path.name.startswith("."))
-    return problems + [f"{name} was not made by this run" for name in found if name not in known]
+    expected_names = {f"{name}{suffix}" for name in (*rows, *pending) for suffix in ("", ".png", ".safetensors")}
+    expected_names |= {WORK_FILE, *(manifest.name for manifest in _manifests(work))}
+    names = sorted(path.name for path in work.folder.iterdir() if not path.name.startswith("."))
+    return problems + [f"{name} was not made by this run" for name in names if name not in expected_names]
 
 
 def _require_none(work: Work, problems: Sequence[str]) -> None:
@@ -488,7 +492,7 @@ def _require_none(work: Work, problems: Sequence[str]) -> None:
 
 
 def _require_space(work: Work, count: int) -> None:
-    """Refuse before the start what would fill the disk: pixels that do not compress, and latents an eighth as wide."""
+    """Raise OSError if images may fill the disk: pixels that do not compress, and latents an eighth as wide."""
     pixels = int(work.call.get("height", 1024)) * int(work.call.get("width", 1024)) * frames_in(work.call)
     needed = count * (4 * pixels + 8192)
     free = shutil.disk_usage(work.folder).free
@@ -521,7 +525,7 @@ class _Local:
 
 
 def _make_here(work: Work, name: str, device: str, pending: Sequence[int]) -> Iterator[int]:
-    """In this process, as the worker of that name."""
+    """Make chunks in this process, as the worker of that name."""
     if pending:
         with one_thread(work.device_type):
             worker = Worker(work, name, device)
@@ -537,11 +541,11 @@ class _Torchrun:
         self.ranks, self.leads = ranks, ranks.leads
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
-        pending = self.ranks.agree(list(pending))  # what the first found to be missing
-        own = self.ranks.share(pending)
-        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), own)
+        pending = self.ranks.agree(list(pending))  # the first rank's list
+        share = self.ranks.share(pending)
+        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), share)
         self.ranks.meet()
-        yield from (index for index in pending if index not in set(own))
+        yield from (index for index in pending if index not in set(share))
 
 
 @contextmanager
@@ -626,7 +630,7 @@ class _Crew:
     def __init__(self, ray: Any, work: Work) -> None:
         needs = {"num_cpus": 1} if work.device_type == "cpu" else {"num_gpus": 1}
         self.ray, self.work, self.kind = ray, work, ray.remote(_Actor).options(**needs)
-        self.hands: dict[Any, _Hand] = {}  # what its call returns -> who was called
+        self.hands: dict[Any, _Hand] = {}  # pending call -> its actor
         self.hired: list[Any] = []
 
     @property
@@ -635,7 +639,7 @@ class _Crew:
         return any(hand.index is not None for hand in self.hands.values())
 
     def hire(self) -> None:
-        """One more, under a name that no other had."""
+        """Start one more actor, under a name that no other had."""
         actor, name = self.kind.remote(), f"ray-{len(self.hired)}"
         self.hired.append(actor)
         self.hands[actor.open.remote(self.work, name)] = _Hand(actor, name, None)
@@ -674,7 +678,7 @@ class _Crew:
         return rows >= set(self.work.chunks[hand.index].names)
 
     def dismiss(self) -> None:
-        """End all of them; what they are making is lost."""
+        """End all actors; the chunks that they are making are lost."""
         for actor in self.hired:
             self.ray.kill(actor)
 
@@ -718,7 +722,7 @@ def _join(ray: Any, workers: int | None, address: str | None) -> None:
 
 @contextmanager
 def _without_usage_reports() -> Iterator[None]:
-    """A cluster that is started from Python is told so by the environment only; what the user has set stays."""
+    """Turn Ray's usage reports off by the environment for a while; a setting of the user stays."""
     is_ours = _USAGE not in os.environ
     if is_ours:
         os.environ[_USAGE] = "0"
@@ -737,7 +741,7 @@ def _doing(work: Work, index: int | None) -> str:
 
 
 def _size(path: Path, frames: int | None) -> str:
-    """In words, of an image or a video of so many frames."""
+    """Return the size of an image, or of a video of so many frames, in words."""
     with Image.open(_frames(path)[0]) as picture:
         width, height = picture.size
     return f"{width} x {height}" + ("" if frames is None else f", {frames} frames")
@@ -751,7 +755,7 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _picture(folder: Path, row: Row) -> Path:
+def _picture(folder: Path, row: ManifestLine) -> Path:
     return _picture_path(folder, row.item, row.frames is not None)
 
 
@@ -774,7 +778,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-# name -> opens it, given how many workers at most and where a cluster is.
+# name -> function from the largest number of workers and the address of a cluster to an open engine
 ENGINES: dict[str, Callable[[int | None, str | None], AbstractContextManager[Engine]]] = {
     "local": lambda _workers, _address: nullcontext(_Local()),
     "torchrun": _torchrun,

@@ -23,9 +23,9 @@ from fluxq.calibrate.capture import batches, run_pipeline
 class Generated:
     """Output of a pipeline for `items`, in their order.
 
-    images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds, of videos (N, F, 3, H, W). latents: fp32
-    (N, ...), as they leave the last denoising step. finite: bool (N,), False where the image, any frame of the video
-    or the latents held NaN or infinity before they became bytes.
+    images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds; of videos (N, F, 3, H, W).
+    latents: fp32 (N, ...), as they leave the last denoising step.
+    finite: bool (N,), False where images, frames or latents held NaN or infinity before they became bytes.
     """
 
     items: tuple[tuple[str, int], ...]
@@ -35,7 +35,7 @@ class Generated:
 
     @property
     def frames(self) -> int | None:
-        """Of each video; None for images."""
+        """Frames of each video; None for images."""
         return self.images.shape[1] if self.images.ndim == 5 else None
 
     @property
@@ -44,7 +44,7 @@ class Generated:
         return images_digest(self.images)
 
     def head(self, count: int) -> Generated:
-        """The first `count` images."""
+        """Return the first `count` images."""
         first = slice(count)
         return replace(
             self,
@@ -85,7 +85,7 @@ class Lazy(Sequence[Tensor]):
 
 
 def items_for(prompts: Sequence[str], count: int, seed: int) -> list[tuple[str, int]]:
-    """`count` pairs (prompt, seed + i); a shorter list of prompts starts over, each repeat with its own noise."""
+    """Return `count` pairs (prompt, seed + i); a shorter list of prompts starts over, each time with other noise."""
     return [(prompts[i % len(prompts)], seed + i) for i in range(count)]
 
 
@@ -103,8 +103,8 @@ def generate(
     """
     if not items:
         raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-    made = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
-    images, latents, finite = map(torch.stack, zip(*made, strict=True))
+    rows = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
+    images, latents, finite = map(torch.stack, zip(*rows, strict=True))
     return Generated(tuple((prompt, seed) for prompt, seed in items), images, latents, finite)
 
 
@@ -124,32 +124,32 @@ def pictures(output: Any) -> Sequence[Tensor]:
 
     ValueError for an output that holds neither.
     """
-    found = next((made for name in PICTURES if (made := getattr(output, name, None)) is not None), ())
-    if not len(found) or not all(isinstance(each, Tensor) and each.ndim in (3, 4) for each in found):
+    tensors = next((value for name in PICTURES if (value := getattr(output, name, None)) is not None), ())
+    if not len(tensors) or not all(isinstance(each, Tensor) and each.ndim in (3, 4) for each in tensors):
         raise ValueError(
             f"a {type(output).__name__} without {', '.join(PICTURES)} as tensors: neither images nor video"
         )
     # Of some, such as Cosmos with its guardrail, channels come before frames.
-    found = [each.transpose(0, 1) if each.ndim == 4 and len(each) == 3 != each.shape[1] else each for each in found]
-    if any(each.shape[-3] != 3 for each in found):
-        raise ValueError(f"a {type(output).__name__} of {tuple(found[0].shape)}, expected (3, H, W) or (F, 3, H, W)")
-    return found
+    tensors = [each.transpose(0, 1) if each.ndim == 4 and len(each) == 3 != each.shape[1] else each for each in tensors]
+    if any(each.shape[-3] != 3 for each in tensors):
+        raise ValueError(f"a {type(output).__name__} of {tuple(tensors[0].shape)}, expected (3, H, W) or (F, 3, H, W)")
+    return tensors
 
 
 def to_uint8(image: Tensor) -> Tensor:
-    """[0, 1] floats as bytes on the CPU, rounded half to even as diffusers does for PIL; NaN becomes 0."""
+    """Convert [0, 1] floats to bytes on the CPU, rounded half to even as diffusers does for PIL; NaN becomes 0."""
     return image.float().mul(255).round().nan_to_num(0).clamp(0, 255).to(torch.uint8).cpu()
 
 
 def as_picture(image: Tensor) -> Any:
-    """A uint8 image (3, H, W) as PIL holds it."""
+    """Return a uint8 image (3, H, W) as PIL holds it."""
     from PIL import Image
 
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
 def images_digest(images: Sequence[Tensor] | Tensor) -> str:
-    """SHA-256 of the shape (N, ...) and bytes of N uint8 images or videos, read one at a time."""
+    """Return the SHA-256 of the shape (N, ...) and bytes of N uint8 images or videos, read one at a time."""
     shape = (len(images), *images[0].shape) if len(images) else (0,)
     digest = hashlib.sha256(repr(shape).encode())
     for image in images:
@@ -166,8 +166,8 @@ def _one_by_one(
     pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for batch in batches(items, batch_size, call):
-        made = generate_batch(pipe, batch, call)
-        yield from zip(made.images, made.latents, made.finite, strict=True)
+        output = generate_batch(pipe, batch, call)
+        yield from zip(output.images, output.latents, output.finite, strict=True)
 
 
 PICTURES = ("images", "image", "frames")  # fields of pipelines' outputs that can be compared

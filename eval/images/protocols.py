@@ -19,8 +19,9 @@ from fluxq.calibrate.prompts import DATASETS, PromptSet
 class ModelCall:
     """Arguments of a pipeline call that a protocol fixes for one model.
 
-    model: for people. pipeline: its class. transformer: values of the transformer's config that tell it from other
-    models of that class.
+    model: name for readers.
+    pipeline: name of its class.
+    transformer: values of the transformer's config that tell it from other models of that class.
     """
 
     model: str
@@ -40,13 +41,21 @@ class ModelCall:
 class ProtocolRow:
     """One protocol.
 
-    prompts: a source for `load_prompts`. own_prompts: a model that brings prompts is asked those instead. count:
-    prompts; videos: prompts of a model that makes video, None for as many. frames: that a video has at most where
-    nobody says, None for the pipeline's own number. seeds: images of each. first_seed: of the first image, see
-    `items_of`. shuffle: seed of the prompts' order, None for their own. metrics: keys, None for all that can be taken.
-    strict: one that cannot be taken is an error. fid_resize: how Inception gets its images, a key of the FID variants.
-    gates: conditions on the results. calls: what is fixed for known models. only_known: any other model is refused.
-    comparable: with what, and what still differs; empty where results compare with one's own only.
+    prompts: source for `load_prompts`.
+    count: number of prompts.
+    videos: number of prompts for a model that makes video, None for `count`.
+    frames: most frames of a video where nobody says, None for the pipeline's own number.
+    seeds: images of each prompt.
+    first_seed: seed of the first image, see `items_of`.
+    shuffle: seed of the prompts' order, None for their own.
+    own_prompts: whether a model that brings prompts gets those instead.
+    metrics: keys, None for all that can be taken.
+    strict: whether a metric that cannot be taken is an error.
+    fid_resize: resizing of images for Inception, a key of the FID variants.
+    gates: conditions on the results.
+    calls: arguments that are fixed for known models.
+    only_known: whether any other model is refused.
+    comparable: published results, and what still differs; empty where results compare with one's own only.
     """
 
     prompts: str
@@ -71,7 +80,7 @@ class ProtocolRow:
         return "default" if has_own else self.prompts
 
     def call(self, folder: ModelFolder) -> dict[str, Any]:
-        """The pipeline arguments that are fixed for this model; ValueError if the protocol knows only others."""
+        """Return the pipeline arguments that are fixed for this model; ValueError if the protocol knows only others."""
         for each in self.calls:
             if each.fits(folder):
                 return dict(each.call)
@@ -90,21 +99,21 @@ class ProtocolRow:
         if not self.comparable:
             return []
         same = {self.prompts, DATASETS[self.prompts].file}
-        found = [] if prompts.source in same else [f"prompts are those of {prompts.source}, not {self.prompts}"]
-        asked = {"count": count, "seeds": seeds, **call}
+        departures = [] if prompts.source in same else [f"prompts are those of {prompts.source}, not {self.prompts}"]
+        settings = {"count": count, "seeds": seeds, **call}
         fixed = {"count": self.count, "seeds": self.seeds, **self.call(folder)}
-        found += [
-            f"{key} is {asked.get(key)!r}, the protocol's {value!r}"
+        departures += [
+            f"{key} is {settings.get(key)!r}, the protocol's {value!r}"
             for key, value in fixed.items()
-            if asked.get(key) != value
+            if settings.get(key) != value
         ]
         if not any(each.fits(folder) for each in self.calls):
-            found.append(f"the protocol fixes no steps and guidance for {folder.name}")
-        return [f"{each}: the numbers do not compare with published ones" for each in found]
+            departures.append(f"the protocol fixes no steps and guidance for {folder.name}")
+        return [f"{each}: the numbers do not compare with published ones" for each in departures]
 
 
 def items_of(prompts: Sequence[str], count: int, seeds: int = 1, first_seed: int = 0) -> list[tuple[str, int]]:
-    """(prompt, seed) of every image: the first `count` prompts, `seeds` images of each, and no seed twice.
+    """Return (prompt, seed) of every image: the first `count` prompts, `seeds` images of each, and no seed twice.
 
     A shorter list of prompts starts over. ValueError without prompts, for a count below 1, and for seeds that torch
     cannot take.

@@ -21,12 +21,17 @@ from fluxq.runtime.layout import StoredLayer, reencode_layer
 
 @dataclass(frozen=True)
 class Side:
-    """name: what the report calls it. folder: of the pipeline. digest: of all its weights, LoRA files included.
+    """A pipeline to compare, as plain data.
 
-    loras: (file, weight, component) of adapters that are fused first. backend: a key of BACKENDS. cache: threshold of
-    diffusers' FirstBlockCache, None without. attention: an attention backend of diffusers by name, None for its
-    default. source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit. offload: on a GPU its
-    parts take turns, because they do not fit together.
+    name: label in the report.
+    folder: folder of the pipeline.
+    digest: SHA-256 of all its weights, LoRA files included.
+    loras: (file, weight, component) of adapters that are fused first.
+    backend: key of BACKENDS.
+    cache: threshold of diffusers' FirstBlockCache, None without.
+    attention: attention backend of diffusers by name, None for its default.
+    source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit.
+    offload: whether its parts take turns on a GPU, because they do not fit together.
     """
 
     name: str
@@ -41,15 +46,15 @@ class Side:
     offload: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the bits of its images, for hashing: neither its name nor where its files lie."""
+        """Return the facts that decide the bits of its images, for hashing: neither its name nor its folders."""
         facts = asdict(self)
         del facts["name"], facts["folder"], facts["source"], facts["offload"]
         facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
         return facts
 
     def open(self, device: str = "cpu") -> Any:
-        """The pipeline, ready to be called. ValueError for a backend, cache or attention that it cannot have."""
-        from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # which imports torch's compiler
+        """Open the pipeline, ready to be called. ValueError for a backend, cache or attention that it cannot have."""
+        from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # it imports torch's compiler
 
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
@@ -77,7 +82,7 @@ class Side:
 
 
 def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[Side]:
-    """`side` in each arithmetic, and with `cache` each of those again with a step cache, named after what differs."""
+    """Return `side` in each arithmetic, and with `cache` each again with a step cache, named after the difference."""
     arithmetics = [
         side if backend == "native" else replace(side, name=f"{side.name} as {backend}", backend=backend)
         for backend in backends
@@ -87,13 +92,13 @@ def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[S
 
 
 def quantized_layers(pipe: Any) -> dict[str, QuantLinear]:
-    """`component.path` -> layer, of all components of a pipeline."""
+    """Return `component.path` -> layer, of all components of a pipeline."""
     parts = {name: part for name, part in pipe.components.items() if hasattr(part, "named_modules")}
     return {f"{name}.{path}": layer for name, part in parts.items() for path, layer in quant_layers(part)}
 
 
 def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) -> int:
-    """As `fluxq.prepare` does with layers whose activations are quantized, but to no target; returns how many."""
+    """Re-encode layers of quantized activations as `fluxq.prepare` does, for any device; return their number."""
     changed = 0
     for name, layer in quantized_layers(pipe).items():
         activations = layer.scheme.activations
@@ -105,9 +110,9 @@ def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) 
 
 
 def _set_attention(pipe: Any, backend: str) -> None:
-    """Of these models alone: diffusers would also make it the default of all models of this process.
+    """Set the attention of these models alone: diffusers would make it the default of this process too.
 
-    Without its warning that the way to choose one is experimental, which no user of fluxq chose.
+    Its warning that choosing one is experimental is silenced: no user of fluxq chose that way.
     """
     from diffusers.models import attention_dispatch
 
@@ -137,9 +142,9 @@ def _cache_steps(pipe: Any, threshold: float) -> None:
 
 NATIVE = "native"
 
-# name -> what 8-bit formats layers are re-encoded to, each to what adds the least error; none: computed as stored.
+# name -> 8-bit formats to re-encode layers to, each to the one of least error; none: computed as stored.
 BACKENDS: dict[str, tuple[str, ...]] = {
     NATIVE: (),
-    "int8": ("int8",),  # what fluxq.prepare makes of a checkpoint for Ampere
+    "int8": ("int8",),  # as fluxq.prepare does for Ampere
     "8bit": ("int8", "fp8"),  # for Ada and Hopper
 }

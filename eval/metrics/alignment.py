@@ -48,27 +48,27 @@ class ClipScorer:
 
     @torch.no_grad()
     def embed(self, images: Sequence[Tensor] | Tensor, batch_size: int = 64) -> Tensor:
-        """Normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
-        found = []
+        """Return normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
+        embeddings = []
         for start in range(0, len(images), batch_size):
             batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
             if any(image.dtype != torch.uint8 for image in batch):
                 raise ValueError(f"CLIP score needs uint8 images, got {batch[0].dtype}")
             prepared = torch.stack([self.preprocess(as_picture(image)) for image in batch])
-            found.append(self.model.encode_image(prepared.to(self.device), normalize=True).float().cpu())  # (B, D)
-        return torch.cat(found)
+            embeddings.append(self.model.encode_image(prepared.to(self.device), normalize=True).float().cpu())  # (B, D)
+        return torch.cat(embeddings)
 
     @torch.no_grad()
     def align(self, embeddings: Tensor, prompts: Sequence[str], batch_size: int = 64) -> tuple[float, ...]:
-        """100 × cosine of each image's embedding (N, D) with its prompt's, -100 to 100, not clamped."""
+        """Return 100 × cosine of each image's embedding (N, D) with its prompt's, -100 to 100, not clamped."""
         if len(embeddings) != len(prompts):
             raise ValueError(f"CLIP score needs a prompt for each image, got {len(embeddings)} and {len(prompts)}")
         scores: list[float] = []
         for start in range(0, len(prompts), batch_size):
             tokens = self.tokenizer(list(prompts[start : start + batch_size]))  # (B, context)
-            asked = self.model.encode_text(tokens.to(self.device), normalize=True).cpu()  # (B, D)
-            seen = embeddings[start : start + batch_size]
-            scores += (100 * (seen.double() * asked.double()).sum(-1)).tolist()
+            text_embeddings = self.model.encode_text(tokens.to(self.device), normalize=True).cpu()  # (B, D)
+            image_embeddings = embeddings[start : start + batch_size]
+            scores += (100 * (image_embeddings.double() * text_embeddings.double()).sum(-1)).tolist()
         return tuple(scores)
 
     def truncated(self, prompts: Sequence[str]) -> int:
@@ -134,9 +134,9 @@ def _check_pickle(path: Path, prefix: str) -> None:
             f"{path}: a pickled file can hold more than weights; convert it to safetensors, or state the SHA-256 that "
             f"it was published with: CONFIG={path.name}#0123abcd"
         )
-    found = sha256_file(path)
-    if not found.startswith(prefix):
-        raise ValueError(f"{path}: its SHA-256 is {found[:16]}…, not {prefix}: another file, or a damaged one")
+    digest = sha256_file(path)
+    if not digest.startswith(prefix):
+        raise ValueError(f"{path}: its SHA-256 is {digest[:16]}…, not {prefix}: another file, or a damaged one")
 
 
 def _tag(config: str, tag: str) -> Located:
@@ -145,12 +145,12 @@ def _tag(config: str, tag: str) -> Located:
     settings = _settings(config)
     row = open_clip.get_pretrained_cfg(config, tag)
     if not row:
-        known = ", ".join(open_clip.list_pretrained_tags_by_model(config))
-        raise ValueError(f"open_clip knows no weights {tag!r} of {config}; known: {known}")
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(config))
+        raise ValueError(f"open_clip knows no weights {tag!r} of {config}; known: {tags}")
     repository = str(row.get("hf_hub", "")).rpartition("/")[0]
     if not repository:
         raise ValueError(f"{config}/{tag} is published as a pickle only: download it and give CONFIG=FILE.pt#SHA256")
-    if not (_download(repository) / WEIGHTS[0]).is_file():  # which open_clip then finds, and takes no other
+    if not (_download(repository) / WEIGHTS[0]).is_file():  # open_clip then finds this file and takes no other
         raise FileNotFoundError(f"{repository} holds no {WEIGHTS[0]}: give a model that is stored as safetensors")
     doubts = _gelu_doubt(settings, bool(row.get("quick_gelu")), f"{config}/{tag}")
     return Located(config, tag, f"{config}/{tag}", doubts)
@@ -174,26 +174,26 @@ def _download(repository: str) -> Path:
 def _settings(config: str) -> dict[str, Any]:
     import open_clip
 
-    found = open_clip.get_model_config(config)
-    if found is None:
+    settings = open_clip.get_model_config(config)
+    if settings is None:
         raise ValueError(f"open_clip knows no configuration {config!r}; known are those of open_clip.list_models()")
-    return found
+    return settings
 
 
 def _doubts(settings: dict[str, Any], location: str) -> tuple[str, ...]:
-    """Weights do not say which activation they were trained with, so their name has to."""
+    """Return doubts about the activation of weights, which only the name of its origin tells."""
     trained = any(origin in location.lower() for origin in QUICK_GELU_ORIGINS)
     return _gelu_doubt(settings, True, location) if trained else ()
 
 
 def _gelu_doubt(settings: dict[str, Any], trained: bool, name: str) -> tuple[str, ...]:
-    used = bool(settings.get("quick_gelu"))
-    if used == trained:
+    uses = bool(settings.get("quick_gelu"))
+    if uses == trained:
         return ()
     cure = "take the -quickgelu configuration" if trained else "take the configuration without -quickgelu"
     with_or_without = "with" if trained else "without"
     return (f"{name} was trained {with_or_without} QuickGELU and is computed otherwise, which moves scores: {cure}",)
 
 
-# Whose weights need QuickGELU, by what their files and folders are called.
+# Parts of the names of files and folders whose weights need QuickGELU.
 QUICK_GELU_ORIGINS = ("openai", "metaclip", "dfn")

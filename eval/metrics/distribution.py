@@ -43,10 +43,13 @@ class Incomparable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureNetwork:
-    """A network whose features images are compared in.
+    """Network in whose features images are compared.
 
-    module: what `prepare` makes of uint8 images (3, H, W), stacked -> features (B, D). name: what reports call it.
-    variant: how images reach it. digest: SHA-256 of its weights file, where it has one.
+    module: uint8 images (3, H, W), prepared and stacked -> features (B, D).
+    name: name in reports.
+    variant: way of an image to the network, in words.
+    prepare: function from an image to the module's input, None for the image itself.
+    digest: SHA-256 of its weights file, where it has one.
     """
 
     module: nn.Module
@@ -113,8 +116,9 @@ class Features:
 class Fid:
     """A FID and everything it depends on.
 
-    n, n_reference: images on either side, None if a statistics file does not say. features: D, the width of the
-    network's output. reference: what the images are held against, in words.
+    n, n_reference: images on either side, None if a statistics file does not say.
+    features: width D of the network's output.
+    reference: images of the other side, in words.
     """
 
     value: float
@@ -139,9 +143,10 @@ class Fid:
 
 @dataclass(frozen=True)
 class Extrapolated:
-    """A FID at infinitely many images. error: standard error of the line's intercept. sizes: subsets of the images.
+    """A FID at infinitely many images.
 
-    Subsets share images, so the true error is larger than that of the fit.
+    error: standard error of the line's intercept; subsets share images, so the true error is larger.
+    sizes: numbers of images in the subsets.
     """
 
     value: float
@@ -151,7 +156,7 @@ class Extrapolated:
 
 @dataclass(frozen=True)
 class Kid:
-    """A KID of all images. sd: of the KIDs of `subsets` random subsets of `subset_size` images; NaN below 4 images."""
+    """A KID of all images. sd: standard deviation over random subsets of `subset_size` images; NaN below 4 images."""
 
     value: float
     sd: float
@@ -162,7 +167,7 @@ class Kid:
 def extract(
     images: Sequence[Tensor] | Tensor, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64
 ) -> Features:
-    """Features of uint8 images (3, H, W), `batch_size` of them in memory at a time.
+    """Extract features of uint8 images (3, H, W), `batch_size` of them in memory at a time.
 
     Raises ValueError for images that are not uint8, for images that the network cannot take together, and for
     features that are not finite.
@@ -184,7 +189,7 @@ def extract(
 
 
 def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
-    """FID between generated images and a reference, called `label` in words, such as "held-out images".
+    """Compute the FID between generated images and a reference, called `label` in words, such as "held-out images".
 
     Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
     """
@@ -205,7 +210,7 @@ def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
 
 
 def frechet_distance(first: Moments, second: Moments) -> float:
-    """Squared Fréchet distance of two Gaussians, by eigenvalues of the symmetric Σ₂^½ Σ₁ Σ₂^½, never below 0."""
+    """Return the squared Fréchet distance of two Gaussians, by eigenvalues of Σ₂^½ Σ₁ Σ₂^½, never below 0."""
     if first.mu.shape != second.mu.shape:
         raise Incomparable(f"features of {len(first.mu)} and {len(second.mu)} dimensions have no Fréchet distance")
     cross = torch.linalg.eigvalsh(second.root @ first.sigma @ second.root).clamp(min=0).sqrt().sum()
@@ -214,7 +219,7 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 
 
 def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0) -> Extrapolated:
-    """FID at infinitely many images: the intercept of a line over 1/N through FIDs of 12 random subsets, seeded.
+    """Compute the FID at infinitely many images: the intercept of a line over 1/N through FIDs of 12 random subsets.
 
     Subsets are a fifth of the images to all of them. A reference whose features are at hand is cut to the same
     share, so that its own bias falls with 1/N too; that of bare statistics stays in the value.
@@ -246,7 +251,7 @@ def _drawn(images: Features, count: int, generator: torch.Generator) -> Features
 
 
 def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
-    """KID of all images, and its spread over seeded subsets (of 1,000, or half the images where there are fewer).
+    """Compute the KID of all images, and its spread over seeded subsets of 1,000, or of half the images if fewer.
 
     Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
     """
@@ -265,7 +270,7 @@ def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
 
 
 def kernel_distance(x: Tensor, y: Tensor) -> float:
-    """Unbiased MMD² of features (N, D) and (M, D) under the cubic kernel: no image is paired with itself."""
+    """Return the unbiased MMD² of features (N, D) and (M, D), cubic kernel: no image is paired with itself."""
     x, y = x.double(), y.double()
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
@@ -279,7 +284,7 @@ def kernel_distance(x: Tensor, y: Tensor) -> float:
 
 
 def cmmd(images: Tensor, reference: Tensor) -> float:
-    """CMMD of normalized CLIP image embeddings (N, D) and (M, D): 1000 times the biased MMD², see above."""
+    """Return the CMMD of normalized CLIP image embeddings (N, D) and (M, D): 1000 times the biased MMD², see above."""
     x, y = images.double(), reference.double()
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
@@ -291,11 +296,16 @@ def cmmd(images: Tensor, reference: Tensor) -> float:
 
 
 def read_statistics(path: Path) -> Features | Moments:
-    """Reference statistics in an npz file: `mu` and `sigma`, as pytorch-fid, clean-fid and MLPerf write them.
+    """Read reference statistics from an npz file: `mu` and `sigma`, as pytorch-fid, clean-fid and MLPerf write them.
 
-    Optional keys say more: `n` images; `features` (N, D), without which there is no KID and FID∞ keeps the
-    reference's bias; `extractor_sha256`, SHA-256 of the network's weights file, and `resize`, a key of RESIZES, which
-    are checked against those in use. Pickled arrays are refused. Raises ValueError for a file that is not so.
+    Optional keys, of which the last two are checked against those in use:
+
+    n: number of images.
+    features: (N, D); without them there is no KID and FID∞ keeps the reference's bias.
+    extractor_sha256: SHA-256 of the network's weights file.
+    resize: key of RESIZES.
+
+    Pickled arrays are refused. Raises ValueError for a file that is not so.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -327,7 +337,7 @@ def inception_variant(resize: str) -> str:
 
 
 def inception(state: Mapping[str, Tensor], resize: str, digest: str) -> FeatureNetwork:
-    """The FID Inception network up to its pooled 2048 features, after the resizing that `resize` names (RESIZES).
+    """Build FID's Inception up to its pooled 2048 features, after the resizing that `resize` names (RESIZES).
 
     state: what `weights-inception-2015-12-05-6726825d.pth` holds; digest: the file's SHA-256. The architecture is
     torch-fidelity's. Raises RuntimeError without that package, ValueError for an unknown resize or unfit weights.
@@ -369,8 +379,8 @@ def unlike(
 
     Fields that a statistics file leaves out cannot be checked.
     """
-    made = {"network": network, "variant": variant, "extractor": extractor}
-    for field, a in made.items():
+    fields = {"network": network, "variant": variant, "extractor": extractor}
+    for field, a in fields.items():
         b = getattr(reference, field)
         if b is not None and a != b:
             return f"features of the two sides cannot be compared: {field} is {a!r} for one and {b!r} for the other"
@@ -384,7 +394,7 @@ def _require_alike(images: Features, reference: Features | Moments) -> None:
 
 
 def _kernel_sum(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """The kernel's sum over all pairs, a block of rows at a time."""
+    """Return the kernel's sum over all pairs, a block of rows at a time."""
     return math.fsum(float(kernel(rows, y).sum()) for rows in x.split(_BLOCK))
 
 

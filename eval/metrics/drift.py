@@ -35,10 +35,12 @@ _ASTRAY = 1e-2  # relative distance of steered latents from the recorded ones th
 
 @dataclass(frozen=True)
 class Followed:
-    """The path of the 16-bit pipeline, on the CPU in the dtypes that it computed in.
+    """Path of the 16-bit pipeline, on the CPU in the dtypes that it computed in.
 
-    velocities: image, step, call of the transformer within the step -> (rows of this image, ...), two rows or two calls
-    where guidance asks twice. latents: image, step -> latents after it. sigmas: noise level of each step.
+    velocities: image, step, call of the transformer within the step -> (rows of this image, ...); two rows or two calls
+        with guidance.
+    latents: image, step -> latents after it.
+    sigmas: noise level of each step.
 
     Bytes: images x steps x (latents + velocities). FLUX.1 at 1024 x 1024, 28 steps and 8 prompts: 235 MB, with true
     guidance 352 MB; Wan 2.1 at 480 x 832 and 81 frames, 50 steps, guided, 8 prompts: about 7 GB.
@@ -96,9 +98,9 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
         return Estimate.of(clustered_interval(values, prompts))
 
     steps = range(len(followed.sigmas))
-    found = {"velocity_error": velocity, "latent_sqnr": decibels, "latent_cosine": cosines}
+    figures = {"velocity_error": velocity, "latent_sqnr": decibels, "latent_cosine": cosines}
     curves = {
-        key: curve.model_copy(update={"values": tuple(interval([row[step] for row in found[key]]) for step in steps)})
+        key: curve.model_copy(update={"values": tuple(interval([row[step] for row in figures[key]]) for step in steps)})
         for key, curve in CURVES.items()
     }
     return Drift(
@@ -110,38 +112,40 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
     )
 
 
-def with_floor(found: Drift, floor: Drift) -> Drift:
-    """`found` beside the drift of a second 16-bit pipeline; ValueError if the two followed another path."""
-    if (found.steps, found.sigmas, found.images) != (floor.steps, floor.sigmas, floor.images):
+def with_floor(quantized: Drift, floor: Drift) -> Drift:
+    """Return `quantized` beside the drift of a second 16-bit pipeline; ValueError if the two followed other paths."""
+    if (quantized.steps, quantized.sigmas, quantized.images) != (floor.steps, floor.sigmas, floor.images):
         raise ValueError("the noise floor was measured on other images or steps: take both from one `follow`")
-    curves = {key: curve.model_copy(update={"floor": floor.curves[key].values}) for key, curve in found.curves.items()}
-    return found.model_copy(update={"curves": curves, "velocity_floor": floor.velocity_error})
+    curves = {
+        key: curve.model_copy(update={"floor": floor.curves[key].values}) for key, curve in quantized.curves.items()
+    }
+    return quantized.model_copy(update={"curves": curves, "velocity_floor": floor.velocity_error})
 
 
 def floor_attention(device: str) -> str:
-    """The attention backend of diffusers for the second 16-bit run: PyTorch's, but not the one it takes by itself."""
+    """Return diffusers' attention backend for the second 16-bit run: of PyTorch, but not its default."""
     return "_native_efficient" if torch.device(device).type == "cuda" else "_native_math"
 
 
 def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[float]]:
-    """Image, step -> |v̂ - v| / |v| over all calls of the step."""
+    """Return image, step -> |v̂ - v| / |v| over all calls of the step."""
     lost = [[0.0 for _ in steps] for steps in followed.velocities]
     whole = [[0.0 for _ in steps] for steps in followed.velocities]
 
-    def see(image: int, step: int, at: int, found: Tensor) -> Tensor:
+    def see(image: int, step: int, at: int, velocity: Tensor) -> Tensor:
         v = _recorded(followed, image, step, at)
-        if v.shape != found.shape:
+        if v.shape != velocity.shape:
             raise ValueError(
-                f"step {step}: the transformer returned {tuple(found.shape)}, the 16-bit one {tuple(v.shape)}: "
+                f"step {step}: the transformer returned {tuple(velocity.shape)}, the 16-bit one {tuple(v.shape)}: "
                 "give both pipelines one size and guidance"
             )
-        lost[image][step] += float((found.cpu().double() - v.double()).square().sum())
+        lost[image][step] += float((velocity.cpu().double() - v.double()).square().sum())
         whole[image][step] += float(v.double().square().sum())
         return v
 
-    def stays(image: int, step: int, found: Tensor) -> None:
-        x = _recorded_latents(followed, image, step, found)
-        away = float((found.cpu().double() - x.double()).norm() / x.double().norm())
+    def stays(image: int, step: int, latents: Tensor) -> None:
+        x = _recorded_latents(followed, image, step, latents)
+        away = float((latents.cpu().double() - x.double()).norm() / x.double().norm())
         if not away <= _ASTRAY:
             raise ValueError(
                 f"step {step}: fed with the 16-bit model's velocities the latents still differ by {away:.1%}: the two "
@@ -156,12 +160,12 @@ def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[floa
 
 
 def _latent_errors(followed: Followed, pipe: Any, size: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Image, step -> SQNR in dB, and cosine."""
+    """Return image, step -> SQNR in dB, and the cosines likewise."""
     decibels: list[list[float]] = [[] for _ in followed.items]
     cosines: list[list[float]] = [[] for _ in followed.items]
 
-    def see(image: int, step: int, found: Tensor) -> None:
-        pair = [_recorded_latents(followed, image, step, found)], [found.cpu()]
+    def see(image: int, step: int, latents: Tensor) -> None:
+        pair = [_recorded_latents(followed, image, step, latents)], [latents.cpu()]
         decibels[image] += sqnr(*pair).tolist()
         cosines[image] += cosine(*pair).tolist()
 
@@ -182,11 +186,11 @@ def _recorded(followed: Followed, image: int, step: int, at: int) -> Tensor:
         ) from None
 
 
-def _recorded_latents(followed: Followed, image: int, step: int, found: Tensor) -> Tensor:
+def _recorded_latents(followed: Followed, image: int, step: int, latents: Tensor) -> Tensor:
     steps = followed.latents[image]
-    if step >= len(steps) or steps[step].shape != found.shape:
+    if step >= len(steps) or steps[step].shape != latents.shape:
         raise ValueError(
-            f"step {step}: latents {tuple(found.shape)}, the 16-bit pipeline made {len(steps)} steps of "
+            f"step {step}: latents {tuple(latents.shape)}, the 16-bit pipeline made {len(steps)} steps of "
             f"{tuple(steps[0].shape)}: give both one size and number of steps"
         )
     return steps[step]
@@ -217,16 +221,16 @@ def _walk(
     starts = range(0, len(items), size)
     for first in progress(starts, description, len(starts)):
         batch = items[first : first + size]
-        seen = _Listener(range(first, first + len(batch)), see_latents, see_velocity)
-        with hooked(denoisers(pipe).values(), after=seen.hook if see_velocity else None):
+        listener = _Listener(range(first, first + len(batch)), see_latents, see_velocity)
+        with hooked(denoisers(pipe).values(), after=listener.hook if see_velocity else None):
             for _ in run_pipeline(
-                pipe, batch, call, batch_size=len(batch), on_step=seen.at_step, on_latents=seen.at_latents
+                pipe, batch, call, batch_size=len(batch), on_step=listener.at_step, on_latents=listener.at_latents
             ):
                 pass
 
 
 class _Listener:
-    """Looks at, and may replace, what transformers return in one run of the pipeline.
+    """Listener to what transformers return in one run of the pipeline; it may replace their outputs.
 
     Row r of an output belongs to image r mod B, however many rows guidance makes of an image.
     """
@@ -247,10 +251,10 @@ class _Listener:
         if len(v) % count:
             raise ValueError(f"{type(model).__name__} returned {len(v)} rows for {count} images")
         rows = v.unflatten(0, (-1, count))  # (rows of an image, B, ...)
-        seen = [self.see_velocity(image, self.step, self.calls, rows[:, at]) for at, image in enumerate(self.images)]
+        answers = [self.see_velocity(image, self.step, self.calls, rows[:, at]) for at, image in enumerate(self.images)]
         self.calls += 1
-        instead = [each for each in seen if each is not None]
-        return with_prediction(output, torch.stack(instead, 1).flatten(0, 1).to(v)) if instead else None
+        replacements = [each for each in answers if each is not None]
+        return with_prediction(output, torch.stack(replacements, 1).flatten(0, 1).to(v)) if replacements else None
 
 
 CURVES = {

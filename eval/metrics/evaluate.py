@@ -12,16 +12,16 @@ from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, Unmeasured, 
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.pictures import wall
 from fluxq.eval.metrics.schema import (
+    CheckpointSize,
     Curve,
     Drift,
     Estimate,
-    Gate,
+    GateOutcome,
     Image,
     Item,
     Metric,
     Run,
     Served,
-    Size,
     Verdict,
     number,
 )
@@ -29,40 +29,45 @@ from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.verdict import with_verdicts
 from fluxq.recipes.recipe import gate_holds, parse_gate
 
-# Of the 16-bit model's error against itself, which has to be known roughly: a run's own needs more images.
+# Images of the noise floor, which has to be known roughly: a run's error needs more.
 FLOOR_IMAGES = 64
-DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # whose latents and velocities at each step are held at once
-VELOCITY_ERROR = "velocity_error"  # a metric that is taken on the way, not of images
+DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # with latents and velocities of each step in memory at once
+VELOCITY_ERROR = "velocity_error"  # a metric of the denoising steps, not of images
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A quantized side, and what its report says besides its images.
+    """Quantized side, and facts for its report.
 
-    checkpoint: name of its folder. served: what computes it. gates: conditions such as `psnr>=30`.
+    checkpoint: name of its folder.
+    served: arithmetic and memory of its layers.
+    gates: conditions such as `psnr>=30`.
     """
 
     side: Side
     checkpoint: str
     recipe: str
     recipe_digest: str
-    size: Size
+    size: CheckpointSize
     served: Served | None = None
     gates: tuple[str, ...] = ()
     provenance: Mapping[str, str] | None = None
 
 
 def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> dict[str, Interval]:
-    """Paired metrics between two 16-bit runs that differ in batch size and attention backend only.
+    """Measure paired metrics between two 16-bit runs that differ in batch size and attention backend only.
 
     again: the second run, of the first items of `reference`. A metric without values per image has no floor.
     """
     sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
-    measured = {key: _take(rows[key], sample) for key in keys}
+    measurements = {key: _take(rows[key], sample) for key in keys}
     return {
-        key: taken.value
-        for key, taken in measured.items()
-        if isinstance(taken, Measured) and taken.per_image is not None and taken.value and taken.baseline is None
+        key: measurement.value
+        for key, measurement in measurements.items()
+        if isinstance(measurement, Measured)
+        and measurement.per_image is not None
+        and measurement.value
+        and measurement.baseline is None
     }
 
 
@@ -77,10 +82,13 @@ def measure_runs(
     drifts: Mapping[str, Drift],
     frame_floor: Sequence[Estimate] | None = None,
 ) -> tuple[Run, ...]:
-    """All metrics of every side, judged together.
+    """Measure all metrics of every side and judge them together.
 
-    sets: the images or videos of each candidate. floor: see `measure_floor`. drifts: side's name -> errors along its
-    steps. frame_floor: see `measure_frame_floor`.
+    sets: images or videos of each candidate.
+    floor: see `measure_floor`.
+    drifts: side's name -> errors along its steps.
+    frame_floor: see `measure_frame_floor`.
+
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
     for images in sets:
@@ -99,7 +107,7 @@ def measure_runs(
 
 
 def _worst_of(runs: Sequence[Run]) -> list[float]:
-    """The least PSNR of each image over all runs, so that all of them show the same images; NaN where one has none."""
+    """Return the least PSNR of each image over all runs, so that all show the same images; NaN where one has none."""
     table = [[image.psnr for image in run.images] for run in runs]
     return [math.nan if any(map(math.isnan, values)) else min(values) for values in zip(*table, strict=True)]
 
@@ -113,10 +121,10 @@ def _measure(
     frame_floor: Sequence[Estimate] | None,
 ) -> Run:
     rows = metric_rows()
-    taken = {key: _take(rows[key], sample) for key in keys}
-    status = _status(sample, taken)
+    measurements = {key: _take(rows[key], sample) for key in keys}
+    status = _status(sample, measurements)
     is_video = sample.frames is not None
-    metrics = {key: _row(rows[key], found, floor.get(key), is_video) for key, found in taken.items()}
+    metrics = {key: _row(rows[key], measurement, floor.get(key), is_video) for key, measurement in measurements.items()}
     if drift is not None:
         metrics[VELOCITY_ERROR] = _velocity_error(drift)
     side = candidate.side
@@ -130,9 +138,9 @@ def _measure(
         status=status,
         size=candidate.size,
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
-        gates=judge_gates(candidate.gates, _means(taken, drift)),
+        gates=judge_gates(candidate.gates, _means(measurements, drift)),
         metrics=metrics,
-        images=_images(sample, taken),
+        images=_images(sample, measurements),
         frames=_frame_curve(sample, frame_floor),
         drift=drift,
         served=candidate.served,
@@ -142,22 +150,22 @@ def _measure(
 
 
 def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple[Estimate, ...] | None:
-    """PSNR of each frame between two 16-bit runs, over videos; None for images. again: as in `measure_floor`."""
+    """Measure the PSNR of each frame between two 16-bit runs; None for images. again: as in `measure_floor`."""
     sample = Sample(reference.head(len(again.items)), again, networks)
     return None if sample.frames is None else _by_frame(sample)
 
 
-def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[Gate, ...]:
-    """Every gate against its metric's mean; one that was not measured does not pass."""
+def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateOutcome, ...]:
+    """Judge every gate by its metric's mean; one that was not measured does not pass."""
     return tuple(
-        Gate(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
+        GateOutcome(gate=gate, value=number(means.get(parse_gate(gate).metric)), passed=gate_holds(gate, means))
         for gate in gates
     )
 
 
-def _means(taken: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
-    found = {key: each.value for key, each in taken.items() if isinstance(each, Measured)}
-    means = {key: value.mean for key, value in found.items() if value is not None}
+def _means(measurements: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
+    intervals = {key: each.value for key, each in measurements.items() if isinstance(each, Measured)}
+    means = {key: value.mean for key, value in intervals.items() if value is not None}
     if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
         means[VELOCITY_ERROR] = drift.velocity_error.mean
     return means
@@ -175,37 +183,37 @@ def _require_comparable(reference: Any, quantized: Any) -> None:
 
 
 def _take(row: MetricRow, sample: Sample) -> Measured | str:
-    """Return what a metric measured, or the reason why it measured nothing."""
+    """Return the measurement of a metric, or the reason why there is none."""
     try:
         return row.measure(sample)
     except Unmeasured as reason:
         return str(reason)
 
 
-def _status(sample: Sample, taken: Mapping[str, Measured | str]) -> Any:
+def _status(sample: Sample, measurements: Mapping[str, Measured | str]) -> Any:
     if not sample.quantized.finite.all():
         return "broken"
-    return "identical" if all(math.isinf(value) for value in _values(taken["psnr"])) else "measured"
+    return "identical" if all(math.isinf(value) for value in _values(measurements["psnr"])) else "measured"
 
 
-def _values(found: Measured | str) -> tuple[float, ...]:
-    return () if isinstance(found, str) else found.per_image or ()
+def _values(measurement: Measured | str) -> tuple[float, ...]:
+    return () if isinstance(measurement, str) else measurement.per_image or ()
 
 
-def _row(row: MetricRow, found: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
+def _row(row: MetricRow, measurement: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
     name = row.called(is_video)
     fixed: dict[str, Any] = {"name": name, "unit": row.unit, "digits": row.digits, "better": row.better}
-    if isinstance(found, str):
-        return Metric(**fixed, how=row.taken(None, is_video), missing=found)
+    if isinstance(measurement, str):
+        return Metric(**fixed, how=row.how_measured(None, is_video), missing=measurement)
     return Metric(
         **fixed,
-        how=row.taken(found.how, is_video),
-        value=_estimate(found.value),
-        baseline=_estimate(found.baseline),
-        change=_estimate(found.change),
+        how=row.how_measured(measurement.how, is_video),
+        value=_estimate(measurement.value),
+        baseline=_estimate(measurement.baseline),
+        change=_estimate(measurement.change),
         floor=_estimate(floor),
-        notes=found.notes,
-        missing=None if found.value is not None else found.broken,
+        notes=measurement.notes,
+        missing=None if measurement.value is not None else measurement.broken,
     )
 
 
@@ -227,7 +235,7 @@ def _velocity_error(drift: Drift) -> Metric:
 
 
 def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
-    """PSNR along a video; None for images."""
+    """Return the PSNR along a video; None for images."""
     if sample.frames is None:
         return None
     return Curve(
@@ -242,7 +250,7 @@ def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | No
 
 
 def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
-    """Over whole videos, for each frame."""
+    """Return the PSNR of each frame over whole videos."""
     finite = sample.reference.finite & sample.quantized.finite
     whole = [index for index in range(len(sample.prompts)) if finite[index]]
     prompts = [sample.prompts[index] for index in whole]
@@ -253,11 +261,13 @@ def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
     )
 
 
-def _images(sample: Sample, taken: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+def _images(sample: Sample, measurements: Mapping[str, Measured | str]) -> tuple[Image, ...]:
     quantized, frames = sample.quantized, sample.frames
-    per_image = {key: values for key, found in taken.items() if (values := _values(found))}
-    measured = {key: found for key, found in taken.items() if isinstance(found, Measured)}
-    changes = {key: found.change_per_image for key, found in measured.items() if found.change_per_image}
+    per_image = {key: values for key, measurement in measurements.items() if (values := _values(measurement))}
+    measured = {key: measurement for key, measurement in measurements.items() if isinstance(measurement, Measured)}
+    changes = {
+        key: measurement.change_per_image for key, measurement in measured.items() if measurement.change_per_image
+    }
     return tuple(
         Image(
             finite=bool(quantized.finite[index]),

@@ -20,7 +20,7 @@ _LAST_BITS = 2  # levels of 255
 
 
 def fidelity(reference: Any, quantized: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """PSNR and SQNR of the final latents in dB, of each pair of two image sets (as `generate.Generated`), in order.
+    """Return PSNR and SQNR of the final latents in dB, of each pair of two image sets (as `generate.Generated`).
 
     NaN for an image that was not finite. Raises ValueError if the two were not made from the same items at the same
     size.
@@ -51,7 +51,7 @@ def _is_flat(image: Tensor) -> Tensor:
 
 
 def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-    """dB per pair of uint8 images (3, H, W) or videos (F, 3, H, W) with peak 255, float64 (N,).
+    """Return the PSNR in dB per pair of uint8 images (3, H, W) or videos (F, 3, H, W), peak 255, float64 (N,).
 
     Infinite where the two are identical; identical frames of a video that has others are left out of its mean.
     """
@@ -59,7 +59,7 @@ def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor)
 
 
 def frame_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """dB of each frame of each pair, float64 (F,); of images F is 1."""
+    """Return the PSNR in dB of each frame of each pair, float64 (F,); of images F is 1."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
         if a.dtype != torch.uint8 or b.dtype != torch.uint8:
@@ -70,7 +70,7 @@ def frame_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | T
 
 
 def sqnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-    """Signal to noise ratio in dB per pair of latents, float64 (N,)."""
+    """Return the signal to noise ratio in dB per pair of latents, float64 (N,)."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
         return 10 * torch.log10(a.double().square().sum() / (a.double() - b.double()).square().sum())
@@ -79,7 +79,7 @@ def sqnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor)
 
 
 def cosine(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-    """Cosine similarity per pair of latents, float64 (N,)."""
+    """Return the cosine similarity per pair of latents, float64 (N,)."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.double(), b.double()
@@ -93,7 +93,7 @@ def per_pair(
     other: Sequence[Tensor] | Tensor,
     measure: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`measure` of each pair, float64 (N,), one pair at a time to bound memory; ValueError unless shapes agree."""
+    """Return `measure` of each pair, float64 (N,), one pair at a time to bound memory; ValueError for other shapes."""
     values = [measure(a, b).double() for a, b in _pairs(reference, other)]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
@@ -103,7 +103,7 @@ def per_frame(
     other: Sequence[Tensor] | Tensor,
     measure: Callable[[Tensor, Tensor], Tensor],
 ) -> list[Tensor]:
-    """`measure` of each frame of each pair, float64 (F,), one frame at a time; of images F is 1."""
+    """Return `measure` of each frame of each pair, float64 (F,), one frame at a time; of images F is 1."""
     return [
         torch.stack([measure(x, y).double() for x, y in zip(frames_of(a), frames_of(b), strict=True)])
         for a, b in _pairs(reference, other)
@@ -111,7 +111,7 @@ def per_frame(
 
 
 def over_frames(values: Sequence[Tensor]) -> Tensor:
-    """Mean of each video's values (F,) that are not infinite, float64 (N,); infinite if all are, NaN if one is."""
+    """Return each video's mean over finite values (F,), float64 (N,); infinite if none is finite, NaN if one is NaN."""
     means = [_mean(each) for each in values]
     return torch.stack(means) if means else torch.zeros(0, dtype=torch.float64)
 
@@ -131,11 +131,11 @@ def _pairs(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tenso
 
 
 def frames_of(image: Tensor) -> Tensor:
-    """(F, 3, H, W) of a video, or of an image as a video of one frame."""
+    """Return (F, 3, H, W) of a video, or of an image as a video of one frame."""
     return image if image.ndim == 4 else image[None]
 
 
 def whole_only(values: Tensor, *sides: Any) -> tuple[float, ...]:
-    """The values as numbers, NaN where the image of a side was not finite."""
+    """Return the values as numbers, NaN where the image of a side was not finite."""
     finite = torch.stack([side.finite for side in sides]).all(0)
     return tuple(torch.where(finite, values, torch.nan).tolist())

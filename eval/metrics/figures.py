@@ -11,7 +11,7 @@ NONE = "–"
 
 
 def figure(estimate: Estimate | None, digits: str, sign: str = "") -> str:
-    """The mean, "identical" where all values are infinite, a dash where there is none. sign: "+" for changes."""
+    """Return the mean, "identical" where all values are infinite, a dash where there is none. sign: "+" for changes."""
     if estimate is None:
         return NONE
     if estimate.mean is None:
@@ -20,37 +20,37 @@ def figure(estimate: Estimate | None, digits: str, sign: str = "") -> str:
 
 
 def limits(estimate: Estimate | None, digits: str, sign: str = "") -> str:
-    """The 95 % limits, empty where there are none."""
+    """Return the 95 % limits, empty where there are none."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
     return f"{plain(estimate.low, sign + digits)} to {plain(estimate.high, sign + digits)}"
 
 
 def both(estimate: Estimate | None, digits: str, sign: str = "") -> str:
-    """Mean and limits on one line."""
+    """Return mean and limits on one line."""
     return stated(estimate, digits, sign=sign)
 
 
 def stated(estimate: Estimate | None, digits: str, unit: str = "", sign: str = "") -> str:
-    """Mean with its unit, and limits, as in a sentence: `38.38 dB (37.90 to 38.90)`."""
+    """Return the mean with its unit, and limits, as in a sentence: `38.38 dB (37.90 to 38.90)`."""
     between = limits(estimate, digits, sign)
     return f"{figure(estimate, digits, sign)}{f' {unit}' if unit else ''}" + (f" ({between})" if between else "")
 
 
 def plain(value: float | None, digits: str) -> str:
-    """A number with a real minus sign, a dash for None."""
+    """Return a number with a real minus sign, a dash for None."""
     return NONE if value is None else format(value, digits).replace("-", "−")
 
 
 def short(name: str) -> str:
-    """A paired metric's name without what it is held against, which is the same for all of them."""
+    """Return a paired metric's name without its reference, the 16-bit images or videos."""
     return name.removesuffix(" to the 16-bit images").removesuffix(" to the 16-bit videos")
 
 
 def count(estimates: Sequence[Estimate | None]) -> str:
     """Return the number of values that the estimates rest on: "256", "250 to 256" where they differ."""
-    found = sorted({each.n + each.infinite for each in estimates if each is not None})
-    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    counts = sorted({each.n + each.infinite for each in estimates if each is not None})
+    return "" if not counts else str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def amount(number: int, frames: int | None) -> str:
@@ -65,8 +65,8 @@ def shape(row: SpeedRow | Speedup) -> str:
     return " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)
 
 
-def asked(row: SpeedRow | Speedup) -> str:
-    """The same in plain letters, the size as `--size` takes it: `1 x 480x832x25`."""
+def plain_shape(row: SpeedRow | Speedup) -> str:
+    """Return `shape` in plain letters, the size as `--size` takes it: `1 x 480x832x25`."""
     size = "x".join(str(each) for each in (row.height, row.width, row.frames) if each is not None)
     return f"{row.batch} x {size}"
 
@@ -77,43 +77,43 @@ def sizes(speed: Speed) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes in decimal units, as disks and cards are sold."""
+    """Return bytes in decimal units, as disks and cards are sold."""
     return NONE if count is None else units.size(count)
 
 
 def bits(stored: float, resident: float) -> str:
-    """Bits per weight on disk, and in memory where they differ."""
+    """Return bits per weight on disk, and in memory where they differ."""
     on_disk, in_memory = f"{stored:.2f}", f"{resident:.2f}"
     return on_disk if on_disk == in_memory else f"{on_disk}, in memory {in_memory}"
 
 
 def durations(seconds: Sequence[float]) -> str:
-    """A time, or the least and the greatest of several; empty without any."""
+    """Return a time, or the least and the greatest of several; empty without any."""
     ends = (min(seconds), max(seconds)) if seconds else ()
     return " to ".join(dict.fromkeys(map(duration, ends)))
 
 
 def duration(seconds: float | None) -> str:
-    """Three significant digits in the unit that suits."""
+    """Return a time in three significant digits and the unit that suits."""
     return NONE if seconds is None else units.duration(seconds)
 
 
 def share(value: float | None) -> str:
-    """A share in per cent."""
+    """Return a share in per cent."""
     if value is None:
         return NONE
     return f"{value * 100:{'.3g' if abs(value) < 9.995 else '.0f'}} %".replace("-", "−")
 
 
 def computed(served: Served | None, backend: str = "native") -> str:
-    """Return what computes a run's layers, in a few words."""
+    """Return the arithmetic of a run's layers, in a few words."""
     name = served.arithmetic if served else backend
-    said = ARITHMETICS[name][0] if name in ARITHMETICS else name
-    return f"{said}, {served.beside}" if served and served.beside else said
+    text = ARITHMETICS[name][0] if name in ARITHMETICS else name
+    return f"{text}, {served.beside}" if served and served.beside else text
 
 
 def mark(verdict: Verdict) -> str:
-    """The sign of a verdict, and its word where the verdict's own text does not begin with it."""
+    """Return the sign of a verdict, and its word where the verdict's own text does not begin with it."""
     sign, word = OUTCOMES[verdict.outcome]
     return sign if verdict.text.lower().startswith(word) else f"{sign} {word.capitalize()}."
 

@@ -29,11 +29,19 @@ from fluxq.eval.metrics.distribution import (
 )
 from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
 from fluxq.eval.metrics.networks import Networks
-from fluxq.eval.metrics.plugins import ADAPTERS, Offer, PluginError, find_offers, load_class, open_plugin, scores
+from fluxq.eval.metrics.plugins import (
+    ADAPTERS,
+    PluginError,
+    PluginSource,
+    find_plugins,
+    load_class,
+    open_plugin,
+    scores,
+)
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _KID_SCALE = 1000
 _SHARED = "both sides share prompts and noise, so far below what two independent sets would give"
 
@@ -46,9 +54,11 @@ class Unmeasured(Exception):
 class Measured:
     """Result of a metric for one quantized set.
 
-    value: of its images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per
-    image. per_image, change_per_image: in the order of the items, None for a metric that has none, NaN for an image
-    that was not finite. how: replaces the row's. broken: why there is no value although there are values per image.
+    value, baseline: over its images, and over the 16-bit ones.
+    change: value - baseline, paired where there are values per image.
+    per_image, change_per_image: in the order of the items, NaN for an image that was not finite; None for no values.
+    how: words in place of the row's.
+    broken: reason why there is no value although there are values per image.
     """
 
     value: Interval | None
@@ -63,11 +73,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric. digits: a format specification. better: which way is good. how: variant and implementation.
+    """One metric.
 
-    take: measures it. needs: keys of `networks.NEEDS`. of_video: what
-    it is called where videos are compared, None for the name with "videos" in the place of "images". only_video: an
-    image does not have it. by_frame: of a video it is the mean over frames.
+    digits: format specification.
+    better: direction that is good.
+    how: variant and implementation.
+    take: function that measures it.
+    needs: keys of `networks.NEEDS`.
+    of_video: name where videos are compared, None for `name` with "videos" in the place of "images".
+    only_video: whether images do not have it.
+    by_frame: whether it is, of a video, the mean over frames.
     """
 
     name: str
@@ -82,16 +97,16 @@ class MetricRow:
     by_frame: bool = False
 
     def called(self, is_video: bool) -> str:
-        """Its name in a report."""
+        """Return its name in a report."""
         return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
 
-    def taken(self, how: str | None, is_video: bool) -> str:
+    def how_measured(self, how: str | None, is_video: bool) -> str:
         """Return how the metric was measured, in words. how: words that replace the row's."""
         how = how or self.how
         return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
 
     def measure(self, sample: Sample) -> Measured:
-        """Take it; Unmeasured if that is impossible, with a reason that names the cure."""
+        """Take the metric; raise Unmeasured with the reason and a cure if that is impossible."""
         reason = self.lacks(sample.networks, sample.frames is not None)
         if reason is not None:
             raise Unmeasured(reason)
@@ -111,7 +126,7 @@ class MetricRow:
 class Sample:
     """Input of metrics: two sets of images or videos of the same items (as `generate.Generated`), and networks.
 
-    Results of networks for a set are kept in `networks.seen` and shared by all metrics and by all samples that hold it.
+    Results of networks for a set are kept in `networks.results` and shared by all metrics and samples of that set.
     """
 
     reference: Any
@@ -125,7 +140,7 @@ class Sample:
 
     @cached_property
     def frames(self) -> int | None:
-        """Of each video; None for images."""
+        """Frames of each video; None for images."""
         return frames_in_each(self.quantized.images)
 
     @property
@@ -144,10 +159,10 @@ class Sample:
         bad = int((~self.quantized.finite).sum())
         return f"{bad} of {len(self.quantized.items)} quantized {self.noun} hold NaN or infinity" if bad else None
 
-    def both(self, what: str, compute: Callable[[Any], _Found]) -> tuple[_Found, _Found]:
-        """`compute` of the 16-bit and of the quantized set; kept as `what` for the next sample that holds it."""
+    def both(self, what: str, compute: Callable[[Any], _Result]) -> tuple[_Result, _Result]:
+        """Return `compute` of the 16-bit and of the quantized set; keep it as `what` for the next sample of a set."""
         sides = (self.reference, self.quantized)
-        before, after = (self.networks.seen.get(side, what, lambda side=side: compute(side)) for side in sides)
+        before, after = (self.networks.results.get(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
 
     def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
@@ -159,14 +174,14 @@ class Sample:
         if network is None:
             raise Unmeasured(str(self.networks.lacks("features")))
         what = f"features by {network.name}, {network.variant}"
-        return self.networks.seen.get(
+        return self.networks.results.get(
             images if owner is None else owner, what, lambda: extract(all_frames(images), network, device=device)
         )
 
     def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:
-        """CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
+        """Return CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
-        return self.networks.seen.get(
+        return self.networks.results.get(
             images if owner is None else owner, what, lambda: scorer.embed(all_frames(images))
         )
 
@@ -183,34 +198,34 @@ def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | No
 
 
 def metric_rows() -> dict[str, MetricRow]:
-    """METRICS and the metrics of installed plug-ins; ValueError where a plug-in takes the key of another."""
+    """Return METRICS and the metrics of installed plug-ins; ValueError where a plug-in takes the key of another."""
     rows = dict(METRICS)
-    for key, offer in find_offers().items():
+    for key, source in find_plugins().items():
         if key in ADAPTERS:
             continue
         if key in rows:
-            raise ValueError(f"{offer.origin} offers a metric {key!r}, which is one of fluxq's own: uninstall it")
-        rows[key] = _foreign_row(offer)
+            raise ValueError(f"{source.origin} offers a metric {key!r}, which is one of fluxq's own: uninstall it")
+        rows[key] = _foreign_row(source)
     return rows
 
 
-def _foreign_row(offer: Offer) -> MetricRow:
-    take = _plugin(offer)
+def _foreign_row(source: PluginSource) -> MetricRow:
+    take = _plugin(source)
     try:
-        found = load_class(offer)
+        plugin = load_class(source)
     except PluginError as error:
-        return MetricRow(offer.key, "", ".4g", "higher", str(error), take, by_frame=True)
-    how = f"{found.how}; {offer.origin}"
-    return MetricRow(found.name, found.unit, found.digits, found.better, how, take, by_frame=True)
+        return MetricRow(source.key, "", ".4g", "higher", str(error), take, by_frame=True)
+    how = f"{plugin.how}; {source.origin}"
+    return MetricRow(plugin.name, plugin.unit, plugin.digits, plugin.better, how, take, by_frame=True)
 
 
 def _missing_plugin(key: str) -> str | None:
-    """Return the reason why a plug-in cannot be imported, or None; its weights are its own affair."""
-    offer = find_offers().get(key)
-    if offer is None or offer.absent:
-        return offer and offer.absent
+    """Return the reason why a plug-in cannot be imported, or None; its weights are not looked at."""
+    source = find_plugins().get(key)
+    if source is None or source.absent:
+        return source and source.absent
     try:
-        load_class(offer)
+        load_class(source)
     except PluginError as error:
         return str(error)
     return None
@@ -221,7 +236,7 @@ def _psnr(sample: Sample) -> Measured:
 
 
 def _same_frames(sample: Sample) -> tuple[str, ...]:
-    """That frames were left out, which are the best there are."""
+    """Return a note that identical frames, the best there are, were left out."""
     differing = [values for values in sample.frame_psnr if not values.isinf().all()]
     same, whole = sum(int(values.isinf().sum()) for values in differing), sum(map(len, differing))
     return (f"{same} of {whole} frames are identical and left out of their videos' means",) if same else ()
@@ -245,9 +260,11 @@ def _video_distance(sample: Sample) -> Measured:
     before, after = sample.both(
         "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
-    found = fid(after, before, "16-bit videos")
-    how = f"{_fid_how(found, 'videos')}; FVD is defined with I3D and does not compare"
-    return Measured(_alone(found.value, found.n), notes=(_SHARED, found.bias.replace("images", "videos")), how=how)
+    distance = fid(after, before, "16-bit videos")
+    how = f"{_fid_how(distance, 'videos')}; FVD is defined with I3D and does not compare"
+    return Measured(
+        _alone(distance.value, distance.n), notes=(_SHARED, distance.bias.replace("images", "videos")), how=how
+    )
 
 
 def _ssim(sample: Sample) -> Measured:
@@ -271,7 +288,7 @@ def _lpips(sample: Sample) -> Measured:
 
 
 def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: str | None = None) -> Measured:
-    """A value for each pair of images."""
+    """Return a value for each pair of images."""
     whole = whole_only(values, sample.reference, sample.quantized)
     value = None if sample.broken else clustered_interval(whole, sample.prompts)
     return Measured(value, per_image=whole, notes=notes, how=how, broken=sample.broken)
@@ -283,15 +300,15 @@ def _fid(sample: Sample) -> Measured:
     return Measured(
         *_of_sets(before.value, after.value, after.n),
         notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
-        how=_fid_how(after, _seen(sample)),
+        how=_fid_how(after, _picture_noun(sample)),
     )
 
 
 def _fid_to_16bit(sample: Sample) -> Measured:
     before, after = _sides(sample)
-    found = fid(after, before, f"16-bit {_seen(sample)}")
-    notes = (_SHARED, found.bias, *_frames_alike(sample))
-    return Measured(_alone(found.value, found.n), notes=notes, how=_fid_how(found, _seen(sample)))
+    distance = fid(after, before, f"16-bit {_picture_noun(sample)}")
+    notes = (_SHARED, distance.bias, *_frames_alike(sample))
+    return Measured(_alone(distance.value, distance.n), notes=notes, how=_fid_how(distance, _picture_noun(sample)))
 
 
 def _fid_infinity(sample: Sample) -> Measured:
@@ -363,22 +380,22 @@ def _clip_score(sample: Sample) -> Measured:
     return _scored(sample, before, after, (*((note,) if cut else ()), *scorer.warnings), how)
 
 
-def _plugin(offer: Offer) -> Callable[[Sample], Measured]:
-    """A metric that another package takes."""
+def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
+    """Return the function that takes a metric of another package."""
 
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
         networks = sample.networks
-        plugin = networks.seen.get(offer, "plug-in", lambda: open_plugin(offer, networks.device))
+        plugin = networks.results.get(source, "plug-in", lambda: open_plugin(source, networks.device))
         frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
         def score(side: Any) -> tuple[float, ...]:
             images: Any = all_frames(side.images)
-            found = scores(offer, plugin, images, prompts)
-            return tuple(by_video(torch.tensor(found, dtype=torch.float64), frames).tolist())
+            values = scores(source, plugin, images, prompts)
+            return tuple(by_video(torch.tensor(values, dtype=torch.float64), frames).tolist())
 
-        return _scored(sample, *sample.both(f"scores by {offer.key}", score))
+        return _scored(sample, *sample.both(f"scores by {source.key}", score))
 
     return take
 
@@ -390,23 +407,25 @@ def _scored(
     notes: tuple[str, ...] = (),
     how: str | None = None,
 ) -> Measured:
-    """A value for each image of either side."""
+    """Return a value for each image of either side."""
     change = tuple(b - a for a, b in zip(before, after, strict=True))
     value, baseline, difference = (clustered_interval(each, sample.prompts) for each in (after, before, change))
     return Measured(value, baseline, difference, after, change, notes, how)
 
 
-def _against_reference(sample: Sample, what: str, measure: Callable[[Features, Any], _Found]) -> tuple[_Found, _Found]:
-    """A distance of either side to the reference; that of the 16-bit images is the same in every run."""
+def _against_reference(
+    sample: Sample, what: str, measure: Callable[[Features, Any], _Result]
+) -> tuple[_Result, _Result]:
+    """Return a distance of either side to the reference; of the 16-bit images it is the same in every run."""
     reference = _reference(sample)
-    _sides(sample)  # which refuses too few images
+    _sides(sample)  # refuses too few images
     return sample.both(
         f"{what} to {reference.digest}", lambda side: measure(sample.features(side.images, side), reference)
     )
 
 
 def _sides(sample: Sample) -> tuple[Features, Features]:
-    """Features of the 16-bit and of the quantized images, enough of them and all of whole images."""
+    """Return features of the 16-bit and of the quantized images, enough of them and all of whole images."""
     _require_whole(sample)
     count = len(sample.quantized.items) * (sample.frames or 1)
     if count < 2:
@@ -420,7 +439,7 @@ def _features(sample: Sample) -> tuple[Features, Features]:
 
 
 def _reference(sample: Sample) -> Features | Moments:
-    """Features, or their moments, of the images that generated ones are held against."""
+    """Return features, or their moments, of the images that generated ones are compared with."""
     networks = sample.networks
     if networks.reference_statistics is not None:
         return networks.reference_statistics
@@ -432,12 +451,14 @@ def _reference(sample: Sample) -> Features | Moments:
 
 def _unchecked(sample: Sample) -> tuple[str, ...]:
     """Return notes about what a statistics file does not say, which could therefore not be checked."""
-    known = sample.networks.reference_statistics
-    if known is None:
+    statistics = sample.networks.reference_statistics
+    if statistics is None:
         return ()
-    unsaid = [word for word, value in (("network", known.extractor), ("resize", known.variant)) if value is None]
+    unstated = [
+        word for word, value in (("network", statistics.extractor), ("resize", statistics.variant)) if value is None
+    ]
     name = sample.networks.reference_name
-    return (f"{name} does not say which {' and '.join(unsaid)} it was made with",) if unsaid else ()
+    return (f"{name} does not say which {' and '.join(unstated)} it was made with",) if unstated else ()
 
 
 def _require_whole(sample: Sample) -> None:
@@ -446,7 +467,7 @@ def _require_whole(sample: Sample) -> None:
 
 
 def _alone(value: float, count: int) -> Interval:
-    """One number about all images: it has no per-image values to take an interval of."""
+    """Return one number about all images: it has no per-image values to take an interval of."""
     return Interval(value, math.nan, math.nan, count)
 
 
@@ -459,8 +480,8 @@ def _through(features: Features) -> str:
     return f"{features.network} ({features.values.shape[1]} features; {features.variant})"
 
 
-def _seen(sample: Sample) -> str:
-    """Return the word for the pictures that a network has seen of a set."""
+def _picture_noun(sample: Sample) -> str:
+    """Return the word for the pictures of a set that a network looked at."""
     return "images" if sample.frames is None else "frames"
 
 
@@ -471,10 +492,10 @@ def _frames_alike(sample: Sample) -> tuple[str, ...]:
     return (f"of frames one by one, {sample.frames} of each of {len(sample.quantized.items)} videos, which are alike",)
 
 
-def _fid_how(found: Fid, seen: str) -> str:
-    count = "an unknown number of" if found.n_reference is None else str(found.n_reference)
-    network = f"{found.network} ({found.features} features; {found.variant})"
-    return f"{network}; {found.n} {seen} to {count} {found.reference}"
+def _fid_how(distance: Fid, noun: str) -> str:
+    count = "an unknown number of" if distance.n_reference is None else str(distance.n_reference)
+    network = f"{distance.network} ({distance.features} features; {distance.variant})"
+    return f"{network}; {distance.n} {noun} to {count} {distance.reference}"
 
 
 METRICS: dict[str, MetricRow] = {

@@ -25,9 +25,9 @@ from fluxq.eval.metrics.distribution import FeatureNetwork, Features, Moments
 from fluxq.eval.metrics.perceptual import Lpips
 from fluxq.eval.metrics.video import s3d
 
-DEFAULT_RESIZE = "clean"  # what tables of quantized diffusion models are made with
+DEFAULT_RESIZE = "clean"  # that of published tables of quantized diffusion models
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _NO_CLIP = "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 _CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
@@ -35,7 +35,13 @@ _CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights fol
 
 @dataclass(frozen=True)
 class Weights:
-    """A published file of weights. files: its names. sha256: how its SHA-256 begins. url: where it is published."""
+    """A published file of weights.
+
+    files: its names.
+    sha256: beginning of its SHA-256.
+    what: its name for readers.
+    url: its address.
+    """
 
     files: tuple[str, ...]
     sha256: str
@@ -43,14 +49,14 @@ class Weights:
     url: str
 
 
-class Seen:
+class NetworkResults:
     """Results of networks for image sets that are compared more than once, so that each is computed once."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}
 
-    def get(self, images: Any, what: str, compute: Callable[[], _Found]) -> _Found:
-        """`compute()`, or what it gave before for the same object and word."""
+    def get(self, images: Any, what: str, compute: Callable[[], _Result]) -> _Result:
+        """Return `compute()`, or its earlier value for the same object and word."""
         key = id(images), what
         if key not in self._kept:
             self._kept[key] = (images, compute())  # the set is kept, so that no other object takes its id
@@ -59,14 +65,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Networks:
-    """Networks and files that metrics may use beside two sets of images; reports say what is None, nothing replaces it.
+    """Networks and files for metrics, beside two sets of images; reports say what is None, nothing replaces it.
 
-    feature_network: uint8 (B, 3, H, W) -> (B, D); feature_name: its name in reports. clip: the network that scores
-    images for their prompts, as `ClipScorer` takes it; cmmd_clip: that of CMMD's embeddings, `clip` unless given.
-    reference_images: other images than the model's, uint8 (3, H, W) each; reference_name: their name in reports.
-    reference_statistics: of such images' features, in their place. lpips, inception: checked files of weights.
-    video: the same for metrics of whole videos. weights: the folder that was searched. fid_resize: a key of
-    `distribution.RESIZES`.
+    feature_network: uint8 (B, 3, H, W) -> (B, D).
+    feature_name: its name in reports.
+    clip: network that scores images for their prompts, as `ClipScorer` takes it.
+    cmmd_clip: network of CMMD's embeddings, None for `clip`.
+    reference_images: images that the model did not make, uint8 (3, H, W) each.
+    reference_name: their name in reports.
+    reference_statistics: statistics of such images' features, in their place.
+    lpips, inception, video: checked files of weights; the last is of metrics of whole videos.
+    fid_resize: key of `distribution.RESIZES`.
+    weights: folder that was searched.
     """
 
     feature_network: nn.Module | None = None
@@ -82,7 +92,7 @@ class Networks:
     fid_resize: str = DEFAULT_RESIZE
     weights: Path | None = None
     device: str = "cpu"
-    seen: Seen = field(default_factory=Seen, repr=False, compare=False)
+    results: NetworkResults = field(default_factory=NetworkResults, repr=False, compare=False)
 
     @cached_property
     def features(self) -> FeatureNetwork | None:
@@ -102,12 +112,12 @@ class Networks:
 
     @cached_property
     def clip_scorer(self) -> ClipScorer | None:
-        """CLIP as scores are taken with it."""
+        """CLIP of the scores."""
         return ClipScorer(self.clip, self.device) if self.clip else None
 
     @cached_property
     def cmmd_scorer(self) -> ClipScorer | None:
-        """CLIP as CMMD embeds images with it."""
+        """CLIP of CMMD's embeddings."""
         if self.cmmd_clip is None or self.cmmd_clip == self.clip:
             return self.clip_scorer
         return ClipScorer(self.cmmd_clip, self.device)
@@ -123,7 +133,7 @@ class Networks:
 
 
 def find_networks(
-    own: Networks,
+    defaults: Networks,
     *,
     weights: Path | None = None,
     clip: str | None = None,
@@ -133,29 +143,34 @@ def find_networks(
     download: bool = False,
     is_video: bool = False,
 ) -> Networks:
-    """`own` with what can be found: files of WEIGHTS, CLIP folders, and images or statistics to hold images against.
+    """Return `defaults` with files of WEIGHTS, CLIP folders, and images or statistics to compare images with.
 
-    weights: a folder that may hold files of WEIGHTS and folders `clip` and `cmmd_clip` for open_clip's `local-dir:`.
-    clip: as `ClipScorer` takes it. fid_reference: a folder of images, or an npz of statistics. download: fetch files
-    of WEIGHTS that are not there into torch hub's checkpoints. is_video: whether videos are compared. A model's own
-    feature network stays in use unless `weights` holds Inception. Raises FileNotFoundError and ValueError naming what
-    was asked for and cannot be had.
+    weights: folder that may hold files of WEIGHTS and folders `clip` and `cmmd_clip` for open_clip's `local-dir:`.
+    clip: as `ClipScorer` takes it.
+    fid_reference: folder of images, or an npz of statistics.
+    download: whether missing files of WEIGHTS are fetched into torch hub's checkpoints.
+    is_video: whether videos are compared.
+
+    A model's own feature network stays in use unless `weights` holds Inception. Raises FileNotFoundError and ValueError
+    naming what cannot be had.
     """
     if weights is not None and not weights.is_dir():
         raise FileNotFoundError(f"--weights {weights}: no such folder")
-    resize = fid_resize or own.fid_resize
+    resize = fid_resize or defaults.fid_resize
     distribution.inception_variant(resize)  # refuses an unknown one
     wanted = [key for key in WEIGHTS if key != "video" or is_video]
-    found = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
+    files = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
     folders = {key: str(weights / name) for key, name in _CLIP_FOLDERS.items() if weights and (weights / name).is_dir()}
-    given = weights is not None and found["inception"] is not None and found["inception"].parent == weights
+    is_in_folder = weights is not None and files["inception"] is not None and files["inception"].parent == weights
     networks = replace(
-        own,
-        clip=clip or folders.get("clip") or own.clip,
-        cmmd_clip=folders.get("cmmd_clip") or own.cmmd_clip,
-        lpips=found["lpips"] or own.lpips,
-        video=found.get("video") or own.video,
-        inception=found["inception"] if given or download or own.feature_network is None else own.inception,
+        defaults,
+        clip=clip or folders.get("clip") or defaults.clip,
+        cmmd_clip=folders.get("cmmd_clip") or defaults.cmmd_clip,
+        lpips=files["lpips"] or defaults.lpips,
+        video=files.get("video") or defaults.video,
+        inception=files["inception"]
+        if is_in_folder or download or defaults.feature_network is None
+        else defaults.inception,
         fid_resize=resize,
         weights=weights,
         device=device,
@@ -166,7 +181,7 @@ def find_networks(
 
 
 def find_weights(key: str, folder: Path | None) -> Path | None:
-    """The file of WEIGHTS[key] in `folder` or torch hub's checkpoints, checked; None if it is in neither."""
+    """Find and check the file of WEIGHTS[key] in `folder` or torch hub's checkpoints; None if it is in neither."""
     row = WEIGHTS[key]
     for path in (place / name for place in _places(folder) for name in row.files):
         if path.is_file():
@@ -188,7 +203,7 @@ def fetch_weights(key: str) -> Path:
 
 
 def check_weights(path: Path, row: Weights) -> None:
-    """ValueError naming the file unless its SHA-256 begins as published."""
+    """Raise ValueError naming the file unless its SHA-256 begins as published."""
     digest = sha256_file(path)
     if not digest.startswith(row.sha256):
         raise ValueError(
@@ -198,13 +213,13 @@ def check_weights(path: Path, row: Weights) -> None:
 
 
 def read_weights(path: Path, row: Weights) -> dict[str, Tensor]:
-    """The tensors in a published file, after its hash was checked; nothing but tensors is unpickled."""
+    """Read the tensors of a published file after checking its hash; nothing but tensors is unpickled."""
     check_weights(path, row)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def image_files(folder: Path) -> Lazy:
-    """The images in a folder as uint8 (3, H, W), in the order of their names; ValueError if it holds none."""
+    """Return the images in a folder as uint8 (3, H, W), in the order of their names; ValueError if it holds none."""
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
     if not paths:
         raise ValueError(f"{folder} holds no images; known are {', '.join(_IMAGE_SUFFIXES)}")
@@ -251,7 +266,7 @@ def _cure(row: Weights, folder: Path | None) -> str:
 
 
 def _shown(place: Path) -> str:
-    """Reports are passed on: nobody's home folder is in them."""
+    """Return a path without the name of the home folder, since reports are passed on."""
     return f"~/{place.relative_to(Path.home())}" if place.is_relative_to(Path.home()) else str(place)
 
 
@@ -263,16 +278,16 @@ def _no_features(networks: Networks) -> str | None:
     return None
 
 
-def _no_file(networks: Networks, file: Path | None, key: str, said: str) -> str | None:
-    return None if file else f"{said}: {_cure(WEIGHTS[key], networks.weights)}"
+def _no_file(networks: Networks, file: Path | None, key: str, message: str) -> str | None:
+    return None if file else f"{message}: {_cure(WEIGHTS[key], networks.weights)}"
 
 
 def _no_reference(networks: Networks) -> str | None:
     if networks.reference_images is None and networks.reference_statistics is None:
         return "no images to compare with were given: --fid-reference takes a folder of them, or an npz of statistics"
     if networks.reference_statistics is not None and networks.features is not None:
-        made = networks.features
-        return distribution.unlike(made.name, made.variant, made.digest, networks.reference_statistics)
+        network = networks.features
+        return distribution.unlike(network.name, network.variant, network.digest, networks.reference_statistics)
     return None
 
 
@@ -288,7 +303,7 @@ def _no_reference_images(networks: Networks) -> str | None:
     return _no_reference(networks)
 
 
-# need -> why it is not there.
+# need -> function that returns why it is missing, or None.
 NEEDS: dict[str, Callable[[Networks], str | None]] = {
     "features": _no_features,
     "lpips": lambda networks: _no_file(networks, networks.lpips, "lpips", "its AlexNet is missing"),

@@ -17,13 +17,13 @@ from fluxq.eval.metrics.distribution import Incomparable
 from fluxq.eval.metrics.fidelity import over_frames, per_frame
 
 SSIM_WINDOW = 11
-LPIPS_PIXELS = 31  # what AlexNet's two poolings leave a pixel of
+LPIPS_PIXELS = 31  # least side: AlexNet's two poolings leave one pixel of it
 
 
 def ssim(
     reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """SSIM per pair of uint8 images (3, H, W), float64 (N,); 1 up to rounding for identical images; of videos the mean.
+    """Return the SSIM per pair of uint8 images (3, H, W), float64 (N,); about 1 for identical images; a video's mean.
 
     Raises Incomparable for images smaller than the window: another window would be another metric.
     """
@@ -36,17 +36,17 @@ def ssim(
 
 
 def structural_similarity(a: Tensor, b: Tensor) -> Tensor:
-    """SSIM of two images (3, H, W) in [0, 1], a float64 scalar."""
+    """Return the SSIM of two images (3, H, W) in [0, 1], a float64 scalar."""
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     if min(a.shape[-2:]) < SSIM_WINDOW:
         raise Incomparable(f"its window is {SSIM_WINDOW} pixels wide, the images are {_size(a)}")
-    found: Any = structural_similarity_index_measure(a.double()[None], b.double()[None], data_range=1.0)
-    return found
+    similarity: Any = structural_similarity_index_measure(a.double()[None], b.double()[None], data_range=1.0)
+    return similarity
 
 
 def feature_distance(reference: Tensor, other: Tensor) -> Tensor:
-    """|other - reference| / |reference| per row of features (N, D), float64 (N,)."""
+    """Return |other - reference| / |reference| per row of features (N, D), float64 (N,)."""
     a, b = reference.double(), other.double()
     return (b - a).norm(dim=1) / a.norm(dim=1)
 
@@ -67,7 +67,7 @@ class Lpips:
         self.network, self.device = network.to(device), device
 
     def distance(self, reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-        """LPIPS per pair of uint8 images (3, H, W) at their own size, float64 (N,); 0 for identical images.
+        """Return LPIPS per pair of uint8 images (3, H, W) at their own size, float64 (N,); 0 for identical images.
 
         Of videos the mean over frames.
         """
@@ -82,7 +82,7 @@ class Lpips:
 
 
 def _load_backbone(network: nn.Module, backbone: Mapping[str, Tensor]) -> None:
-    """AlexNet's layer `features.N` is called `sliceK.N` here."""
+    """Load AlexNet's tensors, whose layer `features.N` is called `sliceK.N` here."""
     names = {name: f"features.{name.split('.', 1)[1]}" for name in network.state_dict()}
     absent = sorted(set(names.values()) - set(backbone))
     if absent:

@@ -34,7 +34,7 @@ _MOTION_MS = 125  # for which a frame of it stays
 
 
 def wall(reference: Any, quantized: Any, values: Sequence[float]) -> Wall:
-    """Worst, median and randomly drawn images or videos of two sets (as `generate.Generated`) of the same items.
+    """Build the wall of two sets of images or videos (as `generate.Generated`): worst, median and drawn at random.
 
     values: per image, what worst and median are chosen by; NaN is worst of all, an infinite one best. One gain for all
     differences, so that they compare by eye. ValueError if counts or sizes differ, or there is nothing to show.
@@ -85,7 +85,7 @@ def wall(reference: Any, quantized: Any, values: Sequence[float]) -> Wall:
 
 
 def choose(values: Sequence[float]) -> dict[str, list[int]]:
-    """Indices of the images to show: worst and median by their values, and some drawn by a fixed seed from all.
+    """Choose images to show, by index: worst and median by their values, and some drawn by a fixed seed from all.
 
     The draw depends on the number of images alone: several runs show the same ones. All are shown if there are few.
     """
@@ -98,13 +98,13 @@ def choose(values: Sequence[float]) -> dict[str, list[int]]:
 
 
 def _gain(differences: Sequence[np.ndarray]) -> int:
-    """The largest power of two up to 64 that keeps 99 % of the differences below full scale."""
+    """Return the largest power of two up to 64 that keeps 99 % of the differences below full scale."""
     high = max(1.0, float(np.percentile(np.concatenate([each.ravel() for each in differences]), 99)))
     return max(1, min(_MAX_GAIN, 2 ** int(math.log2(255 / high))))
 
 
 def _frames_to_show(reference: Tensor, quantized: Tensor) -> tuple[int, ...]:
-    """First, middle and last of a video (F, 3, H, W), and at the end the one that is farthest off."""
+    """Return the first, middle and last frame of a video (F, 3, H, W), and at the end the one farthest off."""
     worst = int(frame_psnr([reference], [quantized])[0].argmin())
     plain = dict.fromkeys((0, (len(reference) - 1) // 2, len(reference) - 1))
     return (*(index for index in plain if index != worst), worst)
@@ -115,7 +115,7 @@ def _array(image: Tensor) -> np.ndarray:
 
 
 def _uri(pixels: np.ndarray, lossless: bool, largest: int) -> str:
-    """uint8 (H, W, 3), or frames (F, H, W, 3) one below the other, as a data URI, reduced by averaging if large."""
+    """Return uint8 (H, W, 3), or frames (F, H, W, 3) one below the other, as a data URI, averaged down if large."""
     parts = [_reduced(each, largest) for each in (pixels if pixels.ndim == 4 else [pixels])]
     (width, height), gap = parts[0].size, _gap(parts[0])
     picture = Image.new("RGB", (width, (height + gap) * len(parts) - gap), _GREY)
@@ -130,7 +130,7 @@ def _uri(pixels: np.ndarray, lossless: bool, largest: int) -> str:
 
 
 def _motion(reference: Tensor, quantized: Tensor) -> str:
-    """Both videos side by side as one animation, so that they keep step, as a data URI."""
+    """Return both videos side by side as one animation, so that they keep step, as a data URI."""
     shown = sorted({round(place) for place in np.linspace(0, len(reference) - 1, _MOTION_FRAMES)})
     pictures = []
     for index in shown:
@@ -154,7 +154,7 @@ def _reduced(pixels: np.ndarray, largest: int) -> Image.Image:
 
 
 def _gap(picture: Image.Image) -> int:
-    """Pixels between frames."""
+    """Return the pixels between frames."""
     return max(1, picture.height // 40)
 
 

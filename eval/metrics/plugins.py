@@ -1,4 +1,4 @@
-"""Metrics from elsewhere: what scores an image for its prompt, in a package of its own.
+"""Metrics of other packages, which score an image for its prompt.
 
 A distribution offers one with an entry point in the group `fluxq.metrics`, whose name is the metric's key:
 
@@ -35,14 +35,16 @@ class MetricPlugin(Protocol):
     how: str
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Sequence[float]:
-        """A finite number for each uint8 image (3, H, W), of which there are as many as prompts."""
+        """Return a finite number for each uint8 image (3, H, W), of which there are as many as prompts."""
         ...
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A metric that can be had. origin: whom to name if it breaks. load: its class, not yet made.
+class PluginSource:
+    """Source of a metric of another package.
 
+    origin: package and version, to name if it breaks.
+    load: function that imports the plug-in's class.
     package: module and distribution that it adapts and that may be absent.
     """
 
@@ -53,64 +55,67 @@ class Offer:
 
     @property
     def absent(self) -> str | None:
-        """Reason why it cannot be had, or None."""
+        """Reason why the package is absent, or None."""
         if self.package is None or find_spec(self.package[0]) is not None:
             return None
         return f"the package {self.package[1]} is not installed: pip install {self.package[1]}"
 
 
 class PluginError(RuntimeError):
-    """A plug-in failed; the text names it and says what it said."""
+    """Failure of a plug-in; the text names it and quotes its message."""
 
 
-def find_offers() -> dict[str, Offer]:
-    """The adapters below and every installed entry point, by key; ValueError where two take one key."""
-    offers = dict(ADAPTERS)
-    for offer in _entry_points():
-        if offer.key in offers:
+def find_plugins() -> dict[str, PluginSource]:
+    """Return the adapters below and every installed entry point, by key; ValueError where two take one key."""
+    sources = dict(ADAPTERS)
+    for source in _entry_points():
+        if source.key in sources:
             raise ValueError(
-                f"metric {offer.key!r} is offered by {offers[offer.key].origin} and by {offer.origin}: uninstall one"
+                f"metric {source.key!r} is offered by {sources[source.key].origin} and by {source.origin}: uninstall "
+                "one"
             )
-        offers[offer.key] = offer
-    return offers
+        sources[source.key] = source
+    return sources
 
 
-def load_class(offer: Offer) -> Any:
-    """The plug-in's class with the attributes of a `MetricPlugin`; PluginError if it has not."""
+def load_class(source: PluginSource) -> Any:
+    """Import the plug-in's class; PluginError if it lacks an attribute of `MetricPlugin`."""
     try:
-        found = offer.load()
+        plugin_class = source.load()
     except Exception as error:  # whatever a foreign package raises when it is imported
-        raise PluginError(f"{_named(offer)} cannot be imported: {_said(error)}") from error
-    absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(found, name)]
+        raise PluginError(f"{_named(source)} cannot be imported: {_error_text(error)}") from error
+    absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(plugin_class, name)]
     if absent:
-        raise PluginError(f"{_named(offer)} lacks {', '.join(absent)}: it is no metric of this fluxq")
-    if found.better not in ("higher", "lower"):
-        raise PluginError(f"{_named(offer)}: `better` is {found.better!r}, expected 'higher' or 'lower'")
-    return found
+        raise PluginError(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
+    if plugin_class.better not in ("higher", "lower"):
+        raise PluginError(f"{_named(source)}: `better` is {plugin_class.better!r}, expected 'higher' or 'lower'")
+    return plugin_class
 
 
-def open_plugin(offer: Offer, device: str) -> MetricPlugin:
-    """The plug-in, its weights loaded; PluginError if it cannot be made."""
-    if offer.absent:
-        raise PluginError(offer.absent)
-    made = load_class(offer)
+def open_plugin(source: PluginSource, device: str) -> MetricPlugin:
+    """Make the plug-in, its weights loaded; PluginError if that fails."""
+    if source.absent:
+        raise PluginError(source.absent)
+    plugin_class = load_class(source)
     try:
-        return made(device=device)
+        return plugin_class(device=device)
     except Exception as error:  # whatever a foreign package raises
-        raise PluginError(f"{_named(offer)} cannot be loaded: {_said(error)}") from error
+        raise PluginError(f"{_named(source)} cannot be loaded: {_error_text(error)}") from error
 
 
-def scores(offer: Offer, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[float, ...]:
-    """Its score of each image; PluginError if it raises, or answers with another count, NaN or infinity."""
+def scores(
+    source: PluginSource, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]
+) -> tuple[float, ...]:
+    """Return the plug-in's score of each image; PluginError if it fails, or returns another count, NaN or infinity."""
     try:
-        found = tuple(float(value) for value in plugin.score(images, prompts))
+        values = tuple(float(value) for value in plugin.score(images, prompts))
     except Exception as error:  # whatever a foreign package raises
-        raise PluginError(f"{_named(offer)} failed: {_said(error)}") from error
-    if len(found) != len(images):
-        raise PluginError(f"{_named(offer)} gave {len(found)} scores for {len(images)} images")
-    if not all(math.isfinite(value) for value in found):
-        raise PluginError(f"{_named(offer)} gave a score that is NaN or infinite")
-    return found
+        raise PluginError(f"{_named(source)} failed: {_error_text(error)}") from error
+    if len(values) != len(images):
+        raise PluginError(f"{_named(source)} gave {len(values)} scores for {len(images)} images")
+    if not all(math.isfinite(value) for value in values):
+        raise PluginError(f"{_named(source)} gave a score that is NaN or infinite")
+    return values
 
 
 class ImageReward:
@@ -127,7 +132,7 @@ class ImageReward:
         self.model: Any = import_module("ImageReward").load("ImageReward-v1.0", device=device)
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
-        """Its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over what people saw."""
+        """Return its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over real images."""
         import torch
 
         with torch.no_grad():
@@ -149,28 +154,28 @@ class HPSv2:
         self.package: Any = import_module("hpsv2")
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
-        """100 × its score of each uint8 image (3, H, W) for its prompt."""
-        found = [0.0] * len(prompts)
+        """Return 100 × its score of each uint8 image (3, H, W) for its prompt."""
+        values = [0.0] * len(prompts)
         for prompt in dict.fromkeys(prompts):
             places = [index for index, other in enumerate(prompts) if other == prompt]
             pictures = [_pil(images[index]) for index in places]
             for index, value in zip(places, self.package.score(pictures, prompt, hps_version="v2.1"), strict=True):
-                found[index] = 100 * float(value)
-        return found
+                values[index] = 100 * float(value)
+        return values
 
 
-def _entry_points() -> Iterator[Offer]:
+def _entry_points() -> Iterator[PluginSource]:
     for point in metadata.entry_points(group=GROUP):
         distribution = point.dist
         origin = f"{distribution.name} {distribution.version}" if distribution else point.value
-        yield Offer(point.name, origin, point.load)
+        yield PluginSource(point.name, origin, point.load)
 
 
-def _named(offer: Offer) -> str:
-    return f"the metric plug-in {offer.key!r} of {offer.origin}"
+def _named(source: PluginSource) -> str:
+    return f"the metric plug-in {source.key!r} of {source.origin}"
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -187,7 +192,7 @@ def _pil(image: Tensor) -> Any:
     return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
-ADAPTERS: dict[str, Offer] = {
-    "image_reward": Offer("image_reward", "fluxq", lambda: ImageReward, ("ImageReward", "image-reward")),
-    "hpsv2": Offer("hpsv2", "fluxq", lambda: HPSv2, ("hpsv2", "hpsv2")),
+ADAPTERS: dict[str, PluginSource] = {
+    "image_reward": PluginSource("image_reward", "fluxq", lambda: ImageReward, ("ImageReward", "image-reward")),
+    "hpsv2": PluginSource("hpsv2", "fluxq", lambda: HPSv2, ("hpsv2", "hpsv2")),
 }

@@ -1,4 +1,4 @@
-"""`report.json`: what an evaluation found, as plain data that every picture and page of a report is made from.
+"""`report.json`: results of an evaluation, as plain data from which every picture and page of a report is made.
 
 A number that does not exist (an interval of one image, the PSNR of identical images) is null, never NaN. Files of
 another schema version, with unknown keys or without one that belongs there are refused by name.
@@ -38,7 +38,7 @@ class Strict(BaseModel):
 
 
 def printable(value: Any, longest: int = _LONGEST) -> Any:
-    """Plain data whose texts may stand on a page and in a drawing: no control characters, none without end."""
+    """Return plain data whose texts may stand on a page and in a drawing: no control characters, none without end."""
     if isinstance(value, str):
         text = visible(value)
         return text if len(text) <= longest or text.startswith(_PICTURE) else text[: longest - 1] + "…"
@@ -67,7 +67,7 @@ class Estimate(Strict):
 
 
 def number(value: float | None) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """Return the value, or None where JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -82,7 +82,7 @@ class Margin(Strict):
     high: float | None = None
 
     def describe(self, unit: str) -> str:
-        """For people: `at least 30 dB`, `within ±0.3`."""
+        """Return the limits for people: `at least 30 dB`, `within ±0.3`."""
         unit = f" {unit}" if unit else ""
         if self.high is None:
             return f"at least {self.low:g}{unit}"
@@ -96,10 +96,14 @@ class Margin(Strict):
 class Metric(Strict):
     """One row of a run's table.
 
-    digits: a format specification. better: which way is good. how: variant and implementation. value: of the
-    quantized images, baseline: of the 16-bit ones, change: value - baseline, paired where there are values per image.
-    floor: the same metric between two 16-bit runs. margin: what the verdict holds it against; None: nothing. missing:
-    why there is no value.
+    digits: format specification.
+    better: direction that is good.
+    how: variant and implementation.
+    value, baseline: over the quantized images, and over the 16-bit ones.
+    change: value - baseline, paired where there are values per image.
+    floor: the same metric between two 16-bit runs.
+    margin: limits of the verdict, None if it has none.
+    missing: reason why there is no value.
     """
 
     name: str
@@ -119,8 +123,9 @@ class Metric(Strict):
 class Image(Strict):
     """One image of a run, in the order of the report's items.
 
-    values: metric -> its value for this image; changes: of those that 16-bit images have too, value minus theirs.
-    frame_psnr: of each frame of a video in dB, null where it is identical.
+    values: metric -> its value for this image.
+    changes: metric that 16-bit images have too -> value minus theirs.
+    frame_psnr: dB of each frame of a video, null where it is identical.
     """
 
     finite: bool
@@ -137,10 +142,12 @@ class Image(Strict):
 
 
 class Verdict(Strict):
-    """Judgement of a run; see verdict.py. text: a sentence or two. more_images: about how many would decide.
+    """Judgement of a run; see verdict.py.
 
-    outcome: "equivalent" is to 16 bit, "comparable" to the best that is published of as many bits; "alike" and "unlike"
-    are looks at few images and no judgements.
+    outcome: "equivalent" is to 16 bit, "comparable" to the best published of as many bits; "alike" and "unlike" are
+        looks at few images and no judgements.
+    text: a sentence or two.
+    more_images: about how many more would decide.
     """
 
     outcome: Literal["identical", "equivalent", "comparable", "alike", "unlike", "worse", "inconclusive", "broken"]
@@ -148,8 +155,8 @@ class Verdict(Strict):
     more_images: int | None = None
 
 
-class Gate(Strict):
-    """A condition that was asked for. value: null where the metric was not measured, which does not pass."""
+class GateOutcome(Strict):
+    """Outcome of one gate. value: null where the metric was not measured, which does not pass."""
 
     gate: str
     value: float | None
@@ -169,10 +176,12 @@ class Curve(Strict):
 
 
 class Drift(Strict):
-    """Errors along the denoising steps. sigmas: noise level of each step. images: how many were followed.
+    """Errors along the denoising steps.
 
-    velocity_error: over all steps, from each image's mean of the curve of that name. velocity_floor: between two
-    16-bit runs, where it was measured.
+    sigmas: noise level of each step.
+    images: number of images that were followed.
+    velocity_error: over all steps, from each image's mean of the curve of that name.
+    velocity_floor: the same between two 16-bit runs, where it was measured.
     """
 
     steps: tuple[int, ...]
@@ -184,10 +193,11 @@ class Drift(Strict):
 
 
 class Picture(Strict):
-    """One shown image. index: among the report's items. The rest are data URIs.
+    """One shown image, as data URIs; of a video some of its frames, one below the other.
 
-    Of a video they show some of its frames, one below the other. frames: which; the last has the lowest PSNR. motion:
-    the whole video as an animation, 16 bit at the left, where it is kept.
+    index: place among the report's items.
+    frames: numbers of a video's frames; the last has the lowest PSNR.
+    motion: the whole video as an animation, 16 bit at the left, where it is kept.
     """
 
     index: int
@@ -199,7 +209,7 @@ class Picture(Strict):
 
 
 class Wall(Strict):
-    """Pictures by why they were chosen. gain: of |difference|. encoding: how shown pictures are stored."""
+    """Pictures by the reason for their choice. gain: factor of |difference|. encoding: format of shown pictures."""
 
     gain: int
     height: int
@@ -209,7 +219,7 @@ class Wall(Strict):
     groups: dict[str, tuple[Picture, ...]]
 
 
-class Size(Strict):
+class CheckpointSize(Strict):
     """Weights on disk of the quantized components.
 
     bits_per_weight: all that is stored for all their Linears, as `fluxq quantize` prints it. bits_per_quantized_weight:
@@ -224,12 +234,14 @@ class Size(Strict):
 
 
 class Served(Strict):
-    """A quantized pipeline in memory, as it computes: what quality and times were taken of; see speed/served.py.
+    """A quantized pipeline in memory, as it computes; see speed/served.py.
 
-    arithmetic: a key of BACKENDS ("native" as stored), or in words what was done to its layers. layers: what they
-    compute as -> how many. digest: SHA-256 of layer -> what it computes as. bits_per_weight: as of `Size`, in memory.
-    resident_bytes: of the quantized components, pipeline_bytes: of all; parameters and buffers. beside: what else lies
-    in memory for the same arithmetic, in words.
+    arithmetic: key of BACKENDS ("native" as stored), or words about what was done to its layers.
+    layers: arithmetic of a layer -> number of layers.
+    digest: SHA-256 of layer -> its arithmetic.
+    bits_per_weight: as of `CheckpointSize`, in memory.
+    resident_bytes, pipeline_bytes: parameters and buffers of the quantized components, and of all.
+    beside: words about what else lies in memory for the same arithmetic.
     """
 
     arithmetic: str
@@ -252,19 +264,23 @@ class Times(Strict):
 
 
 def in_words(reference: str) -> str:
-    """An unquantized side for people: "16 bit", "fp32"."""
+    """Return the name of an unquantized side for people: "16 bit", "fp32"."""
     return reference.replace("16-bit", "16 bit")
 
 
 class SpeedRow(Strict):
-    """One pipeline in one mode at one size. frames: of a video, null for images.
+    """One pipeline in one mode at one size.
 
-    stages: "text encoders", "denoiser step" (mean over an image's steps), "VAE", "end to end". missing: why there are
-    no times, for example what compiling said. resident_bytes: parameters and buffers. peak_bytes: those and all that
-    else was allocated, of a GPU. compile_seconds: what the first run took longer than the median; little where an equal
-    graph had been compiled. energy_joules: of one image. flops: of one denoiser step, modelled. roofline_share: time
-    that the data sheet's peaks allow for a step over the time it took, where the device has a row. slowed_by: why the
-    device lowered its clocks meanwhile.
+    frames: of a video, null for images.
+    stages: "text encoders", "denoiser step" (mean over an image's steps), "VAE", "end to end".
+    peak_bytes: largest memory of a GPU in use, parameters and buffers included.
+    resident_bytes: parameters and buffers.
+    compile_seconds: first run less the median; little where an equal graph had been compiled.
+    energy_joules: of one image.
+    flops: of one denoiser step, modelled.
+    roofline_share: time that the data sheet's peaks allow for a step over its time, where the device has a row.
+    slowed_by: reasons for lowered clocks.
+    missing: reason why there are no times, such as a compiler's error.
     """
 
     side: str
@@ -293,8 +309,9 @@ class SpeedRow(Strict):
 class Speedup(Strict):
     """Time of the unquantized baseline over quantized time of rounds that ran in turn, or why none is given.
 
-    mode: of the quantized side. over: the baseline's side, "16-bit", or "fp32" where a CPU is as fast with it. against:
-    its mode, the fastest that was measured.
+    mode: of the quantized side.
+    over: the baseline's side, "16-bit", or "fp32" where a CPU is as fast with it.
+    against: the baseline's mode, the fastest that was measured.
     """
 
     side: str
@@ -311,14 +328,14 @@ class Speedup(Strict):
 
     @property
     def baseline(self) -> str:
-        """In words, with its mode: "16 bit (compiled)"."""
+        """The baseline in words, with its mode: "16 bit (compiled)"."""
         return in_words(self.over) + (f" ({self.against})" if self.against else "")
 
 
 class Card(Strict):
     """Judgement of whether a side runs on a card of so many gigabytes, less what driver and libraries take.
 
-    needed: bytes. basis: of what; the weights alone where no GPU has shown the peak.
+    needed: bytes. basis: origin of `needed`, the weights alone where no GPU has shown the peak.
     """
 
     side: str
@@ -329,11 +346,12 @@ class Card(Strict):
 
 
 class Speed(Strict):
-    """Results of `fluxq bench`. measured_on: the hardware in words, with a note that a CPU is no GPU where it is none.
+    """Results of `fluxq bench`.
 
-    speedups: over the baseline first; what else stands beside it follows.
-    first_image_seconds: from the start of loading to the first image. served: what the quantized side computed with;
-    None if it could not be loaded.
+    measured_on: hardware in words, with a note that a CPU is no GPU where it is none.
+    first_image_seconds: from the start of loading to the first image.
+    speedups: over the baseline first, then over what stands beside it.
+    served: arithmetic of the quantized side; None if it could not be loaded.
     """
 
     device: str
@@ -349,13 +367,15 @@ class Speed(Strict):
 
 
 class LayerDamage(Strict):
-    """One quantized layer, or one block of them.
+    """One quantized layer, or one block of them. None: not measured, not finite, or in dB no error at all.
 
-    local_sqnr_db: output, fed with the 16-bit model's input; at each step that was looked at. free_sqnr_db: in the
-    running quantized model. damage: share of the whole latents' error when only this is quantized. gain: share that
-    goes when only this is kept in 16 bit. kernel_error: relative, of the kernel's output to the torch reference's on
-    the same input. health: what `trace.health` counts, at each step. fault: what is wrong with it beyond rounding, ""
-    if nothing. None: not measured, not finite, or in dB no error at all.
+    local_sqnr_db: of the output with the 16-bit model's input, at each step that was looked at.
+    free_sqnr_db: of the output in the running quantized model.
+    damage: share of the whole latents' error when only this is quantized.
+    gain: share that goes when only this is kept in 16 bit.
+    kernel_error: relative, of the kernel's output to the torch reference's on the same input.
+    health: shares of `arithmetic.health`, at each step.
+    fault: faults beyond rounding, "" for none.
     """
 
     name: str
@@ -374,9 +394,12 @@ class LayerDamage(Strict):
 class Patch(Strict):
     """A recipe that keeps some layers in a better format. SQNR is of the final latents, in dB.
 
-    format: what the layers are in then. growth: bits that it might add, as a share. damage: sum of its layers' own, as
-    a share of the whole error. left_out: why the worst layer is not among them, "" if it is. bits: per weight, as of
-    `Size`. recipe: YAML.
+    format: new format of the layers.
+    growth: share of bits that it might add.
+    damage: sum of its layers' damages, as a share of the whole error.
+    left_out: reason why the worst layer is not among them, "" if it is.
+    bits_before, bits_after: per weight, as of `CheckpointSize`.
+    recipe: YAML.
     """
 
     layers: tuple[str, ...]
@@ -393,10 +416,12 @@ class Patch(Strict):
 
 
 class Debug(Strict):
-    """Results of `fluxq debug`. blocks: in the order in which they run. layers, findings: the worst first.
+    """Results of `fluxq debug`.
 
-    sqnr_db: of the final latents; floor_sqnr_db: of those of a second 16-bit run. additivity: sum of the layers' own
-    damages, of a block's where its layers were not measured, over the damage of all together.
+    blocks: in the order in which they run.
+    layers, findings: the worst first.
+    sqnr_db, floor_sqnr_db: of the final latents, and of those of a second 16-bit run.
+    additivity: sum of the layers' damages, of a block's where its layers were not measured, over the damage of all.
     """
 
     prompts: int
@@ -415,9 +440,12 @@ class Debug(Strict):
 class Run(Strict):
     """One quantized side.
 
-    checkpoint: name of its folder. recipe_digest: SHA-256 of the recipe. backend: which arithmetic was asked for, a key
-    of BACKENDS; served: which computed its layers, and what it takes of memory. speed: of that same arithmetic.
-    frames: of videos, PSNR at each frame; null for images.
+    checkpoint: name of its folder.
+    recipe_digest: SHA-256 of the recipe.
+    backend: arithmetic that was asked for, a key of BACKENDS.
+    served: arithmetic and memory of its layers.
+    speed: of that same arithmetic.
+    frames: PSNR at each frame of videos; null for images.
     """
 
     name: str
@@ -427,9 +455,9 @@ class Run(Strict):
     backend: str
     cache: float | None
     status: Literal["broken", "identical", "measured"]
-    size: Size
+    size: CheckpointSize
     verdict: Verdict
-    gates: tuple[Gate, ...]
+    gates: tuple[GateOutcome, ...]
     metrics: dict[str, Metric]
     images: tuple[Image, ...]
     drift: Drift | None
@@ -457,7 +485,7 @@ class Timed(Strict):
     name: str
     checkpoint: str
     recipe: str
-    size: Size
+    size: CheckpointSize
     speed: Speed
 
 
@@ -491,9 +519,11 @@ class Item(Strict):
 
 
 class Report(Strict):
-    """All of it. reference: what decides the 16-bit images' bits, and their digest, label -> text; runs compare only
-    within one. timed: speeds of an arithmetic that no run has. time: seconds by what they were spent on; `created` and
-    `time` are all that two equal runs differ in.
+    """An evaluation.
+
+    reference: label -> fact that decides the 16-bit images' bits, and their digest; runs compare only within one.
+    timed: speeds of an arithmetic that no run has.
+    time: seconds by their use; two equal runs differ in `created` and `time` alone.
     """
 
     kind: Literal["fluxq report"] = "fluxq report"  # first in the file, and tells it from others' JSON
@@ -522,13 +552,13 @@ class Report(Strict):
 
 
 def read_report(path: Path) -> Report:
-    """The report in a file; ValueError naming what is wrong with it."""
+    """Read the report in a file; ValueError naming what is wrong with it."""
     value = read_json(path, longest=1 << 28)  # a line for every image of every run
-    found = value.get("schema_version")
-    if found != SCHEMA_VERSION:
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION:
         raise ValueError(
-            f"{path}: schema_version is {found}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its checkpoint "
-            "again, which makes no image twice"
+            f"{path}: schema_version is {version}, this fluxq reads {SCHEMA_VERSION}: run `fluxq eval` on its "
+            "checkpoint again, which makes no image twice"
         )
     try:
         report = Report.model_validate(value)

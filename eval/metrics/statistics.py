@@ -1,7 +1,7 @@
-"""Intervals and decisions: what a handful of images can say about all of them.
+"""Intervals and decisions: conclusions from a handful of images about all of them.
 
-Images of one prompt are alike, so what is resampled is prompts, and the images of a prompt, which differ in their
-seeds, go with it (the cluster bootstrap). The mean is over images: with prompts j, sums S_j and counts n_j it is
+Images of one prompt are alike, so prompts are resampled, and the images of a prompt, which differ in their seeds, go
+with it (the cluster bootstrap). The mean is over images: with prompts j, sums S_j and counts n_j it is
 sum S_j / sum n_j. Whether a recipe is good enough is asked as equivalence: its interval has to lie within a margin.
 """
 
@@ -18,7 +18,7 @@ Outcome = Literal["equivalent", "worse", "inconclusive"]
 
 _LEVEL, _ALPHA = 0.95, 0.05
 _RESAMPLES = 9999
-_BATCH_VALUES = 1 << 18  # what stays in cache
+_BATCH_VALUES = 1 << 18  # values of a resampling that stay in cache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def clustered_interval(
     seed: int = 0,
     level: float = _LEVEL,
 ) -> Interval:
-    """Mean of per-image values and its BCa bootstrap interval (Efron 1987), prompts resampled with their images.
+    """Return the mean of per-image values and its BCa bootstrap interval (Efron 1987), resampling whole prompts.
 
     prompts: the prompt of each value, in any order and with any number of images each. For a comparison pass
     per-image differences: pairing is what makes the interval narrow. Raises ValueError if the two differ in length.
@@ -96,12 +96,12 @@ def clustered_interval(
 
 
 def paired_interval(values: Sequence[float], resamples: int = _RESAMPLES) -> Interval:
-    """As `clustered_interval`, for one image of each prompt."""
+    """Return `clustered_interval` for one image of each prompt."""
     return clustered_interval(values, range(len(values)), resamples)
 
 
 def p_value(differences: Sequence[float], prompts: Sequence[Hashable]) -> float:
-    """Two-sided p of the hypothesis that paired per-image differences have mean 0.
+    """Return the two-sided p of the hypothesis that paired per-image differences have mean 0.
 
     The bootstrap distribution of the mean, prompts resampled with their images, is shifted to 0; p is the share of it
     that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / 10,000.
@@ -118,7 +118,7 @@ def p_value(differences: Sequence[float], prompts: Sequence[Hashable]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number, in the order given (Holm 1979): below alpha is significant at alpha.
+    """Correct p-values for their number, in the order given (Holm 1979): below alpha is significant at alpha.
 
     Holds for tests that depend on each other, as those of recipes on the same images do. ValueError for NaN.
     """
@@ -159,7 +159,7 @@ def decide(cases: Sequence[Case], prompts: Sequence[Hashable], resamples: int = 
 
 
 def equivalence(interval: Interval, low: float = -math.inf, high: float = math.inf) -> Outcome:
-    """ "equivalent" where the interval lies within the margin [low, high], "worse" where it lies wholly outside.
+    """Return "equivalent" where the interval lies within the margin [low, high], "worse" where wholly outside.
 
     A 95 % interval within the margin is two one-sided tests (TOST, Schuirmann 1987) at 2.5 % each. That is stricter
     than the usual 5 %, which a 90 % interval would be; in return the one interval that is shown decides both ways.
@@ -181,11 +181,11 @@ def more_images(
     high: float = math.inf,
     level: float = _LEVEL,
 ) -> int | None:
-    """About how many more images, of new prompts with as many seeds each, would let `equivalence` decide.
+    """Estimate how many more images, of new prompts with as many seeds each, would let `equivalence` decide.
 
-    If mean and spread of the prompts stay as they are, N images give a half width that falls with 1 / sqrt(N); asked
-    for is the N at which it equals the distance from the mean to the nearest end of the margin. None where the mean
-    lies on that end, or where fewer than two prompts tell a spread.
+    If mean and spread of the prompts stay as they are, N images give a half width that falls with 1 / sqrt(N); at the
+    N that is needed it equals the distance from the mean to the nearest end of the margin. None where the mean lies on
+    that end, or where fewer than two prompts tell a spread.
     """
     _check_lengths(values, prompts)
     sums, counts = _by_prompt(values, prompts)
@@ -208,7 +208,7 @@ def _check_lengths(values: Sequence[float], prompts: Sequence[Hashable]) -> None
 
 
 def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[list[float], list[float]]:
-    """Sum and number of the finite values of each prompt that has any, in order of first appearance."""
+    """Return sum and number of the finite values of each prompt that has any, in order of first appearance."""
     groups: dict[Hashable, list[float]] = {}
     for value, prompt in zip(values, prompts, strict=True):
         if math.isfinite(value):

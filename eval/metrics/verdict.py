@@ -1,4 +1,4 @@
-"""Is a run good enough? Said of all runs of a report together, from the report's own figures.
+"""Verdicts: is a run good enough? All runs of a report are judged together, from the report's own figures.
 
 No quantizer is equivalent to 16 bit in every pixel: a small error at an early step becomes another picture. So two
 things are asked of the paired figures, PSNR and LPIPS, each with its whole interval:
@@ -34,11 +34,14 @@ _UNPUBLISHED = "farther from 16 bit than its own noise, and nobody has published
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedResult:
     """Figures of the best published quantizer of a model against that model's own 16-bit images.
 
-    bits: of weights and activations. steps: denoising steps of each image. source: where it was published, and over
-    how many images. psnr, lpips: None where they were not. clip_score, image_reward: changes against 16 bit.
+    bits: of weights and activations.
+    steps: denoising steps of each image.
+    source: publication, and number of images.
+    psnr, lpips: None where they were not published.
+    clip_score, image_reward: changes against 16 bit.
     """
 
     model: str
@@ -53,9 +56,9 @@ class Published:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metric -> what was published of it."""
-        found = {key: getattr(self, key) for key in ("psnr", "lpips", "image_reward", "clip_score")}
-        return {key: value for key, value in found.items() if value is not None}
+        """Metric -> its published figure."""
+        figures = {key: getattr(self, key) for key in ("psnr", "lpips", "image_reward", "clip_score")}
+        return {key: value for key, value in figures.items() if value is not None}
 
 
 def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]:
@@ -72,14 +75,14 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
         if metric.margin is not None and (values := _values(run, key, metric.margin))
     ]
     decisions = decide([case for *_, case in cases], prompts)
-    found: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
+    by_run: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
     for (run, key, _), decision in zip(cases, decisions, strict=True):
-        found[run.name][key] = decision
-    judged = [_fixed(run) or _judged(run, _Decided(found[run.name], bool(published(run)))) for run in runs]
+        by_run[run.name][key] = decision
+    judged = [_fixed(run) or _judged(run, _Decided(by_run[run.name], bool(published(run)))) for run in runs]
     return tuple(run.model_copy(update={"verdict": verdict}) for run, verdict in zip(runs, judged, strict=True))
 
 
-def published(run: Run) -> list[Published]:
+def published(run: Run) -> list[PublishedResult]:
     """Return the rows that a run is held against: as many bits, and as many steps where the run's are known.
 
     None for videos: no row is of a model that makes them.
@@ -92,8 +95,8 @@ def published(run: Run) -> list[Published]:
     return [row for row in rows if (row.steps <= FEW_STEPS) == (len(run.drift.steps) <= FEW_STEPS)]
 
 
-def reached(rows: Sequence[Published], key: str, better: str) -> float | None:
-    """Return what every one of these models reaches in a metric: the worst of the best."""
+def reached(rows: Sequence[PublishedResult], key: str, better: str) -> float | None:
+    """Return the figure of a metric that all of these models reach: the worst of the best."""
     values = [row.figures[key] for row in rows if key in row.figures]
     return (min if better == "higher" else max)(values) if values else None
 
@@ -103,7 +106,7 @@ def _bits(run: Run) -> int:
 
 
 def _with_margins(run: Run) -> Run:
-    """PSNR and LPIPS by bits and steps, GUARDS as they are; no other metric is held against anything."""
+    """Return the run with margins of PSNR and LPIPS by bits and steps, and GUARDS; no other metric has one."""
     metrics = {
         key: metric.model_copy(update={"margin": _margin(run, key, metric)}) for key, metric in run.metrics.items()
     }
@@ -120,7 +123,7 @@ def _margin(run: Run, key: str, metric: Metric) -> Margin | None:
 
 
 def _around(metric: Metric, figure: float, by: float) -> Margin:
-    """No worse than a figure, by so much."""
+    """Return the margin of a figure that is no worse than another, by so much."""
     digits = 2 if metric.unit == "dB" else 4
     if metric.better == "higher":
         return Margin(on="value", low=round(figure - by, digits))
@@ -128,7 +131,7 @@ def _around(metric: Metric, figure: float, by: float) -> Margin:
 
 
 def _noise(metric: Metric) -> float:
-    """A second 16-bit run's figure; that of identical images where there is none."""
+    """Return a second 16-bit run's figure; that of identical images where there is none."""
     mean = metric.floor.mean if metric.floor else None
     return mean if mean is not None else math.inf if metric.better == "higher" else 0.0
 
@@ -144,7 +147,7 @@ def _ends(margin: Margin | None) -> tuple[float, float]:
 
 
 def _values(run: Run, key: str, margin: Margin) -> list[float]:
-    """Per image; infinite where identical images have no finite value. Empty where there are none per image."""
+    """Return values per image, infinite where identical images have no finite value; empty where there are none."""
     rows = [(image, image.values if margin.on == "value" else image.changes) for image in run.images]
     if not all(key in row for _, row in rows):
         return []
@@ -165,17 +168,17 @@ class _Decided:
 
     @property
     def worse(self) -> list[str]:
-        """Without published figures no paired one is: any quantizer is farther from 16 bit than its own noise."""
+        """Worse metrics; without published figures no paired one, as any quantizer is farther off than noise."""
         return [key for key in self._of("worse") if self.has_published or key not in TOLERANCE]
 
     @property
     def beyond_noise(self) -> list[str]:
-        """Paired metrics that nothing published says what to think of."""
+        """Paired metrics beyond the noise, with no published figure to compare them with."""
         return [key for key in self._of("worse") if key not in self.worse]
 
     @property
     def inside(self) -> list[str]:
-        """Of the paired metrics, which alone can say that a run is good."""
+        """Paired metrics within their margins, which alone can say that a run is good."""
         return [key for key in TOLERANCE if key in self._of("equivalent")]
 
     @property
@@ -187,7 +190,7 @@ class _Decided:
 
 
 def _fixed(run: Run) -> Verdict | None:
-    """Verdicts that need no interval."""
+    """Return a verdict that needs no interval, else None."""
     count = len(run.images)
     if run.status == "broken":
         bad = sum(not image.finite for image in run.images)
@@ -220,34 +223,34 @@ def _look(run: Run) -> Verdict:
     return Verdict(outcome="alike" if is_near else "unlike", text=text)
 
 
-def _judged(run: Run, found: _Decided) -> Verdict:
+def _judged(run: Run, decided: _Decided) -> Verdict:
     size = f"{_bits(run)}-bit models"
-    if found.worse:
-        than = f"published {size}" if any(key in TOLERANCE for key in found.worse) else "16 bit"
-        shown = "; ".join(f"{_shown(run, key)}, {_asked(run, key)} asked" for key in found.worse)
+    if decided.worse:
+        than = f"published {size}" if any(key in TOLERANCE for key in decided.worse) else "16 bit"
+        shown = "; ".join(f"{_shown(run, key)}, {_margin_text(run, key)} asked" for key in decided.worse)
         return Verdict(outcome="worse", text=f"Worse than {than}: {shown}.{_missing(run)}")
-    undecided = _undecided(run, found)
-    if found.inside:
-        if _is_noise(run, found):
-            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in found.inside)
+    undecided = _undecided(run, decided)
+    if decided.inside:
+        if _is_noise(run, decided):
+            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.inside)
             return Verdict(outcome="equivalent", text=f"Equivalent to 16 bit: {shown}{undecided}.{_missing(run)}")
-        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in found.inside)
+        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in decided.inside)
         text = f"As good as published {size}: {shown}{undecided}.{_missing(run)}"
         return Verdict(outcome="comparable", text=text)
-    if found.beyond_noise:
-        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in found.beyond_noise)
+    if decided.beyond_noise:
+        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.beyond_noise)
         text = f"Undecided: {shown}; {_UNPUBLISHED}{undecided}.{_missing(run)}"
         return Verdict(outcome="inconclusive", text=text)
-    needed = [more for key in found.undecided if (more := found.decisions[key].more_images) is not None]
+    needed = [more for key in decided.undecided if (more := decided.decisions[key].more_images) is not None]
     what = undecided.replace("; undecided", "", 1) or ": no metric with a margin was measured"
     text = f"Undecided{what}.{_missing(run)}"
     return Verdict(outcome="inconclusive", text=text, more_images=max(needed, default=None))
 
 
-def _is_noise(run: Run, found: _Decided) -> bool:
+def _is_noise(run: Run, decided: _Decided) -> bool:
     """Tell whether PSNR, or else LPIPS, lies within the noise of a second 16-bit run, with all of its interval."""
-    key = found.inside[0]
-    metric, interval = run.metrics[key], found.decisions[key].interval
+    key = decided.inside[0]
+    metric, interval = run.metrics[key], decided.decisions[key].interval
     if metric.floor is None:
         return False
     if metric.better == "higher":
@@ -255,13 +258,13 @@ def _is_noise(run: Run, found: _Decided) -> bool:
     return interval.high <= _noise(metric) + NOISE[key]
 
 
-def _undecided(run: Run, found: _Decided) -> str:
+def _undecided(run: Run, decided: _Decided) -> str:
     parts = []
-    for key in found.undecided:
-        more = found.decisions[key].more_images
+    for key in decided.undecided:
+        more = decided.decisions[key].more_images
         about = f", about {more} more {run.noun}s would decide" if more and key in TOLERANCE else ""
         alone = ", which it would be alone on a page" if _decided_alone(run, key) else ""
-        parts.append(f"{_shown(run, key)}, {_asked(run, key)} asked{about}{alone}")
+        parts.append(f"{_shown(run, key)}, {_margin_text(run, key)} asked{about}{alone}")
     return f"; undecided: {'; '.join(parts)}" if parts else ""
 
 
@@ -275,19 +278,19 @@ def _decided_alone(run: Run, key: str) -> bool:
 
 
 def _estimate(metric: Metric) -> Estimate | None:
-    """The figure that the margin is on."""
+    """Return the figure that the margin is on."""
     return metric.change if metric.margin and metric.margin.on == "change" else metric.value
 
 
 def _shown(run: Run, key: str) -> str:
-    """A metric's name, figure and 95 % interval: the same that every table prints."""
+    """Return a metric's name, figure and 95 % interval: the same that every table prints."""
     metric = run.metrics[key]
     on_change = metric.margin is not None and metric.margin.on == "change"
     figure = stated(_estimate(metric), metric.digits, metric.unit, "+" if on_change else "")
     return f"{short(metric.name)}{' change' if on_change else ''} {figure}"
 
 
-def _asked(run: Run, key: str) -> str:
+def _margin_text(run: Run, key: str) -> str:
     metric = run.metrics[key]
     return metric.margin.describe(metric.unit) if metric.margin else ""
 
@@ -323,15 +326,15 @@ def _missing(run: Run) -> str:
 
 DECISIVE = {"psnr": "PSNR", "lpips": "LPIPS", "clip_score": "CLIP score"}
 
-# metric -> a difference that is none. GPTQ on top of SVDQuant, one step of the algorithm, moves PSNR by 0.4 to 0.9 dB
-# and LPIPS by 0.014 to 0.033 in the tables that PUBLISHED quotes.
+# metric -> largest difference that counts as none. GPTQ on top of SVDQuant, one step of the algorithm, moves PSNR by
+# 0.4 to 0.9 dB and LPIPS by 0.014 to 0.033 in the tables that PUBLISHED quotes.
 TOLERANCE = {"psnr": 1.0, "lpips": 0.03}
 
-# metric -> what an equivalent run may lie beyond a second 16-bit run: at most twice its squared error
+# metric -> distance of an equivalent run from a second 16-bit run: at most twice its squared error
 NOISE = {"psnr": 3.0, "lpips": 0.03}
 
-# What the images as a whole may lose. The largest change among the published best is -0.29 of CLIP score and -0.022 of
-# ImageReward (ModelOpt, below); CLIP score gets 0.2 on top, ImageReward 0.03.
+# Limits of losses of the images as a whole. The largest change among the published best is -0.29 of CLIP score and
+# -0.022 of ImageReward (ModelOpt, below); CLIP score gets 0.2 on top, ImageReward 0.03.
 GUARDS = {
     "clip_score": Margin(on="change", low=-0.5, high=0.5),
     "image_reward": Margin(on="change", low=-0.05),
@@ -342,14 +345,14 @@ _FLUXDISTILL = "Mercity/FluxDistill, RESULTS.md, 512 prompts of MJHQ-30K at 512 
 _MODELOPT = "NVIDIA/TensorRT-Model-Optimizer@5a4242f, examples/diffusers/README.md, 1000 prompts"
 
 PUBLISHED = (
-    Published("FLUX.1-dev", 8, 50, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 27.0, 0.089, -0.005),
-    Published("PixArt-Sigma", 8, 20, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 23.7, 0.109, 0.011),
-    Published("FLUX.1-schnell", 8, 4, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 22.9, 0.120, 0.028),
-    Published("FLUX.2-klein-4B", 8, 4, "FP8 of its authors", _FLUXDISTILL, 23.02, 0.0798),
-    Published("FLUX.1-dev", 4, 50, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 21.5, 0.203, -0.008),
-    Published("FLUX.1-dev", 4, 30, "FP4, ModelOpt", _MODELOPT, None, None, -0.022, clip_score=-0.29),
-    Published("SANA-1.6b", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.176, -0.011),
-    Published("PixArt-Sigma", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 18.5, 0.271, -0.004),
-    Published("FLUX.1-schnell", 4, 4, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.228, 0.028),
-    Published("FLUX.2-klein-4B", 4, 4, "NVFP4, SVD of rank 128, Nunchaku's kernel", _FLUXDISTILL, 18.71, 0.1668),
+    PublishedResult("FLUX.1-dev", 8, 50, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 27.0, 0.089, -0.005),
+    PublishedResult("PixArt-Sigma", 8, 20, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 23.7, 0.109, 0.011),
+    PublishedResult("FLUX.1-schnell", 8, 4, "INT W8A8, SVDQuant", _DEEPCOMPRESSOR, 22.9, 0.120, 0.028),
+    PublishedResult("FLUX.2-klein-4B", 8, 4, "FP8 of its authors", _FLUXDISTILL, 23.02, 0.0798),
+    PublishedResult("FLUX.1-dev", 4, 50, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 21.5, 0.203, -0.008),
+    PublishedResult("FLUX.1-dev", 4, 30, "FP4, ModelOpt", _MODELOPT, None, None, -0.022, clip_score=-0.29),
+    PublishedResult("SANA-1.6b", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.176, -0.011),
+    PublishedResult("PixArt-Sigma", 4, 20, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 18.5, 0.271, -0.004),
+    PublishedResult("FLUX.1-schnell", 4, 4, "NVFP4, SVDQuant + GPTQ", _DEEPCOMPRESSOR, 19.0, 0.228, 0.028),
+    PublishedResult("FLUX.2-klein-4B", 4, 4, "NVFP4, SVD of rank 128, Nunchaku's kernel", _FLUXDISTILL, 18.71, 0.1668),
 )

@@ -31,7 +31,7 @@ VIDEO_FRAMES = 14  # that S3D needs
 
 
 def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
-    """dB per pair of uint8 videos (F, 3, H, W), float64 (N,); infinite where both change alike.
+    """Return dB per pair of uint8 videos (F, 3, H, W), float64 (N,); infinite where both change alike.
 
     Raises Incomparable for videos of one frame.
     """
@@ -50,7 +50,7 @@ def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] 
 
 
 def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
-    """Mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), 0 to 255, float64 (N,); Incomparable for one frame."""
+    """Return the mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), float64 (N,); Incomparable for one frame."""
 
     def measure(video: Tensor) -> Tensor:
         _require_changes(video)
@@ -78,17 +78,17 @@ def all_frames(images: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
 
 
 def frames_in_each(images: Sequence[Tensor] | Tensor) -> int | None:
-    """Frames of each video of a set, which all have as many; None for images and for nothing at all."""
+    """Return the frames of each video of a set, which all have as many; None for images and for an empty set."""
     return len(images[0]) if len(images) and images[0].ndim == 4 else None
 
 
 def by_video(values: Tensor, frames: int | None) -> Tensor:
-    """Mean of each video's frames (N · F, …) -> (N, …); of images, frames being None, the values as they are."""
+    """Return the mean of each video's frames (N · F, …) -> (N, …); of images (frames None) the values as they are."""
     return values if frames is None else values.unflatten(0, (-1, frames)).mean(1)
 
 
 def s3d(state: Mapping[str, Tensor], digest: str) -> FeatureNetwork:
-    """S3D up to its 1024 pooled features of a whole video, prepared as torchvision prepares it for Kinetics-400.
+    """Build S3D up to its 1024 pooled features of a whole video, prepared as torchvision does it for Kinetics-400.
 
     state: what `s3d-d76dad2f.pth` holds; digest: the file's SHA-256. ValueError for weights that do not fit.
     """
@@ -105,7 +105,7 @@ def s3d(state: Mapping[str, Tensor], digest: str) -> FeatureNetwork:
 
 
 def _prepared(video: Tensor) -> Tensor:
-    """uint8 (F, 3, H, W) to S3D's input (3, F, 224, 224)."""
+    """Convert uint8 (F, 3, H, W) to S3D's input (3, F, 224, 224)."""
     from torchvision.models.video import S3D_Weights
 
     return S3D_Weights.KINETICS400_V1.transforms()(video)

@@ -1,4 +1,4 @@
-"""Advice on which of a report's checkpoints to use, and why, in a sentence or two: what a page says first.
+"""Advice on which of a report's checkpoints to use, and why, in a sentence or two: the beginning of a page.
 
 Of the checkpoints that are good enough, the one that takes least memory, and of those within ALIKE of it the closest to
 16 bit; a closer or faster one is named with what it costs. They are compared as the machine of `fluxq bench` serves
@@ -20,7 +20,7 @@ _ALPHA = 0.05
 
 
 def advice(report: Report) -> str:
-    """Return what to use and why; what is missing where nothing says it."""
+    """Return the checkpoint to use and the reason; if nothing decides, what is missing."""
     checkpoints = _by_checkpoint(report).values()
     timed = [run for runs in checkpoints for run in runs if run.speed is not None]
     chosen = timed if len(timed) == len(checkpoints) else [_stored(runs) for runs in checkpoints]
@@ -41,14 +41,14 @@ def advice(report: Report) -> str:
 
 
 def _by_checkpoint(report: Report) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+    runs: dict[str, list[Run]] = {}
     for run in report.runs:
-        found.setdefault(run.checkpoint, []).append(run)
-    return found
+        runs.setdefault(run.checkpoint, []).append(run)
+    return runs
 
 
 def _stored(runs: Sequence[Run]) -> Run:
-    """The run of the weights as they are stored; another one where that was not evaluated."""
+    """Return the run of the weights as they are stored; another one where that was not evaluated."""
     return next((run for run in runs if run.backend == "native" and run.cache is None), runs[0])
 
 
@@ -73,12 +73,12 @@ def _look(report: Report, alike: Sequence[Run]) -> str:
     opening = (
         f"Of {len(alike)} that look as good as published on {count}, {_named(chosen)} is {why}, with {_saving(chosen)}"
     )
-    found = [opening, *_others(report, chosen, alike)]
-    return ". ".join([*found, f"Before you rely on one, evaluate each on more {report.noun}s: {again}"]) + "."
+    sentences = [opening, *_others(report, chosen, alike)]
+    return ". ".join([*sentences, f"Before you rely on one, evaluate each on more {report.noun}s: {again}"]) + "."
 
 
 def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
-    """The run to take, and what it is among the others."""
+    """Return the run to take, and its place among the others in words."""
     least = min(map(resident, good))
     small = [run for run in good if resident(run) <= (1 + ALIKE) * least]
     chosen = min(small, key=resident)
@@ -92,26 +92,28 @@ def _choice(report: Report, good: Sequence[Run]) -> tuple[Run, str]:
 
 def _others(report: Report, chosen: Run, good: Sequence[Run]) -> list[str]:
     """Return sentences on gains and costs of the closest and the fastest run, only where those were decided."""
-    found = []
+    sentences = []
     closer = [(gain, run) for run in good if run is not chosen and (gain := _closer(report, run, chosen)) is not None]
     if closer:
         gain, best = max(closer, key=lambda each: each[0].mean or 0.0)
         by, more = stated(gain, ".1f", "dB"), resident(best) / resident(chosen) - 1
-        found.append(f"{_named(best)} is closer to 16 bit, by {by} of PSNR, and takes {more:.0%} more memory")
+        sentences.append(f"{_named(best)} is closer to 16 bit, by {by} of PSNR, and takes {more:.0%} more memory")
     gains = {run.name: gain for run in good if (gain := speed_up(run)) is not None}
     over = gains[chosen.name].over if chosen.name in gains else ""
     speeds = {name: gain.ratio for name, gain in gains.items() if gain.over == over and gain.ratio is not None}
     if chosen.name in speeds and len(speeds) > 1:
         fastest = max(speeds, key=lambda name: speeds[name].mean or 0.0)
-        own, other = speeds[chosen.name], speeds[fastest]
-        if fastest != chosen.name and (own.high or own.mean or 0.0) < (other.low or other.mean or 0.0):
-            than = f"{in_words(over)}'s speed against {stated(own, '.2f')}"
-            found.append(f"{fastest} is faster: {stated(other, '.2f')} times {than}")
-    return found
+        chosen_speed, fastest_speed = speeds[chosen.name], speeds[fastest]
+        if fastest != chosen.name and (chosen_speed.high or chosen_speed.mean or 0.0) < (
+            fastest_speed.low or fastest_speed.mean or 0.0
+        ):
+            than = f"{in_words(over)}'s speed against {stated(chosen_speed, '.2f')}"
+            sentences.append(f"{fastest} is faster: {stated(fastest_speed, '.2f')} times {than}")
+    return sentences
 
 
 def _closer(report: Report, run: Run, chosen: Run) -> Estimate | None:
-    """By how much a run's PSNR is higher, where the comparison of their images decided that it is."""
+    """Return the gain in PSNR of a run, where the comparison of their images decided that there is one."""
     for each in report.comparisons:
         if {each.first, each.second} != {run.name, chosen.name} or each.p_holm >= _ALPHA:
             continue
@@ -152,7 +154,7 @@ def _more(runs: Sequence[Run]) -> str:
 
 
 def _named(run: Run) -> str:
-    """The checkpoint, and what computes it here where that is not its own codes."""
+    """Return the checkpoint, and its arithmetic here where that is not of its own codes."""
     if run.served is None or run.served.arithmetic == "native":
         return run.name
     return f"{run.checkpoint} ({computed(run.served)} here)"

@@ -18,7 +18,17 @@ from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.metrics.figures import amount, limits, mark
 from fluxq.eval.metrics.schema import Metric, Report, Run
 from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
-from fluxq.quantize.record import Check, Component, Layer, Lora, Model, Origin, Record, bits_of, fitted_db
+from fluxq.quantize.record import (
+    Check,
+    Layer,
+    Lora,
+    Origin,
+    Record,
+    RecordedComponent,
+    RecordedModel,
+    bits_of,
+    fitted_db,
+)
 from fluxq.recipes.computing import Steps
 from fluxq.recipes.plan import KEPT_ROLE
 
@@ -31,7 +41,7 @@ _NEXT_SECTION = "## How it was made"
 
 
 def model_card(record: Record) -> str:
-    """README.md with the front matter that hubs read, sealed: `--overwrite` replaces none that a user changed."""
+    """Return README.md with front matter for hubs, sealed: `--overwrite` replaces none that a user changed."""
     model, parts = record.model, record.components
     lines = [
         *_front_matter(record),
@@ -77,7 +87,7 @@ def model_card(record: Record) -> str:
 
 
 def _loading(record: Record) -> list[str]:
-    """Of a pipeline, or of the one model that was imported without one."""
+    """Return the code that loads a pipeline, or the one model that was imported without one."""
     part = record.components[0]
     library, name, loaded = "diffusers", "DiffusionPipeline", "pipe"
     if not part.component:
@@ -86,7 +96,7 @@ def _loading(record: Record) -> list[str]:
     return ["import fluxq", "import torch", f"from {library} import {name}", "", call]
 
 
-def _of(part: Component) -> str:
+def _of(part: RecordedComponent) -> str:
     return part.component or "model"
 
 
@@ -123,7 +133,7 @@ def _imported_lines(parts: list[Origin]) -> list[str]:
 
 
 def with_evaluation(card_text: str, report: Report) -> str:
-    """The card with what was measured; what an earlier evaluation said is replaced, everything else stays.
+    """Add an evaluation to the card; an earlier one is replaced, everything else stays.
 
     The front matter gets a `model-index` with a result for every metric of every run that has a finite mean; a run's
     arithmetic is its `config`, interval, N and implementation are its `args`. Raises ValueError for a front matter
@@ -134,7 +144,7 @@ def with_evaluation(card_text: str, report: Report) -> str:
     front_matter(card_text)  # a stranger's may stand for more than there is memory
     try:
         card = ModelCard(_with_section(unsealed(card_text), "\n".join(_section(report))))
-    except (TypeError, ValueError, yaml.YAMLError) as error:  # what the class makes of keys and values
+    except (TypeError, ValueError, yaml.YAMLError) as error:  # the class raises any of these for keys and values
         raise ValueError(first_line(error)) from None
     card.data["model_name"] = report.runs[0].name
     card.data["eval_results"] = [result for run in report.runs for result in _results(run, report)]
@@ -142,7 +152,7 @@ def with_evaluation(card_text: str, report: Report) -> str:
 
 
 def eval_results(report: Report) -> dict[str, str]:
-    """File name in `.eval_results/` -> YAML, of the run that computes its layers as they are stored.
+    """Return file name in `.eval_results/` -> YAML, of the run that computes its layers as they are stored.
 
     These files name a data set of the hub, so an evaluation on other prompts has none.
     """
@@ -206,13 +216,13 @@ def _section(report: Report) -> list[str]:
         lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
         lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
     lines += [*summary_table(report), "", *metric_table(report.runs), ""]
-    made = f"{len(report.items)} {report.noun}s of each run"
-    lines += [f"{made} against 16 bit, with the same prompts and noise; 95 % intervals."]
+    count = f"{len(report.items)} {report.noun}s of each run"
+    lines += [f"{count} against 16 bit, with the same prompts and noise; 95 % intervals."]
     return [*lines, f"Made by `{code(report.command)}`; all of it is in `eval/report.html`.", _END]
 
 
 def _with_section(text: str, section: str) -> str:
-    """In the place of an earlier section, else before how the checkpoint was made, else at the end."""
+    """Put the section in the place of an earlier one, else before how the checkpoint was made, else at the end."""
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if begin and end:
@@ -234,13 +244,13 @@ def _lora(lora: Lora) -> str:
     return f"`{code(PurePath(lora.file).name)}` at weight {lora.weight:g} in `{lora.component}`"
 
 
-def _base(model: Model) -> str:
+def _base(model: RecordedModel) -> str:
     name = escaped(model.name)
     return f"{name} at revision `{code(model.revision)}`" if model.revision else name
 
 
 def license_text(fields: dict[str, str]) -> str:
-    """A licence for people: its own name where the id is just "other"; empty if nothing is known."""
+    """Return a licence for people: its own name where the id is just "other"; empty if nothing is known."""
     return fields.get("license_name") or fields.get("license", "")
 
 
@@ -254,7 +264,7 @@ def _front_matter(record: Record) -> list[str]:
     return ["---", *written.splitlines(), "---", ""]
 
 
-def _scope(parts: list[Component]) -> str:
+def _scope(parts: list[RecordedComponent]) -> str:
     counts = []
     for part in parts:
         counts.append(
@@ -264,20 +274,20 @@ def _scope(parts: list[Component]) -> str:
     return "; ".join(counts)
 
 
-def _size_row(part: Component) -> str:
+def _size_row(part: RecordedComponent) -> str:
     before, after = part.bytes_before, part.bytes_after
     sizes = f"{before / 1e6:,.2f} MB | {after / 1e6:,.2f} MB ({after / before:.0%})"
     return f"| {_of(part)} | {sizes} | {part.bits_per_weight:.2f} |"
 
 
-def _scope_rows(part: Component) -> list[str]:
+def _scope_rows(part: RecordedComponent) -> list[str]:
     kinds: dict[tuple[str, str], list[Layer]] = {}
     for layer in part.layers:
         kinds.setdefault((layer.role, layer.scheme), []).append(layer)
     return [_scope_row(part, role, scheme, layers) for (role, scheme), layers in kinds.items()]
 
 
-def _scope_row(part: Component, role: str, scheme: str, layers: list[Layer]) -> str:
+def _scope_row(part: RecordedComponent, role: str, scheme: str, layers: list[Layer]) -> str:
     names = {layer.name for layer in layers}
     gained = fitted_db([group for group in part.groups if names.intersection(group.layers)])
     outputs = f"{gained[0]:.1f} → {gained[1]:.1f} dB" if gained else "–"
@@ -287,7 +297,7 @@ def _scope_row(part: Component, role: str, scheme: str, layers: list[Layer]) -> 
     return f"| {_of(part)} | {role} | {scheme} | {len(layers)} | {bits_of(layers):.2f} | {outputs} | {weights} |"
 
 
-def _about_fitting(parts: list[Component]) -> list[str]:
+def _about_fitting(parts: list[RecordedComponent]) -> list[str]:
     """Return a note on why fitted weights look worse than rounded ones, if some were fitted."""
     if not any(fitted_db(part.groups) for part in parts):
         return []
@@ -302,8 +312,8 @@ def _check_lines(check: Check | None) -> list[str]:
     if check is None:
         return ["Not measured (the closing check was skipped)."]
     frames = check.frames
-    made = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
-    images = f"{made}, same prompts and noise as the 16-bit pipeline"
+    extent = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
+    images = f"{extent}, same prompts and noise as the 16-bit pipeline"
     if not check.finite:
         return [f"**FAILED: NaN or infinity** in {images}."]
     if check.flat:

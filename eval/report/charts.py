@@ -45,9 +45,11 @@ _EXPRESSIONS = ("expr", "labelExpr", "calculate", "filter", "test")
 
 @dataclass(frozen=True)
 class Drawing:
-    """One chart. text: what it shows, in words, for who cannot see it. note: what everyone should read beside it.
+    """One chart.
 
-    choices: values of its `metric` parameter, and their names.
+    text: words for readers who cannot see it.
+    note: words that everyone should read beside it.
+    choices: value of its `metric` parameter -> name.
     """
 
     key: str
@@ -62,7 +64,7 @@ class Drawing:
 
 @cache
 def javascript() -> str:
-    """Vega, Vega-Lite and vega-embed as one script without external references, about 0.9 MB."""
+    """Return Vega, Vega-Lite and vega-embed as one script without external references, about 0.9 MB."""
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_vegalite())
     return bundle.replace("</script", "<\\/script")
 
@@ -73,13 +75,13 @@ def drawn(charts: Iterable[Drawing | None]) -> list[Drawing]:
 
 
 def cost_charts(report: Report) -> list[Drawing]:
-    """Quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
+    """Draw quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
     metrics = _comparable(report.runs)
     return drawn(_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else []
 
 
 def image_chart(report: Report) -> Drawing | None:
-    """PSNR of each image or video, worst to best, a line for each run."""
+    """Draw the PSNR of each image or video, worst to best, a line for each run."""
     rows = [row for run in report.runs for row in _ranked(run, report)]
     if not rows:
         return None
@@ -100,7 +102,7 @@ def image_chart(report: Report) -> Drawing | None:
 
 
 def frame_chart(report: Report) -> Drawing | None:
-    """PSNR along the frames of videos, with a line for each run and the noise floor dashed; None for images."""
+    """Draw the PSNR along the frames of videos, a line for each run and the noise floor dashed; None for images."""
     shown = [
         (run.name, [{"frame": frame} for frame in range(len(run.frames.values))], run.frames)
         for run in report.runs
@@ -110,7 +112,7 @@ def frame_chart(report: Report) -> Drawing | None:
 
 
 def drift_charts(report: Report) -> list[Drawing]:
-    """A chart for each curve along the denoising steps, with a line for each run and the noise floor dashed."""
+    """Draw each curve along the denoising steps, a line for each run and the noise floor dashed."""
     shown: dict[str, list[_Along]] = {}
     for run in report.runs:
         if run.drift is not None:
@@ -120,7 +122,7 @@ def drift_charts(report: Report) -> list[Drawing]:
 
 
 def damage_charts(index: int, debug: Debug) -> list[Drawing]:
-    """Of one run: what each block costs, and the local SQNR of its worst layers at each step."""
+    """Draw the damage of each block of one run, and the local SQNR of its worst layers at each step."""
     return drawn((_blocks_chart(index, debug), _layers_chart(index, debug)))
 
 
@@ -164,7 +166,7 @@ def alike(metrics: Sequence[Metric]) -> bool:
 
 
 def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
-    """For each (cost, quality), whether another one is at least as good in both and better in one."""
+    """Tell for each (cost, quality) whether another one is at least as good in both and better in one."""
     sign = 1 if better == "higher" else -1
 
     def beats(first: tuple[float, float], second: tuple[float, float]) -> bool:
@@ -179,14 +181,14 @@ def dominated(points: Sequence[tuple[float, float]], better: str) -> list[bool]:
 
 
 def _bits(run: Run, reference: bool) -> float | None:
-    """In memory: what a file of 4 bits is re-encoded to costs more than the file says."""
+    """Return bits per weight in memory, where re-encoded codes take more than those in the file."""
     if reference:
         return 16.0
     return run.in_memory.bits_per_weight if run.in_memory else run.size.bits_per_weight
 
 
 def _seconds(run: Run, reference: bool) -> float | None:
-    """None too where times spread by more than a speed-up may be given for."""
+    """Return seconds per image; None also where times spread by more than a speed-up may be given for."""
     row = first_speed(run.speed, "16-bit" if reference else "")  # a CPU may compute the same sooner in fp32
     if row is None or row.stages[END].iqr > SPREAD * row.stages[END].p50:
         return None
@@ -199,13 +201,13 @@ def _gigabytes(run: Run, reference: bool) -> float | None:
 
 
 def _comparable(runs: Sequence[Run]) -> dict[str, Metric]:
-    """Metrics with a finite mean for two runs or more, which all measured it alike."""
-    found: dict[str, list[Metric]] = {}
+    """Return metrics with a finite mean for two runs or more, which all measured it alike."""
+    by_key: dict[str, list[Metric]] = {}
     for run in runs:
         for key, metric in run.metrics.items():
             if metric.value is not None and metric.value.mean is not None:
-                found.setdefault(key, []).append(metric)
-    return {key: metrics[0] for key, metrics in found.items() if len(metrics) >= 2 and alike(metrics)}
+                by_key.setdefault(key, []).append(metric)
+    return {key: metrics[0] for key, metrics in by_key.items() if len(metrics) >= 2 and alike(metrics)}
 
 
 def _cost_chart(
@@ -289,13 +291,13 @@ def _cost_chart(
 def _cost_points(
     name: str, metric: Metric, runs: Sequence[Run], costs: Mapping[str, float | None], digits: str
 ) -> list[dict[str, Any]]:
-    found: list[tuple[Run, float, Estimate, float]] = []
+    points: list[tuple[Run, float, Estimate, float]] = []
     for run in runs:
         value, at = run.metrics[name].value if name in run.metrics else None, costs[run.name]
         if value is not None and value.mean is not None and at is not None:
-            found.append((run, at, value, value.mean))
-    behind = dominated([(at, mean) for _, at, _, mean in found], metric.better)
-    middle = (min(at for _, at, _, _ in found) + max(at for _, at, _, _ in found)) / 2 if found else 0
+            points.append((run, at, value, value.mean))
+    behind = dominated([(at, mean) for _, at, _, mean in points], metric.better)
+    middle = (min(at for _, at, _, _ in points) + max(at for _, at, _, _ in points)) / 2 if points else 0
     return [
         {
             "metric": name,
@@ -310,12 +312,12 @@ def _cost_points(
             "at": plain(at, digits),
             "remark": "dominated: another run is as good or better and costs no more" if is_behind else "not dominated",
         }
-        for (run, at, value, mean), is_behind in zip(found, behind, strict=True)
+        for (run, at, value, mean), is_behind in zip(points, behind, strict=True)
     ]
 
 
 def _labelled(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Points with a `label`; of those that lie so close that names would cover each other, the first gets them all."""
+    """Return points with a `label`; where names would cover each other, the first point gets them all."""
     across, up = (_reach(points, "cost") * 0.25, _reach(points, "value") * 0.05)
     labels: dict[str, str] = {}
     leaders: list[dict[str, Any]] = []
@@ -339,7 +341,7 @@ def _reach(points: Sequence[Mapping[str, Any]], key: str) -> float:
 def _reference_point(
     name: str, metric: Metric, baseline: Estimate | None, at: float, digits: str
 ) -> list[dict[str, Any]]:
-    """The 16-bit images' own value, of metrics that have one."""
+    """Return the 16-bit images' own value, of metrics that have one."""
     if baseline is None or baseline.mean is None:
         return []
     where = {"metric": name, "run": "16 bit", "cost": at, "at": plain(at, digits), "front": "16 bit", "side": "none"}
@@ -353,7 +355,7 @@ def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def _padded(values: Sequence[float]) -> list[float]:
-    """Lowest and highest value with room around them."""
+    """Return the lowest and the highest value with room around them."""
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return [low - room, high + room]
@@ -372,7 +374,7 @@ def _floor_rows(name: str, floor: Estimate | None) -> list[dict[str, Any]]:
 
 
 def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
-    """A row for each image with a finite PSNR, worst first; of very many, evenly spaced ranks."""
+    """Return a row for each image with a finite PSNR, worst first; of very many, evenly spaced ranks."""
     values = [(value, i) for i, image in enumerate(run.images) if (value := image.values.get("psnr")) is not None]
     values.sort()
     count = min(len(values), _MAX_DOTS)
@@ -527,10 +529,10 @@ def _layers_chart(index: int, debug: Debug) -> Drawing | None:
 
 
 def _shared_component(layers: Sequence[LayerDamage]) -> str:
-    """`transformer.` where all names begin with that component: what is left of them fits beside a chart."""
-    found = {layer.name.partition(".")[0] for layer in layers}
+    """Return `transformer.` where all names begin with that component: without it they fit beside a chart."""
+    components = {layer.name.partition(".")[0] for layer in layers}
     numbered = any(layer.name.split(".")[1].isdigit() for layer in layers if "." in layer.name)
-    return f"{found.pop()}." if len(found) == 1 and not numbered else ""
+    return f"{components.pop()}." if len(components) == 1 and not numbered else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -538,7 +540,7 @@ def _shared_component(layers: Sequence[LayerDamage]) -> str:
 
 
 def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
-    """Text encoders and VAE as timed; what end to end leaves is the steps, the scheduler and the rest of the call."""
+    """Return times of text encoders and VAE; the rest of end to end is the steps, the scheduler and the call."""
     if END not in row.stages:
         return []
     whole = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
@@ -587,14 +589,14 @@ def _svg(spec: dict[str, Any]) -> str:
 
 
 def _own_ids(svg: str, key: str) -> str:
-    """Vega numbers gradients and clip paths through all drawings of a process; here they are numbered in each."""
+    """Number gradients and clip paths anew in each drawing; Vega numbers them through all drawings of a process."""
     for number, name in enumerate(dict.fromkeys(re.findall(r' id="(\w+)"', svg))):
         svg = svg.replace(f'id="{name}"', f'id="{key}-{number}"').replace(f"url(#{name})", f"url(#{key}-{number})")
     return svg
 
 
 def _vegalite() -> str:
-    """The version that altair writes, as vl-convert names it: "6.4" of "v6.4.1"."""
+    """Return the version that altair writes, as vl-convert names it: "6.4" of "v6.4.1"."""
     return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 

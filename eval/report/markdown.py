@@ -24,13 +24,13 @@ from fluxq.eval.metrics.figures import (
 )
 from fluxq.eval.metrics.schema import Debug, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
-from fluxq.eval.report.summary import MetricRow, metric_rows, speeds, summary, undebugged, untimed
+from fluxq.eval.report.summary import SummaryMetric, speeds, summary, summary_metrics, undebugged, untimed
 
 _MAX_LAYERS = 10
 
 
 def markdown(report: Report) -> str:
-    """GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
+    """Return the report as GitHub-flavoured Markdown. Prompts do not occur in it; names are escaped."""
     lines = [
         f"# {escaped(', '.join(dict.fromkeys(run.recipe for run in report.runs)))} on {escaped(report.model)}",
         "",
@@ -67,28 +67,30 @@ def facts(run: Run) -> list[str]:
     before, after = run.size.bytes_before, run.size.bytes_after
     ratio = f", {before / after:.2f} times less" if before > after else ""
     parts = ", ".join(run.size.components)
-    found = [
+    sentences = [
         f"{parts}: {size(after)} on disk instead of {size(before)}{ratio}",
         f"{run.size.bits_per_weight:.2f} bits per weight",
     ]
     served = run.in_memory
     if served is not None and (served.arithmetic != "native" or served.resident_bytes > 1.01 * after):
         in_memory = f"{size(served.resident_bytes)}, {served.bits_per_weight:.2f} bits for each weight"
-        found.append(f"{computed(served)}, in memory {in_memory}")
+        sentences.append(f"{computed(served)}, in memory {in_memory}")
     whole = [each for each in run.speed.speedups if each.stage == "end to end"] if run.speed else []
     for each in whole[:1]:
         if each.ratio is not None:
             than = "" if each.over == "16-bit" else f" as {each.over}"
-            found.append(f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}")
+            sentences.append(
+                f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}"
+            )
         else:
-            found.append(f"no speed-up is given: {each.refused}")
+            sentences.append(f"no speed-up is given: {each.refused}")
     if run.cache is not None:
-        found.append(f"with a step cache, threshold {run.cache:g}")
-    return found
+        sentences.append(f"with a step cache, threshold {run.cache:g}")
+    return sentences
 
 
 def summary_table(report: Report) -> list[str]:
-    """A row for each way to compute each checkpoint: what to decide by."""
+    """Return the table to decide by: a row for each way to compute each checkpoint."""
     head = ("run", "computed", "verdict", "PSNR, dB", "on disk", "in memory", "bits per weight")
     rows = [
         (
@@ -103,19 +105,19 @@ def summary_table(report: Report) -> list[str]:
 
 
 def _on_cpu(speed: Speed | None) -> str:
-    """With which instructions a CPU was timed; empty for a GPU."""
+    """Return the instructions with which a CPU was timed; empty for a GPU."""
     words = speed.conditions.get("instruction set") if speed else None
     return f", on a CPU with {words}" if words else ""
 
 
 def metric_table(runs: Sequence[Run]) -> list[str]:
-    """A row for each metric, a column for each run."""
-    made = f"{runs[0].noun}s" if runs else "images"
-    head = ("metric", "16-bit", *(run.name for run in runs), "noise floor", made, "how it is measured")
-    return _table(head, [_metric_row(row) for row in metric_rows(runs)])
+    """Return a row for each metric, with a column for each run."""
+    noun = f"{runs[0].noun}s" if runs else "images"
+    head = ("metric", "16-bit", *(run.name for run in runs), "noise floor", noun, "how it is measured")
+    return _table(head, [_metric_row(row) for row in summary_metrics(runs)])
 
 
-def _metric_row(row: MetricRow) -> tuple[str, ...]:
+def _metric_row(row: SummaryMetric) -> tuple[str, ...]:
     named = row.named
     arrow = "↑" if named.better == "higher" else "↓"
     measured = [cell for cell in row.cells if cell is not None and not cell.missing]
@@ -156,8 +158,8 @@ def _verdict(run: Run) -> list[str]:
 
 
 def _gate(value: float | None, passed: bool) -> str:
-    found = "not measured" if value is None else f"{value:.5g}"
-    return f"{'passed' if passed else '**FAILED**'} ({found})"
+    text = "not measured" if value is None else f"{value:.5g}"
+    return f"{'passed' if passed else '**FAILED**'} ({text})"
 
 
 def _comparisons(report: Report) -> list[str]:
@@ -260,21 +262,21 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
     shared = {"made": report.created, "licence of the base model": report.license}
     call = ", ".join(f"{key}={value}" for key, value in report.call.items()) or "defaults"
     prompts = f"{report.protocol.prompts} ({report.protocol.prompts_digest[:16]})"
-    asked = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} {report.noun}s"
+    protocol = f"{report.protocol.name}: {report.protocol.count} × {report.protocol.seeds} {report.noun}s"
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    own = {f"{run.checkpoint}: {label}": text for run in report.runs for label, text in run.provenance.items()}
+    per_run = {f"{run.checkpoint}: {label}": text for run in report.runs for label, text in run.provenance.items()}
     return [
         *(shared | report.reference | report.provenance).items(),
         ("pipeline call", call),
-        ("protocol", asked),
+        ("protocol", protocol),
         ("prompts", prompts),
-        *own.items(),
+        *per_run.items(),
         ("versions", versions),
     ]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Of plain text."""
+    """Return a table of plain text."""
     return _lines([*map(escaped, head)], [[*map(escaped, row)] for row in rows])
 
 
@@ -284,7 +286,7 @@ def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown text: no markup, no table cells, no line breaks or control characters of its own."""
+    """Return plain text as Markdown text: no markup, table cells, line breaks or control characters of its own."""
     text = visible(" ".join(text.split()))
     for special in "\\`*_[]<>|#":
         text = text.replace(special, f"\\{special}")
@@ -292,5 +294,5 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Plain text as what may stand between backticks, in a table too."""
+    """Return plain text as it may stand between backticks, in a table too."""
     return visible(" ".join(text.split())).replace("`", "'").replace("|", "\\|")

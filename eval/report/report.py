@@ -37,7 +37,7 @@ from fluxq.eval.report.charts import (
     stage_chart,
 )
 from fluxq.eval.report.markdown import facts, markdown
-from fluxq.eval.report.summary import metric_rows, speeds, summary, undebugged, untimed
+from fluxq.eval.report.summary import speeds, summary, summary_metrics, undebugged, untimed
 from fluxq.eval.report.words import GLOSSARY
 
 _PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
@@ -58,7 +58,7 @@ def write_report(target: Path, report: Report, job: str = "") -> Path:
 
 
 def render(report: Report) -> str:
-    """The page as one HTML text below 15 MB: scripts, charts and pictures inline, prompts escaped."""
+    """Render the page as one HTML text below 15 MB: scripts, charts and pictures inline, prompts escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -74,7 +74,7 @@ def render(report: Report) -> str:
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """One report of all runs, in the order given; comparisons and verdicts are made anew, over all of them.
+    """Merge reports into one of all runs, in the order given; comparisons and verdicts are made anew, over all of them.
 
     Raises ValueError naming what differs if they were not measured on the same 16-bit images, or if two runs share a
     name. What was measured in different ways (another FID variant) stays, but is warned of and not drawn together.
@@ -110,23 +110,23 @@ def merge(reports: Sequence[Report]) -> Report:
 
 
 def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple[Comparison, ...]:
-    """Every pair of runs by their images' PSNR: first minus second, paired, prompts resampled, Holm over all pairs.
+    """Compare every pair of runs by PSNR of their images: first minus second, prompts resampled, Holm over all pairs.
 
     Two identical images differ by 0. An image that only one run gives identically has no finite difference and is
     counted in `difference.infinite`. Runs with broken images are left out, as are pairs without two prompts to compare.
     """
     prompts = [prompt for prompt, _ in items]
     whole = [run for run in runs if run.status != "broken"]
-    found = []
+    pairs = []
     for first, second in itertools.combinations(whole, 2):
         differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
         p = p_value(differences, prompts)
         if not math.isnan(p):
             difference = Estimate.of(clustered_interval(differences, prompts))
-            found.append({"first": first.name, "second": second.name, "difference": difference, "p": p})
-    corrected = holm([each["p"] for each in found])
+            pairs.append({"first": first.name, "second": second.name, "difference": difference, "p": p})
+    corrected = holm([each["p"] for each in pairs])
     return tuple(
-        Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(found, corrected, strict=True)
+        Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(pairs, corrected, strict=True)
     )
 
 
@@ -153,19 +153,19 @@ def _require_same_reference(first: Report, other: Report) -> None:
 
 
 def _unlike(runs: Sequence[Run]) -> list[str]:
-    """A warning for each metric that not all runs measured alike."""
-    found = []
-    for row in metric_rows(runs):
+    """Return a warning for each metric that not all runs measured alike."""
+    warnings = []
+    for row in summary_metrics(runs):
         measured = [cell for cell in row.cells if cell is not None and cell.value is not None]
         if not alike(measured):
             hows = dict.fromkeys(f"{each.how}, {figures.count([each.value])} {runs[0].noun}s" for each in measured)
-            said = f"{measured[0].name} was not measured alike in all runs and does not compare"
-            found.append(f"{said}: {'; '.join(hows)}")
-    return found
+            opening = f"{measured[0].name} was not measured alike in all runs and does not compare"
+            warnings.append(f"{opening}: {'; '.join(hows)}")
+    return warnings
 
 
 def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
-    """Label -> text; texts that differ are all given."""
+    """Return label -> text; texts that differ are all given."""
     texts: dict[str, dict[str, None]] = {}
     for table in tables:
         for label, text in table.items():
@@ -174,7 +174,7 @@ def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the template is given besides the report
+# values of the template besides the report
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _page(report: Report) -> dict[str, Any]:
     }
     shown = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
     shown += drawn(charts["stages"])
-    metrics = metric_rows(runs)
+    metrics = summary_metrics(runs)
     return {
         "advice": advice(report),
         "summary": summary(report),
@@ -263,7 +263,7 @@ def _bytes(picture: Picture) -> int:
 
 
 def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
-    """A row for each item that any run's wall holds in a group, with the pictures of all runs that have it."""
+    """Return the groups of all runs' walls: a row for each item, with the pictures of all runs that have it."""
     walls: dict[str, dict[int, Picture]] = {run.name: {} for run in report.runs}
     groups: dict[str, dict[int, None]] = {}
     for run in report.runs:
@@ -271,18 +271,18 @@ def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
             for picture in pictures[:kept]:
                 walls[run.name][picture.index] = picture
                 groups.setdefault(name, {})[picture.index] = None
-    found = []
+    shown = []
     for name, indices in groups.items():
         rows = [row for index in indices for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
             title = PICTURE_GROUPS.get(name, name)
-            found.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not found else 0))
-    return found
+            shown.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not shown else 0))
+    return shown
 
 
 def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:
-    """One row; several of a video of which runs show different frames, because each has a worst one of its own."""
+    """Return one row; several of a video of which runs show different frames, each with its own worst one."""
     shots = tuple(
         Shot(run, run.wall.gain if run.wall else 1, walls[run.name].get(index), run.images[index])
         for run in report.runs
@@ -299,13 +299,13 @@ def _has(shot: Shot, frames: tuple[int, ...], shown: Mapping[tuple[int, ...], st
 
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
-    """Every image of every run, worst first by the first run; of very many, the worst."""
+    """Return every image of every run, worst first by the first run; of very many, the worst."""
     rows = [(item, [run.images[index] for run in report.runs]) for index, item in enumerate(report.items)]
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row[1][0].psnr) else row[1][0].psnr)[:_TABLE_IMAGES]
 
 
 def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Label and text; what is the same in all runs is said once, and of the runs of one checkpoint too."""
+    """Return label and text; what is the same in all runs is said once, and of the runs of one checkpoint too."""
     rows = []
     for label in dict.fromkeys(label for run in runs for label in run.provenance):
         texts = {(run.checkpoint, run.provenance[label]): None for run in runs if label in run.provenance}
@@ -317,7 +317,7 @@ def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
-    """Label and text of nested plain data."""
+    """Yield label and text of nested plain data."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(each, f"{path}, {key}" if path else str(key))
@@ -337,7 +337,7 @@ SECTIONS = {
     "provenance": "Provenance",
 }
 
-# group of a wall -> what the page calls it
+# group of a wall -> its title on the page
 PICTURE_GROUPS = {
     "all": "Worst first",
     "worst": "Worst by PSNR",

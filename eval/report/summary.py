@@ -19,14 +19,19 @@ MAIN = ("psnr", "lpips", "clip_score", "image_reward", "velocity_error")
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One way to compute one checkpoint, or the 16-bit model, which has no verdict.
 
-    computed: the arithmetic in a few words, about: in more. outcome: a key of OUTCOMES, "" without a verdict. remark:
-    what stands in place of the verdict. psnr: of the 16-bit model, against a second run of it. disk, resident: bytes of
-    the quantized components. bits: per weight, stored; resident_bits: in memory. seconds: of one image, several where
-    it was timed several times. spread: their interquartile range over the median, the largest. unmeasured: why there
-    are none. speed_up: over the unquantized model in `over`, end to end.
+    computed, about: the arithmetic in a few words, and in more.
+    outcome: key of OUTCOMES, "" without a verdict.
+    remark: words in place of the verdict.
+    psnr: against 16 bit; of the 16-bit model, against a second run of it.
+    disk, resident: bytes of the quantized components.
+    bits, resident_bits: per weight, stored and in memory.
+    seconds: of one image, several where it was timed several times.
+    spread: their interquartile range over the median, the largest.
+    unmeasured: reason why there are no times.
+    speed_up: over the unquantized model in `over`, end to end.
     """
 
     name: str
@@ -59,8 +64,8 @@ class Row:
         return " ".join(OUTCOMES[self.outcome]) if self.outcome else self.remark
 
 
-def summary(report: Report) -> list[Row]:
-    """Return the 16-bit model, in fp32 too where that was timed, and every run and what was timed alone, in order."""
+def summary(report: Report) -> list[SummaryRow]:
+    """Return rows of the 16-bit model, in fp32 too where that was timed, of every run, and of what was timed alone."""
     rows = _unquantized(report) if report.runs else []
     for checkpoint in dict.fromkeys(run.checkpoint for run in report.runs):
         rows += [_of_run(run, report) for run in report.runs if run.checkpoint == checkpoint]
@@ -69,14 +74,17 @@ def summary(report: Report) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class MetricRow:
-    """One metric over all runs; cells: in the order of the runs. baseline, floor: shared, of the first that has one.
+class SummaryMetric:
+    """One metric over all runs.
 
-    named: any of the cells, for name, unit, digits and direction. asked, how, notes, missing: each different one once.
+    named: any of the cells, for name, unit, digits and direction.
+    margins, how, notes, missing: each different one once.
+    baseline, floor: shared, of the first run that has one.
+    cells: in the order of the runs.
     """
 
     named: Metric
-    asked: tuple[str, ...]
+    margins: tuple[str, ...]
     how: tuple[str, ...]
     baseline: Estimate | None
     floor: Estimate | None
@@ -86,30 +94,30 @@ class MetricRow:
     cells: tuple[Metric | None, ...]
 
 
-def metric_rows(runs: Sequence[Run]) -> list[MetricRow]:
+def summary_metrics(runs: Sequence[Run]) -> list[SummaryMetric]:
     """Return a row for each metric that any run has."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics)
-    return [_metric_row([run.metrics.get(key) for run in runs]) for key in keys]
+    return [_summary_metric([run.metrics.get(key) for run in runs]) for key in keys]
 
 
-def _metric_row(cells: Sequence[Metric | None]) -> MetricRow:
-    found = [cell for cell in cells if cell is not None]
-    measured = [cell for cell in found if cell.value is not None] or found
-    return MetricRow(
-        named=found[0],
-        asked=tuple(dict.fromkeys(_asked(cell) for cell in measured if cell.margin)),
+def _summary_metric(cells: Sequence[Metric | None]) -> SummaryMetric:
+    metrics = [cell for cell in cells if cell is not None]
+    measured = [cell for cell in metrics if cell.value is not None] or metrics
+    return SummaryMetric(
+        named=metrics[0],
+        margins=tuple(dict.fromkeys(_margin_text(cell) for cell in measured if cell.margin)),
         how=tuple(dict.fromkeys(cell.how for cell in measured)),
-        baseline=next((cell.baseline for cell in found if cell.baseline), None),
-        floor=next((cell.floor for cell in found if cell.floor), None),
-        count=count([cell.value for cell in found]),
-        notes=tuple(dict.fromkeys(note for cell in found for note in cell.notes)),
-        missing=tuple(dict.fromkeys(cell.missing for cell in found if cell.missing)),
+        baseline=next((cell.baseline for cell in metrics if cell.baseline), None),
+        floor=next((cell.floor for cell in metrics if cell.floor), None),
+        count=count([cell.value for cell in metrics]),
+        notes=tuple(dict.fromkeys(note for cell in metrics for note in cell.notes)),
+        missing=tuple(dict.fromkeys(cell.missing for cell in metrics if cell.missing)),
         cells=tuple(cells),
     )
 
 
-def _asked(metric: Metric) -> str:
-    """Return what the verdict holds a metric against, in words; "" if it has no margin."""
+def _margin_text(metric: Metric) -> str:
+    """Return the limits of a metric's verdict, in words; "" if it has no margin."""
     if metric.margin is None:
         return ""
     return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
@@ -134,7 +142,7 @@ def speeds(report: Report) -> list[tuple[str, Speed]]:
 
 
 def first_speed(speed: Speed | None, side: str = "") -> SpeedRow | None:
-    """The fastest mode at the first size that was timed, by its end-to-end p50: quantized, or of an unquantized side.
+    """Return the fastest mode at the size that was timed first, by its end-to-end p50.
 
     side: "16-bit" or "fp32", "" for the quantized one.
     """
@@ -148,10 +156,10 @@ def first_size(speed: Speed | None) -> list[SpeedRow]:
     return [row for row in speed.rows if shape(row) == shape(speed.rows[0])] if speed else []
 
 
-def _unquantized(report: Report) -> list[Row]:
-    """The 16-bit model, and in fp32 where that was timed: CPUs may compute sooner with it."""
+def _unquantized(report: Report) -> list[SummaryRow]:
+    """Return the 16-bit model, and in fp32 where that was timed: CPUs may compute sooner with it."""
     size = report.runs[0].size.bytes_before
-    in_16_bit = Row(
+    in_16_bit = SummaryRow(
         name="16 bit",
         recipe=report.model,
         computed=report.reference.get("dtype", "16 bit"),
@@ -166,7 +174,7 @@ def _unquantized(report: Report) -> list[Row]:
     timed = _timed_in(report, "fp32")
     if not timed:
         return [in_16_bit]
-    in_fp32 = Row(
+    in_fp32 = SummaryRow(
         name="fp32",
         recipe=report.model,
         computed="float32",
@@ -181,8 +189,8 @@ def _unquantized(report: Report) -> list[Row]:
 
 def _timed_in(report: Report, side: str) -> list[SpeedRow]:
     """Return the fastest row of an unquantized side in each bench that timed it."""
-    found = (first_speed(speed, side) for _, speed in speeds(report))
-    return [row for row in found if row is not None]
+    rows = (first_speed(speed, side) for _, speed in speeds(report))
+    return [row for row in rows if row is not None]
 
 
 def _times(timed: Sequence[SpeedRow]) -> dict[str, Any]:
@@ -199,7 +207,7 @@ def _spread(row: SpeedRow) -> float:
     return times.iqr / times.p50 if times.p50 else 0.0
 
 
-def _of_run(run: Run, report: Report) -> Row:
+def _of_run(run: Run, report: Report) -> SummaryRow:
     return _quantized(
         run,
         run.in_memory,
@@ -210,14 +218,14 @@ def _of_run(run: Run, report: Report) -> Row:
     )
 
 
-def _of_timed(timed: Timed) -> Row:
+def _of_timed(timed: Timed) -> SummaryRow:
     served = timed.speed.served
     remark = f"quality not measured: {command_for(timed)}"
     return _quantized(timed, served, computed=computed(served), remark=remark)
 
 
-def _quantized(of: Run | Timed, served: Served | None, **said: Any) -> Row:
-    return Row(
+def _quantized(of: Run | Timed, served: Served | None, **fields: Any) -> SummaryRow:
+    return SummaryRow(
         name=of.name,
         recipe=of.recipe,
         about=ARITHMETICS[served.arithmetic][1] if served and served.arithmetic in ARITHMETICS else "",
@@ -226,7 +234,7 @@ def _quantized(of: Run | Timed, served: Served | None, **said: Any) -> Row:
         bits=of.size.bits_per_weight,
         resident_bits=served.bits_per_weight if served else of.size.bits_per_weight,
         **_times_and_gain(of.speed),
-        **said,
+        **fields,
     )
 
 
@@ -240,24 +248,24 @@ def _times_and_gain(speed: Speed | None) -> dict[str, Any]:
 
 def figures_of(run: Run) -> list[str]:
     """Return a run's main figures with their intervals, for a terminal; those of every metric are in the report."""
-    found = []
+    figures = []
     for key in MAIN:
         metric = run.metrics.get(key)
         if metric is None:
             continue
         name = short(metric.name)
         if metric.missing or metric.value is None:
-            found.append(f"{name} not measured")
+            figures.append(f"{name} not measured")
             continue
         text = f"{name} {stated(metric.value, metric.digits, metric.unit)}"
         if metric.change is not None:
             text += f", change {stated(metric.change, metric.digits, metric.unit, '+')}"
-        found.append(text)
-    return found
+        figures.append(text)
+    return figures
 
 
 def command_for(timed: Timed) -> str:
-    """Return what would measure the quality of the arithmetic that was timed."""
+    """Return the command that measures the quality of the arithmetic that was timed."""
     name = timed.speed.served.arithmetic if timed.speed.served else ""
     if name not in ARITHMETICS:
         return "no --backends of fluxq eval computes so"

@@ -24,38 +24,38 @@ THERMAL, HARDWARE = "its temperature", "a hardware slowdown"
 
 
 class Machine:
-    """A device and its clock: the one on the wall, of a device that nobody else knows anything about."""
+    """A device and its clock; by default the one on the wall, without sensors."""
 
     def __init__(self, device: torch.device, about: str) -> None:
         self.device, self.about = device, about  # about: in words, for people
 
     def mark(self) -> Any:
-        """This point of the work that was given to the device."""
+        """Return a mark of this point of the work that was given to the device."""
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that `wait` has waited for."""
+        """Return the time between two marks that `wait` has waited for."""
         return end - start
 
     def wait(self) -> None:
-        """Until all work is done."""
+        """Wait until all work is done."""
 
     def allocated(self) -> int | None:
-        """Bytes of the device's memory in use by this process's tensors; None where nobody counts them."""
+        """Return bytes of the device's memory in use by this process's tensors; None where nobody counts them."""
         return None
 
     def peak(self) -> int | None:
-        """The most that `allocated` was since `reset_peak`."""
+        """Return the most that `allocated` was since `reset_peak`."""
         return None
 
     def reset_peak(self) -> None:
-        """Begin anew."""
+        """Begin to measure the peak anew."""
 
     def release(self) -> None:
         """Give memory back that no tensor uses."""
 
     def joules(self) -> float | None:
-        """Energy that the device has used since some moment."""
+        """Return the energy that the device has used since some moment."""
         return None
 
     def slowdowns(self) -> frozenset[str]:
@@ -68,7 +68,7 @@ class Machine:
 
 
 def machine_of(device: str) -> Machine:
-    """ValueError for a device that is neither a CPU nor a CUDA (or ROCm) GPU."""
+    """Return a device's machine; ValueError for one that is neither a CPU nor a CUDA (or ROCm) GPU."""
     place = torch.device(device)
     if place.type == "cuda":
         return Gpu(place)
@@ -88,11 +88,11 @@ class Cpu(Machine):
         )
 
     def conditions(self) -> dict[str, str]:
-        """Of memory only the process's peak is known: with Python, libraries and all pipelines that it has held."""
+        """Return the conditions; of memory only the peak of the whole process is known, libraries included."""
         threads = str(torch.get_num_threads())
-        found = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
+        conditions = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
         peak = _process_peak()
-        return found | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
+        return conditions | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
 
 
 class Gpu(Machine):
@@ -134,21 +134,21 @@ class Gpu(Machine):
         return self.sensors.slowdowns()
 
     def conditions(self) -> dict[str, str]:
-        found = {name: str(value) for name, value in describe(self.device).items()}
-        found["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
-        return found | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
+        conditions = {name: str(value) for name, value in describe(self.device).items()}
+        conditions["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
+        return conditions | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what a timing depends on: GPU, driver, clocks and power as they are now, and versions."""
+    """Return the conditions of a timing: GPU, driver, clocks and power as they are now, and versions."""
     import triton
 
-    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
     if device.type != "cuda":
-        return {"gpu": "none", **found}
+        return {"gpu": "none", **facts}
     properties = torch.cuda.get_device_properties(device)
-    found = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **found}
-    return found | _query(device.index or 0)
+    facts = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **facts}
+    return facts | _query(device.index or 0)
 
 
 def _query(index: int) -> dict[str, str]:
@@ -187,9 +187,9 @@ class Sensors:
             self.missing = f"does not answer ({first_line(problem)}): energy and throttling are unknown"
 
     def joules(self) -> float | None:
-        """NVML counts millijoules since the driver was loaded; None on GPUs that do not."""
-        found = self._ask(lambda: self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle))
-        return None if found is None else found / 1e3
+        """Return NVML's count since the driver was loaded; None on GPUs that do not count."""
+        millijoules = self._ask(lambda: self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle))
+        return None if millijoules is None else millijoules / 1e3
 
     def slowdowns(self) -> frozenset[str]:
         bits = self._ask(lambda: self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
@@ -205,16 +205,16 @@ class Sensors:
 
 
 def _process_peak() -> int | None:
-    """Bytes; None where the system does not say."""
+    """Return the peak of this process in bytes; None where the system does not say."""
     try:
         import resource
     except ImportError:  # Windows
         return None
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if platform.system() == "Darwin" else 1024 * found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else 1024 * peak
 
 
-# NVML's name -> what it means.
+# NVML's name -> its meaning.
 REASONS = {
     "nvmlClocksEventReasonSwPowerCap": POWER_LIMIT,
     "nvmlClocksEventReasonSwThermalSlowdown": THERMAL,

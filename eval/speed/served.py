@@ -28,12 +28,12 @@ _MANY_TOKENS = 4096  # of an image of 1024x1024; few tokens may take another ker
 
 
 def served(pipe: Any, device: str | torch.device) -> Served | None:
-    """Return what a pipeline computes with on a device, and its size in memory; None if no layer of it is quantized."""
+    """Return the arithmetic and memory of a pipeline on a device; None if no layer of it is quantized."""
     layers = quantized_layers(pipe)
     if not layers:
         return None
-    said = {name: (str(layer.scheme), _instead(layer, torch.device(device))) for name, layer in layers.items()}
-    computed = {name: ", ".join(filter(None, words)) for name, words in said.items()}
+    descriptions = {name: (str(layer.scheme), _instead(layer, torch.device(device))) for name, layer in layers.items()}
+    computed = {name: ", ".join(filter(None, words)) for name, words in descriptions.items()}
     parts = quantized_parts(pipe)
     attention = {name: attention_of(part) for name, part in parts.items()}
     bits = 8 * sum(tensor.nbytes for layer in _linears(pipe) for tensor in _of_weight(layer))
@@ -72,16 +72,16 @@ def model_bytes(components: Mapping[str, Any]) -> int:
 
 
 def _instead(layer: QuantLinear, device: torch.device) -> str:
-    """Return what the device rounds a layer's input to, where that is not what its scheme says; else empty."""
+    """Return the format that the device rounds a layer's input to, if it is not its scheme's; else empty."""
     if device.type != "cuda" or find_spec("triton") is None:
         return ""
     rounded = rounded_to(layer, device, _MANY_TOKENS, layer.compute_dtype)
-    own = layer.scheme.activations.name if layer.scheme.activations else None
-    return "" if rounded == own else f"activations in {rounded or '16 bit'}"
+    by_scheme = layer.scheme.activations.name if layer.scheme.activations else None
+    return "" if rounded == by_scheme else f"activations in {rounded or '16 bit'}"
 
 
 def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: torch.dtype) -> str | None:
-    """The format of the activations in the product that a GPU has for a layer; the torch reference has all."""
+    """Return the format of the activations in a GPU's product for a layer; the torch reference has all."""
     from fluxq.kernels.chips import chip_of  # needs Triton
     from fluxq.kernels.dispatch import choose
 
@@ -90,7 +90,7 @@ def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: tor
 
 
 def _arithmetic(layers: Iterable[QuantLinear], device: torch.device) -> str:
-    """NATIVE, another key of BACKENDS for what its re-encoding gives, or in words what was done."""
+    """Return NATIVE, another key of BACKENDS for what its re-encoding gives, or in words what was done."""
     changes = {layer: _change(layer, device) for layer in layers}
     changed = [layer for layer, words in changes.items() if words]
     if not changed:
@@ -116,7 +116,7 @@ def _beside(layer: QuantLinear) -> str:
 
 
 def _of_weight(layer: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that stand for a Linear's weight; the bias where centring makes it part of this (`stored_bits`)."""
+    """Yield the tensors of a Linear's weight; the bias too where centring makes it part of this (`stored_bits`)."""
     centers = isinstance(layer, QuantLinear) and layer.scheme.center
     for name, tensor in layer.named_parameters(recurse=False):
         if name != "bias" or centers:
@@ -124,5 +124,5 @@ def _of_weight(layer: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _linears(pipe: Any) -> list[nn.Module]:
-    """Every Linear of the quantized components."""
+    """Return every Linear of the quantized components."""
     return [layer for part in quantized_parts(pipe).values() for layer in linears_of(part).values()]

@@ -35,7 +35,7 @@ from fluxq.base.processor import instructions
 from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.images.generate import pictures
-from fluxq.eval.metrics.figures import asked
+from fluxq.eval.metrics.figures import plain_shape
 from fluxq.eval.metrics.schema import SPREAD, Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.speed.machine import POWER_LIMIT, Machine, machine_of
@@ -62,10 +62,12 @@ TEXT, STEP, VAE, WHOLE = "text encoders", "denoiser step", "VAE", "end to end"
 
 @dataclass(frozen=True)
 class Timing:
-    """Settings to time, and numbers of rounds. modes: of MODES. batches: images in a call.
+    """Settings to time, and numbers of rounds.
 
-    warmup: rounds that are not timed. sizes: (height, width) in pixels, of videos with frames too; none: the
-    pipeline's own.
+    modes: keys of MODES.
+    batches: numbers of images in a call.
+    sizes: (height, width) in pixels, of videos with frames too; none for the pipeline's own.
+    warmup: rounds that are not timed.
     """
 
     modes: Sequence[str] = ("eager",)
@@ -87,11 +89,12 @@ def measure_speed(
 ) -> Speed:
     """Time the unquantized sides, of which the 16-bit one comes first, and the quantized ones.
 
-    sides: have a `name`, and open(device) gives the pipeline; see images/sides.py. references: how many of them are
-    unquantized; one may have `dtype` "float32". machine: instead of the device's own.
+    sides: objects with a `name` and `open(device)`, which returns the pipeline; see images/sides.py.
+    machine: clock and sensors in place of the device's own.
+    references: number of unquantized sides; one may have `dtype` "float32".
 
-    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for what
-    cannot be asked, and RuntimeError if no side runs at all.
+    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for
+    invalid settings, and RuntimeError if no side runs at all.
     """
     _check(sides, prompts, timing)
     sizes = timing.sizes
@@ -131,7 +134,7 @@ class Setting:
     frames: int | None = None
 
     def arguments(self, pipe: Any) -> dict[str, int]:
-        """Of a call of the pipeline; ValueError for frames of one that makes images."""
+        """Return arguments of a call of the pipeline; ValueError for frames of one that makes images."""
         size = {"height": self.height, "width": self.width}
         if self.frames is None:
             return size
@@ -160,7 +163,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Round:
-    """One call of a pipeline: seconds by stage. sequences: that the denoiser saw in a step. joules: of the call."""
+    """One call of a pipeline: seconds by stage. sequences: batch of the denoiser in a step. joules: of the call."""
 
     stages: Mapping[str, float]
     sequences: int = 1
@@ -182,7 +185,7 @@ class Entry:
     peak_bytes: int | None = None
 
     def times(self, stage: str) -> Times:
-        """ValueError if no round had that stage."""
+        """Return the times of a stage; ValueError if no round had it."""
         return summarize([each.stages[stage] for each in self.rounds])
 
     @property
@@ -195,7 +198,7 @@ class Entry:
 
 
 def summarize(values: Sequence[float]) -> Times:
-    """Percentiles by linear interpolation. ValueError for no values."""
+    """Return percentiles of times by linear interpolation. ValueError for no values."""
     if not values:
         raise ValueError("no times to summarize: no round was run")
     ordered = torch.tensor(values, dtype=torch.float64)
@@ -205,7 +208,7 @@ def summarize(values: Sequence[float]) -> Times:
 
 
 def compare(entries: Sequence[Entry], over_fp32: bool = False) -> list[Speedup]:
-    """Every quantized entry of one setting over the unquantized one that was fastest, for a step and end to end.
+    """Return speed-ups of every quantized entry over the fastest unquantized one, for a step and end to end.
 
     over_fp32: the fastest in fp32 where that was timed; the fastest of the others then stands beside it.
     """
@@ -220,7 +223,7 @@ def compare(entries: Sequence[Entry], over_fp32: bool = False) -> list[Speedup]:
 
 
 def _baselines(plain: Sequence[Entry], stage: str, over_fp32: bool) -> list[Entry | None]:
-    """The entry that a speed-up is over, then what stands beside it."""
+    """Return the entry that a speed-up is over, then the one beside it."""
     in_fp32 = [entry for entry in plain if entry.opened.is_fp32]
     others = [entry for entry in plain if not entry.opened.is_fp32]
     groups = (in_fp32, others) if over_fp32 and in_fp32 and others else (plain,)
@@ -228,15 +231,15 @@ def _baselines(plain: Sequence[Entry], stage: str, over_fp32: bool) -> list[Entr
 
 
 def _speedup(entry: Entry, best: Entry | None, stage: str) -> Speedup:
-    said: dict[str, Any] = {"side": entry.opened.name, "stage": stage, "mode": entry.mode, **asdict(entry.setting)}
+    fields: dict[str, Any] = {"side": entry.opened.name, "stage": stage, "mode": entry.mode, **asdict(entry.setting)}
     if best is None:
-        return Speedup(**said, refused="the 16-bit side was not timed: its rows say why")
-    said |= {"over": best.opened.name, "against": best.mode}
+        return Speedup(**fields, refused="the 16-bit side was not timed: its rows say why")
+    fields |= {"over": best.opened.name, "against": best.mode}
     refused = _why_not(entry, best, stage)
     if refused:
-        return Speedup(**said, refused=refused)
+        return Speedup(**fields, refused=refused)
     pairs = zip(best.times(stage).values, entry.times(stage).values, strict=True)
-    return Speedup(**said, ratio=Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs])))
+    return Speedup(**fields, ratio=Estimate.of(paired_interval([theirs / ours for theirs, ours in pairs])))
 
 
 def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
@@ -260,7 +263,7 @@ def _move(pipe: Any, device: str) -> None:
 
 
 class _Bench:
-    """Holds the pipelines and runs them. apart: they do not fit on the device together."""
+    """Pipelines to time, and their device. apart: whether they do not fit on it together."""
 
     def __init__(self, machine: Machine, device: str, call: Mapping[str, Any], prompts: Sequence[str]) -> None:
         self.machine, self.device, self.call, self.prompts = machine, device, dict(call), prompts
@@ -286,14 +289,14 @@ class _Bench:
             raise RuntimeError(f"no side runs on {self.device}: {self.opened[0].missing}")
 
     def own_size(self) -> tuple[int, ...]:
-        """Height and width that the pipeline makes by itself, and frames of a video."""
+        """Return height and width that the pipeline makes by itself, and frames of a video."""
         return next(each.size for each in self.opened if each.pipe is not None)
 
     def compare(self, setting: Setting, timing: Timing) -> list[Entry]:
-        """Every side in every mode, run in turns."""
+        """Run every side in every mode, in turns."""
         modes, warmup, rounds = timing.modes, timing.warmup, timing.rounds
         if set(modes) != {"eager"}:
-            torch.compiler.reset()  # what was compiled for another size must not slow this one or use up a limit
+            torch.compiler.reset()  # graphs of another size must not slow this one or use up a limit
         entries = [Entry(opened, mode, setting, missing=opened.missing) for opened in self.opened for mode in modes]
         for entry in entries:
             if entry.missing is None:
@@ -318,8 +321,8 @@ class _Bench:
         try:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
-            asked = Setting(1, *size).arguments(pipe) if size else {}
-            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | asked, output_type="pt", batch_size=1)
+            arguments = Setting(1, *size).arguments(pipe) if size else {}
+            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | arguments, output_type="pt", batch_size=1)
             end = self.machine.mark()
             self.machine.wait()
         except Exception as problem:
@@ -337,12 +340,12 @@ class _Bench:
         return opened.missing is None
 
     def _make_room(self, wanted: Opened) -> bool:
-        """Move what is open to the CPU's memory from now on, but for one at a time; whether that can help `wanted`."""
-        there = [each for each in self.opened if each.pipe is not None]
-        if self.apart or self.machine.device.type == "cpu" or all(each is wanted for each in there):
+        """Move opened sides to the CPU's memory, but for one at a time; tell whether that can help `wanted`."""
+        opened = [each for each in self.opened if each.pipe is not None]
+        if self.apart or self.machine.device.type == "cpu" or all(each is wanted for each in opened):
             return False
         self.apart, self.present = True, None
-        for each in there:
+        for each in opened:
             _move(each.pipe, "cpu")
         self.machine.release()
         return True
@@ -360,7 +363,7 @@ class _Bench:
         return True
 
     def _attempt(self, entry: Entry, work: Callable[[], None]) -> None:
-        """Do it; an entry that runs out of memory, or whose mode does not work, is left out from then on."""
+        """Do the work; leave an entry out from then on if it runs out of memory or its mode does not work."""
         try:
             work()
             return
@@ -397,25 +400,25 @@ class _Bench:
         return self._run(entry)
 
     def _run(self, entry: Entry) -> Round:
-        """One call of the pipeline, from prompts to pixels in the device's memory."""
+        """Run one call of the pipeline, from prompts to pixels in the device's memory."""
         machine, setting, pipe = self.machine, entry.setting, entry.opened.pipe
         call = self.call | setting.arguments(pipe)
-        seen = _Seen(machine)
-        with _installed(pipe, entry.models), _watched(pipe, seen):
+        timer = _StageTimer(machine)
+        with _installed(pipe, entry.models), _watched(pipe, timer):
             machine.wait()
             joules, start = machine.joules(), machine.mark()
             items = self._items(setting.batch)
             for _ in run_pipeline(
-                pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=seen.count_step
+                pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=timer.count_step
             ):
                 pass
-            seen.marks[WHOLE] = [(start, machine.mark())]
+            timer.marks[WHOLE] = [(start, machine.mark())]
             slowdowns = machine.slowdowns()  # while the device is still busy
             machine.wait()
         after = machine.joules()
         return Round(
-            stages=seen.seconds(),
-            sequences=max(1, seen.rows // max(1, seen.steps)),
+            stages=timer.seconds(),
+            sequences=max(1, timer.rows // max(1, timer.steps)),
             joules=None if joules is None or after is None else after - joules,
             slowdowns=slowdowns,
         )
@@ -424,8 +427,8 @@ class _Bench:
         return [(self.prompts[index % len(self.prompts)], index) for index in range(count)]
 
 
-class _Seen:
-    """Marks of one call by stage, and how often the denoiser was asked."""
+class _StageTimer:
+    """Marks of one call by stage, and the denoiser's rows and steps."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -450,43 +453,43 @@ class _Seen:
         self.steps += 1
 
     def seconds(self) -> dict[str, float]:
-        """By stage, the whole last; of the denoiser the mean over steps."""
-        found = {
+        """Return seconds by stage, the whole last; of the denoiser the mean over steps."""
+        seconds = {
             stage: sum(self.machine.seconds(*pair) for pair in self.marks[stage])
             for stage in (TEXT, STEP, VAE, WHOLE)
             if stage in self.marks
         }
-        return found | ({STEP: found[STEP] / self.steps} if STEP in found else {})
+        return seconds | ({STEP: seconds[STEP] / self.steps} if STEP in seconds else {})
 
 
 @contextmanager
-def _watched(pipe: Any, seen: _Seen) -> Iterator[None]:
+def _watched(pipe: Any, timer: _StageTimer) -> Iterator[None]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
     with ExitStack() as stack:
-        stack.enter_context(hooked(encoders, before=seen.begin, after=seen.end_text))
-        stack.enter_context(hooked(denoisers(pipe).values(), before=seen.begin, after=seen.end_step))
+        stack.enter_context(hooked(encoders, before=timer.begin, after=timer.end_text))
+        stack.enter_context(hooked(denoisers(pipe).values(), before=timer.begin, after=timer.end_step))
         if "vae" in parts:
-            stack.enter_context(_watched_decoding(parts["vae"], seen))
+            stack.enter_context(_watched_decoding(parts["vae"], timer))
         yield
 
 
 @contextmanager
-def _watched_decoding(vae: Any, seen: _Seen) -> Iterator[None]:
-    """`decode` is no forward pass, so no hook sees it: the instance gets one of its own for a while."""
-    decode, own = vae.decode, "decode" in vae.__dict__
+def _watched_decoding(vae: Any, timer: _StageTimer) -> Iterator[None]:
+    """Time `decode`, which no hook sees, as it is no forward pass: the instance gets one of its own for a while."""
+    decode, was_set = vae.decode, "decode" in vae.__dict__
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        seen.begin()
+        timer.begin()
         result = decode(*args, **kwargs)
-        seen.end(VAE)
+        timer.end(VAE)
         return result
 
     vae.decode = timed
     try:
         yield
     finally:
-        if own:
+        if was_set:
             vae.decode = decode
         else:
             del vae.__dict__["decode"]
@@ -494,19 +497,19 @@ def _watched_decoding(vae: Any, seen: _Seen) -> Iterator[None]:
 
 @contextmanager
 def _installed(pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
-    """The pipeline with other denoisers."""
-    own = denoisers(pipe)
+    """Put other denoisers into the pipeline for a while."""
+    originals = denoisers(pipe)
     try:
         for name, model in models.items():
             setattr(pipe, name, model)
         yield
     finally:
-        for name, model in own.items():
+        for name, model in originals.items():
             setattr(pipe, name, model)
 
 
 def _graphed(model: nn.Module) -> Any:
-    """Each call replays a graph, whose output the next replay writes over: the pipeline gets a copy."""
+    """Return a model that replays a graph; it copies the output, over which the next replay writes."""
     graphed: Any = torch.compile(model, mode="reduce-overhead", dynamic=False)
     graphed.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     graphed.register_forward_hook(lambda _, _args, out: with_prediction(out, prediction(out, model).clone()))
@@ -514,14 +517,14 @@ def _graphed(model: nn.Module) -> Any:
 
 
 def _captured(model: nn.Module) -> nn.Module:
-    """A copy that shares its weights, so that the model itself goes on without graphs."""
+    """Return a copy that shares its weights, so that the model itself goes on without graphs."""
     replaying = copy.copy(model)
     capture(replaying)
     return replaying
 
 
 def device_row(name: str) -> Device | None:
-    """The row of DEVICES of a GPU as its driver calls it ("NVIDIA GeForce RTX 4090"); None for variants without one."""
+    """Return the row of DEVICES of a GPU by its driver's name ("NVIDIA GeForce RTX 4090"); None if it has none."""
     words = name.lower().replace("-", " ").split()
     runs = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
     key = max((key for key, row in DEVICES.items() if key in runs and row.chip != "apple"), key=len, default="")
@@ -531,7 +534,7 @@ def device_row(name: str) -> Device | None:
 def step_at_peak(
     pipe: Any, setting: Setting, call: Mapping[str, Any], sequences: int, device: Device
 ) -> tuple[float, float] | None:
-    """FLOPs of one denoiser step, and the seconds that the data sheet's peaks allow for it; see recipes/cost.py.
+    """Return the FLOPs of one denoiser step, and its seconds at the data sheet's peaks; see recipes/cost.py.
 
     sequences: that the denoiser sees at once. Every product, attention and pass over memory takes what its FLOPs or its
     bytes need, whichever is longer, fused as far as can be thought. None for a model that is not modelled.
@@ -552,13 +555,13 @@ def step_at_peak(
     whole = Efficiency(1.0, measured="the peak itself")
     others = dict.fromkeys(("attention", "attention_fp8", "streaming", "scalar"), whole)
     peak = replace(device, matmul=dict.fromkeys(device.peaks, whole), **others)
-    found = list(steps(_plan_of(component, model), forward, device.chip))
-    return sum(each.flops for each in found), sum(each.seconds(peak, "ideal") for each in found)
+    costs = list(steps(_plan_of(component, model), forward, device.chip))
+    return sum(each.flops for each in costs), sum(each.seconds(peak, "ideal") for each in costs)
 
 
 def _plan_of(component: str, model: nn.Module) -> Plan:
-    """The plan that a model in memory amounts to: roles from its family, schemes from its layers."""
-    any_recipe = load_recipe("fp8")[1].components["transformer"]  # whose formats are replaced
+    """Return the plan of a model in memory: roles from its family, schemes from its layers."""
+    any_recipe = load_recipe("fp8")[1].components["transformer"]  # its formats are replaced
     plan = make_plan(model_family(model), component, any_recipe, shapes_of(model), static_inputs=False)
     schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     layers = tuple(replace(layer, scheme=schemes.get(layer.name)) for layer in plan.layers)
@@ -567,7 +570,7 @@ def _plan_of(component: str, model: nn.Module) -> Plan:
 
 def _row(entry: Entry, bench: _Bench) -> SpeedRow:
     opened = entry.opened
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "side": opened.name,
         "is_reference": opened.is_reference,
         "mode": entry.mode,
@@ -576,12 +579,12 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         "missing": entry.missing,
     }
     if not entry.rounds:
-        return SpeedRow(**said)
+        return SpeedRow(**fields)
     stages = {stage: entry.times(stage) for stage in entry.stages}
     joules = [each.joules for each in entry.rounds if each.joules]
     peak = _at_peak(entry, bench)
     return SpeedRow(
-        **said,
+        **fields,
         stages=stages,
         peak_bytes=entry.peak_bytes,
         compile_seconds=max(0.0, entry.warm_seconds - stages[WHOLE].p50) if entry.mode != "eager" else None,
@@ -593,7 +596,7 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
 
 
 def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
-    """None on a CPU, on a GPU without a row, and where a step cache skips what cannot be counted."""
+    """Return `step_at_peak`; None on a CPU, on a GPU without a row, and where a step cache skips an unknown part."""
     device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
     if device is None or entry.opened.has_cache:
         return None
@@ -601,12 +604,12 @@ def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
 
 
 def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
-    """The least peak that was seen; on a CPU the weights alone."""
+    """Judge cards by the least peak that was seen; on a CPU by the weights alone."""
     peaks = [row for row in rows if row.side == opened.name and row.peak_bytes is not None]
     needed, basis = opened.resident_bytes, "weights alone; what computing takes comes on top"
     if peaks:
         row = min(peaks, key=lambda each: each.peak_bytes or 0)
-        needed, basis = row.peak_bytes or 0, f"peak of {asked(row)}, {row.mode}"
+        needed, basis = row.peak_bytes or 0, f"peak of {plain_shape(row)}, {row.mode}"
     fits = {gigabytes: needed + CONTEXT <= gigabytes * GIB for gigabytes in CARDS if needed}
     return [
         Card(side=opened.name, gigabytes=gigabytes, needed=needed, fits=each, basis=basis)
@@ -658,9 +661,11 @@ def _import_classes(side: Any) -> None:
 
 def _out_of_memory(problem: BaseException) -> str | None:
     """Return the text of a row for an exception that means that memory ran out; None for any other."""
-    said = first_line(problem)
-    is_it = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or any(each in said for each in _ALLOCATORS_SAY)
-    return f"{_OUT_OF_MEMORY}: {said}" if is_it else None
+    message = first_line(problem)
+    is_it = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or any(
+        each in message for each in _ALLOCATORS_SAY
+    )
+    return f"{_OUT_OF_MEMORY}: {message}" if is_it else None
 
 
 def _ran_out(missing: str | None) -> bool:
@@ -683,7 +688,7 @@ def _check(sides: Sequence[Any], prompts: Sequence[str], timing: Timing) -> None
         raise ValueError(f"{rounds} rounds after {warmup} of warm-up: at least 3 after 1, to know how much they spread")
 
 
-# Mode -> what it makes of a transformer.
+# mode -> function from a transformer to the one that runs.
 MODES: dict[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: model,
     "compiled": lambda model: torch.compile(model, dynamic=False),

@@ -26,9 +26,10 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import BESIDE
 from fluxq.quantize.exchange import modelopt
 from fluxq.quantize.exchange.containers import Contents, Writer, write_file
-from fluxq.quantize.exchange.dialect import Dialect, Looks
-from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors, Row, row_for
-from fluxq.quantize.exchange.marks import FileLayer, Headers
+from fluxq.quantize.exchange.dialect import Dialect
+from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors
+from fluxq.quantize.exchange.marks import Headers
+from fluxq.quantize.exchange.rows import Row, row_for
 
 _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
 
@@ -36,8 +37,6 @@ _MODELOPT = {"fp8r": "FP8_PER_CHANNEL_PER_TOKEN", "nvfp4": "NVFP4"}
 def encode(layer: QuantTensors) -> Encoded:
     """Tensors and entry of a layer; ValueError that says why there is no format for it."""
     row, notes = row_for(layer, ROWS, "bfl")
-    if "weight_scale_2" in layer.tensors and layer.tensors["weight_scale_2"].ndim:
-        raise ValueError("bfl: nvfp4 has one global scale; q, k and v of one file must share theirs")
     return Encoded(dict(layer.tensors), {"format": row.name}, notes)
 
 
@@ -77,14 +76,6 @@ def _mark(model: Headers) -> str:
     return f"the header says {model.metadata['quantization']}"
 
 
-def _looks(looks: Looks) -> bool:
-    return looks.original and (looks.scales == "matrix" or (looks.scales == "one level" and looks.by_rows))
-
-
-def _format(layer: FileLayer) -> str:
-    return "nvfp4" if "weight_scale_2" in layer.parts else "fp8r"
-
-
 def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
     """Write NAME.safetensors and NAME.config.json, which is what `from_single_file(config=…)` takes."""
     (one,) = contents
@@ -99,8 +90,10 @@ DIALECT = Dialect(
     "Black Forest Labs' fp8r and nvfp4, for stock diffusers",
     decode,
     marks=(_mark,),
-    looks=_looks,
-    format_of=_format,
+    looks=lambda looks: (
+        looks.original and (looks.scales == "matrix" or (looks.scales == "one level" and looks.by_rows))
+    ),
+    format_of=lambda layer: "nvfp4" if "weight_scale_2" in layer.parts else "fp8r",
     rows=ROWS,
     needs_input_scale=True,
     encode=encode,

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import Plain, Tensors
-from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, has_codes, json_tensor
+from fluxq.quantize.exchange.layer import Plain
+from fluxq.quantize.exchange.marks import Headers, by_config, has_codes, json_tensor
+from fluxq.quantize.exchange.rows import Tensors
 
 _STATE = "weight.quant_state.bitsandbytes__"
 
@@ -100,10 +101,6 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return _state_of(model.read(f"{name}.{states[0]}"))
 
 
-def _format(layer: FileLayer) -> str:
-    return "fp4" if any(suffix.endswith("fp4") for suffix in layer.parts) else "nf4"
-
-
 DIALECT = Dialect(
     "bnb",
     "bitsandbytes' NF4",
@@ -114,5 +111,5 @@ DIALECT = Dialect(
     has_codes=_has_codes,
     entry=_entry,
     shape=lambda stored, entry: _shape_of(entry),
-    format_of=_format,
+    format_of=lambda layer: "fp4" if any(suffix.endswith("fp4") for suffix in layer.parts) else "nf4",
 )

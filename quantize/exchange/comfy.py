@@ -26,21 +26,10 @@ from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect, Looks
-from fluxq.quantize.exchange.layer import (
-    FLOATS,
-    Decoded,
-    Encoded,
-    Plain,
-    QuantTensors,
-    Row,
-    Tensors,
-    named_row,
-    native,
-    positive,
-    row_for,
-)
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
+from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, positive, row_for
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
 
 _WIDENED = "full_precision_matrix_mult"
@@ -59,8 +48,6 @@ def encode(layer: QuantTensors) -> Encoded:
     if row.activations == "fp8_tensor" and not layer.scheme.static_input:
         notes += (_UNSCALED,)
     if row.name == "nvfp4":
-        if tensors["weight_scale_2"].ndim:
-            raise ValueError("comfy: nvfp4 has one global scale; q, k and v of one file must share theirs")
         tensors |= {"weight": pad(swap_nibbles(weight), 16, 8), "weight_scale": block_scales(scale)}
     elif row.name == "mxfp8":
         blocked = block_scales(scale).view(torch.float8_e8m0fnu)
@@ -86,12 +73,10 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         row = named_row(ROWS, row.name, "comfy", None)
     done = held.bias(shape[0])
     found = _READERS[row.name](held, shape, said)
-    beside: dict[str, Tensor] = {}
     if "pre_quant_scale" in held:
         done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (shape[1],))
     if "input_scale" in held:
-        target = beside if row.input_scale == "none" else done
-        target["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
+        done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
     held.finish()
     if isinstance(found, tuple):
         weight, why = found
@@ -99,7 +84,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         return Plain(weight, done.get("bias"), why)
     if row.name == "awq_w4a16" and found["weight_scale"].shape[1] * 128 == shape[1]:
         row = _INT4_G128
-    return native(row, shape, done | found, beside)
+    return native(row, shape, done | found)
 
 
 _Read = dict[str, Tensor] | tuple[Tensor, str]  # native tensors, or a weight in fp32 and why it is no more

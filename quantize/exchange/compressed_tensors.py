@@ -31,22 +31,11 @@ from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.containers import Contents, Writer, write_component
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import (
-    FLOATS,
-    Decoded,
-    Encoded,
-    Plain,
-    QuantTensors,
-    Read,
-    Row,
-    Tensors,
-    named_row,
-    native,
-    row_for,
-)
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors, Read
 from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
 from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
-from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, Scheme, find_format
+from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, row_for
+from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
 
 _INT4 = ELEMENTS["int4"]
 
@@ -73,8 +62,6 @@ def encode(layer: QuantTensors) -> Encoded:
     for ours, theirs in _RECIPROCALS.items():
         if layer.scheme.weights.two_level and ours in tensors:
             value = tensors.pop(ours)
-            if value.ndim:
-                raise ValueError("compressed-tensors: nvfp4 has one global scale; split the fused layer first")
             tensors[theirs] = (1 / value).reshape(1)
             if 1 / tensors[theirs] != value:
                 notes += (f"{theirs} is 1 / {ours}, from which {ours} comes back within 2^-23",)
@@ -89,7 +76,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     """The layer whose weight is (N, K) = shape. entry: as `encode` gives it, from config.json."""
     held, (n, _) = Tensors(tensors, "compressed-tensors"), shape
     name = named_row(ROWS, entry.get("format"), "compressed-tensors").name
-    done, given = held.bias(n), {}
+    done = held.bias(n)
     if "weight_shape" in held:
         said = held.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
         if tuple(said) != shape:
@@ -98,7 +85,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         if held.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
             raise ValueError(f"compressed-tensors: zero points other than 0 are not read in {name}")
     if "input_scale" in held:
-        given["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
+        done["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
     read = _read_words if name == "pack-quantized" else _read_blocks if name in _BLOCKS else _read_rows
     found = read(held, shape, entry)
     held.finish()
@@ -111,9 +98,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         plain = next(row for row in ROWS if row.weights == weights and row.activations is None)
         dense, bias = native(plain, shape, done | own).collapsed()
         return Plain(dense, bias, f"{weights} weights are not computed with rounded activations")
-    if rows[0].input_scale == "none":
-        return native(rows[0], shape, done | own, given)
-    return native(rows[0], shape, done | own | given)
+    return native(rows[0], shape, done | own)
 
 
 def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
@@ -308,10 +293,6 @@ def _row_of(layer: FileLayer) -> Row | None:
     return next((row for row in rows if (row.activations is None) == is_weight_only), rows[0] if rows else None)
 
 
-def _note(scheme: Scheme, class_name: str) -> str:
-    return _NOT_BY_TRANSFORMERS if scheme.weights.element.bits == 4 and "T5" in class_name else ""
-
-
 def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Contents]) -> None:
     """Write a folder of transformers: the text encoder, and the tokenizer of the pipeline that goes with it."""
     (one,) = contents
@@ -347,6 +328,6 @@ DIALECT = Dialect(
     rows=ROWS,
     encode=encode,
     writer=Writer(_write, library="transformers"),
-    note=_note,
+    note=lambda scheme, name: _NOT_BY_TRANSFORMERS if scheme.weights.element.bits == 4 and "T5" in name else "",
     said="format",
 )

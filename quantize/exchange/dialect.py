@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Writer
-from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors, Row
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors
 from fluxq.quantize.exchange.marks import (
     FileLayer,
     Headers,
@@ -21,12 +21,13 @@ from fluxq.quantize.exchange.marks import (
     format_in_entry,
     has_codes,
     matrix_shape,
-    no_entry,
 )
 from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.exchange.rows import Row
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymap_rows import Order
+from fluxq.recipes.keymaps import Joined
 
 Decode = Callable[[Mapping[str, Tensor], tuple[int, int], Mapping[str, Any]], Decoded]
 Entry = Callable[[Headers, str, Mapping[str, Stored]], dict[str, Any]]
@@ -63,7 +64,7 @@ class Unit:
     own: OwnLinear = AS_IT_IS
 
 
-Units = tuple[list[Unit], dict[str, tuple[Names, Order]]]  # and the other tensors: target -> (parts, order of rows)
+Units = tuple[list[Unit], list[Joined]]  # and the other tensors
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Dialect:
         has_codes, entry, shape, format_of, row_of: of a layer. regroup: makes one layer of several of the file.
         removed, put_back: tensors that calibration took out of weights in 16 bit, and what makes the weight whole.
         identify: (family, names), None to go by config.json and names. parts_of: tensor -> those of diffusers.
-        config_key: of the model's configuration in the header. refuse: why a file cannot be imported, or "".
+        config_key: of the model's configuration in the header. refuse: why a file of other names cannot be imported.
     What its layers are
         rows: its formats. tiles: shape in which block scales (N, G) are stored, swizzled; None: in the order of the
         matrix. has_nibbles: 4-bit codes are two to a byte. needs_input_scale: `decode` refuses nvfp4 without.
@@ -124,7 +125,7 @@ class Dialect:
     suffixes: Names = ()
 
     has_codes: Callable[[Mapping[str, Stored]], bool] = has_codes
-    entry: Entry = no_entry
+    entry: Entry = lambda model, name, stored: {}
     shape: Shape = matrix_shape
     format_of: Callable[[FileLayer], str] = format_in_entry
     row_of: Callable[[FileLayer], Row | None] | None = None

@@ -16,21 +16,7 @@ from fluxq.quantize.exchange import (
     torchao,
 )
 
-# Of two marks in one file that of the dialect further down is the surer one.
-DIALECTS = {
-    module.DIALECT.name: module.DIALECT
-    for module in (
-        bfl,
-        modelopt,
-        legacy,
-        comfy,
-        bnb,
-        fp8_blocks,
-        compressed_tensors,
-        torchao,
-        nunchaku,
-        nunchaku_file,
-        gguf,
-    )
-}
+# Of two marks in one file that of the dialect further on is the surer one.
+_MODULES = (bfl, modelopt, legacy, comfy, bnb, fp8_blocks, compressed_tensors, torchao, nunchaku, nunchaku_file, gguf)
+DIALECTS = {module.DIALECT.name: module.DIALECT for module in _MODULES}
 WRITERS = {name: dialect.writer for name, dialect in DIALECTS.items() if dialect.writer is not None}

@@ -33,14 +33,14 @@ from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of
 from fluxq.quantize.exchange.containers import Contents, record
 from fluxq.quantize.exchange.dialect import Unit, Units
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.layer import Encoded, QuantTensors, Row, join, row_for
+from fluxq.quantize.exchange.layer import Encoded, QuantTensors, all_equal, join
 from fluxq.quantize.exchange.layouts import in_order, padded
 from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.exchange.rows import Row, row_for
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.computing import quantization_of
 from fluxq.recipes.formats import Scheme, find_format
-from fluxq.recipes.keymap_rows import Order
-from fluxq.recipes.keymaps import original_names
+from fluxq.recipes.keymaps import Joined, original_names
 from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
@@ -116,14 +116,13 @@ class Exported:
 class PlannedExport:
     """An export of which everything is checked and nothing is written. job: what decides its bytes.
 
-    read: SHA-256 of the checkpoint's files. others: components that are written in 16 bit.
+    read: SHA-256 of the checkpoint's files.
     """
 
     checkpoint: ModelFolder
     dialect: str
     output: Output
     plans: list[ComponentPlan]
-    others: list[str]
     overwrite: bool
     max_shard_bytes: int
     job: str
@@ -134,7 +133,8 @@ class PlannedExport:
         """Write the files, or find that they are there already."""
         writer, output, plans = WRITERS[self.dialect], self.output, self.plans
         names = [plan.source.component for plan in plans if plan.dialect]
-        done = Exported(self.dialect, str(output.target), names, in_16_bit=self.others)
+        others = [plan.source.component for plan in plans if not plan.dialect]
+        done = Exported(self.dialect, str(output.target), names, in_16_bit=others)
         hashes = dict[Path, str]()
         with writing(output, self.job, overwrite=self.overwrite) as made:
             if made is None:
@@ -182,9 +182,6 @@ def plan_export(
     files of a folder, by default MAX_SHARD_BYTES. ValueError for what the dialect cannot hold, naming the layers; where
     `target` exists, without `overwrite`; and for a shard size of a dialect that is one file.
     """
-    if dialect not in WRITERS:
-        known = ", ".join(WRITERS)
-        raise ValueError(f"format {dialect!r} is not written here; formats are {known}")
     writer = WRITERS[dialect]
     output = Output(target, writer.is_file, writer.beside)
     if max_shard_bytes is not None and writer.is_file:
@@ -192,14 +189,14 @@ def plan_export(
     names = _components(checkpoint, dialect, component)
     stay = partial(_factors_stay, dialect)
     plans = [plan_of(NativeComponent(checkpoint, name, stay), dialect, requantize, side_layers) for name in names]
-    others = _other_quantized(checkpoint, names) if writer.is_pipeline else []
-    plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in others]
+    if writer.is_pipeline:
+        plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in _other_quantized(checkpoint, names)]
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
     read = contents(checkpoint.path)
     job = job_digest([FLUXQ_VERSION, options, read])
     output.require_free(overwrite=overwrite, job=job)
     most = max_shard_bytes or MAX_SHARD_BYTES
-    return PlannedExport(checkpoint, dialect, output, plans, others, overwrite, most, job, read, side_layers)
+    return PlannedExport(checkpoint, dialect, output, plans, overwrite, most, job, read, side_layers)
 
 
 def _is_copy(made: Path, source: Path) -> bool:
@@ -209,12 +206,12 @@ def _is_copy(made: Path, source: Path) -> bool:
 
 @dataclass
 class ComponentPlan:
-    """All that is written of a component. order: of tensors that are joined or copied, target -> parts."""
+    """All that is written of a component. plain: tensors that are joined or copied."""
 
     source: NativeComponent
     dialect: str  # "" for 16 bit
     choices: list[Choice]
-    plain: dict[str, tuple[tuple[str, ...], Order]]
+    plain: list[Joined]
 
     def write(self, folder: Path, done: Exported, max_shard_bytes: int) -> Contents:
         """Encode every unit into a file of its own in `folder`; what came of it is added to `done`."""
@@ -259,7 +256,7 @@ class ComponentPlan:
             notes.update(encoded.notes)
             if note := rules.note(layer.scheme, source.class_name):
                 notes[note] += 1
-        for name, (members, order) in self.plain.items():
+        for name, members, order in self.plain:
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
                 parts[name] = source.file_of(members[0]).path, source.stored(members[0])
@@ -313,19 +310,17 @@ def _units(source: NativeComponent, dialect: str) -> Units:
     if rules is not None and rules.units is not None:
         return rules.units(source)
     if rules is None or rules.names == "diffusers":
-        return [Unit(name, (name,)) for name in source.schemes], {
-            name: ((name,), "as they are") for name in source.plain
-        }
+        return [Unit(name, (name,)) for name in source.schemes], [Joined(name, (name,)) for name in source.plain]
     tensors = list(source.plain)
     for name in source.schemes:
         tensors += [f"{name}.weight"] + [f"{name}.bias"] * (name in source.biases)
-    units, plain = [], {}
-    for original, parts, order in original_names(source.family.name, tensors):
-        modules = tuple(part.rpartition(".")[0] for part in parts)
+    units, plain = [], []
+    for joined in original_names(source.family.name, tensors):
+        modules = tuple(part.rpartition(".")[0] for part in joined.parts)
         if not any(module in source.schemes for module in modules):
-            plain[original] = parts, order
-        elif original.endswith(".weight"):
-            units.append(Unit(original.removesuffix(".weight"), modules, order))
+            plain.append(joined)
+        elif joined.original.endswith(".weight"):
+            units.append(Unit(joined.original.removesuffix(".weight"), modules, joined.order))
     return units, plain
 
 
@@ -465,8 +460,7 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
         return ()
     own = source.scheme(unit.parts[0])
     scales = [source.small(name, "input_scale") for name in unit.parts]
-    same = all(s is not None and scales[0] is not None and torch.equal(s, scales[0]) for s in scales)
-    has_scale = same and not any(source.scheme(name).is_transformed for name in unit.parts)
+    has_scale = all_equal(scales) and not any(source.scheme(name).is_transformed for name in unit.parts)
     (n, k), found = _shape(source, unit), []
     rows = [
         row
@@ -565,9 +559,7 @@ def _rank(source: NativeComponent, choice: Choice) -> int:
         return 0
     ranks = [source.scheme(name).rank for name in choice.unit.parts]
     matrices = [source.small(name, "svdquant_lora_a") for name in choice.unit.parts] if max(ranks) else []
-    first = matrices[0] if matrices else None
-    shared = first is not None and all(m is not None and torch.equal(m, first) for m in matrices)
-    return ranks[0] if shared else sum(ranks)
+    return ranks[0] if matrices and all_equal(matrices) else sum(ranks)
 
 
 def _components(checkpoint: ModelFolder, dialect: str, component: str | None) -> list[str]:
@@ -602,11 +594,9 @@ def _components(checkpoint: ModelFolder, dialect: str, component: str | None) ->
 
 def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]:
     """Components that fluxq quantized, but for `names`."""
-    found = []
-    for name in checkpoint.components:
-        if name not in names and (checkpoint.path / name / "config.json").is_file():
-            found += [name] if quantization_of(checkpoint.config(name)) else []
-    return found
+    others = (name for name in checkpoint.components if name not in names)
+    held = (name for name in others if (checkpoint.path / name / "config.json").is_file())
+    return [name for name in held if quantization_of(checkpoint.config(name))]
 
 
 def _hint(done: Exported, side_layers: SideLayers) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder, require_harmless
-from fluxq.base.tensors import TensorFile, by_tensor
+from fluxq.base.tensors import TensorFile
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.layer import Decoded
-from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer
+from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer, Headers
 from fluxq.quantize.exchange.recognize import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import QuantizationConfig
@@ -33,7 +33,7 @@ from fluxq.recipes.keymap_rows import SAME_NAMES
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, diffusers_names
 
 
-class ModelFile:
+class ModelFile(Headers):
     """One model, that is one component, in one file or several.
 
     container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN. evidence: what tells it; contradictions: what
@@ -46,11 +46,10 @@ class ModelFile:
     undecided: dialects among which nothing in the file decides; `dialect` is the first guess.
     """
 
-    def __init__(self, path: Path, files: list[TensorFile | GGUFFile], container: str, config: dict[str, Any]) -> None:
-        self.path, self.container, self.config = path, container, config
-        self._files = by_tensor(files)
-        self.metadata = {key: text for file in files for key, text in file.metadata().items()}
-        self.stored = {name: file.stored[name] for name, file in self._files.items()}
+    def __init__(
+        self, path: Path, files: Sequence[TensorFile | GGUFFile], container: str, config: dict[str, Any]
+    ) -> None:
+        super().__init__(path, files, container, config)
         is_whole = any(name.startswith(CHECKPOINT_PREFIX) for name in self.stored)
         self.prefix = CHECKPOINT_PREFIX if is_whole else ""
         own = {name: stored for name, stored in self.stored.items() if name.startswith(self.prefix)}
@@ -134,16 +133,6 @@ class ModelFile:
     def rules(self) -> Dialect:
         """The dialect's own."""
         return RULES[self.dialect]
-
-    @property
-    def quantization(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
-        said = self.config.get("quantization_config")
-        return said if isinstance(said, dict) else {}
-
-    def read(self, name: str) -> Tensor:
-        """A tensor, in memory of its own."""
-        return self._files[name].get_tensor(name)
 
     def read_plain(self, name: str) -> Tensor:
         """A tensor that is not quantized; a weight with what ModelOpt had taken out of it put back."""
@@ -307,7 +296,7 @@ def _identify(model: ModelFile) -> tuple[Family | None, str]:
     """(family, whose names), by the dialect, config.json or the names."""
     if known := model.rules.identify(model):
         return known
-    said = model.config.get("_class_name"), *_listed(model.config.get("architectures"))
+    said = class_names(model.config)
     named = [family for family in FAMILIES.values() if family.model in said]
     modules = [*model.layers, *model.linears_in_16_bit()]
     bare = [name.removeprefix(model.prefix) for name in modules]
@@ -315,7 +304,8 @@ def _identify(model: ModelFile) -> tuple[Family | None, str]:
     scores: Counter[tuple[str, str]] = Counter()
     for family in named or FAMILIES.values():
         if family.library == "diffusers" or named:
-            scores[family.name, "diffusers"] = sum(_is_known(family, module) for module in bare)
+            known = [module for module in bare if family.locate(module) or family.kept(module) is not None]
+            scores[family.name, "diffusers"] = len(known)
         if family.name in ORIGINALS and family.originals != SAME_NAMES:
             scores[family.name, "original"] = _mapped(family.name, bare, tensors)
     (found, names), score = scores.most_common(1)[0]
@@ -324,12 +314,10 @@ def _identify(model: ModelFile) -> tuple[Family | None, str]:
     return FAMILIES[found], names
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _is_known(family: Family, module: str) -> bool:
-    return family.locate(module) is not None or family.kept(module) is not None
+def class_names(config: Mapping[str, Any]) -> list[Any]:
+    """Return the class names that a config.json gives, as diffusers and transformers write them."""
+    listed = config.get("architectures")
+    return [config.get("_class_name"), *(listed if isinstance(listed, list) else ())]
 
 
 def _mapped(family: str, modules: list[str], tensors: list[str]) -> int:
@@ -339,15 +327,7 @@ def _mapped(family: str, modules: list[str], tensors: list[str]) -> int:
     """
     if _knows(family, tensors):
         return len(modules) + 1
-    if _knows(family, modules):
-        return len(modules)
-    count = 0
-    for module in modules:
-        try:
-            count += len(diffusers_names(family, [module]))
-        except ValueError:
-            continue
-    return count
+    return len(modules) if _knows(family, modules) else sum(_knows(family, [module]) for module in modules)
 
 
 def _knows(family: str, names: list[str]) -> bool:

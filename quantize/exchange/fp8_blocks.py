@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
+from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.layouts import BLOCK, over_blocks
 from fluxq.quantize.exchange.marks import by_config, by_tensor
+from fluxq.quantize.exchange.rows import FLOATS, Tensors
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:

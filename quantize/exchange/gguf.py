@@ -15,9 +15,11 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import FLOATS, Plain, Tensors
+from fluxq.quantize.exchange.gguf_file import BLOCKS
+from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.marks import FLOATS as PLAIN_FLOATS
 from fluxq.quantize.exchange.marks import codes_in, weight_of
+from fluxq.quantize.exchange.rows import FLOATS, Tensors
 
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Plain:
@@ -44,10 +46,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     return Plain(weight.float(), bias, f"{name} has blocks of {elements}")
 
 
-TYPES = (
-    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
-)
+TYPES = ("F32", "F16", "BF16", *(name for name, _, _ in BLOCKS.values()))
 
 
 def _has_codes(stored: Mapping[str, Stored]) -> bool:

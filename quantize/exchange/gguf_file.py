@@ -186,10 +186,9 @@ _UNREAD = {
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M"},
     **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
-# ggml's number of a type -> (name, elements of a block, its bytes)
-TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
+# ggml's number of a type -> its name, and of blocks: (name, elements of a block, its bytes)
+_PLAIN = {0: "F32", 1: "F16", 30: "BF16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+BLOCKS = {
     2: ("Q4_0", 32, 18),
     3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22),
@@ -202,10 +201,5 @@ TYPES = {
     14: ("Q6_K", 256, 210),
     20: ("IQ4_NL", 32, 18),
     23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    30: ("BF16", 1, 2),
 }
+TYPES = {kind: (name, 1, _NUMBERS[name].itemsize) for kind, name in _PLAIN.items()} | BLOCKS

@@ -24,7 +24,7 @@ from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.record import Component, Identity, Layer, Model, Origin, Recipe, Record
+from fluxq.quantize.record import Identity, Layer, Origin, Record, RecordedComponent, RecordedModel, RecordedRecipe
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.family import Family
@@ -84,14 +84,14 @@ def record_of(
     return Record(
         fluxq_version=FLUXQ_VERSION,
         identity=Identity.model_validate({"recipe": sha256_json(files), "dtype": _dtype(made), "job": job}),
-        model=Model(
+        model=RecordedModel(
             name=(base or about).name,
             source=_source(origin) if origin else None,
             revision=origin.commit if origin else None,
             license=about.license,
             digests={component: origin.digest(component) for component in known} if origin else {},
         ),
-        recipe=Recipe(name=f"imported from {dialects}"),
+        recipe=RecordedRecipe(name=f"imported from {dialects}"),
         imported=[
             Origin(
                 component=report.component,
@@ -117,7 +117,7 @@ def record_of(
     )
 
 
-def _component(folder: Path, report: Imported) -> Component:
+def _component(folder: Path, report: Imported) -> RecordedComponent:
     """Return the record of a component that was imported into `folder`; `Plan` has the words."""
     reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
     reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
@@ -129,7 +129,7 @@ def _component(folder: Path, report: Imported) -> Component:
     return found
 
 
-def _copied(made: Path, imported: Sequence[str]) -> list[Component]:
+def _copied(made: Path, imported: Sequence[str]) -> list[RecordedComponent]:
     """Of components that were checkpoints of fluxq before, and were copied."""
     folder, found = ModelFolder(made.name, made), []
     for component, class_name in folder.components.items():
@@ -142,7 +142,9 @@ def _copied(made: Path, imported: Sequence[str]) -> list[Component]:
     return found
 
 
-def _described(folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str]) -> Component:
+def _described(
+    folder: Path, component: str, library: str, class_name: str, reasons: Mapping[str, str]
+) -> RecordedComponent:
     """A component as it stands in `folder`. reasons: by layer, but for those in 16 bit."""
     config = read_json(folder / "config.json")
     schemes = _schemes(config)
@@ -158,7 +160,7 @@ def _described(folder: Path, component: str, library: str, class_name: str, reas
         )
     plan = Plan(family.name if family else GENERIC, component, tuple(layers))
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
-    return Component(
+    return RecordedComponent(
         component=component,
         library=library,
         class_name=class_name,

@@ -29,14 +29,15 @@ from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
 from fluxq.quantize.checkpoint import PLAN_FILE, build_on_meta, copy_rest, library_of, names_in_model, write_shards
 from fluxq.quantize.digests import write_digests
-from fluxq.quantize.exchange.files import ModelFile, open_models
+from fluxq.quantize.exchange.files import ModelFile, class_names, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
-from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, not_finite, split
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, split
 from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
-from fluxq.quantize.exchange.proof import REPAIRS, Against, compare
+from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, mended
 from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.quantize.exchange.rows import not_finite
 from fluxq.quantize.record import Record
 from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.computing import QuantizationConfig
@@ -184,9 +185,7 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
 
 
 def _class_name(config: Mapping[str, Any]) -> str | None:
-    """Of the model's class, as diffusers or transformers write it."""
-    listed = config.get("architectures")
-    said = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else None)
+    said = next(filter(None, class_names(config)), None)
     return said if isinstance(said, str) else None
 
 
@@ -222,7 +221,7 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
             f"{model.path}: no format of ours holds the codes of {model.dialect} ({len(model.layers)} layers); "
             "--dequantize makes them 16 bit"
         )
-    if why := model.rules.refuse(model):
+    if model.names != model.rules.names and (why := model.rules.refuse(model)):
         raise ValueError(f"{model.path}: {why}")
     if not model.layers:
         others = f" beside {', '.join(model.other_components())}, which are left out" if model.others else ""
@@ -329,22 +328,18 @@ def _proved(model: ModelFile, base: Base) -> Inspection:
 
 def _read(model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, against: Against | None) -> Decoded:
     """The layer with the rows of diffusers behind one another; ValueError where it cannot be."""
-    tensors: dict[str, Tensor] = model.read_layer(layer)
-    repairs = against.best if against is not None else ()
-    orders = base.rows(layer.shape, whole)[1] if base is not None and repairs else {}
-    for name in repairs:
-        if name in REPAIRS:
-            mended = REPAIRS[name].mend(tensors, model.rules, layer.shape)
-            if mended is None:
-                raise ValueError(f"{name} could not be mended in the whole layer")
-            tensors = mended
+    best = against.best if against is not None else ()
+    orders = base.rows(layer.shape, whole)[1] if base is not None and best else {}
+    repairs = [name for name in best if name in REPAIRS]
+    tensors = mended(model.read_layer(layer), repairs, model.rules, layer.shape)
+    if tensors is None:
+        raise ValueError(f"{' and '.join(repairs)} could not be mended in the whole layer")
     found = model.decode(layer, tensors)
     if "missing input_scale" in repairs and isinstance(found, QuantTensors):  # x takes its scale from each token then
         kept = {name: tensor for name, tensor in found.tensors.items() if name != "input_scale"}
         found = replace(found, tensors=kept, scheme=replace(found.scheme, static_input=False))
-    for name in repairs:
-        if name in orders:
-            found = found.reordered(orders[name].argsort())
+    for name in orders.keys() & set(best):
+        found = found.reordered(orders[name].argsort())
     if whole.order == "halves swapped":
         found = found.reordered(in_order(torch.arange(layer.shape[0]), whole.order))
     return found
@@ -419,9 +414,8 @@ def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model:
     if tensor.numel() != sum(expected[part].numel() for part in whole.parts):
         size = "×".join(map(str, tensor.shape))
         raise ValueError(f"{model.path}: {whole.original} is {size}, the model asks for {shapes}; is it another model?")
-    if len(sizes) == 1:
-        return {whole.parts[0]: tensor.reshape(shapes[0])}
-    return {part: own.reshape(shape) for part, own, shape in zip(whole.parts, tensor.split(sizes), shapes, strict=True)}
+    pieces = tensor.split(sizes) if len(sizes) > 1 else (tensor,)
+    return {part: own.reshape(shape) for part, own, shape in zip(whole.parts, pieces, shapes, strict=True)}
 
 
 def _require_all(model: ModelFile, expected: Mapping[str, Tensor], written: Collection[str], name: str) -> None:

@@ -25,11 +25,12 @@ from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
 from fluxq.quantize.exchange.beside import beside, other_settings
 from fluxq.quantize.exchange.files import ModelFile, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, not_taken_back
-from fluxq.quantize.exchange.layer import Plain, not_finite
+from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
-from fluxq.quantize.exchange.marks import PLAIN, FileLayer
+from fluxq.quantize.exchange.marks import GLOBAL_SCALES, PLAIN, FileLayer
 from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
+from fluxq.quantize.exchange.rows import not_finite
 from fluxq.recipes.keymaps import Joined
 
 
@@ -379,11 +380,8 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
     held = {part for each in joined.values() for part in each.parts}
     layers = [joined[f"{name}.weight"] for name in model.layers if f"{name}.weight" in joined]
     held |= {part for each in layers for part in _bias_of(each).parts}
-    for name in base.names - held if held else ():
-        tensor = base.tensor(name)
-        tied = (base.tensor(other) for other in base.names & held if base.shape(other) == tuple(tensor.shape))
-        if tensor.is_floating_point() and not any(torch.equal(tensor, other) for other in tied):
-            yield Fault("missing", name, "the base has it, and the file does not")
+    for name in base.lacking(held) if held else ():
+        yield Fault("missing", name, "the base has it, and the file does not")
 
 
 def _no_numbers(model: ModelFile) -> Iterator[Fault]:
@@ -485,7 +483,7 @@ def _scale_numbers(
     model: ModelFile, layer: FileLayer, suffix: str, scale: Tensor, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
     n, k = layer.shape
-    is_nvfp4 = any(name in tensors for name in _GLOBAL_SCALES)
+    is_nvfp4 = any(name in tensors for name in GLOBAL_SCALES)
     e8m0 = scale.dtype == torch.float8_e8m0fnu or (scale.dtype == torch.uint8 and not is_nvfp4)
     is_tiled = suffix in ("weight_scale", "_weight_scale") and model.rules.tiles is not None
     if is_tiled and scale.ndim == 2 and scale.element_size() == 1:
@@ -509,7 +507,7 @@ def _scale_numbers(
         if wrong.any():
             yield "scales that are no numbers", f"{int(wrong.sum())} of {values.numel()} in {suffix} are {words}"
     zeros = int((values == 0).sum())
-    if zeros and (suffix in _GLOBAL_SCALES or values.numel() == 1):
+    if zeros and (suffix in GLOBAL_SCALES or values.numel() == 1):
         yield "global scale of 0", f"{suffix} is 0: every weight would be"
     elif zeros:
         yield "zero scales", f"{zeros} of {values.numel()} in {suffix}: their blocks are zeros"
@@ -519,9 +517,9 @@ def _scale_numbers(
         least, most = (1 / high, 1 / low) if suffix == "input_global_scale" else (low, high)
         if least < 1 / ACTIVATIONS or most > ACTIVATIONS:
             yield "no activations'", f"{suffix} is {high:.3g}"
-    elif sound and suffix not in _GLOBAL_SCALES and float(values.max()) > LARGEST:
+    elif sound and suffix not in GLOBAL_SCALES and float(values.max()) > LARGEST:
         yield "too large", f"{suffix} is up to {float(values.max()):.3g}"
-    if suffix in _GLOBAL_SCALES and values.numel() and torch.isfinite(values).all():
+    if suffix in GLOBAL_SCALES and values.numel() and torch.isfinite(values).all():
         decoder = 1 / values.max() if suffix == "weight_global_scale" else values.max()
         largest = float(decoder) * 2688  # 448 · 6, the largest weight where scales are as nvfp4 has them
         if largest > _LARGEST_WEIGHT:
@@ -557,7 +555,7 @@ def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
 
 def _missing_input_scale(model: ModelFile, layer: FileLayer) -> Iterator[Fault]:
     row = model.rules.row(layer)
-    if row is None or not layer.parts.keys().isdisjoint(_SCALES_OF_X):
+    if row is None or not layer.parts.keys().isdisjoint(_OF_X):
         return
     if row.input_scale == "required" or "input_scale" in row.needs:
         what = f"{row.name} of {model.dialect} needs one ({row.read_by or 'its readers'})"
@@ -666,10 +664,8 @@ _ALIKE = 0.9  # the least cosine of a weight that was tuned
 _CAST = 0.004  # error of a bias or norm that was in another 16-bit dtype: twice that of bf16
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.")
 _E8M0_LARGEST = 127 + 20  # 2^20, as LARGEST
-_SCALES_OF_X = ("input_scale", "input_global_scale", "_weight_act_per_tensor_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale", "scale_input")
 _OF_X = (*_INPUT_SCALES, "activation_scale", "_weight_act_per_tensor_scale")
-_GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale"),
     *("scale_weight", "scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale"),

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import FLOATS, Decoded, Plain, Row, Tensors, native
+from fluxq.quantize.exchange.layer import Decoded, Plain
 from fluxq.quantize.exchange.marks import Headers, by_tensor
+from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, native
 from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
 
 
@@ -29,18 +30,17 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if "scale_weight" in held:
         scale = held.scale("scale_weight", FLOATS, (), (1,), (shape[0], 1)).float()
         scale = scale if scale.ndim == 2 else scale.reshape(())
-    done, given = held.bias(shape[0]), {}
+    done = held.bias(shape[0])
     if "scale_input" in held:
         x_scale = held.scale("scale_input", FLOATS, (), (1,)).float().reshape(())
-        given = {} if x_scale == 1 else {"input_scale": x_scale}  # ComfyUI drops a 1 too
+        done |= {} if x_scale == 1 else {"input_scale": x_scale}  # ComfyUI drops a 1 too
     held.finish()
     if weight.dtype == torch.float8_e5m2:
         return Plain(weight.float() * scale, done.get("bias"), "it is E5M2")
     if scale.ndim:
         return Plain(weight.float() * scale, done.get("bias"), "it has a scale for each row, and ComfyUI's have one")
     row = ROWS[1] if entry.get("scaled_fp8", 2) == 2 else ROWS[0]
-    done |= {"weight": weight, "weight_scale": scale}
-    return native(row, shape, done, given) if row.activations is None else native(row, shape, done | given)
+    return native(row, shape, done | {"weight": weight, "weight_scale": scale})
 
 
 ROWS = (Row("scaled_fp8", "fp8_tensor", "fp8_tensor", input_scale="optional"), Row("scaled_fp8", "fp8_tensor", None))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from fluxq.base.tensors import Stored
-from fluxq.recipes.family import Family
+from fluxq.base.tensors import Stored, TensorFile
+from fluxq.base.tensors import by_tensor as file_of_each
+from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.recipes.formats import Scheme
 
 NATIVE, PLAIN = "fluxq", "16 bit"  # beside the keys of DIALECTS
 CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
+GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 FLOATS = ("BF16", "F16", "F32", "F64")
 _LONGEST = 1 << 12  # bytes of JSON in a tensor; they are some dozens or hundreds
 _CODED = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
@@ -43,33 +45,31 @@ class FileLayer:
         return sum(stored.nbytes for suffix, stored in self.stored.items() if names[suffix] not in left_out)
 
 
-class Headers(Protocol):
-    """The facts of a file that a dialect may ask for: `ModelFile` in files.py."""
+class Headers:
+    """The facts of a model's files that a dialect may ask for; `ModelFile` in files.py says what they are."""
 
-    path: Path
-    container: str
-    config: dict[str, Any]
-    metadata: dict[str, str]
-    stored: dict[str, Stored]
     groups: dict[str, dict[str, str]]
     layers: dict[str, FileLayer]
     faults: dict[str, str]
     schemes: dict[str, Scheme]
 
+    def __init__(
+        self, path: Path, files: Sequence[TensorFile | GGUFFile], container: str, config: dict[str, Any]
+    ) -> None:
+        self.path, self.container, self.config = path, container, config
+        self._files = file_of_each(files)
+        self.metadata = {key: text for file in files for key, text in file.metadata().items()}
+        self.stored = {name: file.stored[name] for name, file in self._files.items()}
+
     @property
     def quantization(self) -> dict[str, Any]:
         """`quantization_config` of config.json."""
-        ...
-
-    @property
-    def family(self) -> Family | None: ...
-
-    @property
-    def names(self) -> str: ...
+        said = self.config.get("quantization_config")
+        return said if isinstance(said, dict) else {}
 
     def read(self, name: str) -> Tensor:
         """A tensor, in memory of its own."""
-        ...
+        return self._files[name].get_tensor(name)
 
 
 Mark = Callable[[Headers], str]  # what tells a dialect, in words; "" where nothing does
@@ -119,11 +119,6 @@ def matrix_shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tupl
     """(N, K) of a layer whose codes lie row by row, two of 4 bits to a byte."""
     _, codes, rows, columns = codes_of(stored)
     return rows, columns * 2 if codes.dtype == "U8" else columns
-
-
-def no_entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """The entry of a layer of which a file says nothing beside its tensors."""
-    return {}
 
 
 def format_in_entry(layer: FileLayer) -> str:

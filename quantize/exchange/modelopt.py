@@ -26,22 +26,12 @@ from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
 from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange.containers import pipeline_writer
-from fluxq.quantize.exchange.dialect import Dialect, Looks
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.fp8_blocks import read_blocks
-from fluxq.quantize.exchange.layer import (
-    FLOATS,
-    Decoded,
-    Encoded,
-    Plain,
-    QuantTensors,
-    Row,
-    Tensors,
-    named_row,
-    native,
-    row_for,
-)
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import scaled
 from fluxq.quantize.exchange.marks import Headers, by_config, codes_of, guess_word, matrix_shape
+from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, row_for
 from fluxq.recipes.formats import ELEMENTS, find_format
 
 
@@ -49,8 +39,6 @@ def encode(layer: QuantTensors) -> Encoded:
     """Tensors of a layer and its entry in `quantized_layers`; ValueError that says why there is no format for it."""
     row, notes = row_for(layer, ROWS, "modelopt")
     tensors = {**layer.tensors, **{name: layer.beside[name] for name in row.needs}}
-    if tensors.get("weight_scale_2", torch.tensor(0)).ndim:
-        raise ValueError("modelopt: nvfp4 has one global scale; split the fused layer first")
     entry: dict[str, Any] = {"quant_algo": row.name}
     if row.name in _GROUPED:
         entry["group_size"] = layer.scheme.weights.group_size
@@ -95,10 +83,8 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
             sizes = (size, (1,)) if size == () else (size, (*size, 1)) if len(size) == 1 else (size,)
             taken = (held.take if is_codes else held.scale)(name, dtype, *sizes)
             done[name] = taken.reshape(size)
-    beside: dict[str, Tensor] = {}
     if "input_scale" in held:
-        target = beside if row.input_scale == "none" else done
-        target["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
+        done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
     if row.name in _ALWAYS_SMOOTH or (row.smooth and "pre_quant_scale" in held):
         done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (k,))
     if row.low_rank:
@@ -110,7 +96,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if row.name in _ALWAYS_SMOOTH and (done["pre_quant_scale"] == 1).all():
         del done["pre_quant_scale"]
     held.finish()
-    return native(row, shape, done, beside)
+    return native(row, shape, done)
 
 
 def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version: str) -> dict[str, Any]:
@@ -122,8 +108,6 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
     each block's with it: a name that is part of a quantized layer's is written as a pattern of the whole, `proj_out*`,
     which SGLang matches too. Of patterns it knows the asterisk alone.
     """
-    if not entries:
-        raise ValueError("modelopt: no layer is quantized")
     kinds = list(dict.fromkeys(tuple(sorted(entry.items())) for entry in entries.values()))
     one = dict(next(iter(entries.values()))) if len(kinds) == 1 else {"quant_algo": "MIXED_PRECISION"}
     described: dict[str, Any] = {}
@@ -206,10 +190,6 @@ def _by_producer(model: Headers) -> str:
     producer = model.quantization.get("producer")
     name = producer.get("name") if isinstance(producer, dict) else None
     return "config.json names modelopt as producer" if name == "modelopt" else ""
-
-
-def _looks(looks: Looks) -> bool:
-    return not looks.original and looks.scales in ("matrix", "one level", "undecided")
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
@@ -295,7 +275,7 @@ DIALECT = Dialect(
     decode,
     marks=(by_config(*_METHODS), _by_producer),
     methods=_METHODS,
-    looks=_looks,
+    looks=lambda looks: not looks.original and looks.scales in ("matrix", "one level", "undecided"),
     entry=_entry,
     shape=_shape,
     removed=("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "input_scale"),

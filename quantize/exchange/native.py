@@ -26,7 +26,7 @@ from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import QuantPointwise
 from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
-from fluxq.quantize.exchange.layer import QuantTensors
+from fluxq.quantize.exchange.layer import QuantTensors, all_equal
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
 from fluxq.recipes.computing import quantization_of
@@ -230,7 +230,7 @@ class NativeComponent:
         for suffix, neutral in (("pre_quant_mean", 0.0), ("pre_quant_scale", 1.0)):
             held = [self.small(name, suffix) for name in quantized]
             first = next((v for v in held if v is not None), None)
-            if any((v is None) != (first is None) or not _same(v, first) for v in held):
+            if first is not None and not all_equal(held):
                 return "Linears that share its input have other means or factors"
             k = self.shapes[quantized[0]][1]
             vectors.append(torch.full((k,), neutral, dtype=torch.float32) if first is None else first.float())
@@ -255,7 +255,3 @@ def _folded_bias(bias: Tensor, fold: Fold) -> Tensor:
     bias[fold.shift] = fold.factors * (bias[fold.shift] - fold.mean)
     bias[fold.scale] = fold.factors * (bias[fold.scale] + 1) - 1
     return bias
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is None or b is None or torch.equal(a, b)

@@ -29,20 +29,10 @@ from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import pack, unpack
 from fluxq.quantize.exchange.containers import pipeline_writer
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import (
-    Decoded,
-    Encoded,
-    Plain,
-    QuantTensors,
-    Row,
-    Tensors,
-    native,
-    positive,
-    row_for,
-    without_idle_ranks,
-)
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors, without_idle_ranks
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import FileLayer, by_config, by_tensor, codes_of, matrix_shape
+from fluxq.quantize.exchange.rows import Row, Tensors, native, positive, row_for
 from fluxq.recipes.formats import ELEMENTS
 
 GELU_SHIFT = 0.171875  # what nunchaku's kernel adds behind GELU, so that 4-bit codes without a sign hold it
@@ -376,7 +366,7 @@ _READER = "nunchaku, diffusers"
 _SVDQ: dict[str, Any] = {"smooth": True, "low_rank": True, "multiples": (128, 128), "factors_stay": True}
 ROWS = (
     Row("svdq_w4a4 int4", "int4", "int4", read_by=_READER, **_SVDQ),
-    Row("svdq_w4a4 nvfp4", "nvfp4", "nvfp4", input_scale="optional", read_by=_READER, **_SVDQ),
+    Row("svdq_w4a4 nvfp4", "nvfp4", "nvfp4", input_scale="optional", row_scales=True, read_by=_READER, **_SVDQ),
     Row("awq_w4a16", "int4", None, multiples=(4, 64), read_by=_READER),
 )
 

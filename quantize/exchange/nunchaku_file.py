@@ -21,12 +21,12 @@ from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Unit, Units
-from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, all_equal
 from fluxq.quantize.exchange.layouts import concatenated
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Family
+from fluxq.recipes.keymaps import Joined
 
 _MODEL_CLASS = "NunchakuFluxTransformer2dModel"
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
@@ -112,7 +112,8 @@ def side_by_side(first: Decoded, rest: Decoded) -> Decoded:
     schemes = [replace(layer.scheme, rank=0, smooth=False) for layer in (first, rest)]
     if schemes[0] != schemes[1]:
         return _dense(first, rest, f"its columns are {first.scheme} and {rest.scheme}")
-    if not _same(first, rest, "weight_scale_2"):
+    scales = [layer.tensors.get("weight_scale_2") for layer in (first, rest)]
+    if any(scale is not None for scale in scales) and not all_equal(scales):
         return _dense(first, rest, "its columns have two global scales, where a layer of ours has one")
     tensors = {name: tensor for name, tensor in rest.tensors.items() if name not in (*LOW_RANK, "bias")}
     for name in ("weight", "weight_scale"):
@@ -141,7 +142,7 @@ def _low_rank(first: QuantTensors, rest: QuantTensors) -> dict[str, Tensor]:
     dtype, both = pairs[0].tensors[name_a].dtype, (first, rest)
     a = [layer.tensors.get(name_a, torch.zeros(0, layer.shape[1], dtype=dtype)).to(dtype) for layer in both]
     b = [layer.tensors.get(name_b, torch.zeros(layer.shape[0], 0, dtype=dtype)).to(dtype) for layer in both]
-    if b[0].shape == b[1].shape and torch.equal(*b):
+    if all_equal(b):
         return {name_a: torch.cat(a, dim=1), name_b: b[0]}
     return {name_a: torch.block_diag(*a), name_b: torch.cat(b, dim=1)}
 
@@ -158,11 +159,6 @@ def _dense(first: Decoded, rest: Decoded, why: str) -> Plain:
     pairs = [first.collapsed(), rest.collapsed()]
     added = _sum([bias.detach() for _, bias in pairs if bias is not None])
     return Plain(torch.cat([weight.float() for weight, _ in pairs], dim=1), added.get("bias"), why)
-
-
-def _same(first: QuantTensors, rest: QuantTensors, name: str) -> bool:
-    a, b = first.tensors.get(name), rest.tensors.get(name)
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def columns_of(layer: QuantTensors, which: Literal["first", "rest"]) -> QuantTensors:
@@ -221,10 +217,6 @@ def _regroup(model: Headers) -> None:
         )
 
 
-def _identify(model: Headers) -> tuple[Family, str] | None:
-    return (FAMILIES["flux"], DIALECT.names) if all(parts_of(name) for name in model.layers) else None
-
-
 def _parts(name: str) -> tuple[str, ...]:
     """Return the names in diffusers of a tensor."""
     module, _, suffix = name.rpartition(".")
@@ -233,8 +225,6 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _refuse(model: Headers) -> str:
-    if model.names == DIALECT.names:
-        return ""
     foreign = next(name for name in model.layers if not parts_of(name))
     return (
         f"{foreign} is no layer of nunchaku's FLUX.1, and of its single files only those are read; get the model as a "
@@ -248,7 +238,7 @@ def _units(source: NativeComponent) -> Units:
     units = [Unit(name, parts, own=row) for name, parts, row in rows_of(source.linears)]
     taken = {part for unit in units for part in unit.parts}
     plain = [name for name in source.plain if name.rpartition(".")[0] not in taken]
-    return units, {plain_name(name): ((name,), "as they are") for name in plain}
+    return units, [Joined(plain_name(name), (name,)) for name in plain]
 
 
 def _arrange(layer: QuantTensors, own: OwnLinear) -> QuantTensors:
@@ -268,7 +258,7 @@ DIALECT = Dialect(
     shape=nunchaku.shape_of,
     format_of=nunchaku.format_of,
     regroup=_regroup,
-    identify=_identify,
+    identify=lambda model: (FAMILIES["flux"], DIALECT.names) if all(map(parts_of, model.layers)) else None,
     parts_of=_parts,
     config_key="config",
     refuse=_refuse,

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.files import ModelFile
-from fluxq.quantize.exchange.layer import FLOATS, Decoded, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, in_order, padded, padded_tiles, swap_nibbles, unblock_scales
-from fluxq.quantize.exchange.marks import FileLayer
+from fluxq.quantize.exchange.marks import CODES, GLOBAL_SCALES, FileLayer
+from fluxq.quantize.exchange.rows import FLOATS
 from fluxq.recipes.keymaps import Joined
 
 WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places
@@ -186,12 +187,10 @@ class _Rows:
     def _window(
         self, tensors: dict[str, Tensor], shape: tuple[int, int], repairs: tuple[str, ...]
     ) -> tuple[Tensor, Tensor | None] | None:
-        mended: dict[str, Tensor] | None = tensors
-        for name in repairs:
-            mended = REPAIRS[name].mend(mended, self.model.rules, shape)
-            if mended is None:
-                return None
-        found = self.model.decode(self.layer, mended, shape)
+        done = mended(tensors, repairs, self.model.rules, shape)
+        if done is None:
+            return None
+        found = self.model.decode(self.layer, done, shape)
         self.found = self.found or found
         return found.collapsed()
 
@@ -581,9 +580,7 @@ def part_sizes(joined: Joined, n: int, k: int) -> list[int]:
 
 # --- repairs
 
-_CODES = ("weight", "qweight", "weight_packed", "_weight_qdata")
 _BLOCK_SCALES = ("weight_scale", "_weight_scale", "wscales")
-_GLOBALS = ("weight_scale_2", "weight_global_scale", "_weight_per_tensor_scale")
 _NOT_BY_ROWS = (
     "weight_g_idx",
     *("svdquant_lora_a", "pre_quant_scale", "pre_quant_mean", "deflate_basis", "comfy_quant", "_weight_act_pre_scale"),
@@ -591,12 +588,22 @@ _NOT_BY_ROWS = (
 )
 
 
+def mended(
+    tensors: Mapping[str, Tensor], repairs: Sequence[str], dialect: Dialect, shape: tuple[int, int]
+) -> dict[str, Tensor] | None:
+    """Tensors of a layer (N, K) = shape after some of REPAIRS; None where it has nothing of the kind of one."""
+    done: dict[str, Tensor] | None = dict(tensors)
+    for name in repairs:
+        done = None if done is None else REPAIRS[name].mend(done, dialect, shape)
+    return done
+
+
 def _held(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensors[name]) for name in names if name in tensors)
 
 
 def _swap(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, codes in _held(tensors, _CODES):
+    for name, codes in _held(tensors, CODES):
         if codes.dtype == torch.uint8 and codes.ndim == 2 and dialect.has_nibbles:
             return {**tensors, name: swap_nibbles(codes)}
     return None
@@ -611,7 +618,7 @@ def _blocks(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[str,
 
 
 def _is_two_level(tensors: Mapping[str, Tensor]) -> bool:
-    return any(name in tensors for name in _GLOBALS) or any(
+    return any(name in tensors for name in GLOBAL_SCALES) or any(
         scale.dtype == torch.float8_e4m3fn for _, scale in _held(tensors, _BLOCK_SCALES)
     )
 
@@ -659,7 +666,7 @@ def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int])
 
 
 def _invert_global(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, value in _held(tensors, _GLOBALS):
+    for name, value in _held(tensors, GLOBAL_SCALES):
         return {**tensors, name: 1 / value} if value.dtype in FLOATS else None
     return None
 
@@ -673,7 +680,7 @@ def _invert(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]
 
 def _widen(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in 16 bit that the dialect has in fp32."""
-    names = [n for n in (*_GLOBALS, "weight_scale", "input_scale") if n in tensors]
+    names = [n for n in (*GLOBAL_SCALES, "weight_scale", "input_scale") if n in tensors]
     narrow = [n for n in names if tensors[n].dtype in (torch.bfloat16, torch.float16)]
     return {**tensors, **{n: tensors[n].float() for n in narrow}} if narrow else None
 

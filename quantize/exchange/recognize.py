@@ -123,10 +123,6 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     return {"scheme": str(scheme), "name": name}
 
 
-def _never(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
-    raise ValueError("nothing is decoded in 16 bit")
-
-
 _OURS = Dialect(
     NATIVE,
     "a checkpoint of fluxq",
@@ -136,7 +132,7 @@ _OURS = Dialect(
     has_codes=partial(has_codes, sizes=(2, 3)),  # text encoders' are (N, K, 1)
     entry=_entry,
 )
-_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _never, has_codes=lambda stored: False)
+_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _decode, has_codes=lambda stored: False)
 RULES = {dialect.name: dialect for dialect in (*DIALECTS.values(), _OURS, _IN_16_BIT)}
 _BY_MARK = tuple(reversed([*DIALECTS.values(), _OURS]))  # the last is the surest
 _OTHERS = (  # programs whose layers are not read here, by what follows a layer's name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,19 +25,6 @@ class Base:
             raise ValueError(f"{model.path}: is quantized itself ({model.dialect}); give the 16-bit model as base")
         self.model = model
         self._held = {part: (name, whole) for name, whole in model.joined.items() for part in whole.parts}
-
-    @property
-    def names(self) -> set[str]:
-        """Of its tensors in diffusers."""
-        return set(self._held)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor of the file that holds one of `names`."""
-        return tuple(self.model.stored[self._held[name][0]].shape)
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor of the file that holds one of `names`."""
-        return self.model.read(self._held[name][0])
 
     @classmethod
     def of(cls, path: Path, component: str, model: ModelFile) -> Base:
@@ -78,11 +66,22 @@ class Base:
             return None
         return in_order((torch.cat(parts) if len(parts) > 1 else parts[0]).float(), joined.order)
 
+    def lacking(self, held: set[str]) -> Iterator[str]:
+        """Names in diffusers of its tensors of numbers that are neither among `held` nor tied to one that is."""
+        for name in self._held.keys() - held:
+            tensor = self._tensor(name)
+            alike = (n for n in self._held.keys() & held if self.model.stored[self._held[n][0]].shape == tensor.shape)
+            if tensor.is_floating_point() and not any(torch.equal(tensor, self._tensor(other)) for other in alike):
+                yield name
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.model.read(self._held[name][0])
+
     def part(self, name: str, k: int) -> Tensor:
         """The tensor, a weight as (N, K), of one module of diffusers, cut out of the original where that joins it."""
         if name not in self._held:
             raise ValueError(f"the base has no {name}")
-        tensor, (_, whole) = self.tensor(name), self._held[name]
+        tensor, (_, whole) = self._tensor(name), self._held[name]
         if tensor.ndim > 2:  # convolutions, some of which a file holds as matrices
             tensor = tensor.reshape(tensor.shape[0], -1)
         tensor = in_order(tensor, whole.order)

@@ -26,21 +26,10 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import pipeline_writer
 from fluxq.quantize.exchange.dialect import Dialect
-from fluxq.quantize.exchange.layer import (
-    FLOATS,
-    Decoded,
-    Encoded,
-    Plain,
-    QuantTensors,
-    Read,
-    Row,
-    Tensors,
-    native,
-    positive,
-    row_for,
-)
+from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors, Read
 from fluxq.quantize.exchange.layouts import block_scales, padded, scaled, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_config, by_tensor, json_object
+from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, native, positive, row_for
 
 _PREFIX = "_weight_"
 
@@ -52,8 +41,6 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
     """
     row, notes = row_for(layer, ROWS, "torchao")
     tensors, (n, k) = dict(layer.tensors), layer.shape
-    if tensors.get("weight_scale_2", torch.tensor(0)).ndim:
-        raise ValueError("torchao: an NVFP4Tensor has one global scale; split the fused layer first")
     bias = {"bias": tensors["bias"]} if "bias" in tensors else {}
     parts: dict[str, Tensor] = {"qdata": tensors["weight"], "scale": tensors["weight_scale"]}
     if row.name in ("Float8Tensor", "Int8Tensor"):
@@ -165,8 +152,6 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str]) -> dict[
     """`quantization_config` of config.json. diffusers takes one torchao configuration for a model, that of most layers;
     what each weight is stands in the header. entries: by layer; ignore: modules in 16 bit.
     """
-    if not entries:
-        raise ValueError("torchao: no layer is quantized")
     kinds = Counter(json.dumps(_config_of(entry)) for entry in entries.values())
     kind, _ = kinds.most_common(1)[0]
     return {"quant_method": "torchao", "quant_type": {"default": json.loads(kind)}, "modules_to_not_convert": ignore}
@@ -178,59 +163,54 @@ def _tiles(rows: int, groups: int) -> tuple[int, int]:
 
 
 def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str, Tensor]) -> dict[str, Any]:
-    weights, rounds_x = layer.scheme.weights, layer.scheme.activations is not None
-    name, (n, k) = row.name, layer.shape
-    compute = _dtype(str(dtype).removeprefix("torch."))
+    name, (n, k), per_row = row.name, layer.shape, row.weights == "fp8"
+    compute, blocked = _dtype(str(dtype).removeprefix("torch.")), {"is_swizzled_scales": True}
     if name == "Float8Tensor":
-        per_row = weights.name == "fp8"
-        matmul = {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False}
+        matmul = _object("Float8MMConfig", emulate=False, use_fast_accum=True, pad_inner_dim=False)
         said = {
             "block_size": [1 if per_row else n, k],
-            "mm_config": _object("Float8MMConfig", matmul) if rounds_x else None,
-            "act_quant_kwargs": _fp8_activations(per_row) if rounds_x else None,
+            "mm_config": matmul if row.activations else None,
+            "act_quant_kwargs": _object(
+                "QuantizeTensorToFloat8Kwargs",
+                float8_dtype=_E4M3,
+                granularity=_object("PerRow", dim=-1) if per_row else _object("PerTensor"),
+                mm_config=None,
+                hp_value_lb=None,
+                hp_value_ub=None,
+                kernel_preference=_AUTO,
+            ),
             "kernel_preference": _AUTO,
             "dtype": compute,
         }
     elif name == "Int8Tensor":
-        symmetric = _object("MappingType", "SYMMETRIC")
-        kwargs = {"granularity": _PER_ROW, "mapping_type": symmetric, "reduce_range": False}
+        grain: dict[str, Any] = {"granularity": _object("PerRow", dim=-1), "mapping_type": _SYMMETRIC}
         said = {
-            "act_quant_kwargs": _object("QuantizeTensorToInt8Kwargs", kwargs) if rounds_x else None,
+            "act_quant_kwargs": _object("QuantizeTensorToInt8Kwargs", **grain, reduce_range=False),
             "reduce_range": False,
             "block_size": [1, k],
             "dtype": compute,
         }
     elif name == "MXTensor":
-        element = _dtype("float8_e4m3fn" if weights.name == "mxfp8" else "float4_e2m1fn_x2")
-        kwargs = {
-            "elem_dtype": element,
-            "block_size": 32,
-            "scaling_mode": _object("ScaleCalculationMode", "RCEIL"),
-            "kernel_preference": _AUTO,
-            "is_swizzled_scales": True,
-        }
+        element = {"elem_dtype": _E4M3 if row.weights == "mxfp8" else _dtype("float4_e2m1fn_x2"), "block_size": 32}
+        rounding = {"scaling_mode": _RCEIL, "kernel_preference": _AUTO}
         said = {
-            "elem_dtype": element,
-            "block_size": 32,
+            **element,
             "orig_dtype": compute,
             "kernel_preference": _AUTO,
-            "act_quant_kwargs": _object("QuantizeTensorToMXKwargs", kwargs),
-            "is_swizzled_scales": True,
+            "act_quant_kwargs": _object("QuantizeTensorToMXKwargs", **element, **rounding, **blocked),
+            **blocked,
         }
     else:
-        kwargs = {
-            "block_size": 16,
-            "is_swizzled_scales": True,
-            "use_triton_kernel": False,
-            "use_dynamic_per_tensor_scale": not layer.scheme.static_input,
-        }
+        blocked |= {"use_triton_kernel": False}
+        dynamic = {"use_dynamic_per_tensor_scale": not layer.scheme.static_input}
         said = {
-            "is_swizzled_scales": True,
-            "use_triton_kernel": False,
-            "act_quant_kwargs": _object("QuantizeTensorToNVFP4Kwargs", kwargs) if rounds_x else None,
+            **blocked,
+            "act_quant_kwargs": _object("QuantizeTensorToNVFP4Kwargs", block_size=16, **blocked, **dynamic),
             "block_size": 16,
             "orig_dtype": compute,
         }
+    if row.activations is None:
+        said["act_quant_kwargs"] = None
     return {"_type": name, "_data": said, "_tensor_data_names": [part for part in _PARTS if part in parts]}
 
 
@@ -238,80 +218,58 @@ def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration under which torchao makes tensors like this one."""
     name, said = entry["_type"], entry["_data"]
     kwargs = said["act_quant_kwargs"]
+    inductor = {"set_inductor_config": True}
     if name == "Float8Tensor":
         per_row = said["block_size"][0] == 1
-        grain = _object("PerRow", {"dim": -1}, 1) if per_row else _object("PerTensor", {}, 1)
+        grain = _object("PerRow", 1, dim=-1) if per_row else _object("PerTensor", 1)
         if kwargs is None:
-            data = {"weight_dtype": _dtype("float8_e4m3fn"), "set_inductor_config": True, "granularity": grain}
-            return _object("Float8WeightOnlyConfig", data, 2)
-        data = {
-            "activation_dtype": _dtype("float8_e4m3fn"),
-            "weight_dtype": _dtype("float8_e4m3fn"),
-            "granularity": [grain, grain],
-            "packing_format": _object("Float8PackingFormat", "PLAIN"),
-            "mm_config": _object("Float8MMConfig", said["mm_config"]["_data"], 1),
-            "activation_value_lb": None,
-            "activation_value_ub": None,
-            "kernel_preference": _AUTO,
-            "set_inductor_config": True,
-            "alg_id": 0,
-        }
-        return _object("Float8DynamicActivationFloat8WeightConfig", data, 2)
+            return _object("Float8WeightOnlyConfig", 2, weight_dtype=_E4M3, **inductor, granularity=grain)
+        return _object(
+            "Float8DynamicActivationFloat8WeightConfig",
+            2,
+            activation_dtype=_E4M3,
+            weight_dtype=_E4M3,
+            granularity=[grain, grain],
+            packing_format=_word("Float8PackingFormat", "PLAIN"),
+            mm_config=_object("Float8MMConfig", 1, **said["mm_config"]["_data"]),
+            activation_value_lb=None,
+            activation_value_ub=None,
+            kernel_preference=_AUTO,
+            **inductor,
+            alg_id=0,
+        )
     if name == "Int8Tensor":
-        grain = _object("PerRow", {"dim": -1}, 1)
+        grain = {"granularity": _object("PerRow", 1, dim=-1), **inductor}
         if kwargs is None:
-            data = {"group_size": None, "granularity": grain, "set_inductor_config": True}
-            return _object("Int8WeightOnlyConfig", data, 2)
-        data = {
-            "act_mapping_type": _object("MappingType", "SYMMETRIC"),
-            "weight_only_decode": False,
-            "granularity": grain,
-            "set_inductor_config": True,
-            "reduce_range": False,
-        }
-        return _object("Int8DynamicActivationInt8WeightConfig", data, 2)
+            return _object("Int8WeightOnlyConfig", 2, group_size=None, **grain)
+        mapping = {"act_mapping_type": _SYMMETRIC, "weight_only_decode": False}
+        return _object("Int8DynamicActivationInt8WeightConfig", 2, **mapping, **grain, reduce_range=False)
     if name == "MXTensor":
-        data = {
-            "block_size": 32,
-            "activation_dtype": said["elem_dtype"],
-            "weight_dtype": said["elem_dtype"],
-            "kernel_preference": _AUTO,
-            "scaling_mode": _object("ScaleCalculationMode", "RCEIL"),
-        }
-        return _object("MXDynamicActivationMXWeightConfig", data, 1)
+        dtypes = {f"{of}_dtype": said["elem_dtype"] for of in ("activation", "weight")}
+        rounding = {"kernel_preference": _AUTO, "scaling_mode": _RCEIL}
+        return _object("MXDynamicActivationMXWeightConfig", 1, block_size=32, **dtypes, **rounding)
     if kwargs is None:
-        return _object("NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": True}, 1)
-    data = {
-        "use_triton_kernel": False,
-        "use_dynamic_per_tensor_scale": kwargs["_data"]["use_dynamic_per_tensor_scale"],
-        "step": None,
-    }
-    return _object("NVFP4DynamicActivationNVFP4WeightConfig", data, 1)
+        return _object("NVFP4WeightOnlyConfig", 1, use_dynamic_per_tensor_scale=True)
+    same = {key: kwargs["_data"][key] for key in ("use_triton_kernel", "use_dynamic_per_tensor_scale")}
+    return _object("NVFP4DynamicActivationNVFP4WeightConfig", 1, **same, step=None)
 
 
-def _fp8_activations(per_row: bool) -> dict[str, Any]:
-    data = {
-        "float8_dtype": _dtype("float8_e4m3fn"),
-        "granularity": _PER_ROW if per_row else _object("PerTensor", {}),
-        "mm_config": None,
-        "hp_value_lb": None,
-        "hp_value_ub": None,
-        "kernel_preference": _AUTO,
-    }
-    return _object("QuantizeTensorToFloat8Kwargs", data)
-
-
-def _object(name: str, data: Any, version: int | None = None) -> dict[str, Any]:
+def _object(name: str, version: int | None = None, **data: Any) -> dict[str, Any]:
     """An object as torchao writes it; configurations have a version."""
     return {"_type": name, **({} if version is None else {"_version": version}), "_data": data}
 
 
+def _word(name: str, value: str) -> dict[str, Any]:
+    """One of an enumeration's values."""
+    return {"_type": name, "_data": value}
+
+
 def _dtype(name: str) -> dict[str, Any]:
-    return _object("torch.dtype", name)
+    return _word("torch.dtype", name)
 
 
-_AUTO = _object("KernelPreference", "AUTO")
-_PER_ROW = _object("PerRow", {"dim": -1})
+_AUTO, _E4M3 = _word("KernelPreference", "AUTO"), _dtype("float8_e4m3fn")
+_SYMMETRIC, _RCEIL = _word("MappingType", "SYMMETRIC"), _word("ScaleCalculationMode", "RCEIL")
 _PARTS = ("zero_point", "act_pre_scale", "per_tensor_scale", "act_per_tensor_scale", "qdata", "scale")
 _READER = "diffusers"
 ROWS = (

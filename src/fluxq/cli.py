@@ -1,6 +1,6 @@
 """The `fluxq` command: each subcommand parses, calls one function of jobs/ and prints.
 
-Exit codes: 0 done, 1 something failed while working, 2 what was asked for cannot work, 130 interrupted. Results go to
+Exit codes: 0 done, 1 something failed while working, 2 the request cannot work, 130 interrupted. Results go to
 stdout, everything else to stderr. Heavy imports happen inside the commands, so that `--help` is instant.
 """
 
@@ -21,7 +21,7 @@ _SIGNALLED = 128  # and the number of the signal, as shells have it
 
 
 class _Commands(click.Group):
-    """Lists commands by what they are for, with whole summaries."""
+    """Lists of commands by purpose, with whole summaries."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, commands in _SECTIONS.items():
@@ -60,17 +60,14 @@ for _command in (command for commands in _SECTIONS.values() for command in comma
 
 
 def _meant(error: click.NoSuchOption) -> str:
-    """Return what an unknown option was meant to be; "" if nothing is near.
-
-    That is an argument, a recipe, or an option that is spelt much like it.
-    """
+    """Return the argument, recipe or option that an unknown option was meant to be; "" if none is near."""
     parameters = error.ctx.command.params if error.ctx else []
-    known = [name for each in parameters for name in (*each.opts, each.metavar or each.name.upper())]
+    names = [name for each in parameters for name in (*each.opts, each.metavar or each.name.upper())]
     meant = _ELSEWHERE.get(error.option_name, "")
-    if meant and meant.split()[0] in known:
+    if meant and meant.split()[0] in names:
         return meant
-    known = [name for name in known if name.startswith("-")]
-    near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.82)
+    names = [name for name in names if name.startswith("-")]
+    near = difflib.get_close_matches(error.option_name, names, n=1, cutoff=0.82)
     return near[0] if near else ""
 
 
@@ -86,12 +83,12 @@ _ELSEWHERE = {
 
 
 def main() -> None:
-    """Entry point: turns exceptions into one message and an exit code."""
+    """Run the command line: turn exceptions into one message and an exit code."""
     ended: list[int] = []
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal of another encoding shows `?` for a sign that it lacks
+        if isinstance(stream, io.TextIOWrapper):  # in another encoding a terminal shows `?` for signs that it lacks
             stream.reconfigure(errors="replace")
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: what was begun is tidied up, what is done is kept
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: unfinished work is tidied up, finished work is kept
         number = getattr(signal, name, None)  # a system may have none, and nohup has this one ignored
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: (ended.append(number), signal.default_int_handler(number, _)))
@@ -107,7 +104,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt) as error:
-        if isinstance(error.__cause__, EOFError):  # which click takes for an answer that did not come
+        if isinstance(error.__cause__, EOFError):  # click's sign of an answer that did not come
             raise error.__cause__ from None
         kept = "every output, and what interrupted runs had done before, is as it was or whole"
         click.echo(f"interrupted; {_note(error) or kept}", err=True)
@@ -115,9 +112,9 @@ def main() -> None:
 
 
 def _note(error: BaseException | None) -> str:
-    """Return what was noted of an interruption, or of one that it interrupted in turn."""
+    """Return the note of an interruption, or of one that it interrupted in turn; "" without one."""
     while error is not None:
         if notes := getattr(error, "__notes__", None):
             return notes[0]
-        error = error.__cause__ or error.__context__  # click raises its Abort from what Ctrl-C raised
+        error = error.__cause__ or error.__context__  # click raises its Abort from Ctrl-C's exception
     return ""

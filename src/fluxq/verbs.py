@@ -1,6 +1,6 @@
 """Python's forms of `fluxq quantize`, `fluxq calibrate` and `fluxq eval`.
 
-Each verb checks what it is given as its command does, shows the same progress and returns a value. Errors are
+Each verb checks its arguments as its command does, shows the same progress and returns a value. Errors are
 ValueError and FileNotFoundError for requests that cannot work, RuntimeError and OSError for work that failed.
 
 A pipeline in memory is written beside the output first, in its own dtype, and that copy is removed at the end:
@@ -42,11 +42,11 @@ class Checkpoint:
 
     @property
     def passed(self) -> bool | None:
-        """The closing check's verdict: no NaN, and every gate of the recipe held; None if there was no check."""
+        """Verdict of the closing check: no NaN, and every gate of the recipe held; None if there was no check."""
         return self.record.check and self.record.check.passed
 
     def load(self, **arguments: Any) -> DiffusionPipeline:
-        """Load the pipeline: `DiffusionPipeline.from_pretrained`, which takes the arguments; bfloat16 by default."""
+        """Load the pipeline by `DiffusionPipeline.from_pretrained`, which takes the arguments; bfloat16 by default."""
         import torch
         from diffusers import DiffusionPipeline
 
@@ -73,22 +73,27 @@ def quantize_pipeline(
 ) -> Checkpoint:
     """Quantize a pipeline into a folder that diffusers loads.
 
-    pipeline: a folder, a hub id, "tiny", or a pipeline in memory, which has to be in 16 or 32 bit,
-    without adapters and without fused projections.
-    recipe: a shipped recipe's name or a YAML file. output: by default MODEL-RECIPE in the current folder.
-    prompts: a file of calibration prompts. statistics: a file that `calibrate_pipeline` wrote. lora: files to fuse,
-    as FILE or FILE:WEIGHT. components: by default the recipe's. include, exclude: patterns of layers. call: arguments
-    of the pipeline's call, such as height and num_inference_steps. check: compare a few images at the end.
-    overwrite: replace a checkpoint that is there.
+    pipeline: a folder, a hub id, "tiny", or a pipeline in memory, which has to be in 16 or 32 bit, without adapters and
+        without fused projections.
+    recipe: a shipped recipe's name or a YAML file.
+    output: by default MODEL-RECIPE in the current folder.
+    prompts: a file of calibration prompts.
+    statistics: a file that `calibrate_pipeline` wrote.
+    lora: files to fuse, as FILE or FILE:WEIGHT.
+    components: by default the recipe's.
+    include, exclude: patterns of layers.
+    call: arguments of the pipeline's call, such as height and num_inference_steps.
+    check: compare a few images at the end.
+    overwrite: replace an existing checkpoint.
     options: profile, device, dtype, seed, parallel_blocks, max_memory and max_shard_bytes (bytes), revision,
-    local_files_only, as the command's options of these names.
+        local_files_only, as the command's options of these names.
 
     The same call resumes an interrupted one, and returns a checkpoint that had finished. Where the closing check
     fails, the checkpoint is written all the same, and `passed` is False.
     """
     from fluxq.jobs import making
 
-    given = _given(
+    arguments = _checked(
         options,
         recipe=recipe,
         prompts=prompts,
@@ -101,9 +106,9 @@ def quantize_pipeline(
         check=check,
         overwrite=overwrite,
     )
-    with _on_disk(pipeline, output, given) as where:
-        asked = making.Options(**given, **where)
-        job = making.job_of(asked)
+    with _on_disk(pipeline, output, arguments) as where:
+        job_options = making.JobOptions(**arguments, **where)
+        job = making.job_of(job_options)
         record = making.quantize(job)
     return Checkpoint(job.output.absolute(), record)
 
@@ -127,10 +132,10 @@ def calibrate_pipeline(
     from fluxq.calibrate.statistics import Statistics
     from fluxq.jobs import making
 
-    given = _given(options, recipe=recipe, prompts=prompts, components=components, call=call, overwrite=overwrite)
-    with _on_disk(pipeline, output, given, is_file=True) as where:
-        asked = making.Options(**given, **where)
-        return Statistics.load(making.calibrate(making.job_of(asked, writes=False)))
+    arguments = _checked(options, recipe=recipe, prompts=prompts, components=components, call=call, overwrite=overwrite)
+    with _on_disk(pipeline, output, arguments, is_file=True) as where:
+        job_options = making.JobOptions(**arguments, **where)
+        return Statistics.load(making.calibrate(making.job_of(job_options, writes=False)))
 
 
 def evaluate_pipeline(
@@ -145,22 +150,27 @@ def evaluate_pipeline(
     call: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report:
-    """Compare a checkpoint's images with those of its 16-bit model; writes CHECKPOINT/eval/report.html, .json, .md.
+    """Compare a checkpoint's images with those of its 16-bit model; write CHECKPOINT/eval/report.html, .json, .md.
 
-    pipeline: the 16-bit model, by default the one that the checkpoint's record names; it names none where that was in
-    memory. protocol: smoke, …: prompts, seeds and number of images. count: images. metrics: these, and an error if one
-    cannot be measured. gates: as "psnr>=30"; the report's runs say which held. call: arguments of the pipeline's call.
+    pipeline: the 16-bit model; by default the one in the checkpoint's record, which has none for a pipeline in memory.
+    protocol: smoke, …: prompts, seeds and number of images.
+    count: number of prompts.
+    metrics: names; an error if one cannot be measured.
+    gates: as "psnr>=30"; the report's runs say which held.
+    call: arguments of the pipeline's call.
     options: device, dtype, seed, seeds, batch_size, weights, clip, fid_resize, fid_reference, backends, cache, images,
-    revision, local_files_only, as the command's options of these names.
+        revision, local_files_only, as the command's options of these names.
     """
     from fluxq.jobs import judge
 
     folder = checkpoint.path if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint).path
-    given = _given(options, protocol=protocol, prompts=prompts, count=count, metrics=metrics, gates=gates, call=call)
-    with nullcontext({}) if pipeline is None else _on_disk(pipeline, folder, given) as where:
+    arguments = _checked(
+        options, protocol=protocol, prompts=prompts, count=count, metrics=metrics, gates=gates, call=call
+    )
+    with nullcontext({}) if pipeline is None else _on_disk(pipeline, folder, arguments) as where:
         where.pop("output", None)
-        asked = judge.Options(**given, **where)
-        report = judge.evaluate(judge.subject(folder, asked))
+        judge_options = judge.JudgeOptions(**arguments, **where)
+        report = judge.evaluate(judge.subject_of(folder, judge_options))
     if report is None:
         raise RuntimeError(f"{folder}: another process of this run has the report")
     return report
@@ -171,32 +181,32 @@ _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
 
 
-def _given(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
     """Return options as jobs take them: text for paths, tuples for sequences.
 
-    Raises TypeError for an option of no job or of another type, ValueError for a value that cannot be.
+    Raises TypeError for an unknown option or one of another type, ValueError for an impossible value.
     """
     from fluxq.commands.options import DTYPES, MAX_SEED
     from fluxq.jobs import judge, making
     from fluxq.jobs.requirements import require_files
     from fluxq.recipes.recipe import PROFILES
 
-    row = judge.Options if "gates" in named else making.Options
+    row = judge.JudgeOptions if "gates" in named else making.JobOptions
     hints = get_type_hints(row)
-    known = hints.keys() - _FOR_COMMANDS - named.keys()
-    if unknown := options.keys() - known:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
-    made = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}
+    names = hints.keys() - _FOR_COMMANDS - named.keys()
+    if unknown := options.keys() - names:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(names))}")
+    checked = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}
     for name, choices in (("dtype", DTYPES), ("profile", PROFILES)):
-        if made.get(name) is not None and made[name] not in choices:
-            raise ValueError(f"{name}={made[name]!r}: expected one of {', '.join(choices)}")
-    for name, value in made.items():
+        if checked.get(name) is not None and checked[name] not in choices:
+            raise ValueError(f"{name}={checked[name]!r}: expected one of {', '.join(choices)}")
+    for name, value in checked.items():
         if name == "seed" and value is not None and not 0 <= value <= MAX_SEED:
             raise ValueError(f"seed={value}: expected a whole number from 0 to {MAX_SEED}")
         if isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{name}={value}: expected a whole number from 1 up")
-    require_files(made)
-    return made
+    require_files(checked)
+    return checked
 
 
 def _plain(name: str, value: Any, hint: Any) -> Any:
@@ -223,11 +233,11 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
 def _on_disk(
     pipeline: str | PathLike[str] | DiffusionPipeline,
     output: str | PathLike[str] | None,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     is_file: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the options `model`, `output` and `in_memory`; a pipeline in memory is written, after all other checks."""
+    """Yield the options `model`, `output` and `in_memory`; write a pipeline in memory, after all other checks."""
     from fluxq.base.console import without_loading_bars
     from fluxq.base.output import Output, job_digest, remove, sole_writer
     from fluxq.jobs.requirements import existing_parent, output_for, require_free_space
@@ -238,14 +248,14 @@ def _on_disk(
         yield {"model": fspath(pipeline), "output": place}
         return
     name = _require_plain(pipeline)
-    if "recipe" in given:
-        recipe_name, _ = load_recipe(given["recipe"], profile=given.get("profile"))
+    if "recipe" in arguments:
+        recipe_name, _ = load_recipe(arguments["recipe"], profile=arguments.get("profile"))
         place = str(output_for(place, name, recipe_name, is_file=is_file))
-        Output(Path(place), is_file).require({}, overwrite=given["overwrite"], exists_ok=True)
+        Output(Path(place), is_file).require({}, overwrite=arguments["overwrite"], exists_ok=True)
     beside = Path(place or "")
     scratch = existing_parent(beside) / f".{beside.name}.{job_digest(beside.name)[:16]}.pipeline"
     with sole_writer(scratch):
-        remove(scratch)  # what a killed process left
+        remove(scratch)  # of a killed process
         require_free_space(scratch.parent, _bytes_of(pipeline), "a copy of the pipeline in memory")
         try:
             with without_loading_bars():
@@ -256,7 +266,7 @@ def _on_disk(
 
 
 def _bytes_of(pipeline: DiffusionPipeline) -> int:
-    """Bytes that the weights of a pipeline take on disk."""
+    """Return the bytes that the weights of a pipeline take on disk."""
     from torch import nn
 
     models = (model for model in pipeline.components.values() if isinstance(model, nn.Module))
@@ -264,7 +274,7 @@ def _bytes_of(pipeline: DiffusionPipeline) -> int:
 
 
 def _require_plain(pipeline: Any) -> str:
-    """Return a pipeline's name; TypeError for another object, ValueError for one that is not all there."""
+    """Return a pipeline's name; TypeError for another object, ValueError for one that is not whole and plain."""
     from diffusers import DiffusionPipeline
     from torch import nn
 

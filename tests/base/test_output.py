@@ -707,7 +707,7 @@ def test_a_checkpoint_has_the_modes_of_new_files_whatever_the_models_are(tmp_pat
     before = os.umask(umask)
     try:
         for overwrite in (False, True):
-            asked = making.Options(str(source), "fp8", "rtn", str(out), check=False, overwrite=overwrite)
+            asked = making.JobOptions(str(source), "fp8", "rtn", str(out), check=False, overwrite=overwrite)
             making.quantize(making.job_of(asked))
             for path in (out, *out.rglob("*")):
                 expected = (0o777 if path.is_dir() else 0o666) & ~umask

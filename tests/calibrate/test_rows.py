@@ -550,7 +550,7 @@ def test_a_row_s_noise_is_its_own_whatever_shares_its_call(folder):
 
 def prepared(folder: Path, rows: list, recipe: str, output: Path, **options) -> making.Job:
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = making.Options(
+    asked = making.JobOptions(
         model="tiny", recipe=recipe, prompts=str(folder / "p.jsonl"), output=str(output), overwrite=True, **options
     )
     return making.job_of(asked)

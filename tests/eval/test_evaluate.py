@@ -13,12 +13,12 @@ from fluxq.eval.metrics.evaluate import Candidate, judge_gates, measure_floor, m
 from fluxq.eval.metrics.fidelity import psnr
 from fluxq.eval.metrics.metrics import METRICS
 from fluxq.eval.metrics.networks import Networks
-from fluxq.eval.metrics.schema import Size
+from fluxq.eval.metrics.schema import CheckpointSize
 from fluxq.eval.metrics.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 ITEMS = items_for(tiny.PROMPTS, 5, seed=3)
-SIZE = Size(
+SIZE = CheckpointSize(
     components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5, bits_per_quantized_weight=4.5
 )
 NEED_WEIGHTS = {"lpips", "image_reward", "hpsv2"}

@@ -17,7 +17,7 @@ from fluxq.eval.metrics.fidelity import psnr
 from fluxq.eval.metrics.metrics import METRICS, Measured, MetricRow, Sample, Unmeasured, metric_rows, missing
 from fluxq.eval.metrics.networks import NEEDS, Networks
 from fluxq.eval.metrics.perceptual import Lpips
-from fluxq.eval.metrics.plugins import Offer
+from fluxq.eval.metrics.plugins import PluginSource
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.recipes.recipe import GATE_METRICS
 
@@ -227,8 +227,8 @@ class Brightness:
 
 
 def test_a_plug_in_is_a_metric_like_any_other(sample, monkeypatch):
-    offers = {**plugins.ADAPTERS, "brightness": Offer("brightness", "bright 1.0", lambda: Brightness)}
-    monkeypatch.setattr(module, "find_offers", lambda: offers)
+    offers = {**plugins.ADAPTERS, "brightness": PluginSource("brightness", "bright 1.0", lambda: Brightness)}
+    monkeypatch.setattr(module, "find_plugins", lambda: offers)
     rows = metric_rows()
     assert list(rows) == [*METRICS, "brightness"] and isinstance(rows["brightness"], MetricRow)
     found = rows["brightness"].measure(sample)
@@ -242,13 +242,13 @@ def test_a_broken_plug_in_takes_no_other_metric_with_it(sample, monkeypatch):
     def fail():
         raise ImportError("no library")
 
-    offers = {**plugins.ADAPTERS, "bad": Offer("bad", "bad 1.0", fail)}
-    monkeypatch.setattr(module, "find_offers", lambda: offers)
+    offers = {**plugins.ADAPTERS, "bad": PluginSource("bad", "bad 1.0", fail)}
+    monkeypatch.setattr(module, "find_plugins", lambda: offers)
     row = metric_rows()["bad"]
     with pytest.raises(Unmeasured, match=r"plug-in 'bad' of bad 1\.0 cannot be imported: ImportError: no library"):
         row.measure(sample)
     assert "cannot be imported" in missing("bad", sample.networks) and METRICS["psnr"].measure(sample).value
-    monkeypatch.setattr(module, "find_offers", lambda: {"fid": Offer("fid", "bad 1.0", fail)})
+    monkeypatch.setattr(module, "find_plugins", lambda: {"fid": PluginSource("fid", "bad 1.0", fail)})
     with pytest.raises(ValueError, match=r"bad 1\.0 offers a metric 'fid', which is one of fluxq's own"):
         metric_rows()
 

@@ -14,8 +14,8 @@ from fluxq.eval.metrics import networks as module
 from fluxq.eval.metrics.distribution import Moments
 from fluxq.eval.metrics.networks import (
     WEIGHTS,
+    NetworkResults,
     Networks,
-    Seen,
     fetch_weights,
     find_networks,
     find_weights,
@@ -190,7 +190,7 @@ def test_bad_arguments_are_named(tmp_path):
 
 
 def test_what_was_seen_is_kept_per_object():
-    seen, calls = Seen(), []
+    seen, calls = NetworkResults(), []
     first, second = [1], [1]
     for images in (first, first, second):
         assert seen.get(images, "sum", lambda images=images: calls.append(images) or len(calls)) == len(calls)

@@ -12,15 +12,15 @@ from fluxq import tiny
 from fluxq.eval.debug.damage import Damages
 from fluxq.eval.debug.patch import (
     Added,
-    Candidate,
+    Promotion,
     _left_out,
     _reason,
     better_scheme,
-    candidates,
     choose,
     improved,
     make_patch,
     patched_recipe,
+    promotions,
 )
 from fluxq.eval.images.sides import Side, quantized_layers
 from fluxq.eval.speed.served import stored_bits
@@ -41,7 +41,7 @@ def layer_of(weights: str, activations: str | None, k: int = 128) -> QuantLinear
 
 
 def test_the_set_that_does_most_damage_is_chosen_and_what_brings_most_for_a_bit_comes_first():
-    groups = [Candidate({name: FP8}, damage, bits) for name, damage, bits in (("a", 4, 8), ("b", 3, 2), ("c", 1, 1))]
+    groups = [Promotion({name: FP8}, damage, bits) for name, damage, bits in (("a", 4, 8), ("b", 3, 2), ("c", 1, 1))]
 
     def names(bits: float) -> list[str]:
         return [name for group in choose(groups, bits) for name in group.schemes]
@@ -54,7 +54,7 @@ def test_the_set_that_does_most_damage_is_chosen_and_what_brings_most_for_a_bit_
 
 
 def test_room_that_is_left_is_not_filled_with_what_does_no_harm():
-    groups = [Candidate({"bad": FP8}, 0.5, 10), Candidate({"harmless": FP8}, 0.002, 10)]
+    groups = [Promotion({"bad": FP8}, 0.5, 10), Promotion({"harmless": FP8}, 0.002, 10)]
     assert [list(group.schemes) for group in choose(groups, 20)] == [["bad"]]
 
 
@@ -64,7 +64,7 @@ def test_a_worst_layer_that_is_left_out_is_named_with_the_reason(quantized):
     cheap = "transformer.transformer_blocks.0.attn.to_out.0"
     shares = {name: 0.0 for name in layers} | {QKV[0]: 0.3, cheap: 0.2}
     found = Damages(1.0, 0.0, 0.01, only={(name,): 0.01 * share for name, share in shares.items()})
-    groups = candidates(quantized, layers, found, "fp8")
+    groups = promotions(quantized, layers, found, "fp8")
     stored = stored_bits(quantized)[0]
     sizes = {name: group.extra_bits for group in groups for name in group.schemes}
     chosen = choose(groups, sizes[cheap])
@@ -114,7 +114,7 @@ def quantized(plain_checkpoint):
 def test_layers_that_share_an_input_change_together(quantized):
     layers = quantized_layers(quantized)
     found = Damages(1.0, 0.0, 0.01, only={(name,): 0.001 for name in layers})
-    groups = {frozenset(group.schemes): group for group in candidates(quantized, layers, found, "fp8")}
+    groups = {frozenset(group.schemes): group for group in promotions(quantized, layers, found, "fp8")}
     group = groups[frozenset(QKV)]
     assert group.damage == pytest.approx(0.4)
     fp8, nvfp4 = (
@@ -124,7 +124,7 @@ def test_layers_that_share_an_input_change_together(quantized):
     assert group.extra_bits == fp8 - nvfp4
     assert set().union(*groups) == set(layers)
     del found.only[(QKV[1],)]  # not measured: nothing is known of the group
-    assert len(candidates(quantized, layers, found, "fp8")) == len(groups) - 1
+    assert len(promotions(quantized, layers, found, "fp8")) == len(groups) - 1
 
 
 def test_nothing_fits_into_no_growth(quantized):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fluxq.eval.metrics import plugins
-from fluxq.eval.metrics.plugins import ADAPTERS, PluginError, find_offers, load_class, open_plugin, scores
+from fluxq.eval.metrics.plugins import ADAPTERS, PluginError, find_plugins, load_class, open_plugin, scores
 from fluxq.jobs.requirements import require_measures
 
 IMAGES = torch.arange(3 * 3 * 4 * 4, dtype=torch.uint8).reshape(3, 3, 4, 4)
@@ -67,7 +67,7 @@ def install(tmp_path, monkeypatch):
 
 def test_an_installed_plug_in_is_found_and_scores_each_image(install):
     install("beauty", "beauty_metric:Beauty")
-    offer = find_offers()["beauty"]
+    offer = find_plugins()["beauty"]
     assert offer.origin == "beauty 2.0" and load_class(offer).unit == "points"
     plugin = open_plugin(offer, "cpu")
     assert plugin.device == "cpu"
@@ -89,7 +89,7 @@ def test_an_installed_plug_in_is_found_and_scores_each_image(install):
 )
 def test_a_broken_plug_in_names_itself(install, target, message):
     install("beauty", target)
-    offer = find_offers()["beauty"]
+    offer = find_plugins()["beauty"]
     with pytest.raises(PluginError, match=r"the metric plug-in 'beauty' of beauty 2\.0") as caught:
         scores(offer, open_plugin(offer, "cpu"), IMAGES, PROMPTS)
     assert message in str(caught.value)
@@ -108,13 +108,13 @@ def test_two_plug_ins_of_one_key_are_named(install):
     install("beauty", "beauty_metric:Beauty")
     install("beauty", "beauty_metric:Beauty", name="other")
     with pytest.raises(ValueError, match=r"'beauty' is offered by .* 2\.0 and by .* 2\.0: uninstall one"):
-        find_offers()
+        find_plugins()
 
 
 def test_an_adapter_is_not_silently_replaced(install):
     install("hpsv2", "beauty_metric:Beauty")
     with pytest.raises(ValueError, match="'hpsv2' is offered by fluxq and by beauty"):
-        find_offers()
+        find_plugins()
 
 
 @pytest.mark.parametrize("key, package", [("image_reward", "image-reward"), ("hpsv2", "hpsv2")])

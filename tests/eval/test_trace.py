@@ -10,7 +10,7 @@ from torch import nn
 
 from fluxq import tiny
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, health, kernel_error
-from fluxq.eval.debug.trace import Outputs, Powers, Seen, decibels, watch
+from fluxq.eval.debug.trace import LayerCall, Outputs, Powers, decibels, watch
 from fluxq.eval.images.generate import items_for
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
@@ -34,7 +34,7 @@ def layer_of(name: str, n: int = 128, k: int = 128, **how) -> QuantLinear:
 
 
 def test_watch_sees_the_steps_asked_for(pipe):
-    seen: list[Seen] = []
+    seen: list[LayerCall] = []
     latents = watch(pipe, NAMES, ITEMS, CALL, (0, 2), 2, seen.append)
     assert latents.shape[0] == 3 and latents.dtype == torch.float64
     found = [(each.name, each.step, each.batch, each.images) for each in seen]
@@ -59,11 +59,11 @@ def test_images_under_guidance_are_told_apart():
     """Twice the batch: all images without, then all with a prompt."""
     y = torch.arange(2 * 3 * 4.0).reshape(6, 4, 1)
     rows = Outputs()
-    rows(Seen("a", 0, 0, 3, nn.Identity(), y, y))
+    rows(LayerCall("a", 0, 0, 3, nn.Identity(), y, y))
     alone = Outputs()
     for image in range(3):
         own = y[[image, image + 3]]
-        alone(Seen("a", 0, image, 1, nn.Identity(), own, own))
+        alone(LayerCall("a", 0, image, 1, nn.Identity(), own, own))
     assert alone.against(rows).noise("a", 0) == 0
 
 

@@ -9,7 +9,7 @@ import torch
 from fluxq import tiny
 from fluxq.eval.metrics import verdict as module
 from fluxq.eval.metrics.fidelity import psnr
-from fluxq.eval.metrics.schema import Curve, Drift, Estimate, Image, Item, Margin, Metric, Run, Size, Verdict
+from fluxq.eval.metrics.schema import CheckpointSize, Curve, Drift, Estimate, Image, Item, Margin, Metric, Run, Verdict
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.eval.metrics.verdict import FEW_STEPS, LEAST_PROMPTS, PUBLISHED, published, reached, with_verdicts
 from fluxq.recipes.recipe import gate_holds, load_recipe, shipped_recipes
@@ -54,7 +54,7 @@ def run(name="a", status="measured", bits=4.5, steps=28, floors=FLOORS, missing=
     )
     return Run(
         name=name, checkpoint=name, recipe="r", recipe_digest="d", backend="native", cache=None, status=status,
-        size=Size(
+        size=CheckpointSize(
             components=("transformer",), bytes_before=2, bytes_after=1, bits_per_weight=bits + 1,
             bits_per_quantized_weight=bits,
         ),

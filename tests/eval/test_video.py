@@ -21,7 +21,7 @@ from fluxq.eval.metrics.fidelity import flat_images, frame_psnr, over_frames, ps
 from fluxq.eval.metrics.metrics import METRICS, Sample, Unmeasured, metric_rows, missing
 from fluxq.eval.metrics.networks import WEIGHTS, Networks, find_networks
 from fluxq.eval.metrics.pictures import wall
-from fluxq.eval.metrics.schema import Size
+from fluxq.eval.metrics.schema import CheckpointSize
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, mean_change, temporal_psnr
 
 COUNT, FRAMES, SIDE = 4, 9, 16
@@ -202,7 +202,7 @@ def test_per_frame_metrics_are_means_of_what_images_have(networks):
 
 def test_a_plug_in_scores_frames(networks, monkeypatch):
     from fluxq.eval.metrics import metrics
-    from fluxq.eval.metrics.plugins import Offer
+    from fluxq.eval.metrics.plugins import PluginSource
 
     class Brightness:
         name, unit, digits, better, how = "Brightness", "", ".2f", "higher", "mean colour"
@@ -216,7 +216,7 @@ def test_a_plug_in_scores_frames(networks, monkeypatch):
             )
             return [float(image.double().mean()) for image in images]
 
-    monkeypatch.setattr(metrics, "find_offers", lambda: {"bright": Offer("bright", "here", lambda: Brightness)})
+    monkeypatch.setattr(metrics, "find_plugins", lambda: {"bright": PluginSource("bright", "here", lambda: Brightness)})
     before = videos()
     found = metric_rows()["bright"].measure(Sample(some(before), some(plus(before, 3)), networks))
     assert found.per_image == pytest.approx((before.double().mean((1, 2, 3, 4)) + 3).tolist())
@@ -307,7 +307,7 @@ def test_metrics_of_videos_are_not_asked_of_images():
 
 def run_of(before: Generated, after: Generated, again: Generated | None = None):
     keys = ("psnr", "worst_frame_psnr", "temporal_psnr")
-    size = Size(
+    size = CheckpointSize(
         components=("transformer",), bytes_before=4, bytes_after=1, bits_per_weight=4.5, bits_per_quantized_weight=4.5
     )
     floor = measure_floor(before, again, keys, Networks()) if again else {}

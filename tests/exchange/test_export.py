@@ -493,7 +493,7 @@ def test_nunchaku_files_have_no_room_for_modulation_of_another_format(exported, 
 def with_text_encoder(tmp_path_factory) -> Path:
     """The embedded pipeline with transformer and T5 in fp8."""
     folder = tmp_path_factory.mktemp("encoder") / "both"
-    options = making.Options(
+    options = making.JobOptions(
         model="tiny", recipe="fp8", output=str(folder), check=False, components=("transformer", "text_encoder_2")
     )
     making.quantize(making.job_of(options))
@@ -501,7 +501,9 @@ def with_text_encoder(tmp_path_factory) -> Path:
 
 
 def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder, tmp_path) -> None:
-    options = making.Options("tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",))
+    options = making.JobOptions(
+        "tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",)
+    )
     making.quantize(making.job_of(options))
     words = "stock transformers does not load a T5 with 4-bit layers"
     done = exchange.plan_export(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit").write()

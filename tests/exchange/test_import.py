@@ -108,8 +108,10 @@ def test_an_imported_pipeline_is_evaluated_like_any_other(plain_checkpoint, tmp_
     made = export(ModelFolder("tiny", plain_checkpoint("fp8")), "bfl", tmp_path / "fp8.safetensors")
     import_model(Path(made.target), tmp_path / "out", plain_checkpoint("16 bit"))
     call = {"height": 16, "width": 16, "num_inference_steps": 1}
-    options = judge.Options(count=1, seeds=1, backends=("native",), metrics=("psnr",), call=call, images=tmp_path / "i")
-    report = judge.evaluate(judge.subject(tmp_path / "out", options))
+    options = judge.JudgeOptions(
+        count=1, seeds=1, backends=("native",), metrics=("psnr",), call=call, images=tmp_path / "i"
+    )
+    report = judge.evaluate(judge.subject_of(tmp_path / "out", options))
     assert report is not None and report.runs[0].recipe == "imported from bfl"
     assert report.runs[0].provenance["imported files (SHA-256)"].startswith("fp8.safetensors (")
 

@@ -391,7 +391,7 @@ def test_an_imported_checkpoint_says_where_it_is_from_and_every_reader_takes_it(
     assert part.bytes_before == 2 * sum(tensor.numel() for tensor in tiny_state().values())
     card = (out / "README.md").read_text()
     assert "imported from comfy" in card and sha256_file(file)[:16] in card and "32 of" in card
-    subject = judge.subject(out, judge.Options())  # what `fluxq eval` begins with
+    subject = judge.subject_of(out, judge.JudgeOptions())  # what `fluxq eval` begins with
     assert subject.folder.path == TINY
     verified = CliRunner().invoke(cli, ["verify", str(out)])
     assert verified.exit_code == 0, verified.output
@@ -407,8 +407,8 @@ def test_without_a_base_the_record_names_none_and_says_how_to_give_it(three, tmp
     assert record.model.source is None and record.model.digests == {}
     assert set(checked(tmp_path / "out").values()) == {"ok"}
     with pytest.raises(ValueError, match=r"imported without a base.*give it as --model"):
-        judge.subject(tmp_path / "out", judge.Options())
-    assert judge.subject(tmp_path / "out", judge.Options(model="tiny")).folder.path == TINY
+        judge.subject_of(tmp_path / "out", judge.JudgeOptions())
+    assert judge.subject_of(tmp_path / "out", judge.JudgeOptions(model="tiny")).folder.path == TINY
 
 
 # --- original names, in every dialect that has them

@@ -181,7 +181,7 @@ def nvfp4_with_rank(tmp_path_factory) -> Path:
         "components: {transformer: {transforms: [smooth], low_rank: {rank: 16, deflate: false}, "
         "modulation: {format: int4, group_size: 64}}}\n"
     )
-    asked = making.Options(
+    asked = making.JobOptions(
         model="tiny", recipe=str(folder / "ranked.yaml"), output=str(folder / "tiny-ranked"), check=False
     )
     making.quantize(making.job_of(asked))

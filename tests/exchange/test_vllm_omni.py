@@ -140,7 +140,7 @@ def exported(family: str, recipe: str, exclude: tuple[str, ...], folder: Path) -
     kind = getattr(diffusers, row.model)
     if family == "flux":  # a pipeline, which calibrates
         making.quantize(
-            making.job_of(making.Options("tiny", recipe=str(file), output=str(folder / "model"), check=False))
+            making.job_of(making.JobOptions("tiny", recipe=str(file), output=str(folder / "model"), check=False))
         )
         model = kind.from_pretrained(folder / "model" / "transformer", dtype=torch.bfloat16)
     else:

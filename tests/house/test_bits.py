@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import read_report
-from fluxq.quantize.record import Component, Layer, bits_of, bits_per_weight, read_record
+from fluxq.quantize.record import Layer, RecordedComponent, bits_of, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 
 FEW = ("--count", 2, "--num-inference-steps", 1)
@@ -72,7 +72,9 @@ def test_several_components_are_weighted_by_their_weights() -> None:
         Layer(name="b", shape=[10, 10], scheme="fp8-16bit", bits_per_weight=8.0),
     ]
     parts = [
-        Component(component=la.name, bytes_before=1, bytes_after=1, bits_per_weight=la.bits_per_weight, layers=[la])
+        RecordedComponent(
+            component=la.name, bytes_before=1, bytes_after=1, bits_per_weight=la.bits_per_weight, layers=[la]
+        )
         for la in layers
     ]
     assert bits_per_weight(parts) == bits_of(layers) == 5

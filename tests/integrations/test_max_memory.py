@@ -95,10 +95,12 @@ def test_what_fits_stays_and_the_rest_is_read_at_each_pass(parts, room):
         first, last = (sum(name == f"layers.{i}.weight" for name in seen) for i in (0, 3))
         assert last == 1 if room == 100 else last in (passed, passed + 1)  # once more for the pass to come
         assert first == 1 if room else first in (passed, passed + 1)
-    assert residence.most_held <= residence.limit
-    assert residence.held >= sum(tensor.nbytes for tensor in empty.state_dict().values() if not tensor.is_meta)
+    assert residence.most_resident_bytes <= residence.limit
+    assert residence.resident_bytes >= sum(
+        tensor.nbytes for tensor in empty.state_dict().values() if not tensor.is_meta
+    )
     residence.rest()
-    assert residence.held == 0 and all(tensor.is_meta for tensor in empty.state_dict().values())
+    assert residence.resident_bytes == 0 and all(tensor.is_meta for tensor in empty.state_dict().values())
     assert torch.equal(empty(x), whole(x))
 
 
@@ -137,7 +139,7 @@ def test_weights_leave_when_a_forward_fails_or_the_source_does(parts):
     residence.add(empty, sometimes)
     with pytest.raises(ValueError, match="the file has changed"):
         empty(torch.rand(5, 32))
-    assert residence.held == 0
+    assert residence.resident_bytes == 0
     failing = False
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         empty(torch.rand(5, 31))
@@ -158,7 +160,7 @@ def test_models_that_run_at_every_step_push_out_the_others(parts):
     often(x)
     assert not often.layers[3].weight.is_meta and once.layers[3].weight.is_meta
     once(x)
-    assert once.layers[0].weight.is_meta and residence.most_held <= residence.limit
+    assert once.layers[0].weight.is_meta and residence.most_resident_bytes <= residence.limit
     seen.clear()
     often(x)
     assert seen == []
@@ -173,12 +175,12 @@ def test_a_model_says_where_it_runs_and_a_replaced_layer_takes_its_weights_with_
     residence.add(empty, read)
     assert residence_of(empty) is residence and device_of(empty) == torch.device("cpu")
     empty(torch.rand(5, 32))
-    before = residence.held
+    before = residence.resident_bytes
     empty.layers[1] = nn.Linear(32, 32)
     gc.collect()
-    assert residence.held == before - UNIT
+    assert residence.resident_bytes == before - UNIT
     residence.drop(empty.layers)
-    assert residence.held == before - 4 * UNIT and all(layer.weight.is_meta for layer in empty.layers)
+    assert residence.resident_bytes == before - 4 * UNIT and all(layer.weight.is_meta for layer in empty.layers)
     plain = nn.Linear(2, 2)
     assert residence_of(plain) is None and device_of(plain) == torch.device("cpu")
     with pytest.raises(ValueError, match="not looked after"):
@@ -238,7 +240,7 @@ def pictures(pipe: Any) -> tuple[Tensor, Tensor]:
 
 def test_a_quantized_pipeline_paints_the_same_image(tmp_path):
     """Also with a text encoder whose codes are filed with another shape."""
-    options = making.Options("tiny", "int4", "rtn", str(tmp_path / "out"), check=False)
+    options = making.JobOptions("tiny", "int4", "rtn", str(tmp_path / "out"), check=False)
     making.quantize(making.job_of(making.replace(options, components=("transformer", "text_encoder_2"))))
     for path in (tmp_path / "out", Path(tiny.path())):
         folder = ModelFolder("out", path)
@@ -248,7 +250,7 @@ def test_a_quantized_pipeline_paints_the_same_image(tmp_path):
             pipe = load_bounded(folder, "bfloat16", residence, ranks={}, working={}, updates={})
             got = pictures(pipe)
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-            assert (residence.held == 0) == (limit == 1000)
+            assert (residence.resident_bytes == 0) == (limit == 1000)
 
 
 def test_a_tensor_that_is_lacking_or_has_another_shape_is_named(tiny_folder):
@@ -301,20 +303,22 @@ def tight(monkeypatch) -> list[Residence]:
 )
 def test_the_checkpoint_has_the_same_bytes(tmp_path, recipe, tight, lora_file, how):
     loras = (f"{lora_file('one.safetensors', ('single_transformer_blocks.1.attn.to_q',))}:0.7",) if not how else ()
-    options = making.Options("tiny", recipe, lora=loras, call={"num_inference_steps": 2}, **how)
+    options = making.JobOptions("tiny", recipe, lora=loras, call={"num_inference_steps": 2}, **how)
     records = []
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
         chosen = making.replace(options, output=str(tmp_path / name), max_memory=limit)
         records.append(making.quantize(making.job_of(chosen)))
     assert files_of(tmp_path / "bounded") == files_of(tmp_path / "whole")
     assert records[0].check == records[1].check and (records[0].check is None) == bool(how)
-    assert len(tight) == (1 if how else 2) and all(residence.held == 0 for residence in tight)
+    assert len(tight) == (1 if how else 2) and all(residence.resident_bytes == 0 for residence in tight)
 
 
 def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monkeypatch):
     from fluxq.quantize import run
 
-    options = making.Options("tiny", recipe, output=str(tmp_path / "out"), check=False, call={"num_inference_steps": 2})
+    options = making.JobOptions(
+        "tiny", recipe, output=str(tmp_path / "out"), check=False, call={"num_inference_steps": 2}
+    )
     whole = making.quantize(making.job_of(making.replace(options, output=str(tmp_path / "whole"))))
     own, fitted = run._fit_block, []
 
@@ -334,7 +338,7 @@ def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monk
 
 def test_statistics_are_the_same(tmp_path, recipe, tight):
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
-        options = making.Options("tiny", recipe, output=str(tmp_path / name), call={"num_inference_steps": 2})
+        options = making.JobOptions("tiny", recipe, output=str(tmp_path / name), call={"num_inference_steps": 2})
         making.calibrate(making.job_of(making.replace(options, max_memory=limit), writes=False))
     assert len(tight) == 1 and (tmp_path / "bounded").read_bytes() == (tmp_path / "whole").read_bytes()
 
@@ -347,7 +351,7 @@ def test_too_little_is_refused_with_the_least_that_does(recipe, tmp_path):
     assert result.exit_code == 2 and found and found.groups()[:2] == ("transformer_blocks.0", "512")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     least = int(float(found[3]) * (1 << 20))
-    options = making.Options("tiny", recipe, output=str(tmp_path / "out"), max_memory=least)
+    options = making.JobOptions("tiny", recipe, output=str(tmp_path / "out"), max_memory=least)
     bound = making.job_of(options).run.memory
     assert bound and bound.fitting["transformer"] < least - (64 << 20) < 2 * bound.fitting["transformer"]
     with pytest.raises(ValueError, match=f"needs {found[3]}MiB; give at least"):
@@ -355,7 +359,7 @@ def test_too_little_is_refused_with_the_least_that_does(recipe, tmp_path):
 
 
 def test_images_that_are_too_large_for_it_are_refused(recipe):
-    options = making.Options("tiny", recipe, "rtn", max_memory=300 << 20, call={"height": 1024, "width": 1024})
+    options = making.JobOptions("tiny", recipe, "rtn", max_memory=300 << 20, call={"height": 1024, "width": 1024})
     with pytest.raises(
         ValueError, match=r"running transformer on 1 image of 1024x1024 needs .*, or a smaller --height"
     ):
@@ -383,7 +387,7 @@ def test_running_out_of_memory_names_the_option(tmp_path, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(making, "generate", fails)
-    options = making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"))
+    options = making.JobOptions("tiny", "fp8", "rtn", str(tmp_path / "out"))
     with pytest.raises(RuntimeError, match=r"out of memory on cpu .*: --max-memory SIZE"):
         making.quantize(making.job_of(options))
     with pytest.raises(RuntimeError, match="more was needed than --max-memory 1GiB"):
@@ -450,7 +454,7 @@ def test_a_process_stays_within_the_bound(tmp_path, recipe, blocks, bound, check
 @pytest.mark.gpu
 def test_a_gpu_stays_within_the_bound(tmp_path, recipe):
     model = wide_model(tmp_path / "model", 2, 8)
-    options = making.Options(str(model), recipe, include=(LAYER,), device="cuda", call={"num_inference_steps": 2})
+    options = making.JobOptions(str(model), recipe, include=(LAYER,), device="cuda", call={"num_inference_steps": 2})
     peaks = []
     for name, limit in (("whole", None), ("bounded", 250 << 20)):
         torch.cuda.empty_cache()

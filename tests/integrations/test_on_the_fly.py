@@ -44,7 +44,7 @@ def written(tmp_path_factory) -> Callable[..., Path]:
     def make(recipe: str, profile: str | None = None) -> Path:
         folder = root / recipe
         if not folder.exists():
-            options = making.Options(
+            options = making.JobOptions(
                 model="tiny", recipe=recipe, profile=profile, components=PARTS, output=str(folder), check=False
             )
             making.quantize(making.job_of(options))
@@ -113,7 +113,7 @@ def test_two_scales_for_blocks_of_weights_need_no_data(tmp_path):
     plain = "transforms: [], rounding: {method: rtn, scales: amax}, activations: null"
     recipe.write_text(f"extends: nvfp4\ncalibration: null\ncomponents: {{transformer: {{{plain}}}}}\n")
     making.quantize(
-        making.job_of(making.Options(model="tiny", recipe=str(recipe), output=str(tmp_path / "o"), check=False))
+        making.job_of(making.JobOptions(model="tiny", recipe=str(recipe), output=str(tmp_path / "o"), check=False))
     )
     written = stored(tmp_path / "o" / "transformer")
     loaded = transformer(FluxqConfig(recipe=recipe))

@@ -368,7 +368,7 @@ def test_a_lora_of_a_quantized_text_encoder_loads_fuses_and_leaves_no_trace(reci
 
     out, parts = tmp_path / "out", ("transformer", "text_encoder")
     jobs.quantize(
-        jobs.job_of(jobs.Options("tiny", recipe, profile="rtn", output=str(out), components=parts, check=False))
+        jobs.job_of(jobs.JobOptions("tiny", recipe, profile="rtn", output=str(out), components=parts, check=False))
     )
     pipe = load(out)
     encoder, ids = pipe.text_encoder, torch.arange(8)[None]

@@ -317,7 +317,7 @@ def test_a_transformers_that_would_cast_codes_is_refused(text_encoder, monkeypat
 def test_a_pipeline_loads_its_text_encoders(tmp_path):
     """`fluxq quantize tiny --recipe fp8 --components …`, then the stock pipeline classes."""
     parts = ("transformer", "text_encoder", "text_encoder_2")
-    options = making.Options(model="tiny", recipe="fp8", components=parts, output=str(tmp_path / "out"), check=False)
+    options = making.JobOptions(model="tiny", recipe="fp8", components=parts, output=str(tmp_path / "out"), check=False)
     making.quantize(making.job_of(options))
     pipes = [
         c.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)

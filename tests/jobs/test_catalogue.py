@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fluxq.cli import cli
 from fluxq.jobs import catalogue
-from fluxq.jobs.catalogue import Model
+from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.quantize.checkpoint import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, find_published
 from fluxq.recipes.cost import activation_bytes, cost
@@ -84,8 +84,8 @@ FEW = PUBLISHED[::12]  # for what takes a while
 
 
 @cache
-def named(name: str) -> Model:
-    return Model(find_published(name)[0])
+def named(name: str) -> CatalogueModel:
+    return CatalogueModel(find_published(name)[0])
 
 
 def test_every_family_has_a_published_model_and_every_name_is_one():

@@ -37,7 +37,7 @@ def downloads(tmp_path, monkeypatch) -> list[tuple[str, str | None]]:
 def quantized(tmp_path: Path, model: str, **how: object) -> Record:
     """The record of a checkpoint in tmp_path/out."""
     options = {"recipe": "fp8", "output": str(tmp_path / "out"), "check": False, **how}
-    return making.quantize(making.job_of(making.Options(model=model, **options)))
+    return making.quantize(making.job_of(making.JobOptions(model=model, **options)))
 
 
 def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(downloads, tmp_path):
@@ -46,7 +46,7 @@ def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(download
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"Base model: a/b at revision `{COMMIT}`; licence: apache-2.0." in card and "\nbase_model: a/b\n" in card
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
-    judge.subject(tmp_path / "out", judge.Options())
+    judge.subject_of(tmp_path / "out", judge.JudgeOptions())
     assert downloads == [("a/b", "main"), ("a/b", COMMIT)]
 
 

@@ -13,7 +13,7 @@ from benchmarks import large_models
 from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
 from fluxq.jobs import footprint, making, planning
-from fluxq.jobs.catalogue import Model
+from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.recipes.cards import holding
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.workloads import CallSize
@@ -28,7 +28,7 @@ def line_of(name: str, folder: Path) -> str:
     """The model's line of the page: GiB on the CPU and on a GPU, for each recipe."""
     model, cells = str(published(folder / name, name)), []
     for recipe in RECIPES:
-        prepared = making.job_of(making.Options(model, recipe), writes=False)
+        prepared = making.job_of(making.JobOptions(model, recipe), writes=False)
         asked = [making.demand(prepared, device, writes=True) for device in ("cpu", "cuda")]
         cells.append(" / ".join(f"{math.ceil(10 * each.least / (1 << 30)) / 10:g}" for each in asked if each) or "any")
     return f"| {name} | {' | '.join(cells)} |"
@@ -53,7 +53,7 @@ def test_the_page_says_the_least_that_a_model_can_be_given(name, tmp_path, reque
 def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     """By hand, of FLUX.1-dev under fp8: one image of a megapixel, through the transformer and through the VAE."""
     model = str(published(tmp_path / "model", "FLUX.1-dev"))
-    prepared = making.job_of(making.Options(model, "fp8"), writes=False)
+    prepared = making.job_of(making.JobOptions(model, "fp8"), writes=False)
     found = making.demand(prepared, "cpu", writes=True)
     assert found is not None
     itemsize, tokens, widest = 2, 4096 + 512, 3 * (18432 + 3072)
@@ -66,7 +66,7 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
         found.bound(1 << 30)
     assert found.bound(found.least).limit == found.least
     assert (
-        making.demand(making.job_of(making.Options(model, "fp8", check=False), writes=False), "cpu", writes=True)
+        making.demand(making.job_of(making.JobOptions(model, "fp8", check=False), writes=False), "cpu", writes=True)
         is None
     )
 
@@ -74,7 +74,7 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
 def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
     """By hand: what a VAE takes, of the short videos of the closing check, in numbers of 2 bytes."""
     model = published(tmp_path / "model", "Wan2.2-T2V-A14B")
-    prepared = making.job_of(making.Options(str(model), "fp8"), writes=False)
+    prepared = making.job_of(making.JobOptions(str(model), "fp8"), writes=False)
     found = making.demand(prepared, "cpu", writes=True)
     assert found is not None and f"running vae on {ONE}" in found.needs
     assert found.working["vae"] == 2 * 4 * 256 * 5 * 1024 * 1024  # of a latent frame, and what is kept of the last
@@ -142,7 +142,7 @@ def test_the_parts_of_a_pipeline_by_hand():
         piece.name: piece
         for piece in large_models.pieces("FLUX.1-dev", "nvfp4", DEVICES["rtx5070"], "speed", encoders=False)
     }
-    size = Model(ROWS["FLUX.1-dev"]).size("nvfp4")
+    size = CatalogueModel(ROWS["FLUX.1-dev"]).size("nvfp4")
     assert found["transformer"].weights == pytest.approx(size.checkpoint_bytes, rel=1e-3)
     assert found["transformer"].weights + found["transformer"].activations == pytest.approx(
         size.serving_bytes, rel=1e-3

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def job_on(device: str = "auto", recipe: str = "nvfp4", **options: object) -> Job:
-    return making.job_of(making.Options(recipe=recipe, device=device, **options), writes=False)
+    return making.job_of(making.JobOptions(recipe=recipe, device=device, **options), writes=False)
 
 
 def settled(device: str, free: dict[str, int], monkeypatch, asked: str = "auto") -> Run:
@@ -74,21 +74,21 @@ def test_a_device_of_ones_own_choice_is_kept_or_refused(monkeypatch):
 
 def test_nothing_has_to_fit_where_nothing_runs(monkeypatch):
     monkeypatch.setattr(planning, "free_bytes", lambda place: 1)
-    job = making.job_of(making.Options(recipe="fp8"), writes=False, runs=False)
+    job = making.job_of(making.JobOptions(recipe="fp8"), writes=False, runs=False)
     assert job.run.memory is None
-    job = making.job_of(making.Options(recipe="fp8", profile="rtn", check=False, output="not-made"))
+    job = making.job_of(making.JobOptions(recipe="fp8", profile="rtn", check=False, output="not-made"))
     assert job.run.memory is None
 
 
 def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_path, quick_recipe):
     recipe = str(quick_recipe("nvfp4", fitted=False))
     outputs = []
-    job = making.job_of(making.Options(recipe=recipe, output=str(tmp_path / "all"), check=False))
+    job = making.job_of(making.JobOptions(recipe=recipe, output=str(tmp_path / "all"), check=False))
     demand = planning.demand(job, "cpu", writes=True)
     between = (demand.least + demand.unbounded(memory.weight_bytes(job.folder, "bfloat16"))) / 2
     for name, free in (("all", 1 << 40), ("turn", round(between / 0.9))):
         monkeypatch.setattr(planning, "free_bytes", lambda place, free=free: free)
-        job = making.job_of(making.Options(recipe=recipe, output=str(tmp_path / name), check=False))
+        job = making.job_of(making.JobOptions(recipe=recipe, output=str(tmp_path / name), check=False))
         assert (job.run.memory is None) == (name == "all")
         making.quantize(job)
         outputs.append((tmp_path / name / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())

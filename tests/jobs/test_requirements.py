@@ -13,9 +13,9 @@ from fluxq.jobs.requirements import (
     BINNED,
     _fits,
     call_of,
+    default_frames,
     makes_pictures,
     makes_video,
-    own_frames,
     require_call,
     require_pictures,
     require_prompts_suffice,
@@ -53,7 +53,7 @@ def folder(tmp_path):
 def test_what_is_compared(folder, pipeline, video, frames):
     model = folder(pipeline)
     require_pictures(model, "cure")
-    assert makes_pictures(model) and makes_video(model) == video and own_frames(model) == frames
+    assert makes_pictures(model) and makes_video(model) == video and default_frames(model) == frames
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_checker_is_carried_over_and_works(made, tmp_path):
     index = read_json(made / "model_index.json")
     assert index["safety_checker"] == ["stable_diffusion", "StableDiffusionSafetyChecker"]
     assert index["requires_safety_checker"] is True and index["image_encoder"] == [None, None]
-    options = making.Options(model=str(made), recipe="fp8", output=str(tmp_path / "out"), check=False)
+    options = making.JobOptions(model=str(made), recipe="fp8", output=str(tmp_path / "out"), check=False)
     making.quantize(making.job_of(options))
     assert read_json(tmp_path / "out" / "model_index.json") == index
     for name in (CHECKED, "feature_extractor/preprocessor_config.json"):
@@ -107,7 +107,7 @@ def test_it_is_of_a_library_and_no_layer_of_it_has_a_row(made):
     model = resolve_model(str(made))
     assert library_of(model, "safety_checker") == "diffusers.pipelines.stable_diffusion"
     assert type(model_on_meta(model, "safety_checker")) is StableDiffusionSafetyChecker
-    options = making.Options(model=str(made), recipe="fp8", components=("safety_checker",))
+    options = making.JobOptions(model=str(made), recipe="fp8", components=("safety_checker",))
     with pytest.raises(ValueError, match="StableDiffusionSafetyChecker"):
         making.job_of(options)
 

@@ -99,15 +99,17 @@ def test_videos_are_short_and_few_where_nobody_says_otherwise(made, tmp_path):
         file = folder / "fluxq_generation.json"
         said = json.loads(file.read_text())
         file.write_text(json.dumps({key: value for key, value in said.items() if key != "num_frames"}))
-    smoke = judge.subject(out, judge.Options(model=str(model)))
+    smoke = judge.subject_of(out, judge.JudgeOptions(model=str(model)))
     assert smoke.call["num_frames"] == 25 and len(smoke.items) == 4
-    asked = judge.subject(out, judge.Options(model=str(model), count=3, call={"num_frames": 9}))
+    asked = judge.subject_of(out, judge.JudgeOptions(model=str(model), count=3, call={"num_frames": 9}))
     assert asked.call["num_frames"] == 9 and len(asked.items) == 3
     prompts = tmp_path / "p.txt"
     prompts.write_text("a\nb\n")
-    standard = judge.subject(out, judge.Options(model=str(model), protocol="standard", prompts=str(prompts), count=2))
+    standard = judge.subject_of(
+        out, judge.JudgeOptions(model=str(model), protocol="standard", prompts=str(prompts), count=2)
+    )
     assert standard.call["num_frames"] == 81
-    prepared = making.job_of(making.Options(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
+    prepared = making.job_of(making.JobOptions(model=str(model), recipe="fp8", output=str(tmp_path / "new")))
     assert prepared.call["num_frames"] == 81 and prepared.check_call["num_frames"] == 25
     assert len(prepared.check_items) == 2
 

@@ -19,7 +19,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
 from fluxq.calibrate.capture import _Recorder
 from fluxq.eval.debug.patch import improved
-from fluxq.eval.debug.trace import Health, Local, Outputs, Seen
+from fluxq.eval.debug.trace import Health, LayerCall, Local, Outputs
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
 from fluxq.kernels.linear import QuantLinear
@@ -28,7 +28,7 @@ from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
-from fluxq.quantize.nearest import pieces_of, round_pieces, sqnr, weight_matrix
+from fluxq.quantize.nearest import round_units, sqnr, units_of, weight_matrix
 from fluxq.quantize.run import quantize_linear
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
@@ -259,14 +259,14 @@ def test_rounded_to_nearest_it_says_what_its_weight_lost(folder):
     recipe = load_recipe("fp8")[1].components["transformer"]
     plan = make_plan(SANA, "transformer", recipe, shapes, static_inputs=False)
     source = SourceWeights(ModelFolder("sana", folder), "transformer")
-    pieces = pieces_of(plan.quantized, [f"{name}.weight" for name in (UP, DOWN)])
-    done = list(round_pieces(pieces, source, torch.bfloat16, {}, 1))
-    assert [len(piece.tensors[f"{name}.weight"].shape) for piece, name in zip(done, (UP, DOWN), strict=True)] == [2, 2]
-    for piece, name in zip(done, (UP, DOWN), strict=True):
+    units = units_of(plan.quantized, [f"{name}.weight" for name in (UP, DOWN)])
+    done = list(round_units(units, source, torch.bfloat16, {}, 1))
+    assert [len(unit.tensors[f"{name}.weight"].shape) for unit, name in zip(done, (UP, DOWN), strict=True)] == [2, 2]
+    for unit, name in zip(done, (UP, DOWN), strict=True):
         weight = model.get_submodule(name).weight.flatten(1)
         q = QuantizedTensor.quantize(weight.data, recipe.weights.row)
-        assert piece.weight_sqnr[name] == pytest.approx(sqnr(weight, q.dequantize()), abs=1e-6)
-        assert 28 < piece.weight_sqnr[name] < 40
+        assert unit.weight_sqnr[name] == pytest.approx(sqnr(weight, q.dequantize()), abs=1e-6)
+        assert 28 < unit.weight_sqnr[name] < 40
 
 
 # --- what looks at it
@@ -292,11 +292,11 @@ def test_evaluation_sees_pixels_as_tokens():
     """Outputs, local errors, kernels and health of a layer, from what its hook is given."""
     source, (layer, tokens), x = convolution(), quantized("int8-int8"), images()
     y = source(x)
-    seen = Seen("it", 0, 0, 2, source, channels_last(source, x), channels_last(source, y))
+    seen = LayerCall("it", 0, 0, 2, source, channels_last(source, x), channels_last(source, y))
     local, outputs, health = Local({"it": layer}), Outputs(), Health()
     local(seen)
     outputs(seen)
-    ours = Seen("it", 0, 0, 2, layer, channels_last(layer, x), channels_last(layer, layer(x)))
+    ours = LayerCall("it", 0, 0, 2, layer, channels_last(layer, x), channels_last(layer, layer(x)))
     health(ours)
     want = -10 * torch.log10((tokens(pixels(x)).double() - pixels(y)).square().sum() / y.double().square().sum())
     assert local.powers.sqnr_db("it", (0,))[0] == pytest.approx(float(want), rel=1e-6)

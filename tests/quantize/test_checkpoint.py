@@ -196,7 +196,7 @@ def test_other_layers_have_scales_of_their_own(checkpoint):
 def test_two_runs_give_the_same_bytes(checkpoint, tmp_path, quick_recipe, statistics_file):
     folders, recipe = [tmp_path / "1", tmp_path / "2"], str(quick_recipe("nvfp4", fitted=False))
     for folder in folders:
-        options = making.Options("tiny", recipe, output=str(folder), check=False, statistics=str(statistics_file))
+        options = making.JobOptions("tiny", recipe, output=str(folder), check=False, statistics=str(statistics_file))
         making.quantize(making.job_of(options))
     files = [{p.relative_to(f): p for p in f.rglob("*") if p.is_file()} for f in folders]
     assert files[0].keys() == files[1].keys()
@@ -213,7 +213,7 @@ def test_two_runs_give_the_same_bytes(checkpoint, tmp_path, quick_recipe, statis
 
 def write(target, max_shard_bytes, statistics_file, recipe):
     folder = resolve_model("tiny")
-    prepared = making.job_of(making.Options(model="tiny", recipe=str(recipe)), writes=False)
+    prepared = making.job_of(making.JobOptions(model="tiny", recipe=str(recipe)), writes=False)
     plan = prepared.plans[0]
     source = SourceWeights(folder, "transformer")
     files = quantize_component(plan, source, Statistics.load(statistics_file), torch.bfloat16, target / "work")
@@ -287,7 +287,9 @@ def test_the_rest_of_the_pipeline_travels_along_but_no_code(tiny_folder, tmp_pat
     (tiny_folder / "stranger").mkdir()
     (tiny_folder / "stranger" / "file").write_text("")
     making.quantize(
-        making.job_of(making.Options(model=str(tiny_folder), recipe="fp8", output=str(tmp_path / "out"), check=False))
+        making.job_of(
+            making.JobOptions(model=str(tiny_folder), recipe="fp8", output=str(tmp_path / "out"), check=False)
+        )
     )
     written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     source = {str(path.relative_to(tiny_folder)) for path in tiny_folder.rglob("*") if path.is_file()}

@@ -36,7 +36,9 @@ TINY = ModelFolder("tiny", Path(tiny.path()))
 
 def quantized(recipe, output, components, model="tiny") -> Path:
     """A checkpoint folder, made without the closing check."""
-    asked = making.Options(model=str(model), recipe=str(recipe), output=str(output), components=components, check=False)
+    asked = making.JobOptions(
+        model=str(model), recipe=str(recipe), output=str(output), components=components, check=False
+    )
     making.quantize(making.job_of(asked))
     return Path(output)
 

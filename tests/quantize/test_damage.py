@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluxq.quantize.digests import CONFIG, CONFIGS, OTHERS, OWN
+from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS
 from fluxq.quantize.verify import verify
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -148,9 +148,9 @@ def test_what_sees_a_damage(checkpoint, tmp_path, recipe, damage):
         assert recipe != "nvfp4-max", not_here  # which has all that can be damaged
         pytest.skip(f"{recipe} has {not_here}")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    said.pop(OTHERS)
+    said.pop(DIGESTS)
     (folder / "config.json").write_text(json.dumps(config))
     whole, load = seen_by(folder)
-    said.pop(OWN), said.pop(CONFIG), said.pop(CONFIGS, None)
+    said.pop(DIGEST), said.pop(CONFIG_DIGEST), said.pop(CONFIG_DIGESTS, None)
     (folder / "config.json").write_text(json.dumps(config))
     assert (whole, seen_by(folder)[0], load) == rows()[damage]

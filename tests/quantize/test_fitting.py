@@ -50,9 +50,9 @@ def write_recipe(folder: Path, recipe: str) -> Path:
     return path
 
 
-def options(folder: Path, recipe: str = ALL_STAGES, **changes) -> making.Options:
+def options(folder: Path, recipe: str = ALL_STAGES, **changes) -> making.JobOptions:
     path = write_recipe(folder, recipe)
-    made = making.Options(model="tiny", recipe=str(path), output=str(folder / "out"), check=False, call=CALL)
+    made = making.JobOptions(model="tiny", recipe=str(path), output=str(folder / "out"), check=False, call=CALL)
     return replace(made, **changes)
 
 

@@ -46,8 +46,8 @@ def model(folder: Path, factor: float = 1.0) -> Path:
     return folder
 
 
-def options(source: Path, out: Path, **more) -> making.Options:
-    return making.Options(str(source), "fp8", "rtn", str(out), check=False, **more)
+def options(source: Path, out: Path, **more) -> making.JobOptions:
+    return making.JobOptions(str(source), "fp8", "rtn", str(out), check=False, **more)
 
 
 def quantize(source: Path, out: Path, **more) -> Path:
@@ -147,7 +147,9 @@ def test_weights_replaced_while_the_pipeline_runs_end_the_run(tmp_path, monkeypa
 
     monkeypatch.setattr(making, "capture_calls", capture)
     monkeypatch.setattr(making, "_level_weights", lambda *_: {})  # takes its time
-    asked = making.Options(str(source), str(quick_recipe("nvfp4")), None, str(tmp_path / "out"), call=FEW, check=False)
+    asked = making.JobOptions(
+        str(source), str(quick_recipe("nvfp4")), None, str(tmp_path / "out"), call=FEW, check=False
+    )
     with pytest.raises(RuntimeError, match="has changed since this run began: what was measured is of other weights"):
         making.quantize(making.job_of(asked))
     assert ran and not (tmp_path / "out").exists()
@@ -319,7 +321,7 @@ def test_statistics_replace_nothing_that_was_put_there_meanwhile(tmp_path, monke
 
     before: list[bytes] = []
     monkeypatch.setattr(making, "_calibrate", calibrate)
-    prepared = making.job_of(making.Options("tiny", "nvfp4", output=str(out), overwrite=overwrite), writes=False)
+    prepared = making.job_of(making.JobOptions("tiny", "nvfp4", output=str(out), overwrite=overwrite), writes=False)
     said = "as fluxq's" if overwrite else "holds statistics of another run"
     with pytest.raises(RuntimeError, match=f"{said}.*put there meanwhile"):
         making.calibrate(prepared)
@@ -341,7 +343,7 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize("damage", [empty, flip, Path.unlink])
 def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monkeypatch, caplog, quick_recipe):
     def fitted(out: Path) -> bytes:
-        asked = making.Options("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
+        asked = making.JobOptions("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
         making.quantize(making.job_of(asked))
         return (out / "transformer" / WEIGHTS).read_bytes()
 

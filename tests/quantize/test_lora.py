@@ -155,8 +155,8 @@ def test_a_file_alone_has_weight_one_also_with_a_colon_in_its_name(lora_file, tm
     assert LoraFile.parse(f"{odd}:0.5") == LoraFile(odd, 0.5)
 
 
-def options(tmp_path: Path, **how) -> making.Options:
-    return making.Options(
+def options(tmp_path: Path, **how) -> making.JobOptions:
+    return making.JobOptions(
         **{"model": "tiny", "recipe": "int8", "profile": "rtn", "output": str(tmp_path / "out"), **how}
     )
 
@@ -205,8 +205,8 @@ def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_
     record = making.quantize(making.job_of(options(tmp_path, lora=(f"{file}:1.5",), **fitted)))
     assert all(group.sqnr_db > 30 for group in record.components[0].groups)
     assert record.check.mean_psnr_db > 40
-    how = judge.Options(count=2, metrics=("psnr",), backends=("native",), call={"num_inference_steps": 2})
-    (run,) = judge.evaluate(judge.subject(tmp_path / "out", how)).runs
+    how = judge.JudgeOptions(count=2, metrics=("psnr",), backends=("native",), call={"num_inference_steps": 2})
+    (run,) = judge.evaluate(judge.subject_of(tmp_path / "out", how)).runs
     assert run.metrics["psnr"].value.mean > 40
 
 
@@ -223,7 +223,7 @@ def test_statistics_of_the_model_without_the_lora_are_refused(lora_file, tmp_pat
     how = {"statistics": str(statistics_file), "check": False}
     with pytest.raises(ValueError, match="were gathered on another model"):
         making.job_of(
-            making.Options(model="tiny", recipe="nvfp4", lora=(str(lora_file("l.safetensors", ("to_q",))),), **how)
+            making.JobOptions(model="tiny", recipe="nvfp4", lora=(str(lora_file("l.safetensors", ("to_q",))),), **how)
         )
 
 
@@ -232,4 +232,4 @@ def test_evaluating_needs_the_lora_that_was_fused(lora_file, tmp_path):
     making.quantize(making.job_of(options(tmp_path, lora=(str(file),), check=False)))
     lora_file("l.safetensors", ("to_q",), seed=5)
     with pytest.raises(ValueError, match=r"l\.safetensors: this LoRA was fused .* put it back"):
-        judge.subject(tmp_path / "out", judge.Options())
+        judge.subject_of(tmp_path / "out", judge.JudgeOptions())

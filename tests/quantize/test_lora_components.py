@@ -168,7 +168,7 @@ def test_the_part_of_a_text_encoder_is_refused_with_the_way_out(sdxl, tmp_path):
 def test_a_checkpoint_of_a_unet_holds_the_fused_weights_and_is_judged_against_them(sdxl, tmp_path):
     file = tmp_path / "style.safetensors"
     save_file({f"unet.{name}": t for name, t in factors(unet_of(sdxl), UNET_LAYERS).items()}, file)
-    options = making.Options(
+    options = making.JobOptions(
         model=str(sdxl), recipe="int8", profile="rtn", output=str(tmp_path / "out"), lora=(f"{file}:0.5",), check=False
     )
     record = making.quantize(making.job_of(options))
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_a_unet_holds_the_fused_weights_and_is_judged_against_th
     weights = fused(sdxl, "unet", f"{file}:0.5")
     kept = "time_embedding.linear_1.weight"
     assert torch.equal(pipe.unet.state_dict()[kept], weights[kept].bfloat16())
-    reference = judge.subject(tmp_path / "out", judge.Options(count=1)).reference
+    reference = judge.subject_of(tmp_path / "out", judge.JudgeOptions(count=1)).reference
     assert reference.loras == ((str(file), 0.5, "unet"),)
     sixteen = reference.open().unet.state_dict()
     assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in sixteen.items())
@@ -215,8 +215,8 @@ def test_of_two_experts_a_file_changes_the_first_or_the_one_that_is_named(wan, m
 
 
 def test_each_expert_takes_its_own_files_and_the_checkpoint_tells_them_apart(wan, motion, tmp_path):
-    def options(*loras: str, output: str = "out") -> making.Options:
-        return making.Options(
+    def options(*loras: str, output: str = "out") -> making.JobOptions:
+        return making.JobOptions(
             model=str(wan), recipe="fp8", output=str(tmp_path / output), lora=loras, check=False, profile="rtn"
         )
 
@@ -266,7 +266,7 @@ def test_a_component_that_runs_once_takes_no_file(wan, motion, text, message):
 def test_a_file_for_what_is_not_quantized_is_refused(wan, motion, tmp_path):
     options = {"model": str(wan), "recipe": "fp8", "check": False, "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=r"motion\.safetensors: changes the transformer, which is not among"):
-        making.job_of(making.Options(lora=(str(motion),), components=("transformer_2",), **options))
+        making.job_of(making.JobOptions(lora=(str(motion),), components=("transformer_2",), **options))
 
 
 def test_a_file_with_keys_of_both_is_refused(wan, motion, tmp_path):

@@ -35,7 +35,7 @@ from fluxq.jobs import making, work_folder
 from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
-from fluxq.quantize.nearest import in_order, pieces_of, round_pieces
+from fluxq.quantize.nearest import in_order, round_units, units_of
 from fluxq.quantize.record import Record, read_record
 from fluxq.quantize.run import blocks_of, quantize_component
 
@@ -109,7 +109,7 @@ def beside(folder: Path) -> list[str]:
 
 
 def tiny_plan(recipe: str = "nvfp4") -> Any:
-    options = making.Options(model="tiny", recipe=recipe, profile="rtn")
+    options = making.JobOptions(model="tiny", recipe=recipe, profile="rtn")
     return making.job_of(options, writes=False).plans[0]
 
 
@@ -265,7 +265,7 @@ def interrupted(tmp_path, monkeypatch) -> Callable[..., Path]:
 
 def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: Any) -> Record:
     how = {"profile": "rtn", "check": False, **changes}
-    return making.quantize(making.job_of(making.Options(model, recipe, output=str(folder / "out"), **how)))
+    return making.quantize(making.job_of(making.JobOptions(model, recipe, output=str(folder / "out"), **how)))
 
 
 def test_work_of_an_output_whose_name_goes_on_is_left_alone(tmp_path, interrupted):
@@ -330,7 +330,7 @@ def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, 
 
 def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path, interrupted):
     manifest = json.loads((interrupted("tiny", "fp8") / "job.json").read_text())
-    prepared = making.job_of(making.Options("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))
+    prepared = making.job_of(making.JobOptions("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))
     assert manifest["recipe"] == prepared.recipe.digest and manifest["prompts"] == prepared.prompts.digest
     assert manifest["model"] == {"transformer": prepared.folder.stamp("transformer")}
     (work,) = tmp_path.glob(".out.*.work")
@@ -382,7 +382,7 @@ def test_the_second_writer_is_refused_with_the_first_one_s_number(tmp_path):
 
 
 def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path, monkeypatch):
-    prepared = making.job_of(making.Options("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
+    prepared = making.job_of(making.JobOptions("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
     first = quantize(tmp_path)
     monkeypatch.setattr(making, "_quantize", lambda *_: pytest.fail("quantized again"))
     assert making.quantize(prepared) == first == read_record(tmp_path / "out")
@@ -396,7 +396,7 @@ def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, t
     """However its tensors are cut into files; only the first of these runs may read the model before it begins."""
     folder = resolve_model(str(tiny_folder))
     digest = folder.digest("transformer")
-    fitted = making.job_of(making.Options(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
+    fitted = making.job_of(making.JobOptions(str(tiny_folder), "fp8", "fast", str(tmp_path / "fitted"), check=False))
     assert fitted.identity["model"] == {"transformer": digest}
     fingerprint = TensorFile.fingerprint
 
@@ -536,12 +536,12 @@ def test_every_tensor_is_in_one_block_and_what_shares_a_scale_in_one_piece():
     assert sorted(name for block in blocks for name in block.names) == source.names
     assert {layer.name for block in blocks for layer in block.layers} == {layer.name for layer in plan.quantized}
     assert sum(block.nbytes for block in blocks) == source.nbytes
-    pieces = pieces_of(blocks[0].layers, blocks[0].names)
-    assert sorted(name for piece in pieces for name in piece.names) == sorted(blocks[0].names)
-    shared = [[layer.name.split(".", 2)[2] for layer in piece.layers] for piece in pieces if len(piece.layers) > 1]
+    units = units_of(blocks[0].layers, blocks[0].names)
+    assert sorted(name for unit in units for name in unit.names) == sorted(blocks[0].names)
+    shared = [[layer.name.split(".", 2)[2] for layer in unit.layers] for unit in units if len(unit.layers) > 1]
     assert shared == [["proj_mlp", "attn.to_q", "attn.to_k", "attn.to_v"]]
-    rounded = next(round_pieces([pieces[0]], source, torch.bfloat16, {}))
-    assert rounded.tensors.keys() and len(rounded.weight_sqnr) == len(pieces[0].layers)
+    rounded = next(round_units([units[0]], source, torch.bfloat16, {}))
+    assert rounded.tensors.keys() and len(rounded.weight_sqnr) == len(units[0].layers)
 
 
 # Shards, space, progress
@@ -583,9 +583,9 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
         return {}
 
     if slack < 1.1:
-        options = making.Options("tiny", recipe, "rtn", str(tmp_path / "out"), check=False)
+        options = making.JobOptions("tiny", recipe, "rtn", str(tmp_path / "out"), check=False)
     else:
-        options = making.Options("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
+        options = making.JobOptions("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
     prepared = making.job_of(options)
     needed = work_folder._space_needed(prepared, tmp_path / "nothing")
     monkeypatch.setattr(making, "hash_files", measured)

@@ -21,7 +21,7 @@ from fluxq.base.files import sha256_file
 from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
-from fluxq.quantize.digests import OTHERS, OWN, write_digests
+from fluxq.quantize.digests import DIGEST, DIGESTS, write_digests
 from fluxq.quantize.verify import CHECKS, stored_fault, verify
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import shipped_recipes
@@ -67,7 +67,7 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object], file
 def forget_digests(folder: Path) -> None:
     for config in folder.glob("*/config.json"):
         if "quantization_config" in json.loads(config.read_text()):
-            edit_json(folder, str(config.relative_to(folder)), quantization(lambda q: [q.pop(OWN), q.pop(OTHERS)]))
+            edit_json(folder, str(config.relative_to(folder)), quantization(lambda q: [q.pop(DIGEST), q.pop(DIGESTS)]))
 
 
 def record_hash(folder: Path, file: str) -> None:
@@ -127,15 +127,15 @@ def test_a_model_that_was_saved_alone_says_its_digest_whatever_its_shards(checkp
     for name, size in (("whole", "1GB"), ("shards", "300KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
         assert statuses(tmp_path / name)["digests"] == "ok"
-        said.append(json.loads((tmp_path / name / "config.json").read_text())["quantization_config"][OWN])
-    (original,) = [json.loads((checkpoint("fp8") / CONFIG).read_text())["quantization_config"][OWN]]
+        said.append(json.loads((tmp_path / name / "config.json").read_text())["quantization_config"][DIGEST])
+    (original,) = [json.loads((checkpoint("fp8") / CONFIG).read_text())["quantization_config"][DIGEST]]
     assert said == [original, original]
 
 
 def test_quantized_text_encoders_pass_and_codes_without_their_last_axis_do_not(tmp_path):
     """T5's tied embedding is in the file under one of its two names; codes are stored (N, K, 1)."""
     components = ("text_encoder", "text_encoder_2")
-    options = making.Options("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
+    options = making.JobOptions("tiny", "mxfp8", components=components, output=str(tmp_path / "out"), check=False)
     making.quantize(making.job_of(options))
     assert failed(tmp_path / "out") == {}
     layer = "encoder.block.0.layer.0.SelfAttention.q.weight"

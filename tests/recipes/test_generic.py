@@ -501,11 +501,11 @@ def test_a_pipeline_whose_names_mislead_is_refused_before_it_is_fitted(lumina, t
     monkeypatch.setattr(processor, "__call__", forward)
     options = {"model": str(lumina), "recipe": str(quick_recipe("nvfp4")), "check": False}
     with pytest.raises(ValueError, match=r"attn\.to_k and \S*attn\.to_q read different values") as caught:
-        making.quantize(making.job_of(making.Options(output=str(tmp_path / "out"), **options)))
-    making.quantize(making.job_of(making.Options(output=str(tmp_path / "rtn"), profile="rtn", **options)))
+        making.quantize(making.job_of(making.JobOptions(output=str(tmp_path / "out"), **options)))
+    making.quantize(making.job_of(making.JobOptions(output=str(tmp_path / "rtn"), profile="rtn", **options)))
     excluded = re.findall("--exclude '(.*?)'", str(caught.value))
     assert excluded and excluded[0].endswith(".*.attn.to_k")
     stacks = ("layers", "context_refiner", "noise_refiner")  # of which the message names the first that ran
     everywhere = tuple(f"{stack}.*.attn.to_k" for stack in stacks)
     assert excluded[0] in everywhere
-    making.quantize(making.job_of(making.Options(output=str(tmp_path / "out"), exclude=everywhere, **options)))
+    making.quantize(making.job_of(making.JobOptions(output=str(tmp_path / "out"), exclude=everywhere, **options)))

@@ -267,7 +267,7 @@ def written(tmp_path_factory) -> Path:
     """The embedded pipeline under RECIPE, as `fluxq quantize` writes it."""
     root = tmp_path_factory.mktemp("written")
     (root / "mine.yaml").write_text(RECIPE, encoding="utf-8")
-    options = making.Options(model="tiny", recipe=str(root / "mine.yaml"), output=str(root / "tiny"), check=False)
+    options = making.JobOptions(model="tiny", recipe=str(root / "mine.yaml"), output=str(root / "tiny"), check=False)
     making.quantize(making.job_of(options))
     return root / "tiny"
 
@@ -323,7 +323,7 @@ def test_quantizing_on_the_fly_sets_it_and_dequantizing_takes_it_back(written: P
 def test_plan_and_cost_say_it(written: Path, capsys) -> None:
     from fluxq.commands import show
 
-    options = making.Options(model="tiny", recipe=str(written.parent / "mine.yaml"))
+    options = making.JobOptions(model="tiny", recipe=str(written.parent / "mine.yaml"))
     prepared = making.job_of(options, writes=False)
     show.plan(prepared, making.model_costs(prepared, "h200", "speed", None, 1))
     shown = capsys.readouterr().out

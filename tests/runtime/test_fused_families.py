@@ -287,7 +287,7 @@ def test_gradients_autocast_and_other_processors_are_the_blocks_own(name: str) -
     assert reasons(model, grad=True) == {"gradients: the fused ops have none"}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert reasons(model) == {"autocast"}
-    blocks = [module for module in model.modules() if hasattr(module, fused.HELD)]
+    blocks = [module for module in model.modules() if hasattr(module, fused.FUSION_ATTRIBUTE)]
     row = next(row for row in family(model).fusable if type(blocks[0]).__name__ == row.model)
     for path in row.attentions:
         attention = blocks[0].get_submodule(path)
@@ -305,7 +305,7 @@ def test_hooks_on_what_is_passed_over_are_heard(name: str) -> None:
     model = quantized("16 bit", family=name)
     want = output(model)
     fluxq.optimize(model)
-    block = next(module for module in model.modules() if hasattr(module, fused.HELD))
+    block = next(module for module in model.modules() if hasattr(module, fused.FUSION_ATTRIBUTE))
     row = next(row for row in family(model).fusable if type(block).__name__ == row.model)
     paths = [path for path in row.passed_over if fused_forms.at(block, path) is not None]
     paths += [path for path, module in block.named_modules() if isinstance(module, nn.Linear)]

@@ -457,7 +457,7 @@ def test_a_graph_keeps_the_memory_it_reads(flux):
     with fluxq.capture(model) as captured:
         velocity(model)
         (form,) = captured._steps[0]._forms
-        held = {tensor.data_ptr() for tensor in form._held if tensor is not None}
+        held = {tensor.data_ptr() for tensor in form._recorded if tensor is not None}
         assert held == {parameter.data_ptr() for parameter in model.parameters()}
 
 

@@ -69,7 +69,7 @@ def folder(tmp_path_factory) -> Path:
     """A checkpoint whose layers do to their input all that there is, and which keeps steps."""
     root = tmp_path_factory.mktemp("steps")
     (root / "kept.yaml").write_text(RECIPE)
-    options = making.Options(model="tiny", recipe=str(root / "kept.yaml"), output=str(root / "out"), check=False)
+    options = making.JobOptions(model="tiny", recipe=str(root / "kept.yaml"), output=str(root / "out"), check=False)
     making.quantize(making.job_of(options))
     return root / "out"
 
@@ -314,7 +314,7 @@ def test_a_model_with_such_a_scheduler_is_refused_before_it_is_quantized(tiny_fo
     write_json(tiny_folder / "model_index.json", {**index, "scheduler": ["diffusers", "PNDMScheduler"]})
     (tmp_path / "kept.yaml").write_text("extends: fp8\nsteps: {first: 1}\n")
     with pytest.raises(ValueError, match=r"PNDMScheduler cannot be followed"):
-        making.job_of(making.Options(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
+        making.job_of(making.JobOptions(model=str(tiny_folder), recipe=str(tmp_path / "kept.yaml")))
 
 
 # --- where the weights are
@@ -362,7 +362,7 @@ def test_streamed_weights_are_two_blocks_at_most_and_none_in_between(pipe, monke
     monkeypatch.setattr(Originals, "read", read)
     monkeypatch.setattr(originals.Streamed, "_advance", advance_late)
     with keep_steps(pipe, weights="streamed") as kept:
-        found = kept._gates[0].originals
+        found = kept._switches[0].originals
         sizes = [sum(found.nbytes(path) for path in block) for block in found.blocks()]
         assert len(sizes) == 5 and kept.nbytes == 0 and not alive
         run(pipe)
@@ -377,7 +377,7 @@ def test_blocks_that_are_called_in_another_order_are_learned(pipe, loaded, sixte
     asked: list[int] = []
     monkeypatch.setattr(originals.Originals, "blocks", backwards(originals.Originals.blocks))
     with keep_steps(pipe, weights="streamed") as kept:
-        store = kept._gates[0].store
+        store = kept._switches[0].store
         assert isinstance(store, originals.Streamed)
         real = store._read
         store._read = lambda index, *how: (asked.append(index), real(index, *how))[1]  # pyright: ignore[reportAttributeAccessIssue]
@@ -722,7 +722,7 @@ def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_pa
 
 def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     (tmp_path / "all.yaml").write_text("extends: fp8\nsteps: {first: 8}\n")
-    options = making.Options(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
+    options = making.JobOptions(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
     check = making.quantize(making.job_of(options)).check
     assert check.steps == 8 and check.psnr_db == [None] * 4  # the same images
 
@@ -744,7 +744,7 @@ def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path,
 
 def test_fused_lora_files_are_in_the_16_bit_weights(tmp_path, lora_file) -> None:
     file = lora_file("style.safetensors", ADAPTED)
-    options = making.Options(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
+    options = making.JobOptions(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
     prepared = making.job_of(options)
     making.quantize(prepared)
     pipe, original = tiny.load(folder=tmp_path / "out"), prepared.load_reference().transformer

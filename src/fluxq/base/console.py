@@ -22,7 +22,7 @@ logger = logging.getLogger("fluxq")
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate `items` under a progress bar, of which a log without a terminal gets a line a minute.
+    """Iterate `items` under a progress bar; without a terminal, log a line a minute.
 
     Nothing is drawn or logged with logging at ERROR.
     """
@@ -41,19 +41,19 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
 
 
 class _News:
-    """A line a minute of work that has `total` parts, of which `known` were done before."""
+    """A line a minute about work of `total` parts, of which `before` were done at its start."""
 
-    def __init__(self, description: str, total: float, known: float) -> None:
-        self.description, self.total, self.known = description, total, known
-        self.started = self.told = time.monotonic()
+    def __init__(self, description: str, total: float, before: float) -> None:
+        self.description, self.total, self.before = description, total, before
+        self.started = self.logged = time.monotonic()
 
     def tell(self, done: float, counted: str) -> None:
-        """Log how far the work is and what is left of it, if the last line is a minute old."""
+        """Log the state of the work and the time that is left, if the last line is a minute old."""
         now = time.monotonic()
-        if now - self.told < _MINUTE:
+        if now - self.logged < _MINUTE:
             return
-        self.told = now
-        rate = (done - self.known) / (now - self.started)
+        self.logged = now
+        rate = (done - self.before) / (now - self.started)
         left = f", about {math.ceil((self.total - done) / rate / _MINUTE)} min left" if self.total > done else ""
         logger.warning("%s: %s after %d min%s", self.description, counted, (now - self.started) // _MINUTE, left)
 
@@ -62,9 +62,10 @@ class _News:
 def blocks_progress(
     description: str, blocks: int, nbytes: int, known_blocks: int = 0, known_bytes: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """A bar of blocks of different sizes, with bytes a second and the time left; call what comes with a block's bytes.
+    """Show a bar of blocks of different sizes, and yield the function to call with each block's bytes.
 
-    known: what was there before, which is shown and does not count for the speed. Drawn or logged as by `progress`.
+    known_blocks, known_bytes: those that were there before; they are shown and do not count for the speed. Drawn or
+    logged as by `progress`.
     """
     done = known_blocks
     if not is_terminal(sys.stderr):
@@ -94,7 +95,7 @@ def blocks_progress(
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether people watch a stream; a process without stdout or stderr has None in its place."""
+    """Tell whether people watch a stream; a process without stdout or stderr has None in its place."""
     return stream is not None and stream.isatty()
 
 
@@ -103,9 +104,9 @@ def _quiet() -> bool:
 
 
 def say_once(library: str, beginning: str) -> None:
-    """Let a library's logger say what begins so only once: it may say it of every prompt of every image.
+    """Let a library's logger write a message with this beginning only once, instead of for every prompt of every image.
 
-    library: the name of its root logger, whose handlers write what all its modules log.
+    library: the name of its root logger, whose handlers write the records of all its modules.
     """
     for handler in logging.getLogger(library).handlers:
         if not any(isinstance(each, _Once) and each.beginning == beginning for each in handler.filters):
@@ -129,20 +130,20 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return " (did you mean 'x'?)" for the known name most like `name`, whatever its case; "" if none is.
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return " (did you mean 'x'?)" for the one of `names` most like `name`, whatever its case; "" if none is.
 
     cutoff: of difflib, how alike they must be, from 0 to 1.
     """
-    by_lower = {each.lower(): each for each in known}
+    by_lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
 
 
 def path_near(path: Path) -> str:
-    """Return the same for a path that is not there: one of its neighbours."""
+    """Return " (did you mean …?)" for a missing path: one of its neighbours."""
     try:
-        names = [each.name for each in path.parent.iterdir() if each.name != path.name]  # which is there, but of no use
+        names = [each.name for each in path.parent.iterdir() if each.name != path.name]  # of no use if it exists
     except OSError:  # the parent is not there either, or may not be read
         return ""
     return did_you_mean(str(path), (str(path.with_name(name)) for name in names), cutoff=0.8)
@@ -151,13 +152,13 @@ def path_near(path: Path) -> str:
 def visible(text: str) -> str:
     r"""Show control characters as `\x1b`: names in a stranger's file cannot move the cursor or turn the text.
 
-    So too what XML and UTF-8 have no room for: what is left may stand in a drawing, a page or a file.
+    Characters that XML or UTF-8 cannot hold are shown so too: the text may go into a drawing, a page or a file.
     """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def visible_name(text: str) -> str:
-    """`visible` on one line: a stranger's name cannot begin a line of its own."""
+    """Return `visible` of a text on one line: a stranger's name cannot begin a line of its own."""
     return visible(text).replace("\n", r"\x0a").replace("\t", r"\x09")
 
 
@@ -174,13 +175,13 @@ class _Visible(logging.Formatter):
 
 
 def set_verbosity(level: int) -> None:
-    """Set what a command logs: -1 errors only, 0 warnings and progress, 1 and above decisions and reasons too."""
+    """Set a command's log level: -1 errors only, 0 warnings and progress, 1 and above decisions and reasons too."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler:
             handler.setFormatter(_Visible("%(message)s"))
     logger.setLevel(logging.ERROR if level < 0 else logging.WARNING if level == 0 else logging.INFO)
-    if level < 1:  # what diffusers says of its own imports, which no user can mend
+    if level < 1:  # diffusers' warning of its own imports, which no user can mend
         warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated", category=FutureWarning)
 
 

@@ -1,4 +1,4 @@
-"""The device that `--device` means, and what the first line of a command says of it."""
+"""The device that `--device` means, and its description in the first line of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def choose(device: str) -> str:
-    """Return torch's word for `device`: of "auto" the GPU if torch finds one, else the CPU.
+    """Return torch's name for `device`; "auto" is the GPU if torch finds one, else the CPU.
 
     Raises ValueError for a device that torch cannot use.
     """
@@ -34,12 +34,12 @@ def there_is_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def describe(device: str, asked: str) -> str:
-    """Return what the first line of a command says of its device; asked: what `--device` said."""
+def describe(device: str, option: str) -> str:
+    """Return the words about the device in a command's first line. option: the value of `--device`."""
     import torch
 
     place = torch.device(device)
     if place.type == "cuda":
         free = free_bytes(place) or 0
         return f"{device} ({torch.cuda.get_device_name(place)}, {free / 1e9:.1f} GB free)"
-    return f"{device} (torch finds no GPU)" if asked == AUTO else device
+    return f"{device} (torch finds no GPU)" if option == AUTO else device

@@ -1,7 +1,7 @@
-"""A model of the Hugging Face hub: looked up first, fetched into the hub's cache once nothing speaks against it.
+"""A model of the Hugging Face hub: looked up first, then fetched into the hub's cache.
 
-What the hub refuses (a gated, missing or private model, a missing revision) and what cannot work (no pipeline, no
-safetensors weights, too little disk) is said before the first weight is fetched.
+The hub's refusals (a gated, missing or private model, a missing revision) and models that cannot work (no pipeline, no
+safetensors weights, too little disk) are reported before the first weight is fetched.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _CURE = (
 
 
 def no_model(model: str, why: str) -> FileNotFoundError:
-    """Return the error for a MODEL that is nowhere."""
+    """Return the error for a MODEL that is found nowhere."""
     return FileNotFoundError(f"model {model!r} is neither a folder nor a hub model: {why}")
 
 
 def require_hub_id(model: str) -> None:
-    """Raise FileNotFoundError for a MODEL that is no folder and cannot be a hub id, saying what it seems to be."""
+    """Raise FileNotFoundError for a MODEL that is no folder and cannot be a hub id, with a guess at its kind."""
     path = Path(model).expanduser()
-    if found := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", model):
-        raise no_model(model, f"it is an address; give {found[1]}")
+    if match := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", model):
+        raise no_model(model, f"it is an address; give {match[1]}")
     if path.is_file():
         raise no_model(model, f"it is a single file; {_CURE}")
     if path.suffix.lower() in _FILE_ENDINGS:
@@ -62,7 +62,7 @@ def require_hub_id(model: str) -> None:
 
 @cache
 def download(model: str, revision: str | None, local_files_only: bool) -> Path:
-    """Return the folder of a hub model in the local cache, fetching what is missing; once per process.
+    """Return the folder of a hub model in the local cache, fetching missing files; once per process.
 
     Raises FileNotFoundError for a model that the hub does not give and OSError where the disk has no room.
     """
@@ -77,14 +77,14 @@ def download(model: str, revision: str | None, local_files_only: bool) -> Path:
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only)
         )
-    except Exception as error:  # of the hub's client and of the HTTP library below it, whichever that is
+    except Exception as error:  # of the hub's client, or of its HTTP library
         raise _refusal(model, revision, local_files_only or constants.HF_HUB_OFFLINE, error) from None
 
 
 def _look_up(model: str, revision: str | None) -> list[Any] | None:
-    """Return what would be fetched, file by file; None where the hub is in trouble, but the cache has the model.
+    """Return the files that would be fetched; None where the hub is in trouble, but the cache has the model.
 
-    Raises what the hub refuses, or its trouble. It is asked once with a limit first: its client tries for a minute.
+    Raises the hub's refusal, or its trouble. It is asked once with a time limit first: its client tries for a minute.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import DryRunError
@@ -93,9 +93,9 @@ def _look_up(model: str, revision: str | None) -> list[Any] | None:
         HfApi().model_info(model, revision=revision, timeout=_PATIENCE)
         return list(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, dry_run=True))
     except Exception as error:
-        told = (error.__cause__ if isinstance(error, DryRunError) else None) or error
-        refusal = _refusal(model, revision, False, told)
-        if (_status(told) or _OF_SERVER) < _OF_SERVER:  # the hub's own answer
+        cause = (error.__cause__ if isinstance(error, DryRunError) else None) or error
+        refusal = _refusal(model, revision, False, cause)
+        if (_status(cause) or _OF_SERVER) < _OF_SERVER:  # the hub's own answer
             raise refusal from None
         try:
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, local_files_only=True)
@@ -106,7 +106,7 @@ def _look_up(model: str, revision: str | None) -> list[Any] | None:
 
 
 def _require_fetchable(model: str, files: Iterable[Any]) -> None:
-    """Raise for a repository that holds no pipeline, no safetensors weights, or more than the disk has room for."""
+    """Raise an error for a repository without a pipeline or safetensors weights, or too large for the disk."""
     from huggingface_hub import constants
 
     names = {file.filename for file in files}

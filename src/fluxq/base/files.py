@@ -1,4 +1,4 @@
-"""Files that are either complete or not there: atomic writes, hashes, safe names."""
+"""Files that are either complete or absent: atomic writes, hashes, safe names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LONGEST_JSON = 1 << 24  # bytes; parsed, each may take thirty
 
 @contextmanager
 def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = None) -> Iterator[Path]:
-    """A temporary path beside `target`; renamed to it when the block ends, removed when the block raises.
+    """Yield a temporary path beside `target`; it is renamed to that after the block, and removed if the block raises.
 
-    durable: on the disk, under its name, when this returns; leave it out where the caller sees to that for many files.
-    folder: where the temporary path lies instead, on the same disk: one that is cleared after a kill.
+    durable: whether the file is on the disk, under its name, at the end; False where the caller syncs many at once.
+    folder: place of the temporary path instead, on the same disk: one that is cleared after a kill.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = (folder or target.parent) / f".{target.name}.{secrets.token_hex(4)}.part"
@@ -41,13 +41,13 @@ def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = Non
 
 
 def clear_parts(folder: Path, name: str = "") -> None:
-    """Remove what killed processes left of the file of that name, or of all files; nobody else may write there now."""
+    """Remove temporary files of killed processes for the file of that name, or for all files; for the sole writer."""
     for part in folder.glob(f".{glob.escape(name)}.????????.part" if name else ".*.part"):
         part.unlink(missing_ok=True)
 
 
 def sync(path: Path, *, deep: bool = True) -> None:
-    """Wait until a file, or a folder and with `deep` all in it, is on the disk, where the system can say so."""
+    """Wait until a file or a folder, with `deep` its content too, is on the disk, where the system can tell."""
     if path.is_dir():
         for child in path.iterdir() if deep else ():
             sync(child)
@@ -57,7 +57,7 @@ def sync(path: Path, *, deep: bool = True) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of folders on file systems that know no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of folders on file systems without fsync
             raise
     finally:
         os.close(handle)
@@ -101,7 +101,7 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text)
-        if re.search(r"\\u[dD]", text):  # half of a surrogate pair can be written by nobody
+        if re.search(r"\\u[dD]", text):  # half of a surrogate pair cannot be written
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of thousands of digits, nesting
         raise ValueError(f"{path}: not valid JSON ({error}); the file is damaged, copy it again") from None
@@ -111,7 +111,7 @@ def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
 
 
 def is_text(value: str) -> bool:
-    """Tell whether UTF-8 can hold it: JSON can name half of a surrogate pair, and a path of other bytes has such."""
+    """Tell whether UTF-8 can hold a text: JSON can name half of a surrogate pair, and paths may have other bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -120,7 +120,7 @@ def is_text(value: str) -> bool:
 
 
 def room_left(error: OSError, folder: Path) -> str:
-    """For the end of a message: what is free on the disk, where a write failed for want of that."""
+    """Return the end of a message about a write that failed because the disk is full: its free space; else ""."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     return f"; {shutil.disk_usage(folder).free / 1e9:.2f} GB are free at {folder}"
@@ -133,18 +133,18 @@ def require_no_pipe(path: Path, what: str) -> None:
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
-    """Place, number, size and time of each file or folder, others where one was replaced: nothing is read."""
-    found = [(str(path.resolve()), path.stat()) for path in paths]
-    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found]
+    """Return place, number, size and time of each file or folder, which differ if one is replaced; nothing is read."""
+    statuses = [(str(path.resolve()), path.stat()) for path in paths]
+    return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in statuses]
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
+    """Return the hex SHA-256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sha256_json(value: object) -> str:
-    """Hex SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
+    """Return the hex SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

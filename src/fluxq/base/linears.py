@@ -2,7 +2,7 @@
 
     y[b, n, h, w] = Σ_k W[n, k] · x[b, k, h, w] + bias[n]
 
-SANA's feed-forward is made of those. Whatever is said of Linears means both: each pixel is a token, of K channels.
+SANA's feed-forward is made of those. "Linear" means both everywhere: each pixel is a token, of K channels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ PIXELS = -3  # axis of the channels in (B, K, H, W), and in (K, H, W)
 
 
 def is_pixelwise(module: nn.Module) -> bool:
-    """Tell whether a module is a convolution with a 1x1 kernel that sees every pixel once, and all channels of it.
+    """Tell whether a module is a convolution with a 1x1 kernel over every pixel once and all channels.
 
-    Not a subclass of nn.Conv2d, whose forward may do more.
+    A subclass of nn.Conv2d is none: its forward may do more.
     """
     if type(module) is not nn.Conv2d or module.kernel_size != (1, 1):
         return False
@@ -28,12 +28,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """Path -> module of every Linear, in the model's order."""
+    """Return path -> module of every Linear, in the model's order."""
     return {name: module for name, module in model.named_modules() if is_linear(module)}  # pyright: ignore[reportReturnType]
 
 
 def linear_size(module: nn.Module) -> tuple[int, int]:
-    """(N, K): out features and in features, or channels. ValueError for what is no Linear."""
+    """Return (N, K): out features and in features, or channels; ValueError for a module that is no Linear."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if isinstance(module, nn.Conv2d) and is_pixelwise(module):
@@ -48,5 +48,5 @@ def channels_last(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def channel_axis(module: nn.Module) -> int:
-    """Return the axis of the channels in a Linear's inputs and outputs; a quantized one says it itself."""
+    """Return the axis of the channels in a Linear's inputs and outputs; a quantized one has it as an attribute."""
     return PIXELS if is_pixelwise(module) else getattr(module, "channel_axis", -1)

@@ -1,6 +1,6 @@
-"""Free memory, and scratch memory: for a while, memory of tensors is used again when they are gone.
+"""Free memory, and scratch memory: within a block, the memory of freed tensors is used again.
 
-The system clears every page that it hands out, which takes several times as long as to copy from a file that it holds.
+The system clears every page that it hands out, which takes several times as long as a copy from a file in its cache.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MEMORY = Path("/proc/meminfo")
-_LARGE = 1 << 20  # bytes; less comes from malloc, which keeps what it has
-_KEPT = 1 << 28  # bytes that nobody uses
+_LARGE = 1 << 20  # bytes; smaller pieces come from malloc, which keeps its memory
+_KEPT = 1 << 28  # bytes of unused memory
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that a device can still give, of a GPU or of the machine; None where the system does not say."""
+    """Return the bytes that a device, a GPU or the machine, can still give; None where the system does not say."""
     import torch
 
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     if not _MEMORY.is_file():
-        return None  # only Linux says
+        return None  # only Linux has it
     lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 
 
 @contextmanager
 def used_again() -> Iterator[None]:
-    """Large tensors that are read or rounded in here take the memory of others that are gone; some is kept for that."""
+    """Let large tensors that are read or rounded in the block use the memory of freed ones, some of which is kept."""
     before, _FREE.most = _FREE.most, _KEPT
     try:
         yield
@@ -49,7 +49,7 @@ def used_again() -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """`torch.empty`, in memory that was used before where there is such."""
+    """Return `torch.empty`, in memory of a freed tensor where there is some."""
     import torch
 
     nbytes = prod(shape) * dtype.itemsize
@@ -59,7 +59,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """`torch.empty` for a short while; what it gives cannot be resized.
+    """Return `torch.empty` for a short while, which cannot be resized.
 
     On a CPU numpy asks the system for large pages where it has them, as Linux does: they are cleared several times as
     fast as the small ones that torch takes. They are gone with the tensor.
@@ -73,16 +73,16 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 
 
 class _Free:
-    """Blocks that nobody uses, by number; beyond `most` bytes those go that were given back first."""
+    """Unused blocks of memory by number; beyond `most` bytes the oldest go."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, np.ndarray] = {}
         self.most = 0
         self._numbers = count()
-        self._lock = threading.RLock()  # Python collects what it likes where it likes: a block may come back in here
+        self._lock = threading.RLock()  # Python may collect garbage anywhere: a block may come back in here
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A block that is as large, or up to twice."""
+        """Return a block of that size, or of up to twice."""
         with self._lock:
             fits = [(block.nbytes, n) for n, block in [*self.blocks.items()] if nbytes <= block.nbytes <= 2 * nbytes]
             block = self.blocks.pop(min(fits)[1], None) if fits else None

@@ -37,14 +37,14 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
 _MOST_LAYERS = 8000
-_LARGEST_NUMBER = 10**9  # of a size; times a text that stands where another size belongs, it would fill the memory
+_LARGEST_NUMBER = 10**9  # of a size; a larger one, times a text in the place of another size, would fill the memory
 _LARGEST_TABLE = 100_000  # a hundred times the steps that models are trained on
-LARGEST = {  # arguments of a call that are counts, and the most that anybody asks for
+LARGEST = {  # argument of a call that is a count -> its largest useful value
     **{"height": 1 << 14, "width": 1 << 14, "num_inference_steps": 10_000},
     **{"num_frames": 10_000, "frames": 10_000, "video_length": 10_000},
     **{"max_sequence_length": 1 << 16, "num_images_per_prompt": 1, "num_videos_per_prompt": 1},  # each has its noise
 }
-_OURS = frozenset(  # arguments of a call that fluxq gives itself, and those that are no setting of a model
+_OURS = frozenset(  # arguments of a call that fluxq gives itself, and others that are no setting of a model
     "prompt generator latents output_type return_dict callback callback_on_step_end callback_on_step_end_tensor_inputs "
     "prompt_embeds pooled_prompt_embeds negative_prompt_embeds negative_pooled_prompt_embeds".split()
 )
@@ -57,7 +57,12 @@ _SNAPSHOTS = "snapshots"  # in the hub's cache: commit -> folder
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A pipeline folder: `name` for people, `path` on disk, `commit` of a hub model where the download says it."""
+    """A pipeline folder.
+
+    name: for people.
+    path: on disk.
+    commit: of a hub model, where the download tells it.
+    """
 
     name: str
     path: Path
@@ -65,56 +70,56 @@ class ModelFolder:
 
     @property
     def is_one_model(self) -> bool:
-        """True if it is one model's folder, as its `save_pretrained` writes it, and no pipeline's."""
+        """True for the folder of one model, as its `save_pretrained` writes it, without a pipeline."""
         return not (self.path / "model_index.json").is_file() and (self.path / "config.json").is_file()
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """`model_index.json`; of one model's folder, what that says of a pipeline whose only component is ""."""
+        """`model_index.json`; for the folder of one model, that of a pipeline whose only component is ""."""
         if not self.is_one_model:
             return read_json(self.path / "model_index.json")
         config = self.config("")
         listed = config.get("architectures")
         first = listed[0] if isinstance(listed, list) and listed else None
-        said = {"diffusers": config.get("_class_name"), "transformers": first}
-        for library, class_name in said.items():
+        classes = {"diffusers": config.get("_class_name"), "transformers": first}
+        for library, class_name in classes.items():
             if isinstance(class_name, str):
                 return {"": [library, class_name]}
         raise ValueError(f"{self.path / 'config.json'}: names no class of diffusers or transformers; copy it again")
 
     @property
     def components(self) -> dict[str, str]:
-        """Component -> class name, for those that have weights or files of their own."""
+        """Component -> class name, of those with weights or files of their own."""
         listed = {name: value for name, value in self.index.items() if isinstance(value, list)}
         return {name: value[1] for name, value in listed.items() if value[0] is not None}
 
     def require_component(self, component: str) -> None:
-        """Raise ValueError for a name that the pipeline has no component of."""
+        """Raise ValueError for a name that no component of the pipeline has."""
         if component not in self.components:
             names, near = ", ".join(self.components), did_you_mean(component, self.components)
             raise ValueError(f"{self.name} has no component {component!r}{near}; it has {names}, says model_index.json")
 
     @property
     def pipeline_class(self) -> type | None:
-        """The pipeline's class; None where this diffusers has no such one."""
+        """The pipeline's class; None where this diffusers does not have it."""
         import diffusers
 
-        found = getattr(diffusers, self.index["_class_name"], None)
-        return found if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline) else None
+        pipeline = getattr(diffusers, self.index["_class_name"], None)
+        return pipeline if isinstance(pipeline, type) and issubclass(pipeline, diffusers.DiffusionPipeline) else None
 
     def config(self, component: str) -> dict[str, Any]:
-        """The component's `config.json`."""
+        """Return the component's `config.json`."""
         return read_json(self.path / component / "config.json")
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
         """Arguments of a normal pipeline call that the folder carries; empty for most models.
 
-        ValueError naming the file and the argument for a value that no call takes.
+        Raises ValueError naming the file and the argument for a value that no call takes.
         """
         path = self.path / GENERATION_FILE
-        found = read_json(path) if path.is_file() else {}
-        for name, value in found.items():
+        defaults = read_json(path) if path.is_file() else {}
+        for name, value in defaults.items():
             most = LARGEST.get(name)
             if most and not (type(value) is int and 1 <= value <= most):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected {whole_number(most)}")
@@ -122,51 +127,52 @@ class ModelFolder:
                 raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
             if not _is_plain(value):
                 raise ValueError(f"{path}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
-        return found
+        return defaults
 
     def weight_files(self, component: str) -> list[Path]:
-        """The component's safetensors files as its library picks them: an index's shards, or the one file.
+        """Return the component's safetensors files as its library picks them: an index's shards, or the one file.
 
-        Where both are there, diffusers takes the shards and transformers the file, and a warning names the others.
-        Other variants beside them (`….fp16.safetensors`) are left alone. ValueError for pickle weights, for none at
-        all, and for an index that names a file outside the folder or one that is missing.
+        Where both exist, diffusers takes the shards and transformers the file, and a warning names the others. Other
+        variants beside them (`….fp16.safetensors`) are left alone.
+
+        Raises ValueError for pickle weights, for no weights, and for an index that names a missing file or one outside.
         """
         folder = self.path / component
         is_of_transformers = self._is_of_transformers(component)
         ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
         stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
-        found = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
-        if found:
-            files = _indexed(found[0]) if found[0].name.endswith(_INDEX) else [found[0]]
-            for other in found[1:]:
+        candidates = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
+        if candidates:
+            files = _indexed(candidates[0]) if candidates[0].name.endswith(_INDEX) else [candidates[0]]
+            for other in candidates[1:]:
                 if other not in files:
-                    _warn_of_second(other, found[0], self.name, component)
+                    _warn_of_second(other, candidates[0], self.name, component)
             return files
         variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
         cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
-        held = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
-        raise ValueError(f"{folder}: {held}")
+        fault = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"
+        raise ValueError(f"{folder}: {fault}")
 
     def _is_of_transformers(self, component: str) -> bool:
-        """Tell whether transformers loads the component; of a model without a pipeline, its config.json tells."""
+        """Tell whether transformers loads the component; for one model without a pipeline, its config.json tells."""
         if self.is_one_model:
             return "_class_name" not in self.config(component)
-        said = self.index.get(component) if (self.path / "model_index.json").is_file() else None
-        return isinstance(said, (list, tuple)) and said[:1] == ["transformers"]
+        entry = self.index.get(component) if (self.path / "model_index.json").is_file() else None
+        return isinstance(entry, (list, tuple)) and entry[:1] == ["transformers"]
 
     def digest(self, component: str, read: Mapping[str, str] | None = None) -> str:
-        """SHA-256 of the component: its config.json, and names, dtypes, shapes and fingerprints of its tensors.
+        """Return the SHA-256 of the component's config.json and its tensors' names, dtypes, shapes and fingerprints.
 
-        How these are cut into files makes no difference. read: name -> `fingerprint_of` those tensors that were read
-        already; the others are read.
+        How these are cut into files makes no difference. read: name -> `fingerprint_of` tensors that were read already;
+        the others are read.
         """
         return sha256_json([sha256_file(self.path / component / "config.json"), self._described(component, read or {})])
 
     def tensors_digest(self, component: str) -> str:
-        """`digest` without the config.json, and with the adapter that is loaded with the component, if there is one."""
+        """Return `digest` without the config.json, and with the adapter that is loaded with the component, if any."""
         described: list[Any] = self._described(component, {})
         adapter = [[path.name, sha256_file(path)] for path in self.adapter_files(component)]
         return sha256_json([described, adapter] if adapter else described)
@@ -178,24 +184,24 @@ class ModelFolder:
             return []
         return [folder / name for name in _ADAPTER if (folder / name).is_file()]
 
-    def _described(self, component: str, known: Mapping[str, str]) -> list[list[Any]]:
+    def _described(self, component: str, fingerprints: Mapping[str, str]) -> list[list[Any]]:
         files = [TensorFile(path) for path in self.weight_files(component)]
         tensors = [(file, name) for file in files for name in file.keys()]
 
         def describe(of: tuple[TensorFile, str]) -> list[Any]:
             file, name = of
             stored = file.stored[name]
-            return [name, stored.dtype, stored.shape, known.get(name) or file.fingerprint(name)]
+            return [name, stored.dtype, stored.shape, fingerprints.get(name) or file.fingerprint(name)]
 
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             return sorted(pool.map(describe, tensors))
 
     def stamp(self, component: str) -> list[list[Any]]:
-        """Place and size of each of the component's files: nothing is read, and touching one makes no difference."""
+        """Return place and size of each of the component's files; nothing is read, and touching makes no difference."""
         return [[str(path.resolve()), path.stat().st_size] for path in self._files(component)]
 
     def stamps(self, component: str) -> list[Any]:
-        """`stamps` of the component's files: others where one was replaced, touched or written to."""
+        """Return `stamps` of the component's files, which differ if one is replaced, touched or written to."""
         return stamps(self._files(component))
 
     def _files(self, component: str) -> list[Path]:
@@ -210,7 +216,7 @@ class ModelFolder:
 def resolve_model(
     model: str, *, revision: str | None = None, local_files_only: bool = False, one_model: bool = False
 ) -> ModelFolder:
-    """MODEL as users write it: a pipeline folder, a hub id, or `tiny` for the embedded pipeline.
+    """Return the folder of a MODEL as users write it: a pipeline folder, a hub id, or `tiny` for the embedded pipeline.
 
     one_model: the folder of one model without its pipeline will do, too.
 
@@ -240,9 +246,9 @@ def resolve_model(
 def load_pipeline(
     folder: ModelFolder, dtype: str = "bfloat16", device: str = "cpu", models: Mapping[str, Any] | None = None
 ) -> DiffusionPipeline:
-    """The stock diffusers pipeline of a folder, its own progress bar off; weights are read from safetensors only.
+    """Load the stock diffusers pipeline of a folder, without its progress bar, from safetensors only.
 
-    models: by component, all those with weights, which are then taken as and where they are.
+    models: component -> model, for all components with weights; they are taken as and where they are.
     """
     import diffusers
     import torch
@@ -255,7 +261,7 @@ def load_pipeline(
             )
     except (ImportError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever constructors and parsers make of values that they did not expect
+    except Exception as error:  # constructors and parsers raise all kinds at unexpected values
         raise ValueError(
             f"{folder.path}: cannot be loaded ({type(error).__name__}: {first_line(error)}); a file is damaged, copy "
             "the folder again"
@@ -275,7 +281,7 @@ def check_weights(folder: ModelFolder) -> None:
 
 
 def require_safe(folder: ModelFolder) -> None:
-    """ValueError for a folder that asks for remote code or for files elsewhere."""
+    """Raise ValueError for a folder that asks for remote code or for files elsewhere."""
     if folder.is_one_model:
         raise ValueError(
             f"{folder.path}: one model without its pipeline (it has a config.json and no model_index.json); give the "
@@ -304,7 +310,7 @@ def require_safe(folder: ModelFolder) -> None:
 
 
 def _require_safe_files(folder: ModelFolder) -> None:
-    """The part of `require_safe` that looks at the components."""
+    """Raise ValueError for files of the components that are not safe; a part of `require_safe`."""
     for link in _links_out(folder.path):
         raise ValueError(f"{link}: a link that leads out of the folder; put the file itself there")
     for component in folder.components:
@@ -317,10 +323,10 @@ def _require_safe_files(folder: ModelFolder) -> None:
 
 
 def module_of(library: object) -> str | None:
-    """The module that a component's class is of, by the first word of its entry in `model_index.json`.
+    """Return the module of a component's class, by the first word of its entry in `model_index.json`.
 
-    That is "diffusers", "transformers", or the folder of a pipeline inside diffusers, which the latter writes without
-    the rest of its path: Stable Diffusion's safety checker is of "stable_diffusion". None for anything else.
+    That is "diffusers", "transformers", or the folder of a pipeline inside diffusers, written without the rest of its
+    path: Stable Diffusion's safety checker is of "stable_diffusion". None for anything else.
     """
     if not isinstance(library, str) or library in _LIBRARIES:
         return library if isinstance(library, str) else None
@@ -333,25 +339,25 @@ def module_of(library: object) -> str | None:
 
 
 def require_harmless(config: Path) -> None:
-    """ValueError for what loading would come to grief over before it could be seen.
+    """Raise ValueError for a configuration that would harm whoever loads it, before it is loaded.
 
-    That is attention under the name of a repository, whose code transformers would fetch and run, a number of layers
-    that no model has, for each of which a configuration may make entries, and a size that nothing has.
+    That is attention under the name of a repository, whose code transformers would fetch and run; a number of layers
+    above any model's, each of which may take entries; and a size that nothing has.
     """
     require_harmless_values(read_json(config), str(config))
 
 
 def require_harmless_values(values: Mapping[str, Any], config: str) -> None:
-    """`require_harmless` of a configuration that stands elsewhere; config: where."""
+    """Apply `require_harmless` to values of a configuration. config: its place, for messages."""
     listed = values.get("architectures")
-    for said in (values.get("_class_name"), *(listed if isinstance(listed, list) else ())):
-        if isinstance(said, str) and not said.isidentifier():
-            raise ValueError(f"{config}: {said[:80]!r} is no name of a class; copy it again")
+    for class_name in (values.get("_class_name"), *(listed if isinstance(listed, list) else ())):
+        if isinstance(class_name, str) and not class_name.isidentifier():
+            raise ValueError(f"{config}: {class_name[:80]!r} is no name of a class; copy it again")
     left: list[tuple[str, Any]] = list(values.items())
     while left:
         key, value = left.pop()
         if isinstance(value, dict):
-            left += [(key if key.endswith(_ATTENTION) else inner, held) for inner, held in value.items()]
+            left += [(key if key.endswith(_ATTENTION) else inner, item) for inner, item in value.items()]
         elif key.endswith(_ATTENTION) and isinstance(value, str) and "/" in value:
             raise ValueError(f"{config}: asks for attention from {value!r}, whose code is never run; remove {key!r}")
         elif key.endswith(("layers", "depth")) and isinstance(value, (int, float)) and value > _MOST_LAYERS:
@@ -361,7 +367,7 @@ def require_harmless_values(values: Mapping[str, Any], config: str) -> None:
 
 
 def _require_moderate(config: Path, only: str) -> None:
-    """ValueError for a number that would become a table for which no memory has room. only: this key, else any."""
+    """Raise ValueError for a number that would become a table too large for memory. only: this key; "" for any."""
     for key, value in read_json(config).items():
         if only in ("", key) and isinstance(value, (int, float)) and value > _LARGEST_TABLE:
             raise ValueError(f"{config}: {key} is {str(value)[:80]}, expected a number up to {_LARGEST_TABLE}")
@@ -379,7 +385,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _links_out(folder: Path) -> Iterator[Path]:
-    """Whatever in a folder lies elsewhere. A download of the hub's is a folder of links into the `blobs` beside it."""
+    """Yield all links that lead out of a folder; a download of the hub's links into the `blobs` beside it."""
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == _SNAPSHOTS else [root]
     for path in sorted(root.rglob("*")):
@@ -389,12 +395,12 @@ def _links_out(folder: Path) -> Iterator[Path]:
 
 
 @cache
-def _warn_of_second(other: Path, taken: Path, model: str, component: str) -> None:
-    """Once in a process: weights are asked for again and again."""
+def _warn_of_second(other: Path, chosen: Path, model: str, component: str) -> None:
+    """Warn of a second set of weights, once in a process: weights are looked up again and again."""
     logger.warning(
         "%s: its %s has two sets of weights: %s is read, as its library does, and %s is not; remove the one that is "
         "not meant",
-        *(model, component or "folder", taken.name, other.name),
+        *(model, component or "folder", chosen.name, other.name),
     )
 
 

@@ -1,7 +1,7 @@
-"""YAML of strangers is counted before anything is built of it.
+"""YAML of strangers, whose values are counted before anything is built of them.
 
-A few hundred bytes can stand for gigabytes: an alias of a list of aliases, tables merged into others. So recipes and
-prompts are read, and the front matter of model cards, of which only the licence is looked at.
+A few hundred bytes can stand for gigabytes: an alias of a list of aliases, tables merged into others. Recipes, prompts
+and the front matter of model cards are read so; of the latter only the licence is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 from fluxq.base.console import first_line, logger, visible_name
 
-_LONGEST = 1 << 18  # bytes of a card that are looked at; with hundreds of results its front matter has some thousand
+_LONGEST = 1 << 18  # bytes of a card that are read; with hundreds of results its front matter has some thousand
 _MOST_VALUES = 20_000  # of the front matter, aliases expanded
 _DEEPEST = 20  # lists and tables in each other; a model-index has seven
 _LONGEST_VALUE = 300  # characters of a licence, its name or its address
@@ -27,11 +27,13 @@ def require_modest(
 ) -> None:
     """Raise yaml.MarkedYAMLError for YAML of more than `most` values, or of more than `deepest` in each other.
 
-    Values that aliases stand for count too. aliases: whether anchors and aliases are taken at all. cure: said behind
-    "more than `most` values".
+    Values that aliases stand for count too.
+
+    aliases: whether anchors and aliases are allowed at all.
+    cure: words behind "more than `most` values".
     """
     inside: list[tuple[str | None, int]] = []  # anchor of each collection that is open, values before it
-    sizes: dict[str, int] = {}  # of what an anchor names
+    sizes: dict[str, int] = {}  # anchor -> number of its values
     count, wrong = 0, ""
     for event in yaml.parse(text, Loader=loader):
         anchor = getattr(event, "anchor", None)
@@ -59,24 +61,24 @@ def require_modest(
 
 
 def license_of(card: Path) -> dict[str, str]:
-    """`license`, `license_name` and `license_link` of a card, those that are there; a warning if it cannot be read."""
+    """Read `license`, `license_name` and `license_link` of a card, where present; warn if it cannot be read."""
     if not card.is_file():
         return {}
     try:
         with card.open("rb") as stream:
             data = front_matter(stream.read(_LONGEST).decode("utf-8", "replace"))
-        found = {field: _text(field, data[field]) for field in _FIELDS if data.get(field)}
+        fields = {field: _text(field, data[field]) for field in _FIELDS if data.get(field)}
     except ValueError as error:
         logger.warning("%s: front matter cannot be read (%s); the licence is not carried over", card, error)
         return {}
-    for field in [field for field, text in found.items() if len(text) > _LONGEST_VALUE]:
-        logger.warning("%s: %s has %d characters; cut to %d", card, field, len(found[field]), _LONGEST_VALUE)
-        found[field] = found[field][: _LONGEST_VALUE - 1] + "…"
-    return found
+    for field in [field for field, text in fields.items() if len(text) > _LONGEST_VALUE]:
+        logger.warning("%s: %s has %d characters; cut to %d", card, field, len(fields[field]), _LONGEST_VALUE)
+        fields[field] = fields[field][: _LONGEST_VALUE - 1] + "…"
+    return fields
 
 
 def front_matter(text: str) -> dict[str, Any]:
-    """The table that a card begins with; empty without one. ValueError for one that is none, or stands for too much."""
+    """Read the table that a card begins with; empty without one. ValueError for one that is damaged or too large."""
     text = text.removeprefix("\ufeff").lstrip()
     if not text.startswith("---"):
         return {}

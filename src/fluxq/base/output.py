@@ -4,11 +4,11 @@
     sole_writer       while writing: one process at a time
     put               at the end: all is on the disk, then one swap with a way back
     writing           all of it, for a command that starts over after a kill
-    atomic_folder     the swap alone, for one that goes on from what was done
+    atomic_folder     the swap alone, for one that goes on from finished work
 
-What an output is, it says itself: a folder by its record, with the SHA-256 of its files; safetensors by their header,
-which names those of the files beside them; a text by its last line, which has the SHA-256 of the others (`seal`). The
-same place tells of which job it is, so that the same command again finds what it had finished.
+Outputs identify themselves: a folder by its record, with the SHA-256 of its files; safetensors by their header, which
+names those of the files beside them; a text by its last line, which has the SHA-256 of the others (`seal`). The same
+place names the job, by which the same command finds its finished output again.
 
 Imports no torch.
 """
@@ -38,11 +38,11 @@ from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, s
 from fluxq.base.tensors import TensorFile
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
-EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: what wrote it
+EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: its origin
 MARK = "fluxq"  # with it begin keys in the header of each safetensors file that fluxq writes as an output
 VERSION, JOB, BESIDE = f"{MARK}_version", f"{MARK}_job", f"{MARK}_beside"  # such keys
 STATISTICS = f"{MARK}_statistics"
-_LATER = re.compile(  # in a checkpoint beside what its record lists, and what a kill left of it
+_LATER = re.compile(  # files of a checkpoint that its record does not list, and their leftovers of kills
     r"README\.md|eval/(report\.(html|json|md)|speed\.json|debug\.json)|\.eval_results/[^/]+\.yaml"
     r"|(eval/|\.eval_results/)?\.[^/]+\.part|\.eval\.(lock|pid)"
 )
@@ -51,19 +51,20 @@ _LONGEST_TEXT = 1 << 26  # bytes of a page
 _SMALL = 1 << 24  # bytes; larger files that nobody touched since their record was written are not read
 _SEALS = {".html": ("<!--", " -->"), ".md": ("<!--", " -->"), ".yaml": ("#", "")}  # suffix -> how a comment stands
 _SEAL = re.compile(r"(?:<!--|#) written by fluxq(?:, job ([0-9a-f]{64}))?, SHA-256 ([0-9a-f]{64})(?: -->)?\n\Z")
-# How JSON of fluxq begins, and how it did before it said its kind.
+# Beginning of fluxq's JSON, also of older ones without a kind.
 _KIND = re.compile(rb'\{\s*("kind":\s*"fluxq [a-z]+"|"schema_version":\s*\d+,\s*"(created|checkpoint)":)')
 _WEIGHTS = (".safetensors", ".gguf", ".sft", ".bin", ".ckpt", ".pt", ".pth")
 _NEW, _OLD = "new", "old"
 ANY_JOB = "[0-9a-f]" * 16  # glob pattern of the part of a name that `job_digest` gave
-Pairs = Sequence[tuple[Path, Path]]  # what was made, and where it goes; the last one is what people look for
+Pairs = Sequence[tuple[Path, Path]]  # new file or folder, and its place; people look for the last one
 
 
 @dataclass(frozen=True)
 class Output:
     """Place that a command writes to: a folder, or a file and others with it.
 
-    target: as given; a link stays one. beside: suffixes of files that go with it, as ".json" in place of its own.
+    target: as given; a link stays one.
+    beside: suffixes of files that go with it, as ".json" in place of its own.
     """
 
     target: Path
@@ -75,21 +76,21 @@ class Output:
         """The target, links followed: on a larger disk, say."""
         try:
             return self.target.expanduser().resolve(strict=self.target.is_symlink())
-        except FileNotFoundError:  # a link that leads to what is not there yet
+        except FileNotFoundError:  # a link to a place that does not exist yet
             return self.target.expanduser().resolve()
         except (OSError, RuntimeError):
             raise ValueError(f"output {self.target} is a link that leads to itself; remove it") from None
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """All that is written; the target is last."""
+        """All paths that are written; the target is last."""
         return (*(self.place.with_suffix(suffix) for suffix in self.beside), self.place)
 
     def require(self, reads: Mapping[str, str | Path | None], *, overwrite: bool, exists_ok: bool = False) -> None:
         """Raise ValueError, with the cure, for a place that cannot be written or must not be replaced.
 
-        reads: what the command reads, by what it is, as {"the model": path}. exists_ok: what fluxq wrote there is no
-        error, for a command that looks whether it is what was asked for.
+        reads: inputs of the command, by their names for people, as {"the model": path}.
+        exists_ok: accept an output of fluxq, for a command that looks whether it is its own finished work.
         """
         self._require_writable()
         require_lockable(self.place)
@@ -104,10 +105,12 @@ class Output:
         self.require_free(overwrite=overwrite, exists_ok=exists_ok)
 
     def require_free(self, *, overwrite: bool, exists_ok: bool = False, job: str = "") -> None:
-        """Raise ValueError where something stands that is not, or may not be, replaced.
+        """Raise ValueError for an output that is not, or may not be, replaced.
 
-        job: whose output is no error, as `job_digest` has it. Where a killed process left its traces, `writing` clears
-        them first and asks then.
+        exists_ok: as `require` has it.
+        job: digest (`job_digest`) of the job whose finished output is no error.
+
+        Traces of a killed process are no error without `job`: `writing` clears them first, and asks again.
         """
         if job:
             self.settle()
@@ -133,10 +136,10 @@ class Output:
                 f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
             )
 
-    def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, own: str) -> None:
-        """Raise ValueError for a folder that files may not be added to: is no folder, or is or lies in what is read.
+    def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, pattern: str) -> None:
+        """Raise ValueError for a place that files may not be added to: no folder, or one that is or lies in an input.
 
-        own: a pattern of what fluxq adds; a folder that holds what is read is refused unless some is there already.
+        pattern: of the added files; a folder that holds an input is refused unless some of them are there already.
         """
         place = self.place
         if os.path.lexists(place) and not place.is_dir():
@@ -151,24 +154,24 @@ class Output:
             if place.is_relative_to(read):
                 is_same = "is" if place == read else "lies in"
                 raise ValueError(f"{what} {self.target} {is_same} {name}, which would be changed; give another")
-            if read.is_relative_to(place) and not any(place.glob(own)):
+            if read.is_relative_to(place) and not any(place.glob(pattern)):
                 raise ValueError(f"{what} {self.target} holds {name}, which others would lie beside; give another")
 
     def holds(self, job: str) -> bool:
-        """Tell whether the output of a job stands here, whole and as it was written. job: as `job_digest` has it."""
+        """Tell whether the output of a job is here, whole and as it was written. job: as `job_digest` has it."""
         if not self.place.exists() or _job_at(self.place) != job or _foreign(self):
             return False
-        made = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
-        return all(path.is_file() for path in made)
+        files = self.places if self.is_file else [self.place / name for name in _recorded(self.place)]
+        return all(path.is_file() for path in files)
 
     def settle(self) -> None:
-        """Undo what kills ended in the middle of a swap, of any command; RuntimeError while another process writes."""
+        """Undo swaps that kills ended in the middle, of any command; RuntimeError while another process writes."""
         if any(self.left_behind()):
             with sole_writer(self.place):
                 self.put_back()
 
     def put_back(self) -> None:
-        """`settle`, for the sole writer."""
+        """Undo swaps as `settle` does, for the sole writer."""
         for left in sorted(self.left_behind()):
             theirs = left.with_name(_NEW) if left.name == _OLD else left.with_suffix(f".{_NEW}")
             put_back(_pairs(self.place, theirs, left), left)
@@ -176,7 +179,7 @@ class Output:
                 left.rmdir()
 
     def clear(self, but: Path | None = None) -> None:
-        """Remove what killed processes left beside what stands whole, for the sole writer; not `but`."""
+        """Remove leftovers of killed processes beside whole outputs, for the sole writer; not `but`."""
         for left in (
             *self.left_behind(),
             *self.place.parent.glob(f".{glob.escape(self.place.name)}.{ANY_JOB}.{_NEW}"),
@@ -185,13 +188,13 @@ class Output:
                 remove(left)
 
     def left_behind(self) -> Iterator[Path]:
-        """Yield what killed processes moved aside, and have not removed yet."""
+        """Yield the folders of killed processes with outputs that they had moved aside."""
         name = glob.escape(self.place.name)
         yield from self.place.parent.glob(f".{name}.{ANY_JOB}.{_OLD}")
         yield from self.place.parent.glob(f".{name}.{ANY_JOB}.work/{_OLD}")
 
     def _require_writable(self) -> None:
-        """Raise ValueError where nothing can be made, or not what is to be."""
+        """Raise ValueError where nothing can be made, or not this kind of output."""
         parent = next(parent for parent in self.place.parents or (self.place,) if parent.exists())
         if self.place == parent or not parent.is_dir() or not takes_files(parent):
             raise ValueError(
@@ -212,14 +215,14 @@ class Output:
 
 
 def require_own(folder: Path, names: Iterable[str]) -> None:
-    """Raise ValueError for a file of a folder that a command replaces, where nothing marks it as fluxq's."""
+    """Raise ValueError for a file of a folder that a command replaces, if nothing marks it as fluxq's."""
     for path in (path for name in names for path in sorted(folder.glob(name))):
         if not _is_marked(path):
             raise ValueError(f"{path} would be replaced, and nothing marks it as fluxq's; move it elsewhere")
 
 
 def takes_files(folder: Path) -> bool:
-    """Tell whether a folder can be written to; in one that is on no disk, as /proc, that is tried."""
+    """Tell whether a folder can be written to; for one that is on no disk, as /proc, try it."""
     if not os.access(folder, os.W_OK):
         return False
     if os.name == "nt" or os.statvfs(folder).f_blocks:
@@ -233,7 +236,7 @@ def takes_files(folder: Path) -> bool:
 
 
 def _require_apart(target: Path, place: Path, reads: Mapping[str, Path]) -> None:
-    """Raise ValueError for a place that is, holds, or lies in what is read."""
+    """Raise ValueError for a place that is, holds, or lies in an input."""
     for what, path in reads.items():
         if place == path:
             raise ValueError(f"output {target} is {what}, which would be replaced; give another --output")
@@ -252,7 +255,7 @@ def _is_checkpoint(place: Path) -> bool:
 
 
 def _foreign(output: Output) -> str:
-    """Say of something at the output that it is not fluxq's as it is now; "" where there is nothing."""
+    """Return why an output is not as fluxq wrote it; "" if it is, or if there is none."""
     place = output.place
     if output.is_file:
         standing = [each for each in output.places if os.path.lexists(each)]  # a link that leads nowhere is a file too
@@ -278,7 +281,7 @@ def _not_ours(name: str) -> str:  # or of a fluxq that wrote no marks yet
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield what a folder holds, links too, one folder after the other: the first of many is soon there."""
+    """Yield the files of a folder, links too, one folder after the other: the first of many is soon there."""
     for root, folders, files in os.walk(folder):
         folders.sort()
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
@@ -286,7 +289,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _record_of(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The name of a folder's record, and what it says; "" where it has none."""
+    """Return the name of a folder's record, and its content; "" where it has none."""
     for name in (PLAN_FILE, EXPORT_FILE):
         if (folder / name).is_file() and not (folder / name).is_symlink():
             with suppress(ValueError, OSError):
@@ -296,38 +299,38 @@ def _record_of(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _recorded(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files that fluxq wrote into a folder, by its own record; "" for that itself."""
-    record, said = _record_of(folder)
-    files = said.get("files")
-    return {record: "", **{name: str(found) for name, found in files.items()}} if isinstance(files, dict) else {}
+    """Return name -> SHA-256 of the files that fluxq wrote into a folder, by its record, whose own is ""."""
+    record_name, record = _record_of(folder)
+    files = record.get("files")
+    return {record_name: "", **{name: str(digest) for name, digest in files.items()}} if isinstance(files, dict) else {}
 
 
 def _job_at(place: Path) -> str:
-    """The job whose output stands at a place, "" for one that does not say."""
+    """Return the job whose output is at a place, "" for an output that does not tell."""
     if place.is_dir():
-        name, said = _record_of(place)
-        said = said.get("identity", {}) if name == PLAN_FILE else said
-        found = said.get("job") if isinstance(said, dict) else None
+        name, record = _record_of(place)
+        record = record.get("identity", {}) if name == PLAN_FILE else record
+        job = record.get("job") if isinstance(record, dict) else None
     elif place.suffix in _SEALS:
-        found = _sealed(place)
+        job = _sealed(place)
     else:
-        found = _header(place).get(JOB)
-    return found if isinstance(found, str) else ""
+        job = _header(place).get(JOB)
+    return job if isinstance(job, str) else ""
 
 
-def _is_as_recorded(file: Path, found: str, folder: Path) -> bool:
+def _is_as_recorded(file: Path, digest: str, folder: Path) -> bool:
     """Tell whether a file has the SHA-256 that the folder's record has of it.
 
     A large file that is older than the record is taken to have it, and is not read.
     """
     if file.is_symlink() or not file.is_file():
         return False
-    if not found:  # the record itself
+    if not digest:  # the record itself
         return True
     status, since = file.stat(), (folder / _record_of(folder)[0]).stat()
     if os.name != "nt" and status.st_size > _SMALL and status.st_ctime_ns < since.st_ctime_ns:
         return True
-    return _hash_of(file) == found
+    return _hash_of(file) == digest
 
 
 def _hash_of(file: Path) -> str:
@@ -340,16 +343,16 @@ def _hash_as_stamped(file: Path, *_: Any) -> str:
 
 
 def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str]:
-    """SHA-256 of what a command reads of a folder, by name: of large files of a checkpoint as its record has them.
+    """Return name -> SHA-256 of a folder's files; for large files of a checkpoint its record is believed.
 
     Records, cards, reports and hidden files do not count. within: subfolders, with the files beside them.
     """
-    known, parts = _recorded(folder), None if within is None else set(within)
+    digests, parts = _recorded(folder), None if within is None else set(within)
 
     def one(path: Path) -> str:
         name = path.relative_to(folder).as_posix()
-        is_known = known.get(name) and _is_as_recorded(path, known[name], folder)
-        return known[name] if is_known else _hash_of(path)
+        is_known = digests.get(name) and _is_as_recorded(path, digests[name], folder)
+        return digests[name] if is_known else _hash_of(path)
 
     def counts(name: str) -> bool:
         top, _, rest = name.partition("/")
@@ -360,19 +363,19 @@ def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str
             and (parts is None or top in parts or (not rest and Path(name).suffix not in _WEIGHTS))
         )
 
-    found = [path for path in _files(folder) if path.is_file() and counts(path.relative_to(folder).as_posix())]
+    paths = [path for path in _files(folder) if path.is_file() and counts(path.relative_to(folder).as_posix())]
     with ThreadPoolExecutor(4) as pool:
-        names = [path.relative_to(folder).as_posix() for path in found]
-        return dict(zip(names, pool.map(one, found), strict=True))
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        return dict(zip(names, pool.map(one, paths), strict=True))
 
 
 def job_digest(job: object) -> str:
-    """SHA-256 of what decides the bytes of an output (JSON): an output says whose it is by that."""
+    """Return the SHA-256 of all that decides the bytes of an output (JSON); outputs name their job by it."""
     return sha256_json(job)
 
 
 def seal(text: str, suffix: str, job: str = "") -> str:
-    """A text of an output with the line at its end that tells it from a user's, and from one that a user changed."""
+    """Return a text of an output with a last line that tells it from a user's own, and from a changed one."""
     begin, end = _SEALS[suffix]
     text = unsealed(text)
     text += "" if text.endswith("\n") else "\n"
@@ -380,14 +383,14 @@ def seal(text: str, suffix: str, job: str = "") -> str:
 
 
 def unsealed(text: str) -> str:
-    """The text without the line that `seal` wrote."""
+    """Return the text without the line that `seal` wrote."""
     return _SEAL.sub("", text)
 
 
 def is_sealed(text: str) -> bool:
-    """Tell whether a text is as fluxq wrote it."""
-    found = _SEAL.search(text)
-    return found is not None and found[2] == _text_hash(text[: found.start()], found[1] or "")
+    """Tell whether a text is unchanged since fluxq wrote it."""
+    match = _SEAL.search(text)
+    return match is not None and match[2] == _text_hash(text[: match.start()], match[1] or "")
 
 
 def _text_hash(text: str, job: str) -> str:
@@ -395,19 +398,19 @@ def _text_hash(text: str, job: str) -> str:
 
 
 def _sealed(file: Path) -> str | None:
-    """The job of a text that is as fluxq wrote it, "" for none; None for another text."""
+    """Return the job of a text that is unchanged since fluxq wrote it, "" for none; None for another text."""
     try:
         if file.is_symlink() or file.stat().st_size > _LONGEST_TEXT:
             return None
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
-    found = _SEAL.search(text)
-    return (found[1] or "") if found and is_sealed(text) else None
+    match = _SEAL.search(text)
+    return (match[1] or "") if match and is_sealed(text) else None
 
 
 def _header(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, {} for what is none or is damaged."""
+    """Return the metadata of a safetensors file, {} for another or a damaged file."""
     try:
         return TensorFile(file).metadata()
     except (OSError, ValueError):
@@ -415,9 +418,9 @@ def _header(file: Path) -> dict[str, str]:
 
 
 def _is_marked(file: Path, main: Path | None = None) -> bool:
-    """Tell whether fluxq wrote a file as it is now, as far as that can be told.
+    """Tell whether a file is unchanged since fluxq wrote it, as far as that can be told.
 
-    main: the file that this one goes beside, if it is another; a configuration is ours where that names its SHA-256.
+    main: the file that this one goes beside, if it is another; a configuration is fluxq's if that names its SHA-256.
     """
     if file.is_symlink() or not file.is_file():
         return False
@@ -425,8 +428,10 @@ def _is_marked(file: Path, main: Path | None = None) -> bool:
         return _sealed(file) is not None
     if file.suffix == ".json" and main is not None and main.suffix not in _SEALS:
         with suppress(ValueError, OSError, AttributeError):
-            said = json.loads(_header(main).get(BESIDE, "{}"))
-            return any(file == main.with_suffix(suffix) and _hash_of(file) == found for suffix, found in said.items())
+            digests = json.loads(_header(main).get(BESIDE, "{}"))
+            return any(
+                file == main.with_suffix(suffix) and _hash_of(file) == digest for suffix, digest in digests.items()
+            )
         return False
     if file.suffix == ".json":
         with suppress(OSError), file.open("rb") as stream:
@@ -437,11 +442,12 @@ def _is_marked(file: Path, main: Path | None = None) -> bool:
 
 @contextmanager
 def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | None]:
-    """Yield an empty folder; what the block makes in it is put in place at the end, or nothing is.
+    """Yield an empty folder; its content is put in place at the end, all of it or nothing.
 
-    A folder: what is yielded becomes the output. A file: `places` of the same names are made in it. None: what the same
-    `job` (of `job_digest`) makes stands there already, and what a killed process left is cleared away. With `overwrite`
-    it is made again, unless such a process was killed just behind its swap.
+    An output that is a folder: it becomes that. An output that is a file: the block makes the files of `places` in it.
+    None is yielded where the finished output of the same `job` (of `job_digest`) stands already; leftovers of a killed
+    process are then cleared away. With `overwrite` it is made again, unless such a process was killed just after its
+    swap.
 
     Raises RuntimeError where another process writes there, or put there what may not be replaced, and ValueError as
     `Output.require_free` does.
@@ -452,7 +458,9 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     pairs = [(new / each.name, each) for each in output.places] if output.is_file else [(new, place)]
     with sole_writer(place):
         output.put_back()
-        is_done = (not overwrite or old.is_dir()) and not any(made.exists() for made, _ in pairs) and output.holds(job)
+        is_done = (
+            (not overwrite or old.is_dir()) and not any(source.exists() for source, _ in pairs) and output.holds(job)
+        )
         output.clear(but=old if is_done else None)
         if not is_done:
             output.require_free(overwrite=overwrite)
@@ -473,11 +481,11 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
 
 @contextmanager
 def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder in `work`, renamed to `target` when the block ends, removed when the block raises.
+    """Yield a folder in `work`; it is renamed to `target` when the block ends, and removed if the block raises.
 
-    work: on the same file system. With `overwrite`, what fluxq wrote at `target` is removed only after the new folder
-    is complete; RuntimeError for anything else there. What a process that was killed in here left behind is cleared
-    away by the next one.
+    work: on the same file system. With `overwrite`, the folder that fluxq wrote at `target` is removed only after the
+    new one is complete; RuntimeError for anything else there. Leftovers of a process that was killed in here are
+    cleared away by the next one.
     """
     part, old = work / _NEW, work / _OLD
     target = target.resolve()  # a link to a folder on a larger disk stays a link
@@ -504,26 +512,26 @@ def _require_still_free(output: Output, overwrite: bool) -> None:
 
 
 def recover(target: Path, work: Path) -> None:
-    """Put what a killed `atomic_folder` moved out of the way back to `target`, if nothing has taken its place."""
+    """Move the folder that a killed `atomic_folder` put aside back to `target`, if that place is free."""
     put_back([(work / _NEW, target.resolve())], work / _OLD)
     remove(work / _OLD)
 
 
 def put(pairs: Pairs, aside: Path) -> None:
-    """Move everything that was made to its place, all or none; what stood there lies in `aside` when this returns.
+    """Move all new files to their places, all or none, and the old ones of these places to `aside`.
 
-    All of it is on the disk before the first move, and the moves are before this returns. aside: is made here. Signals
+    All of it is on the disk before the first move, and the moves are before this returns. `aside` is made here. Signals
     wait until the moves are made, or undone.
     """
-    for made, _ in pairs:
-        sync(made)
+    for source, _ in pairs:
+        sync(source)
     with _signals_wait():
         aside.mkdir(parents=True)
         try:
-            for made, place in pairs:
+            for source, place in pairs:
                 if place.exists():
                     place.rename(aside / place.name)
-                made.rename(place)
+                source.rename(place)
             for folder in dict.fromkeys(place.parent for _, place in pairs):
                 sync(folder, deep=False)
         except BaseException:
@@ -544,14 +552,14 @@ def _signals_wait() -> Iterator[None]:
                 before[number] = signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in reversed(before.items()):  # that of Ctrl-C last: its exception would end this loop
+        for number, handler in reversed(before.items()):  # Ctrl-C's last: its exception would end this loop
             signal.signal(number, handler)
         for number in sorted(set(came), key=(signal.SIGINT).__eq__):
             signal.raise_signal(number)
 
 
 def _pairs(place: Path, new: Path, old: Path) -> Pairs:
-    """List the moves, (from, to), that a killed process was about to make, by what it made and moved aside."""
+    """List the moves, (from, to), that a killed process was about to make, by its new files and those moved aside."""
     main = new / place.name
     if not main.is_file() and not any(path.is_file() for path in old.iterdir()):
         return [(new, place)]
@@ -563,16 +571,16 @@ def _pairs(place: Path, new: Path, old: Path) -> Pairs:
 
 
 def put_back(pairs: Pairs, aside: Path) -> None:
-    """Undo a `put` that a kill ended in the middle; one that had made its last move stands."""
-    if aside.is_dir() and any(made.exists() for made, _ in pairs):
+    """Undo a `put` that a kill ended before its last move."""
+    if aside.is_dir() and any(source.exists() for source, _ in pairs):
         with _signals_wait():
             _undo(pairs, aside)
 
 
 def _undo(pairs: Pairs, aside: Path) -> None:
-    for made, place in reversed(list(pairs)):
-        if not made.exists() and place.exists():
-            place.rename(made)
+    for source, place in reversed(list(pairs)):
+        if not source.exists() and place.exists():
+            place.rename(source)
         if (aside / place.name).exists():
             if place.exists():
                 raise RuntimeError(
@@ -583,10 +591,10 @@ def _undo(pairs: Pairs, aside: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder of fluxq's own, if it is there; a warning names one that cannot be removed."""
+    """Remove a folder of fluxq's own, if it exists; warn if it cannot be removed."""
 
     def retry(function: Any, name: str, _: object) -> None:
-        for folder in (Path(name).parent, Path(name)):  # rights are added inside what goes, never around it
+        for folder in (Path(name).parent, Path(name)):  # rights are added inside the removed folder, never around it
             if (folder == path or path in folder.parents) and folder.is_dir() and not folder.is_symlink():
                 folder.chmod(folder.stat().st_mode | stat.S_IRWXU)
         function(name) if function is not os.open else shutil.rmtree(name)
@@ -601,7 +609,7 @@ def remove(path: Path) -> None:
 
 
 def require_lockable(target: Path) -> None:
-    """Raise ValueError where the two files that serve `sole_writer` cannot be made, beside the target."""
+    """Raise ValueError where the lock file and the owner file of `sole_writer` cannot be made beside the target."""
     parent = target.resolve().parent
     if parent.is_dir() and not takes_files(parent):
         raise ValueError(f"{target} cannot be written to: {parent} takes no new file, as its lock is; `chmod u+w` it")
@@ -627,17 +635,18 @@ def is_being_written(target: Path) -> bool:
 
 
 def _serving(target: Path) -> tuple[Path, Path]:
-    """The lock of a target, and who holds it."""
+    """Return the lock file of a target, and the file that names its owner."""
     target = target.resolve()
     return target.with_name(f".{target.name}.lock"), target.with_name(f".{target.name}.pid")
 
 
 @contextmanager
 def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
-    """Only one process at a time is in this block for a target; RuntimeError in the second, naming the first.
+    """Let only one process at a time into this block for a target; RuntimeError in the second, naming the first.
 
-    The lock goes with the process, however that ends. Two files beside the target serve it and are removed. wait: so
-    many seconds for another process, where both write for moments.
+    The lock goes with the process, however that ends. Two files beside the target serve it and are removed.
+
+    wait: seconds to wait for another process, where both write for moments.
     """
     from filelock import FileLock, Timeout
 
@@ -646,14 +655,14 @@ def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
     require_lockable(target)
     lock, owner = _serving(target)
     try:
-        os.close(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644))  # what fails here is no other process
+        os.close(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644))  # a failure here is not another process
     except OSError as error:
         raise ValueError(
             f"{target} cannot be made: {target.parent} takes no new file ({error.strerror}); give another --output"
         ) from None
     try:
         with FileLock(lock, timeout=wait):
-            # What one that was killed just here left behind.
+            # Left behind by a process that was killed just here.
             clear_parts(target.parent, owner.name)
             write_text(owner, f"{os.getpid()} on {platform.node()}")
             try:

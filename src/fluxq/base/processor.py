@@ -1,8 +1,7 @@
-"""Provenance of a result, all that it depends on besides its inputs: commit, versions, processor and instructions.
+"""Provenance of a result besides its inputs: commit, versions, processor and instructions.
 
-Instructions are those that PyTorch uses in this process. Its own loops choose by ATEN_CPU_CAPABILITY, the products of
-16-bit and int8 numbers, which are oneDNN's, by ONEDNN_MAX_CPU_ISA: where these are set, less counts than the processor
-has.
+Instructions are those that PyTorch uses in this process. Its own loops choose by ATEN_CPU_CAPABILITY, and oneDNN, which
+computes products of 16-bit and int8 numbers, by ONEDNN_MAX_CPU_ISA: these may allow less than the processor has.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
-_version = cache(version)  # what is imported stays as it is, whatever is installed meanwhile
+_version = cache(version)  # imported packages stay as they are, whatever is installed meanwhile
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of Python, of the packages that compute and of those named, and the kind of machine."""
+    """Return the versions of Python, of the packages that compute and of `more`, and the kind of machine."""
     machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
     packages = {name: _version(name) for name in (*_PACKAGES, *more)}
     return {"python": platform.python_version(), **packages, "machine": machine}
 
 
 def commit() -> str:
-    """The checkout's commit, "-dirty" if files differ from it; "unknown" outside one."""
+    """Return the checkout's commit, with "-dirty" if files differ from it; "unknown" outside one."""
     here = Path(__file__).parent
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
@@ -37,9 +36,10 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class Instructions:
-    """vectors: "AVX512", "AVX2", … products: what multiplies numbers of 8 and 16 bits, "VNNI", "BF16", "AMX", …
+    """Instructions of a processor; as text: AVX512 (VNNI, BF16).
 
-    As text: AVX512 (VNNI, BF16).
+    vectors: "AVX512", "AVX2", …
+    products: those that multiply numbers of 8 and 16 bits: "VNNI", "BF16", "AMX", …
     """
 
     vectors: str
@@ -60,7 +60,7 @@ def cpu_name() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    """The processor's instruction sets for vectors and matrices, as Linux lists them; elsewhere none."""
+    """Return the processor's instruction sets for vectors and matrices, as Linux lists them; elsewhere none."""
     listed = {*_listed("flags").split(), *_listed("Features").split()}
     return tuple(flag for flag in (*_VECTORS, *FLAGS) if flag in listed)
 
@@ -77,7 +77,7 @@ def instructions(environment: Mapping[str, str] = os.environ) -> Instructions:
 
 
 def _up_to(limit: str) -> tuple[str, ...]:
-    """Values of ONEDNN_MAX_CPU_ISA that allow no more than this one."""
+    """Return the values of ONEDNN_MAX_CPU_ISA that allow no more than this one."""
     return _LIMITS[: _LIMITS.index(limit) + 1] if limit else ()
 
 
@@ -93,7 +93,7 @@ _LIMITS = (
     *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
     *("AVX10_1_512", "AVX512_CORE_FP16"),
 )
-# A flag of the processor -> what it is called, and the largest of oneDNN's limits that goes without it.
+# Flag of the processor -> its name for people, and the largest of oneDNN's limits that goes without it.
 FLAGS = {
     "avx_vnni": ("VNNI", "AVX2"),
     "avx512_vnni": ("VNNI", "AVX512_CORE"),

@@ -1,8 +1,8 @@
-"""Several processes at one job: which of them this is, and what they tell each other.
+"""Several processes at one job: the number of this one, and messages between them.
 
-torchrun (or `accelerate launch` on several GPUs) starts them and says in the environment who is who. Tensors that are
-large go through a folder that all of them see. Over the wire (gloo, on the CPU, whatever the device) go JSON values,
-small sums and "I am here": no pickle, and no library of the GPU's.
+torchrun (or `accelerate launch` on several GPUs) starts them and numbers them in the environment. Large tensors go
+through a folder that all of them see. Over the wire (gloo, on the CPU, whatever the device) go JSON values, small sums
+and "I am here": no pickle, and no library of the GPU's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ _PATIENCE = timedelta(days=30)  # a rank with a slow device is waited for
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` at one job. local_rank: among those of this machine. group: torch's, None if alone.
+    """This process among all processes of one job.
+
+    rank: number of this process.
+    world: number of processes.
+    local_rank: number among those of this machine.
+    group: torch's process group, None for one process.
 
     `agree`, `meet` and `sum` are for all of them, in the same order; RuntimeError where another one has failed.
     """
@@ -43,11 +48,11 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part of items that all of them have in one order: every world-th."""
+        """Return this process's part of items, every world-th; all processes have the same items in one order."""
         return items[self.rank :: self.world]
 
     def agree(self, value: T | None = None) -> T:
-        """The first process's value, which JSON can hold, in every process."""
+        """Return the first process's value, which JSON can hold, in every process."""
         if self.world == 1:
             return value  # pyright: ignore[reportReturnType]
         import torch
@@ -63,7 +68,7 @@ class Ranks:
         return json.loads(data.numpy().tobytes())
 
     def meet(self) -> None:
-        """Return once all of them are here."""
+        """Wait until all processes are here."""
         if self.world > 1:
             from torch import distributed
 
@@ -71,7 +76,7 @@ class Ranks:
                 distributed.barrier(group=self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all of them, values on the CPU and in place; exact where at most one is not zero."""
+        """Return the sum over all processes, values on the CPU and in place; exact where at most one is not zero."""
         if self.world > 1:
             from torch import distributed
 
@@ -80,7 +85,7 @@ class Ranks:
         return values
 
     def device(self, device: str) -> str:
-        """`cuda` as this process's own GPU; ValueError where it has none."""
+        """Return `cuda` as this process's own GPU; ValueError where it has none."""
         if self.world == 1 or device.partition(":")[0] != "cuda":
             return device
         import torch
@@ -107,7 +112,7 @@ def launched() -> bool:
 
 @contextmanager
 def ranks_of_launch() -> Iterator[Ranks]:
-    """The processes that torchrun started with this one; `ALONE` if it did not."""
+    """Yield the processes that torchrun started with this one; `ALONE` if it did not."""
     if not launched():
         yield ALONE
         return
@@ -117,7 +122,7 @@ def ranks_of_launch() -> Iterator[Ranks]:
 
 @contextmanager
 def connected() -> Iterator[Ranks]:
-    """The processes that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of."""
+    """Yield the processes that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe."""
     from torch import distributed
 
     is_ours = not distributed.is_initialized()
@@ -134,7 +139,7 @@ def connected() -> Iterator[Ranks]:
 
 @contextmanager
 def _others() -> Iterator[None]:
-    """Name what a broken connection means."""
+    """Turn the error of a broken connection into one that names its meaning."""
     try:
         yield
     except RuntimeError as error:

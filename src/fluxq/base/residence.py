@@ -1,17 +1,17 @@
 """Models that run in less memory than they take: a module's weights come when it runs, and go afterwards.
 
     enter   before a module runs, its own weights are read from their source and put in; then the next ones are read
-    leave   after it, they stay if there is room:  weights held <= limit - working - what one module needs to come
+    leave   after it, they stay if there is room:  resident weights <= limit - working - the coming module's
 
-What came first stays, because every pass runs the modules in the same order: what came last would never be there when
-it is its turn. Models have ranks, and those that run at every step push out those that run once per image. `working` is
-what a model needs beside its weights; it is set aside while that model runs.
+The first weights to come stay, because every pass runs the modules in the same order: the last ones would never be
+there in their turn. Models have ranks, and those that run at every step push out those that run once per image.
+`working` is the memory that a model needs beside its weights; it is set aside while that model runs.
 
-accelerate and diffusers have offloading of their own, which does not hold a bound: diffusers writes a copy of what it
-offloads to disk; accelerate maps the source's files into memory, where pages count for as long as a tensor is used,
-reads them unchecked and with nothing read ahead, empties the device's cache for every tensor, and decides what stays
-once for all models and all they do. Of accelerate this takes the attribute by which pipelines of diffusers find out
-where an offloaded model runs.
+accelerate and diffusers have offloading of their own, which keeps to no bound: diffusers writes a copy of offloaded
+weights to disk; accelerate maps the source's files into memory, where pages count for as long as a tensor is used,
+reads them unchecked and with nothing read ahead, empties the device's cache for every tensor, and decides once for all
+models which weights stay. Of accelerate this takes the attribute by which pipelines of diffusers find out where an
+offloaded model runs.
 
 Weights that wait are nowhere but in their files. Where there is room, the system keeps files in memory, and gives that
 memory back when it is wanted.
@@ -31,20 +31,21 @@ from torch import Tensor, nn
 Read = Callable[[str], Tensor]  # name of a parameter or buffer in its model -> the tensor, on the CPU
 
 _WHOLE = (nn.MultiheadAttention,)  # modules that use weights of the modules in them without running these
-_FAVOURED = 1 << 10  # the rank of what `focus` names
-_LOOKED_AT = 8  # modules behind the one that runs, that are read ahead if they are not there
+_FAVOURED = 1 << 10  # the rank of weights that `focus` names
+_LOOKED_AT = 8  # modules behind the running one that are read ahead if they are missing
 
 
 class Residence:
-    """The weights of several models on one device.
+    """Weights of several models on one device. Not for several threads.
 
-    limit: bytes for weights and what is computed with them. held: bytes of weights that are there now; most_held: that
-    were there at once. Not for several threads.
+    limit: bytes for weights and the tensors that are computed with them.
+    resident_bytes: bytes of weights that are on the device now.
+    most_resident_bytes: the most of them at once so far.
     """
 
     def __init__(self, device: torch.device | str, limit: int) -> None:
         self.device, self.limit = torch.device(device), limit
-        self.held = self.most_held = 0
+        self.resident_bytes = self.most_resident_bytes = 0
         self._models: list[_Model] = []
         self._running: _Model | None = None
         self._last: _Unit | None = None
@@ -55,10 +56,12 @@ class Residence:
         self._favoured: list[_Unit] = []
 
     def add(self, model: nn.Module, read: Read, *, rank: int = 0, working: int = 0) -> None:
-        """Look after a model: what of it is on the meta device comes from `read`, cast to the dtype of its placeholder.
+        """Look after a model: its tensors on the meta device come from `read`, cast to the dtype of their placeholders.
 
-        The rest is moved to the device. rank: models of a higher one push out those of lower ones. working: bytes that
-        the model needs beside its weights.
+        The others are moved to the device.
+
+        rank: models of a higher one push out those of lower ones.
+        working: bytes that the model needs beside its weights.
         """
         looked_after = _Model(read, rank, working)
         self._models.append(looked_after)
@@ -80,7 +83,7 @@ class Residence:
         model._hf_hook = _RunsThere(self, looked_after)  # pyright: ignore[reportArgumentType]  it is no tensor
 
     def set_working(self, model: nn.Module, working: int) -> None:
-        """From now on `model` needs so many bytes beside its weights."""
+        """Set the bytes that `model` needs beside its weights from now on."""
         hook = getattr(model, "_hf_hook", None)
         if not isinstance(hook, _RunsThere):
             raise ValueError(f"this {type(model).__name__} is not looked after; add it first")
@@ -88,12 +91,12 @@ class Residence:
         self._running = None  # so that room is made anew
 
     def focus(self, module: nn.Module) -> None:
-        """The weights in `module` come before all others now; what is there goes."""
+        """Put the weights in `module` before all others from now on; those that are there go."""
         self.rest()
         for unit in self._favoured:
             unit.rank = unit.model.rank
-        found = set(module.modules())
-        self._favoured = [unit for model in self._models for unit in model.units if unit.module() in found]
+        modules = set(module.modules())
+        self._favoured = [unit for model in self._models for unit in model.units if unit.module() in modules]
         for unit in self._favoured:
             unit.rank = _FAVOURED
 
@@ -104,7 +107,7 @@ class Residence:
             self._evict(max(self._idle))
 
     def drop(self, module: nn.Module) -> None:
-        """Let go of what is in `module` for good, also of weights that were put there since; it cannot run again."""
+        """Let go of all tensors in `module` for good, later additions included; it cannot run again."""
         self._forget_ahead()
         gone = set(module.modules())
         for part in gone:
@@ -113,7 +116,7 @@ class Residence:
                     put_tensor(part, name, torch.empty_like(tensor, device="meta"))
         for model in self._models:
             for unit in model.units:
-                if unit.there and unit.module() in gone:
+                if unit.is_loaded and unit.module() in gone:
                     self._count_out(unit)
 
     # --- one module at a time
@@ -130,10 +133,10 @@ class Residence:
         if self._running is not unit.model:
             self._running = unit.model
             self._forget_ahead()
-            while self._idle and self.held > self._room():
+            while self._idle and self.resident_bytes > self._room():
                 self._evict(min(self._idle))
         self._idle.get(unit.rank, {}).pop(unit, None)
-        if not unit.there:
+        if not unit.is_loaded:
             self._bring(unit)
         if unit.running == 1:
             if self._last is not None:
@@ -143,10 +146,10 @@ class Residence:
 
     def _leave(self, unit: _Unit) -> None:
         unit.running -= 1
-        if unit.running or not unit.there:
+        if unit.running or not unit.is_loaded:
             return
-        ahead = sum(other.nbytes for other in self._ahead)  # there is room for that beside what stays
-        while self.held - ahead > self._room():
+        ahead = sum(other.nbytes for other in self._ahead)  # these have room beside the weights that stay
+        while self.resident_bytes - ahead > self._room():
             lowest = min((rank for rank, units in self._idle.items() if units), default=unit.rank)
             if lowest >= unit.rank:
                 self._send_away(unit)
@@ -155,7 +158,7 @@ class Residence:
         self._idle.setdefault(unit.rank, {})[unit] = None
 
     def _room(self) -> int:
-        """For weights that stay while the running model runs: one of its modules comes, and the next ones are read."""
+        """Return the bytes for weights that stay while a model runs: one of its modules comes, and others are read."""
         running = self._running
         return self.limit if running is None else self.limit - running.working - 2 * running.largest
 
@@ -169,21 +172,21 @@ class Residence:
         try:
             tensors = ahead.result() if ahead else unit.read()
         except BaseException:
-            self.held -= unit.nbytes
+            self.resident_bytes -= unit.nbytes
             raise
         for slot, tensor in zip(unit.slots, tensors, strict=True):
             slot.fill(tensor.to(self.device))
-        unit.there = True
+        unit.is_loaded = True
 
     def _read_ahead(self, unit: _Unit) -> None:
         """Have the modules read that ran after this one the last time, as far as there is room for them."""
-        taken, after = sum(other.nbytes for other in self._ahead), unit.then
+        nbytes, after = sum(other.nbytes for other in self._ahead), unit.then
         for _ in range(_LOOKED_AT):
             if after is None or after.model is not unit.model:
                 return
-            if not after.there and after not in self._ahead and after.module() is not None:
-                taken += after.nbytes
-                if taken > unit.model.largest:
+            if not after.is_loaded and after not in self._ahead and after.module() is not None:
+                nbytes += after.nbytes
+                if nbytes > unit.model.largest:
                     return
                 self._count_in(after)
                 self._ahead[after] = self._reader.submit(after.read)
@@ -192,13 +195,13 @@ class Residence:
     def _forget_ahead(self) -> None:
         for unit, future in self._ahead.items():
             future.cancel()
-            self.held -= unit.nbytes
+            self.resident_bytes -= unit.nbytes
         if self._ahead:
             self._ahead.clear()
-            self._reader.submit(int).result()  # what was being read is gone, too
+            self._reader.submit(int).result()  # wait until the read under way is over, too
 
     def _evict(self, rank: int) -> None:
-        """Send away what came last of those of a rank that do not run."""
+        """Send away the last weights to come, of those of a rank that do not run."""
         units = self._idle[rank]
         if units:
             self._send_away(units.popitem()[0])
@@ -211,18 +214,18 @@ class Residence:
         self._count_out(unit)
 
     def _count_in(self, unit: _Unit) -> None:
-        self.held += unit.nbytes
-        self.most_held = max(self.most_held, self.held)
+        self.resident_bytes += unit.nbytes
+        self.most_resident_bytes = max(self.most_resident_bytes, self.resident_bytes)
 
     def _count_out(self, unit: _Unit) -> None:
         self._idle.get(unit.rank, {}).pop(unit, None)
-        if unit.there:
-            unit.there = False
-            self.held -= unit.nbytes
+        if unit.is_loaded:
+            unit.is_loaded = False
+            self.resident_bytes -= unit.nbytes
 
 
 def residence_of(model: nn.Module) -> Residence | None:
-    """Return the Residence that looks after a model's weights; None where the weights simply are there."""
+    """Return the Residence that looks after a model's weights; None for weights that are simply in memory."""
     hook = getattr(model, "_hf_hook", None)
     return hook.residence if isinstance(hook, _RunsThere) else None
 
@@ -234,7 +237,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _RunsThere(ModelHook):
-    """Says where a model runs whose weights may be nowhere; a pipeline of diffusers makes its inputs there."""
+    """A hook with the device on which a model runs whose weights may be nowhere; diffusers makes its inputs there."""
 
     def __init__(self, residence: Residence, model: _Model) -> None:
         self.residence, self.model, self.execution_device = residence, model, residence.device
@@ -242,7 +245,7 @@ class _RunsThere(ModelHook):
 
 @dataclass(eq=False)
 class _Model:
-    """largest: bytes of its largest unit."""
+    """A model that is looked after. largest: bytes of its largest unit."""
 
     read: Read
     rank: int
@@ -253,25 +256,33 @@ class _Model:
 
 @dataclass(eq=False)
 class _Unit:
-    """The weights of a module that come and go together. running: calls of it under way. then: what ran next."""
+    """Weights of a module, which come and go together.
+
+    running: calls of the module under way.
+    then: the unit that ran next the last time.
+    """
 
     model: _Model
     slots: list[_Slot]
     rank: int
     nbytes: int
-    there: bool = False
+    is_loaded: bool = False
     running: int = 0
     then: _Unit | None = None
     module: Callable[[], nn.Module | None] = lambda: None
 
     def read(self) -> list[Tensor]:
-        """From the source, on the CPU, in the dtypes that are wanted."""
+        """Read the weights from their source, on the CPU, in the dtypes of their placeholders."""
         return [self.model.read(slot.path).to(slot.tensor.dtype) for slot in self.slots]
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Place of a tensor. owner: its module; it does not keep that alive. path: from the root of the model."""
+    """Place of a tensor.
+
+    owner: the module that has it, which this does not keep alive.
+    path: its name from the root of the model.
+    """
 
     owner: Callable[[], nn.Module | None]
     name: str
@@ -288,8 +299,8 @@ class _Slot:
     def fill(self, tensor: Tensor) -> None:
         wanted = self.tensor
         if tensor.shape != wanted.shape:
-            found = f"shape {tuple(tensor.shape)} in the file, {tuple(wanted.shape)} by config.json"
-            raise ValueError(f"{self.path}: {found}; copy the folder again")
+            shapes = f"shape {tuple(tensor.shape)} in the file, {tuple(wanted.shape)} by config.json"
+            raise ValueError(f"{self.path}: {shapes}; copy the folder again")
         self._put(tensor.to(wanted.dtype))
 
     def empty(self) -> None:
@@ -302,7 +313,7 @@ class _Slot:
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """In the place of a parameter or buffer of a module; no gradient is kept for it."""
+    """Put a tensor in the place of a parameter or buffer of a module; no gradient is kept for it."""
     if name in module._parameters:
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     else:
@@ -310,8 +321,8 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _slots(path: str, module: nn.Module) -> Iterator[_Slot]:
-    """Of what is on the meta device of the module itself."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    for name, tensor in own:
+    """Yield the places of a module's own tensors that are on the meta device."""
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in tensors:
         if tensor.is_meta:
             yield _Slot(weakref.ref(module), name, f"{path}.{name}".strip("."))

@@ -1,4 +1,4 @@
-"""The one setting of a process: whether anything but a kernel of a scheme's own arithmetic is an error on a GPU."""
+"""The one setting of a process: whether a GPU without a kernel for a scheme's own arithmetic raises an error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _set: dict[str, bool] = {}
 
 
 def configure(*, strict: bool) -> None:
-    """strict: raise where a GPU has no kernel for a scheme as it is written, instead of falling back with a warning,
-    be it to another arithmetic or to the slow torch reference.
+    """Set whether a GPU without a kernel for a scheme as it is written raises an error.
 
-    `FLUXQ_STRICT=1` in the environment says the same where nothing was configured.
+    Without strict it falls back with a warning, to another arithmetic or to the slow torch reference. Where nothing was
+    configured, `FLUXQ_STRICT=1` in the environment does the same as strict=True.
     """
     _set["strict"] = bool(strict)
 
 
 def is_strict() -> bool:
-    """Tell whether strict mode is on: as `configure` said last, else as the environment says."""
+    """Tell whether strict mode is on: by the last `configure`, else by the environment."""
     return _set.get("strict", os.environ.get("FLUXQ_STRICT", "") not in ("", "0"))

@@ -2,13 +2,13 @@
 
     8 bytes    length of the header, little endian
     header     JSON: name -> {dtype, shape, data_offsets: [begin, end]}, and __metadata__: text -> text
-    data       what the offsets count from: the tensors one behind the other, without a hole
+    data       the tensors one behind the other, without a hole; offsets count from its beginning
 
-Tensors are read into memory of their own. A mapped file would count as memory of the process, as much of it as was
-ever looked at, and one that is truncated meanwhile would end the process.
+Tensors are read into memory of their own. Every page of a mapped file that was ever looked at would count as memory of
+the process, and a file that is truncated meanwhile would end the process.
 
-What is written is byte for byte what safetensors' `save_file` writes: the widest dtypes first, by name among one dtype,
-so that every tensor begins at a multiple of its item size. The format: https://github.com/huggingface/safetensors
+Files are byte for byte those of safetensors' `save_file`: the widest dtypes first, by name among one dtype, so that
+every tensor begins at a multiple of its item size. The format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ _SEAL = "fluxq_hash"  # key of the metadata
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. dtype: the header's word for it. begin, end: bytes, from the beginning of the file."""
+    """A tensor in a file.
+
+    dtype: the header's word for it.
+    begin, end: bytes from the beginning of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +65,7 @@ class Stored:
 class TensorFile:
     """A safetensors file whose header was checked. The file is open only while it is read; threads may share this.
 
-    Raises ValueError naming the file, the tensor and the cure for whatever is not as the format wants it.
+    Raises ValueError naming the file, the tensor and the cure where the file breaks the format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,14 +78,14 @@ class TensorFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held open; `with` is for those who are used to safetensors' own reader."""
+        """Do nothing: no file is kept open, and `with` is for those who are used to safetensors' own reader."""
 
     def keys(self) -> list[str]:
-        """Names, in the order of the header."""
+        """Return the names, in the order of the header."""
         return list(self.stored)
 
     def metadata(self) -> dict[str, str]:
-        """Text by key; empty where the file has none."""
+        """Return text by key; empty where the file has none."""
         return dict(self._metadata)
 
     @property
@@ -90,7 +94,7 @@ class TensorFile:
         return sum(stored.nbytes for stored in self.stored.values())
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor, in memory of its own. ValueError if there is none of that name, RuntimeError for a changed file."""
+        """Read a tensor into memory of its own; ValueError for an unknown name, RuntimeError for a changed file."""
         import torch
 
         if name not in self.stored:
@@ -107,23 +111,23 @@ class TensorFile:
         return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
 
     def let_go(self, name: str) -> None:
-        """Have the system forget a tensor's bytes, which it keeps after they were read; where it can be told to."""
+        """Have the system forget a tensor's bytes, which it keeps after reading, where that is possible."""
         stored = self.stored[name]
         with FileIO(self.path) as stream:
             _advise(stream, stored.begin, stored.nbytes, "POSIX_FADV_DONTNEED")
 
     def fingerprint(self, name: str) -> str:
-        """Hex XXH3-128 of a tensor's bytes, a few of them in memory at a time.
+        """Return the hex XXH3-128 of a tensor's bytes, a few of them in memory at a time.
 
         It tells tensors apart as surely as SHA-256 does and takes a fifteenth of the time; it does not stand up to
         someone who makes a tensor for it.
         """
-        stored, found = self.stored[name], xxhash.xxh3_128()
+        stored, hasher = self.stored[name], xxhash.xxh3_128()
         with _damage(self.path), FileIO(self.path) as stream:
             stream.seek(stored.begin)
             for at in range(0, stored.nbytes, _AT_ONCE):
-                found.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
-        return found.hexdigest()
+                hasher.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
+        return hasher.hexdigest()
 
     def require_as_written(self) -> None:
         """Raise ValueError for a file that is not as `save_sealed` wrote it; its bytes are read."""
@@ -142,23 +146,23 @@ File = TypeVar("File", bound=_Holder)
 
 
 def by_tensor(files: Iterable[File]) -> dict[str, File]:
-    """Tensor name -> which of the files, of one model, holds it; ValueError for a name in two of them."""
-    found: dict[str, File] = {}
+    """Return tensor name -> the file that holds it, of the files of one model; ValueError for a name in two of them."""
+    file_of: dict[str, File] = {}
     for file in files:
         for name in file.keys():
-            if name in found:
+            if name in file_of:
                 raise ValueError(f"{file.path}: tensor {name!r} is in two files; remove the copy that is not meant")
-            found[name] = file
-    return found
+            file_of[name] = file
+    return file_of
 
 
 def fingerprint_of(tensor: Tensor) -> str:
-    """Hex XXH3-128 of a tensor's bytes, as `TensorFile.fingerprint` has it."""
+    """Return the hex XXH3-128 of a tensor's bytes, as `TensorFile.fingerprint` has it."""
     return xxhash.xxh3_128(_bytes_of(tensor)).hexdigest()
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write tensors, from any device, as safetensors' `save_file` does; OSError naming the file and what is free."""
+    """Write tensors, from any device, as safetensors' `save_file` does; OSError naming the file and the free space."""
     write_weights(tensors, tensors.__getitem__, path, metadata)
 
 
@@ -175,7 +179,7 @@ def _seal(metadata: Mapping[str, str], fingerprints: Mapping[str, str]) -> str:
 def write_weights(
     described: Mapping[str, Tensor], make: Callable[[str], Tensor], path: Path, metadata: Mapping[str, str]
 ) -> None:
-    """`save_weights` of tensors that are made as they are written; described: the same on any device, meta included."""
+    """Write tensors as `save_weights` does, each made in its turn. described: placeholders of them on any device."""
     stored = {name: Stored(word_for(t.dtype), tuple(t.shape), 0, t.nbytes) for name, t in described.items()}
     header, placed = _lay_out(stored, metadata)
     with _Written(path) as target:
@@ -185,12 +189,14 @@ def write_weights(
 
 
 def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write a file of tensors that lie in others; returns the hex SHA-256 of it.
+    """Write a file of tensors that lie in others, and return its hex SHA-256.
 
-    parts: name -> the file, and where the tensor lies in it; its shape is the one written. OSError as `save_weights`.
+    parts: name -> the file, and the tensor's place in it; the shape written is that of the place.
+
+    Raises OSError as `save_weights` does.
     """
     header, placed = _lay_out({name: stored for name, (_, stored) in parts.items()}, metadata)
-    found, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
+    digest, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
     with ExitStack() as opened:
         sources = {}
         for file in {file: None for file, _ in parts.values()}:
@@ -202,23 +208,23 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
         for name in placed:
             file, stored = parts[name]
             for data in _pieces(sources[file], file, stored, room):
-                hashed = hasher.submit(found.update, data)  # beside writing it
+                hashed = hasher.submit(digest.update, data)  # beside writing it
                 target.write(data)
                 hashed.result()
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def word_for(dtype: torch.dtype) -> str:
-    """The header's word for a dtype; ValueError for one that the format does not have."""
+    """Return the header's word for a dtype; ValueError for one that the format does not have."""
     name = str(dtype).removeprefix("torch.")
-    word = next((word for word, (own, _) in DTYPES.items() if own == name), None)
+    word = next((word for word, (torch_name, _) in DTYPES.items() if torch_name == name), None)
     if word is None:
         raise ValueError(f"safetensors files hold no {dtype}; cast it first")
     return word
 
 
 def _lay_out(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Stored]]:
-    """(the bytes before the data, name -> where in the data each tensor goes, in their order) of a file."""
+    """Return the bytes of a file before its data, and name -> place of each tensor in the data, in order."""
     order = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
     described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     placed, at = {}, 0
@@ -249,9 +255,9 @@ def _read_header(stream: FileIO) -> tuple[dict[str, str], dict[str, Stored]]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{_METADATA} is not text by name")
     start = _LENGTH + length
-    found = {name: _stored(name, entry, start) for name, entry in described.items()}
-    _require_whole(found, start, size)
-    return metadata, found
+    tensors = {name: _stored(name, entry, start) for name, entry in described.items()}
+    _require_whole(tensors, start, size)
+    return metadata, tensors
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
@@ -269,16 +275,16 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in entries:
             raise ValueError(f"its header names {name!r} twice")
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def _stored(name: str, entry: Any, start: int) -> Stored:
-    """Check a tensor's entry in the header, and return it; its bytes are counted from `start`."""
+    """Check a tensor's entry in the header, and return its place; offsets count from `start`."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r}: the header does not say dtype, shape and data_offsets, and those alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -290,9 +296,9 @@ def _stored(name: str, entry: Any, start: int) -> Stored:
         raise ValueError(f"tensor {name!r}: data_offsets {offsets!r} are no beginning and end")
     width = DTYPES[dtype][1]
     _require_possible(name, shape, width)
-    needed, given = width * prod(shape), offsets[1] - offsets[0]
-    if needed != given:
-        raise ValueError(f"tensor {name!r}: {dtype} {shape} takes {needed} bytes, data_offsets give it {given}")
+    needed, nbytes = width * prod(shape), offsets[1] - offsets[0]
+    if needed != nbytes:
+        raise ValueError(f"tensor {name!r}: {dtype} {shape} takes {needed} bytes, data_offsets give it {nbytes}")
     return Stored(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 
@@ -301,17 +307,17 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _require_possible(name: str, shape: Sequence[int], width: int) -> None:
-    """ValueError for a shape whose strides no tensor can have, also where a dimension is 0."""
+    """Raise ValueError for a shape whose strides no tensor can have, also where a dimension is 0."""
     for size in shape:
         width *= max(size, 1)
         if width >= _TOO_LARGE:
             raise ValueError(f"tensor {name!r}: a shape of more than {_TOO_LARGE} bytes")
 
 
-def _require_whole(found: Mapping[str, Stored], start: int, size: int) -> None:
-    """ValueError unless the tensors follow one another from `start` to the end of the file."""
+def _require_whole(tensors: Mapping[str, Stored], start: int, size: int) -> None:
+    """Raise ValueError unless the tensors follow one another from `start` to the end of the file."""
     end = start
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.end > size:
             raise ValueError(f"tensor {name!r}: ends at byte {stored.end} of {size}")
         if stored.begin != end:
@@ -324,7 +330,7 @@ def _require_whole(found: Mapping[str, Stored], start: int, size: int) -> None:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Whatever is wrong with what was read, as a ValueError that names the file and the cure."""
+    """Turn any fault of the bytes that were read into a ValueError that names the file and the cure."""
     with _reading(path):
         try:
             yield
@@ -334,7 +340,7 @@ def _damage(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """An error of reading, with the file's name; its number stays.
+    """Add the file's name to an error of reading; its number stays.
 
     An OSError says nothing of the file: a disk, a network or the number of open files had a trouble, which may pass.
     """
@@ -345,7 +351,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _version(stream: FileIO) -> tuple[int, int, int]:
-    """Another one where the file has become another."""
+    """Return a key of the file's state; another one if the file was replaced or written to."""
     status = os.fstat(stream.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -374,10 +380,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class _Written:
-    """A new file. What is written of a large one goes to the disk at once, and the system forgets it.
+    """A new file. Bytes of a large one go to the disk at once, and the system forgets them.
 
-    So a file that has been renamed is there after a power cut too, and the pages that the system had for it serve for
-    what is written next: those it has not had in use can cost ten times as much, on virtual machines above all.
+    So a file that has been renamed is whole after a power cut too, and the system's pages for it serve the next writes:
+    pages that it has not had in use can cost ten times as much, on virtual machines above all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -408,7 +414,7 @@ class _Written:
                 self._settle()
 
     def _settle(self) -> Future[None]:
-        """Begin with what is not on the disk, when all before it is."""
+        """Begin to put new bytes on the disk, when all before them are."""
         if self._thread is None:
             self._thread = self._closing.enter_context(ThreadPoolExecutor(1))
         if self._settling is not None:
@@ -424,13 +430,13 @@ class _Written:
 
 
 def _advise(file: FileIO, begin: int, count: int, what: str) -> None:
-    """Tell the system what is going to be done with bytes of a file, where it can be told."""
+    """Tell the system how bytes of a file will be used, where it can be told."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, count, getattr(os, what))
 
 
 def _pieces(source: FileIO, path: Path, stored: Stored, room: memoryview) -> Iterator[memoryview]:
-    """The bytes of a tensor, a few at a time, each in place of the ones before; what was read is forgotten."""
+    """Yield the bytes of a tensor, a few at a time in one place of memory; the system forgets those that were read."""
     source.seek(stored.begin)
     left = stored.nbytes
     if stored.nbytes >= _LARGE:
@@ -448,7 +454,7 @@ def _pieces(source: FileIO, path: Path, stored: Stored, room: memoryview) -> Ite
 
 @contextmanager
 def _room(path: Path) -> Iterator[None]:
-    """An error of writing, with the file's name and what is free where it lies; its number stays."""
+    """Add the file's name and the free space of its disk to an error of writing; its number stays."""
     try:
         yield
     except OSError as error:

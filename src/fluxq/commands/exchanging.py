@@ -29,18 +29,18 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
       fluxq inspect tiny-nvfp4 --base tiny
     """
     with session_of(arguments) as session:
-        session.given.require_path(path)
-        session.given.require_base(base)
+        session.requirements.require_path(path)
+        session.requirements.require_base(base)
         from fluxq.commands import show_inspection
         from fluxq.jobs import inspecting
 
-        found = inspecting.inspect(path, base)
+        reports = inspecting.inspect(path, base)
         session.start_work()
         session.print(
-            {name: report.describe() for name, report in found.items()},
-            lambda: show_inspection.inspections(found, every_layer=every_layer),
+            {name: report.describe() for name, report in reports.items()},
+            lambda: show_inspection.inspections(reports, every_layer=every_layer),
         )
-        wrong = sorted({fault.kind for report in found.values() for fault in report.faults if fault.is_error})
+        wrong = sorted({fault.kind for report in reports.values() for fault in report.faults if fault.is_error})
         if wrong:
             raise RuntimeError(f"{path}: {', '.join(wrong)}")
 
@@ -83,7 +83,7 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
       fluxq export tiny-nvfp4 --format comfy
     """
     with session_of(arguments) as session:
-        session.given.require_checkpoint(output)
+        session.requirements.require_checkpoint(output)
         from fluxq.jobs import exchange
 
         planned = exchange.plan_export(output, format, target, **session.arguments)
@@ -111,8 +111,8 @@ def import_file(
       fluxq import flux1-dev-nvfp4.safetensors --base black-forest-labs/FLUX.1-dev
     """
     with session_of(arguments) as session:
-        session.given.require_path(path)
-        session.given.require_base(base)
+        session.requirements.require_path(path)
+        session.requirements.require_base(base)
         from fluxq.commands import show_inspection
         from fluxq.jobs import inspecting
 

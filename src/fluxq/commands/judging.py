@@ -84,8 +84,8 @@ def evaluate(output: str, **arguments: Any) -> None:
       fluxq eval tiny-nvfp4 --count 256 --gate 'psnr>=35'
     """
     with session_of(arguments) as session:
-        asked = session.subject(output)
-        report = session.judge.evaluate(asked, session.start_work)
+        subject = session.subject(output)
+        report = session.judge.evaluate(subject, session.start_work)
         if report is None:
             return  # another process of this run has all results
         session.print(
@@ -162,7 +162,7 @@ def bench(
       fluxq bench tiny-nvfp4 --batch 1 --batch 4
     """
     with session_of(arguments) as session:
-        asked = session.subject(output, whole_videos=True)
+        subject = session.subject(output, whole_videos=True)
         how = {
             "modes": modes or ("eager",),
             "batches": batches or (1,),
@@ -172,7 +172,7 @@ def bench(
             "rounds": rounds,
             "warmup": warmup,
         }
-        speed = session.judge.bench(asked, on_start=session.start_work, **how)
+        speed = session.judge.bench(subject, on_start=session.start_work, **how)
         session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
 
 
@@ -212,10 +212,10 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
       fluxq debug tiny-nvfp4 --patch better.yaml
     """
     with session_of(arguments) as session:
-        asked = session.subject(output)
-        found = session.judge.debug(asked, patch, growth, budget, session.start_work)
-        session.print(found.model_dump(mode="json"), lambda: show.debugged(found, patch))
-        if patch is not None and found.patch is None:
+        subject = session.subject(output)
+        diagnosis = session.judge.debug(subject, patch, growth, budget, session.start_work)
+        session.print(diagnosis.model_dump(mode="json"), lambda: show.debugged(diagnosis, patch))
+        if patch is not None and diagnosis.patch is None:
             raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
 
 
@@ -235,9 +235,9 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
     """
     with session_of(arguments) as session:
         for run in runs:
-            session.given.require_path(run)
+            session.requirements.require_path(run)
         for run in runs:
-            session.given.require_evaluated(run)
+            session.requirements.require_evaluated(run)
         merged = session.judge.report(runs, output, overwrite=overwrite, on_start=session.start_work)
         session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
@@ -256,7 +256,7 @@ def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> 
       fluxq verify tiny-nvfp4
     """
     with session_of(arguments) as session:
-        session.given.require_checkpoint(output)
+        session.requirements.require_checkpoint(output)
         from fluxq.quantize.verify import verify
 
         results = verify(Path(output))

@@ -39,10 +39,10 @@ def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> No
         from fluxq.jobs import catalogue  # not through jobs/making.py, which imports diffusers' pipelines
 
         chosen = catalogue.recipes_for(recipes, all_of_them=name is not None or session.as_json)
-        found = list(catalogue.models(name))
+        models = list(catalogue.models(name))
         session.print(
-            [model.describe(chosen) for model in found] if session.as_json else None,
-            lambda: show.families(found, chosen, in_detail=name is not None),
+            [model.describe(chosen) for model in models] if session.as_json else None,
+            lambda: show.families(models, chosen, in_detail=name is not None),
         )
 
 
@@ -105,7 +105,7 @@ def warmup(
     with session_of(arguments) as session:
         if cache is not None:
             os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
-        session.given.require_local(output)
+        session.requirements.require_local(output)
         rows = session.jobs.warm_up(output, device, tokens or (1, 512, 4096, 4608), prefer, dtype)
         session.print(rows, lambda: show.warmed(rows))
 

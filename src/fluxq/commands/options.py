@@ -1,4 +1,4 @@
-"""Options that several commands take, and how their values are read."""
+"""Options that several commands take, and functions that read their values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def option_group(*decorators: Callable) -> Callable:
 
 
 def names_in(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """`a, b` as ("a", "b"); a name given twice counts once."""
+    """Read `a, b` as ("a", "b"); a name given twice counts once."""
     names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",")))
     if value is not None and "" in names:
         raise click.BadParameter("give names with one comma between them, as in transformer,text_encoder")
@@ -46,36 +46,36 @@ def names_in(_context: click.Context, _option: click.Parameter, value: str | Non
 
 
 def sizes_in(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """`512x768` as (512, 768), of a video `512x768x25` as (512, 768, 25)."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", value) for value in values]
-    if None in found:
+    """Read `512x768` as (512, 768), and for a video `512x768x25` as (512, 768, 25)."""
+    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", value) for value in values]
+    if None in matches:
         raise click.BadParameter("write height x width in pixels, as in 1024x768, and of a video x frames: 480x832x25")
-    return tuple(tuple(int(number) for number in size.groups() if number) for size in found if size)
+    return tuple(tuple(int(number) for number in size.groups() if number) for size in matches if size)
 
 
 def bytes_in(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
-    """`5GB` as 5000000000; with an i, as in 5GiB, powers of 1024."""
+    """Read `5GB` as 5000000000; with an i, as in 5GiB, powers of 1024."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", value.strip().upper())
-    size = int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1)) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", value.strip().upper())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)) if match else 0
     if not size:
         raise click.BadParameter("write a size with its unit, as in 5GB or 800MB")
     return size
 
 
 def finite_in(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """A number that is one."""
+    """Check that a number is finite."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is no number to compute with")
     return value
 
 
 def device_in(_context: click.Context, _option: click.Parameter, value: str) -> str:
-    """The name of a kind of device, with a number where there are several; whether it is there is asked later."""
+    """Check the name of a kind of device, with a number where there are several; jobs look whether it exists."""
     if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
-        known = ", ".join(DEVICES)
-        raise click.BadParameter(f"device {value!r} cannot be used; give --device cpu, or cuda with a GPU ({known})")
+        names = ", ".join(DEVICES)
+        raise click.BadParameter(f"device {value!r} cannot be used; give --device cpu, or cuda with a GPU ({names})")
     return value
 
 
@@ -152,7 +152,7 @@ run_options = option_group(
 
 
 def output_option(default: str) -> Callable:
-    """--output, of a command that writes to `default` in the current folder unless told where."""
+    """Make the option --output of a command that writes to `default` in the current folder unless told where."""
     return click.option("--output", "-o", metavar="PATH", help=f"Where to write; by default ./{default}.")
 
 

@@ -64,15 +64,15 @@ def plan(
         job = session.job(writes=False, runs=False)
         costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
         ways = (prefer or "speed", "memory") if gpu else ()
-        held = [session.jobs.held_by(job, gpu, costs, each) for each in ways]
+        holdings = [session.jobs.holding_on(job, gpu, costs, each) for each in ways]
         devices = () if gpu else ("cpu", "cuda")
         session.print(
-            show.plan_json(job, costs, held),
+            show.plan_json(job, costs, holdings),
             lambda: show.plan(
                 job,
                 costs,
                 [session.jobs.demand(job, each, writes=True) for each in devices],
-                held,
+                holdings,
                 every_layer=every_layer,
             ),
         )

@@ -1,4 +1,4 @@
-"""One run of a command: its exit code for errors so far, how it prints, what it calls."""
+"""One run of a command: its exit code for errors so far, its way to print, the modules that it calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
 
 
 class Session:
-    """One command's options, its exit code for errors so far, and how it prints."""
+    """One command's options, its exit code for errors so far, and its way to print."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.verbose, self.quiet = arguments.pop("verbose"), arguments.pop("quiet")
@@ -55,7 +55,7 @@ class Session:
         self.who = ""
 
     @cached_property
-    def given(self) -> Any:
+    def requirements(self) -> Any:
         from fluxq.jobs import requirements
 
         return requirements
@@ -74,30 +74,30 @@ class Session:
 
     @cached_property
     def options(self) -> Any:
-        return self.jobs.Options(**self._with_call())
+        return self.jobs.JobOptions(**self._with_call())
 
     def subject(self, output: str, *, whole_videos: bool = False) -> Any:
-        """The checkpoint to judge, what it was made from and what to ask of both; said before anything slow."""
-        self.given.require_checkpoint(output, recorded=True)
-        self.given.require_files(self.arguments)
-        self.given.require_measures(self.arguments.get("gates", ()), self.arguments.get("metrics") or ())
+        """Return the checkpoint to judge, with its 16-bit model; errors and the first line come before slow imports."""
+        self.requirements.require_checkpoint(output, recorded=True)
+        self.requirements.require_files(self.arguments)
+        self.requirements.require_measures(self.arguments.get("gates", ()), self.arguments.get("metrics") or ())
         if self.arguments["model"]:
-            self.given.require_model(
+            self.requirements.require_model(
                 self.arguments["model"], self.arguments["revision"], self.arguments["local_files_only"]
             )
         self.say(f"checkpoint {output}{self._device()}")
-        options = self.judge.Options(**self._with_call())
-        return self.judge.subject(Path(output), options, whole_videos=whole_videos)
+        options = self.judge.JudgeOptions(**self._with_call())
+        return self.judge.subject_of(Path(output), options, whole_videos=whole_videos)
 
     def _with_call(self) -> dict[str, Any]:
-        """The arguments, those of the pipeline together under `call`."""
+        """Return the arguments, those of the pipeline together under `call`."""
         call_keys = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
         call = {key: self.arguments.get(key) for key in call_keys}
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
     def announce(self, writes: str = "") -> None:
-        """Check what was named, and say what is about to be worked on, before anything slow is imported.
+        """Check the names in the options and print the first line, before anything slow is imported.
 
         writes: "folder" or "file", where the command has an output.
         """
@@ -112,14 +112,14 @@ class Session:
                 raise ValueError(f"{name.upper()} is empty: give a name, or leave it out")
         recipe_name, recipe = load_recipe(arguments["recipe"])
         model = arguments["model"] or recipe.model
-        self.given.require_files(arguments)
-        folder = self.given.require_model(
+        self.requirements.require_files(arguments)
+        folder = self.requirements.require_model(
             model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"], arguments["components"]
         )
         if writes:
             is_file = writes == "file"
-            place = self.given.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
-            self.given.require_output(place, folder, arguments, is_file=is_file)
+            place = self.requirements.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
+            self.requirements.require_output(place, folder, arguments, is_file=is_file)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
 
@@ -129,8 +129,8 @@ class Session:
             return ""
         from fluxq.base import devices
 
-        asked = self.arguments["device"]
-        return f", device {devices.describe(devices.choose(asked), asked)}"
+        option = self.arguments["device"]
+        return f", device {devices.describe(devices.choose(option), option)}"
 
     def say(self, line: str) -> None:
         """Print a line for people, unless --quiet or --json was given, or another process of torchrun speaks."""
@@ -143,23 +143,23 @@ class Session:
         return not (self.quiet or self.as_json) and (not launched() or os.environ["RANK"] == "0")
 
     def require_gpu(self, gpu: str | None, **needing: Any) -> None:
-        """ValueError for an unknown GPU, and without one for options that only it gives a meaning."""
+        """Raise ValueError for an unknown GPU, and for options that mean nothing without one."""
         from fluxq.recipes.devices import find_device
 
         if gpu is not None:
             find_device(gpu)
             return
         needing |= {name: self.arguments[name] for name in ("height", "width")}
-        given = [f"--{name}" for name, value in needing.items() if value is not None]
-        if given:
-            raise ValueError(f"{', '.join(given)}: only the cost on a GPU depends on it; give --gpu too")
+        flags = [f"--{name}" for name, value in needing.items() if value is not None]
+        if flags:
+            raise ValueError(f"{', '.join(flags)}: only the cost on a GPU depends on it; give --gpu too")
 
     def job(self, **how: Any) -> Any:
         return self.jobs.job_of(self.options, **how)
 
     @contextmanager
     def together(self) -> Iterator[Any]:
-        """The processes that torchrun started for this command; the first one speaks, the others only of errors."""
+        """Yield the processes that torchrun started for this command; all but the first print only errors."""
         from fluxq.base.console import set_verbosity
         from fluxq.base.ranks import ranks_of_launch
 
@@ -170,7 +170,7 @@ class Session:
             yield ranks
 
     def forecast(self, job: Any, of: str) -> None:
-        """Say how long the job will take and how much memory, before it starts. of: a function of jobs/forecast.py."""
+        """Print the job's time and memory before it starts. of: name of a function of jobs/forecast.py."""
         if self.quiet or self.as_json or self.who or job.finished:
             return
         from fluxq.jobs import forecast
@@ -178,7 +178,7 @@ class Session:
         show.forecast(getattr(forecast, of)(job))
 
     def start_work(self, forecast: Forecast | None = None) -> None:
-        """Say how long it will take. From here on an error is a failure of the work, not of what was asked for."""
+        """Print the forecast. From here on an error is a failure of the work, not of the request."""
         self.exit_code = 1
         if forecast is not None and self.speaks:
             show.forecast(forecast)

@@ -14,13 +14,13 @@ from fluxq.commands.tables import echo, print_table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fluxq.eval.metrics.schema import Debug, Estimate, Gate, Report, Served, Speed
-    from fluxq.jobs.catalogue import Model
+    from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
+    from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
     from fluxq.quantize.exchange.export import Changed, Exported
-    from fluxq.quantize.record import Check, Component, Group, Record
+    from fluxq.quantize.record import Check, Group, Record, RecordedComponent
     from fluxq.quantize.verify import Result
     from fluxq.recipes.cards import Holding
     from fluxq.recipes.cost import Cost
@@ -31,14 +31,16 @@ def plan(
     job: Job,
     costs: dict[str, Cost],
     demands: Sequence[Demand | None] = (),
-    held: Sequence[Holding] = (),
+    holdings: Sequence[Holding] = (),
     *,
     every_layer: bool = False,
 ) -> None:
-    """Print what becomes of the Linears, by role, and why.
+    """Print the formats of the Linears by role, and the reasons.
 
-    With `every_layer` each is printed by name; with `costs` those instead. demands: of quantizing, on each device; the
-    least that it may be given is printed. held: of the pipeline by the GPU, as asked and under prefer="memory".
+    costs: printed instead, where there are any.
+    demands: of quantizing, on each device; the least memory that it may be given is printed.
+    holdings: of the pipeline by the GPU, under the chosen `prefer` and under "memory".
+    every_layer: print each Linear by name.
     """
     for component in job.plans:
         if not costs:
@@ -47,17 +49,17 @@ def plan(
         _summary(component)
     for component, cost in costs.items():
         _cost(component, cost)
-    if held:
-        echo(f"\n{next(iter(costs.values())).device.name} {held[0]}")
-        if held[-1].word != held[0].word:
-            echo(f"with --prefer memory it {held[-1]}")
+    if holdings:
+        echo(f"\n{next(iter(costs.values())).device.name} {holdings[0]}")
+        if holdings[-1].word != holdings[0].word:
+            echo(f"with --prefer memory it {holdings[-1]}")
         echo("modelled: weights as they lie there, activations at the size above, other parts in 16 bit")
     for each in filter(None, demands):
         echo(f"--max-memory with --device {each.device}: at least {each}")
 
 
 def _fates(component: Plan) -> None:
-    """A row for all Linears with one role, format and reason; what is quantized first."""
+    """Print a row for all Linears with one role, format and reason; quantized ones first."""
     alike: dict[tuple[str, str, str], list[LayerPlan]] = {}
     for layer in sorted(component.layers, key=lambda layer: layer.scheme is None):
         alike.setdefault((layer.role, _scheme(layer), layer.reason), []).append(layer)
@@ -71,7 +73,7 @@ def _fates(component: Plan) -> None:
 
 
 def _layers(component: Plan) -> None:
-    """A row for each Linear."""
+    """Print a row for each Linear."""
     rows = [
         (la.name, f"{la.n}×{la.k}", _scheme(la), f"{la.bits_per_weight:.2f}", _role(la.role)) for la in component.layers
     ]
@@ -79,7 +81,7 @@ def _layers(component: Plan) -> None:
 
 
 def _reasons(component: Plan) -> None:
-    """Each reason once, with the roles that it is the reason for, or with the layers where a role has several."""
+    """Print each reason once, with its roles, or with its layers where a role has several reasons."""
     from fluxq.recipes.patterns import compact
     from fluxq.recipes.plan import KEPT_ROLE
 
@@ -105,22 +107,22 @@ def _role(role: str) -> str:
     return "16 bit" if role == KEPT_ROLE else role
 
 
-def plan_json(job: Job, costs: dict[str, Cost], held: Sequence[Holding] = ()) -> dict[str, Any]:
-    """The plans as JSON; with `costs`, those too, under `cost`, and under `pipeline` what the GPU holds of it."""
+def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()) -> dict[str, Any]:
+    """Return the plans as JSON, with `costs` under `cost` and the GPU's holding under `pipeline`."""
     plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in job.plans}
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
-    return {**plans, "pipeline": held[0].describe()} if held else plans
+    return {**plans, "pipeline": holdings[0].describe()} if holdings else plans
 
 
 def forecast(of_job: Forecast) -> None:
-    """Print the time and memory that a job will take; nothing for one that only rounds, as fast as files are copied."""
+    """Print the time and memory of a job; nothing for one that only rounds, as fast as files are copied."""
     if of_job.parts:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
 def calibrated(job: Job, path: Path) -> None:
-    """Print where the statistics are and what they are for."""
+    """Print the path of the statistics, and their use."""
     if job.finished:
         echo(f"already done: {path} holds the statistics of this recipe and model")
     else:
@@ -141,7 +143,7 @@ def calibrated(job: Job, path: Path) -> None:
 
 
 def quantized(job: Job, record: Record) -> None:
-    """The closing table of `fluxq quantize`."""
+    """Print the closing table of `fluxq quantize`."""
     if job.finished:
         echo(f"already done: {job.output} holds this recipe on this model")
     parts = record.components
@@ -170,26 +172,26 @@ def quantized(job: Job, record: Record) -> None:
     echo(f"next: fluxq {following} {shlex.quote(str(job.output))}")
 
 
-def judged(gate: Gate) -> str:
-    """A gate and what was measured, as in `psnr>=30 (28.1)`."""
+def judged(gate: GateOutcome) -> str:
+    """Return a gate and its measured value, as in `psnr>=30 (28.1)`."""
     return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
 
 
 def why_failed(job: Job, check: Check) -> str:
-    """Return the closing check's faults in words, and what to do."""
-    made = "images" if check.frames is None else "videos"
+    """Return the closing check's faults in words, and the cure."""
+    noun = "images" if check.frames is None else "videos"
     what = f"gate missed: {', '.join(check.missed)}"
     if not check.finite:
-        what = f"NaN or infinity in the {made}"
+        what = f"NaN or infinity in the {noun}"
     elif check.flat:
-        what = f"{check.flat} of {check.images} {made} are of one colour"
+        what = f"{check.flat} of {check.images} {noun} are of one colour"
     measured = f"paired PSNR {_psnr(check)}"
     kept = "the checkpoint was kept and its card says so"
     return f"{job.output}: {what} ({measured}); {kept}. Try a recipe with more bits"
 
 
 def evaluated(page: Path, report: Report) -> None:
-    """Print which checkpoint to use, each run's verdict, main figures and gains, and where the report is."""
+    """Print advice on which checkpoint to use, each run's verdict, main figures and gains, and the report's path."""
     from fluxq.eval.report.advice import advice
     from fluxq.eval.report.markdown import facts
     from fluxq.eval.report.summary import command_for, figures_of
@@ -209,15 +211,15 @@ def evaluated(page: Path, report: Report) -> None:
 
 
 def timed(speed: Speed) -> None:
-    """Median times of every stage, what was gained, and what was not said because it was not certain."""
-    from fluxq.eval.metrics.figures import asked
+    """Print median times of every stage, speed-ups, and the reasons for those that are not given."""
+    from fluxq.eval.metrics.figures import plain_shape
 
     echo(f"on {speed.measured_on}")
     if "baseline" in speed.conditions:
         echo(f"baseline: {speed.conditions['baseline']}")
     rows = []
     for row in speed.rows:
-        size = asked(row)
+        size = plain_shape(row)
         if row.missing is not None:
             rows.append((row.side, row.mode, size, f"not measured: {row.missing}", "", ""))
         for stage, times in row.stages.items():
@@ -225,11 +227,11 @@ def timed(speed: Speed) -> None:
             rows.append(
                 (row.side, row.mode, size, stage, f"{1e3 * times.p50:.1f} / {1e3 * times.p95:.1f}", f"{spread:.1%}")
             )
-    made = "images" if all(row.frames is None for row in speed.rows) else "videos"
-    print_table(("side", "mode", made, "stage", "p50 / p95, ms", "spread"), rows)
+    noun = "images" if all(row.frames is None for row in speed.rows) else "videos"
+    print_table(("side", "mode", noun, "stage", "p50 / p95, ms", "spread"), rows)
     refused: dict[str, list[str]] = {}
     for gain in speed.speedups:
-        of = f"{gain.side}, {gain.stage}, {gain.mode}, {asked(gain)}"
+        of = f"{gain.side}, {gain.stage}, {gain.mode}, {plain_shape(gain)}"
         if gain.ratio is None:
             refused.setdefault(gain.refused or "", []).append(of)
         else:
@@ -247,29 +249,29 @@ def timed(speed: Speed) -> None:
 
 
 def _served(served: Served) -> str:
-    """Return the arithmetic that was timed, and the memory that it takes, in words."""
+    """Return the arithmetic that was timed, and its memory, in words."""
     from fluxq.eval.metrics.figures import computed
 
     memory = f"{_size(served.resident_bytes)} of quantized components in memory, {served.bits_per_weight:.2f} bits for "
-    said = f"quantized layers were computed {computed(served)}: {memory}each weight"
+    text = f"quantized layers were computed {computed(served)}: {memory}each weight"
     if served.arithmetic == "native":
-        return said
-    return f"{said}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
+        return text
+    return f"{text}; that is another quality than as stored, `fluxq eval` measures it as a run of its own"
 
 
-def debugged(found: Debug, patch: Path | None) -> None:
-    """Print the findings, the worst layers and where the patch is."""
+def debugged(diagnosis: Debug, patch: Path | None) -> None:
+    """Print the findings, the worst layers and the path of the patch."""
     from fluxq.eval.debug.findings import about_shares
 
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         echo(finding)
     rows = [
         (layer.name, layer.scheme, _share(layer.damage), _share(layer.gain), _decibels(layer.local_sqnr_db))
-        for layer in found.layers[:12]
+        for layer in diagnosis.layers[:12]
     ]
     print_table(("layer", "scheme", "damage alone", "gone if kept", "local SQNR, dB"), rows)
-    echo(about_shares(found.layers[:12]))
-    if patch is not None and found.patch is not None:
+    echo(about_shares(diagnosis.layers[:12]))
+    if patch is not None and diagnosis.patch is not None:
         echo(f"patch: {patch}, for `fluxq quantize --recipe`")
 
 
@@ -283,12 +285,12 @@ def _share(value: float | None) -> str:
 
 
 def _decibels(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{min(known):.1f} to {max(known):.1f}" if known else "–"
+    measured = [value for value in values if value is not None]
+    return f"{min(measured):.1f} to {max(measured):.1f}" if measured else "–"
 
 
 def verified(results: Sequence[Result]) -> None:
-    """Every check, and beneath it what it found."""
+    """Print every check, and its findings beneath it."""
     for result in results:
         measured = f"; {result.measured}" if result.measured else ""
         echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
@@ -297,7 +299,7 @@ def verified(results: Sequence[Result]) -> None:
 
 
 def exported(done: Exported) -> None:
-    """Print what an export wrote, and every layer that did not keep its codes."""
+    """Print the files of an export, and every layer that did not keep its codes."""
     of = ", ".join(name or "the model" for name in done.components)
     if done.was_written:
         echo(f"{done.target}: written before by this command, {done.dialect} of {of}")
@@ -306,8 +308,8 @@ def exported(done: Exported) -> None:
     echo(f"weights: {_size(done.checkpoint_bytes)} in the checkpoint -> {_size(done.weight_bytes)}")
     if done.hint:
         echo(f"hint: {done.hint}")
-    held = ", ".join(f"{count} {name}" for name, count in done.formats.items())
-    echo(f"layers: {held}; {len(done.dequantized)} quantized ones in 16 bit")
+    counts = ", ".join(f"{count} {name}" for name, count in done.formats.items())
+    echo(f"layers: {counts}; {len(done.dequantized)} quantized ones in 16 bit")
     for what, changed in (("written in 16 bit", done.dequantized), ("rounded again", done.requantized)):
         if changed:
             echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
@@ -322,7 +324,7 @@ def exported(done: Exported) -> None:
 
 
 def _changes(changed: Sequence[Changed]) -> None:
-    """A line for all layers that the same happened to for the same reason; names are never cut."""
+    """Print a line for all layers with the same change for the same reason; names are never cut."""
     from fluxq.recipes.patterns import compact
 
     alike: dict[tuple[str, str, str], list[Changed]] = {}
@@ -334,21 +336,21 @@ def _changes(changed: Sequence[Changed]) -> None:
         echo(f"  {names}: {was} -> {now}, adds {added:.2%} at most: {why}")
 
 
-def families(found: Sequence[Model], recipes: Sequence[str], *, in_detail: bool) -> None:
-    """Published models and what recipes make of them: a line for each, or with what becomes of each kind of Linear."""
+def families(models: Sequence[CatalogueModel], recipes: Sequence[str], *, in_detail: bool) -> None:
+    """Print published models under recipes: a line for each, or in detail every kind of Linear."""
     from fluxq.jobs import catalogue
 
     if not in_detail:
-        header, rows = catalogue.table(found, recipes)
+        header, rows = catalogue.table(models, recipes)
         echo(f"under a recipe: {catalogue.CELL}\n")
         print_table(tuple(f"{name}: bits / GB / GB" if name in recipes else name for name in header), rows)
         echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
         return
-    for model in found:
+    for model in models:
         _family(model, recipes)
 
 
-def _family(model: Model, recipes: Sequence[str]) -> None:
+def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
     from fluxq.jobs import catalogue
 
     row, family, number = model.row, model.family, catalogue.digits
@@ -388,7 +390,7 @@ def _family(model: Model, recipes: Sequence[str]) -> None:
 
 
 def environment(report: dict[str, Any]) -> None:
-    """Versions, devices, what computes each scheme, and the variables that are set."""
+    """Print versions, devices, the implementation of each scheme, and the variables that are set."""
     driver = {"driver": report["driver"]} if report["driver"] else {}
     for name, value in {**report["versions"], **driver, **report["variables"]}.items():
         echo(f"{name:<16}  {value}")
@@ -402,7 +404,7 @@ def environment(report: dict[str, Any]) -> None:
 
 
 def _cost(component: str, cost: Cost) -> None:
-    """Memory and modelled time of a forward pass, by part of the model."""
+    """Print memory and modelled time of a forward pass, by part of the model."""
     forward, total, device = cost.forward, cost.total, cost.device
     tokens = f"{forward.image} image and {forward.text} text tokens"
     tokens += f", {forward.batch} sequences" if forward.batch > 1 else ""
@@ -432,7 +434,7 @@ def _cost(component: str, cost: Cost) -> None:
         echo(f"efficiency of {name}: {efficiency}")
 
 
-def _facts(part: Component) -> dict[str, str]:
+def _facts(part: RecordedComponent) -> dict[str, str]:
     """Return the closing table's lines about a component, or about all together."""
     before, after = part.bytes_before, part.bytes_after
     return {
@@ -443,20 +445,20 @@ def _facts(part: Component) -> dict[str, str]:
     }
 
 
-def _layers_sqnr(part: Component) -> str:
+def _layers_sqnr(part: RecordedComponent) -> str:
     """Return the gain of fitting, in words; where nothing was fitted, the SQNR of the weights.
 
     Not both: fitting moves weights away from the originals so that outputs come nearer.
     """
     from fluxq.quantize.record import fitted_db
 
-    if found := fitted_db(part.groups):
-        return f"{found[0]:.1f} -> {found[1]:.1f} dB by fitting (outputs, held out)"
+    if sqnr := fitted_db(part.groups):
+        return f"{sqnr[0]:.1f} -> {sqnr[1]:.1f} dB by fitting (outputs, held out)"
     errors = [layer.weight_sqnr_db for layer in part.layers if layer.weight_sqnr_db is not None]
     return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
 
-def _decisions(parts: list[Component]) -> None:
+def _decisions(parts: list[RecordedComponent]) -> None:
     """Print the stages that were kept, and the layers' gain, by role; nothing where nothing was tried."""
     rows = []
     for part in parts:
@@ -477,15 +479,15 @@ def _decisions(parts: list[Component]) -> None:
 
 
 def _mean(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{sum(known) / len(known):.1f}" if known else "not measured"
+    measured = [value for value in values if value is not None]
+    return f"{sum(measured) / len(measured):.1f}" if measured else "not measured"
 
 
-def _together(parts: list[Component]) -> Component:
-    """Several components as if they were one."""
-    from fluxq.quantize.record import Component, bits_per_weight
+def _together(parts: list[RecordedComponent]) -> RecordedComponent:
+    """Return several components as if they were one."""
+    from fluxq.quantize.record import RecordedComponent, bits_per_weight
 
-    return Component(
+    return RecordedComponent(
         component="total",
         layers=[layer for part in parts for layer in part.layers],
         groups=[group for part in parts for group in part.groups],
@@ -518,10 +520,10 @@ def _psnr(check: Check | None) -> str:
         return "not measured (--no-check)"
     from fluxq.eval.metrics.figures import amount
 
-    made = amount(check.images, check.frames)
+    number = amount(check.images, check.frames)
     if check.mean_psnr_db is None:
-        return f"identical ({made})" if check.finite else "not finite"
-    return f"{check.mean_psnr_db:.1f} dB ({made}, {check.steps} steps)"
+        return f"identical ({number})" if check.finite else "not finite"
+    return f"{check.mean_psnr_db:.1f} dB ({number}, {check.steps} steps)"
 
 
 def _summary(component: Plan) -> None:
@@ -531,7 +533,7 @@ def _summary(component: Plan) -> None:
 
 
 def _bits(component: Plan) -> str:
-    """As formats alone take; fitting decides what comes on top, and no plan can know it."""
+    """Return the bits of the formats alone; only fitting decides about the rest."""
     bits, most = f"{component.bits_per_weight:.2f}", f"{component.most_bits_per_weight:.2f}"
     if bits == most:
         return f"{bits} bits per weight"

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _NAMED = 3  # layers of a fault, before it says how many more
 
 
-def inspections(found: dict[str, Inspection], *, every_layer: bool) -> None:
-    """Each model: what it is, its scope by role, the layers, what the base proved, and what is wrong."""
+def inspections(reports: dict[str, Inspection], *, every_layer: bool) -> None:
+    """Print each model: its kind, its scope by role, the layers, proofs by the base, and faults."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    for component, report in found.items():
+    for component, report in reports.items():
         if component:
             console.print(f"[bold]{escape(component)}[/]")
         _one(console, report, every_layer)
@@ -42,10 +42,10 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
     formats: dict[str, int] = defaultdict(int)
     for layer in report.layers:
         formats[layer.format] += 1
-    held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none"
+    counts = escape(", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none")
     bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
     console.print(
-        f"layers: {escape(held)}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
+        f"layers: {counts}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
         f"{bits}, {units.size(report.nbytes)}"
     )
     if report.metadata:
@@ -65,7 +65,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
 
 
 def _sound(report: Inspection) -> str:
-    """The last line where nothing was found to be wrong: no more than was looked at."""
+    """Return the last line of a report without errors, which claims no more than was looked at."""
     if not report.base:
         return "nothing is wrong as far as the file alone tells; --base proves it" + (
             ", all but what is not proved" if report.unproved else ""
@@ -91,22 +91,22 @@ def _layers(layers: Iterable[LayerReport]) -> None:
 
 
 def _faults(faults: Iterable[Fault]) -> Iterable[str]:
-    """A line for each kind, errors first, and what was found in the first layers of it."""
+    """Yield a line for each kind, errors first, and lines for its first layers."""
     from fluxq.quantize.exchange.inspect import FAULTS
 
     kinds: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         kinds[fault.kind].append(fault)
-    for kind, found in sorted(kinds.items(), key=lambda item: not FAULTS[item[0]].is_error):
+    for kind, kind_faults in sorted(kinds.items(), key=lambda item: not FAULTS[item[0]].is_error):
         row = FAULTS[kind]
         word = "[red]wrong[/] " if row.is_error else "[yellow]note[/]  "
-        layers = [fault.layer for fault in found if fault.layer]
+        layers = [fault.layer for fault in kind_faults if fault.layer]
         count = f", {len(layers)} layers" if len(layers) > 1 else ""
         yield f"{word}  [bold]{kind}[/]{count}: {escape(row.about)}"
-        for fault in found[:_NAMED]:
+        for fault in kind_faults[:_NAMED]:
             yield f"          {escape(f'{fault.layer}: ' * bool(fault.layer) + fault.what)}"
-        if len(found) > _NAMED:
-            yield f"          … and {len(found) - _NAMED} more"
+        if len(kind_faults) > _NAMED:
+            yield f"          … and {len(kind_faults) - _NAMED} more"
         if row.cure != "none is needed":
             yield f"          cure: {escape(row.cure)}"
 
@@ -120,7 +120,7 @@ def _short(key: str, value: str) -> str:
 
 
 def imported(reports: Iterable[Imported]) -> None:
-    """Print what became of each component, its faults, and where it is."""
+    """Print the fate of each component, its faults, and the checkpoint's path."""
     output = ""
     for report in reports:
         output = report.output
@@ -148,7 +148,7 @@ def imported(reports: Iterable[Imported]) -> None:
 
 
 def escape(text: str) -> str:
-    """Text that may be a stranger's, for rich, on one line: neither markup nor control characters."""
+    """Return a stranger's text for rich, on one line, without markup and control characters."""
     from rich import markup
 
     return markup.escape(visible_name(text))

@@ -16,7 +16,7 @@ _NARROWEST = 30  # characters that a last column may be wrapped to; else it stan
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: bool = False) -> None:
-    """Print rows in columns; right: numbers, all columns but the first, end in line.
+    """Print rows in columns. right: align all columns but the first, which are numbers, to the right.
 
     Where a terminal is too narrow for sentences in the last column, these are wrapped, or stand below their rows.
     """

@@ -27,7 +27,7 @@ def _call(functions: tuple[str, ...]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that are waited for through the other finders, once, and wraps their loaders."""
+    """Finder of the modules that are waited for, once each; it asks the other finders and wraps their loaders."""
 
     def __init__(self, waiting: dict[str, tuple[str, ...]]) -> None:
         self.waiting = waiting

@@ -43,10 +43,12 @@ def load_bounded(
     working: Mapping[str, int],
     updates: Mapping[str, Sequence[Updates]],
 ) -> DiffusionPipeline:
-    """The pipeline that `load_pipeline` loads, its weights looked after by `residence`, on that one's device.
+    """Load the pipeline that `load_pipeline` loads, on the device of `residence`, which looks after its weights.
 
-    ranks, working: of components, see `Residence.add`; 0 where they say nothing. updates: component -> what LoRA files
-    add to its weights. Raises ValueError as loading does, and for a tensor that the weight files lack.
+    Raises ValueError as loading does, and for a tensor that the weight files lack.
+
+    ranks, working: of components, see `Residence.add`; 0 by default.
+    updates: component -> additions of LoRA files to its weights.
     """
     check_weights(folder)
     models = {}
@@ -67,80 +69,83 @@ def _plain(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Module, 
 
 
 def _quantized(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Module, _Tensors] | None:
-    """A quantized component, None for one that is not. Its files have the names of the model."""
-    said = folder.config(component).get("quantization_config")
-    if said is None:
+    """Build a quantized component, None for one that is not. Its files have the names of the model."""
+    config = folder.config(component).get("quantization_config")
+    if config is None:
         return None
     files = [TensorFile(path) for path in folder.weight_files(component)]
     places = {name: file for file in files for name in file.keys()}
     model = _built(folder, component, dtype, places)
-    found = {name: getattr(torch, DTYPES[file.stored[name].dtype][0]) for name, file in places.items()}
-    stored = QuantizationConfig.from_dict(said)
+    dtypes = {name: getattr(torch, DTYPES[file.stored[name].dtype][0]) for name, file in places.items()}
+    stored = QuantizationConfig.from_dict(config)
     if isinstance(model, PreTrainedModel):
-        quantizer = FluxqHfQuantizer(FluxqConfig.from_dict(said), pre_quantized=True)
+        quantizer = FluxqHfQuantizer(FluxqConfig.from_dict(config), pre_quantized=True)
         quantizer.update_dtype(getattr(torch, dtype))
         quantizer._process_model_before_weight_loading(model)  # what T5 needs of a Linear is its to know
     else:
         put_layers(model, stored.schemes, getattr(torch, dtype))
         if stored.attention != "16bit":
             set_attention(model, stored.attention)
-    refuse_unannounced(found, model)
+    refuse_unannounced(dtypes, model)
     exact = {f"{name}.{part}" for name, layer in quant_layers(model) for part, _ in layer.named_parameters()}
-    held = model.state_dict()
+    placeholders = model.state_dict()
 
     def read(name: str) -> Tensor:
         tensor = places[name].get_tensor(name)
         if name not in exact:
             return tensor
-        own = held[name]
-        return (tensor.view(own.dtype) if name.endswith(".weight") else tensor).reshape(own.shape)
+        placeholder = placeholders[name]
+        return (tensor.view(placeholder.dtype) if name.endswith(".weight") else tensor).reshape(placeholder.shape)
 
     return model, {name: lambda name=name: read(name) for name in places}
 
 
 def _reader(tensors: _Tensors, model: nn.Module, updates: Sequence[Updates]) -> Callable[[str], Tensor]:
-    """Name in the model -> its tensor; tied weights are in the files under one name. ValueError for what is lacking."""
+    """Return a function from name in the model to tensor; ValueError for names that the files lack.
+
+    Tied weights are in the files under one name.
+    """
     tied = getattr(model, "all_tied_weights_keys", {})
     others: dict[str, set[str]] = {}
     for one, other in tied.items():
         others.setdefault(one, set()).add(other)
         others.setdefault(other, set()).add(one)
     dtypes = {name: tensor.dtype for name, tensor in _named(model) if tensor.is_meta}
-    found = {}
+    names_in_files = {}
     for name in dtypes:
         at = next((other for other in (name, *sorted(others.get(name, ()))) if other in tensors), None)
         if at is None:
             raise lacking(name)
-        found[name] = at
+        names_in_files[name] = at
 
     def read(name: str) -> Tensor:
-        tensor = tensors[found[name]]()
-        layer, _, own = name.rpartition(".")
-        of_layer = [every[layer] for every in updates if layer in every] if own == "weight" else []
+        tensor = tensors[names_in_files[name]]()
+        layer, _, parameter = name.rpartition(".")
+        of_layer = [every[layer] for every in updates if layer in every] if parameter == "weight" else []
         return fused(tensor.to(dtypes[name]), of_layer) if of_layer else tensor
 
     return read
 
 
 def _built(folder: ModelFolder, component: str, dtype: str, tensors: Any) -> nn.Module:
-    """The model without weights, in the dtypes that it is loaded in. tensors: names that its files hold.
+    """Build the model without weights, in the dtypes that it is loaded in. tensors: names in its files.
 
-    Its buffers are real where the files do not hold them, and so is whatever else its constructor computes.
+    Buffers are real where the files lack them, and so is whatever else its constructor computes.
     """
     model = _construct(folder, component, dtype, torch.device("meta"))
     if _computes(model, tensors):
         model = _construct(folder, component, dtype, accelerate.init_empty_weights(include_buffers=False))
         for name, buffer in list(model.named_buffers()):
             if name in tensors:
-                path, _, own = name.rpartition(".")
-                put_tensor(model.get_submodule(path), own, torch.empty_like(buffer, device="meta"))
+                path, _, parameter = name.rpartition(".")
+                put_tensor(model.get_submodule(path), parameter, torch.empty_like(buffer, device="meta"))
     if isinstance(model, PreTrainedModel):
         model.tie_weights()
     for name, tensor in _named(model):
         if tensor.is_meta and tensor.is_floating_point():
-            path, _, own = name.rpartition(".")
+            path, _, parameter = name.rpartition(".")
             kept = torch.empty_like(tensor, dtype=_dtype_of(model, name, getattr(torch, dtype)))
-            put_tensor(model.get_submodule(path), own, kept)
+            put_tensor(model.get_submodule(path), parameter, kept)
     return model.eval().requires_grad_(False)
 
 
@@ -180,7 +185,7 @@ def _dtype_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, also under their second names, and buffers."""
+    """Yield parameters, also under their second names, and buffers."""
     yield from list(model.named_parameters(remove_duplicate=False))
     yield from list(model.named_buffers(remove_duplicate=False))
 

@@ -1,4 +1,4 @@
-"""`quantization_config`: what diffusers and transformers are told about a model under fluxq.
+"""`quantization_config` of a model under fluxq, for diffusers and transformers.
 
 One class serves both libraries. They ask for a dictionary, `quant_method` and a few methods, never for their own base
 class, and one class may then stand in either's part of a pipeline.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Method(StrEnum):
-    """Both libraries read `quant_method.value`, so a plain string will not do."""
+    """Value of `quant_method`; both libraries read its `.value`, so a plain string will not do."""
 
     FLUXQ = QUANT_METHOD
 
@@ -31,13 +31,14 @@ class Method(StrEnum):
 class FluxqConfig:
     """Quantize a 16-bit model while it loads: `quantization_config=FluxqConfig(recipe="fp8")`.
 
-    recipe: a shipped recipe's name or the path of a file. profile: "rtn" needs no calibration whatever the recipe says.
-    include, exclude: patterns of module paths, as `fluxq quantize` takes them. component: what the pipeline calls the
-    model, where the recipe has an entry of that name; otherwise a transformer gets the recipe's formats and a text
-    encoder the same weight format with 16-bit activations.
+    recipe: a shipped recipe's name or the path of a file.
+    profile: "rtn" needs no calibration whatever the recipe says.
+    include, exclude: patterns of module paths, as `fluxq quantize` takes them.
+    component: the pipeline's name of the model, where the recipe has an entry of that name; otherwise a transformer
+    gets the recipe's formats and a text encoder the same weight format with 16-bit activations.
 
-    A stored checkpoint's `quantization_config` is the same class without a recipe. Raises ValueError for what is
-    neither of the two and TypeError for an unknown argument.
+    A stored checkpoint's `quantization_config` is the same class without a recipe. Raises ValueError if it is given
+    neither, and TypeError for an unknown argument.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class FluxqConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Read the dictionary form; the libraries pass their own arguments along, none of which is ours."""
-        made = cls(**config)
-        return (made, kwargs) if return_unused_kwargs else made
+        """Read the dictionary form; the libraries pass arguments of their own along, which are handed back."""
+        parsed = cls(**config)
+        return (parsed, kwargs) if return_unused_kwargs else parsed
 
     @property
     def model(self) -> nn.Module | None:
@@ -74,7 +75,7 @@ class FluxqConfig:
 
     @property
     def stored(self) -> QuantizationConfig:
-        """Configuration that a checkpoint of the model would hold: of its layers as they are, once there is a model."""
+        """Configuration that a checkpoint of the model would hold: of its present layers, once there is a model."""
         model = self.model
         if model is not None:
             return _layers_of(model, self._steps)
@@ -83,7 +84,7 @@ class FluxqConfig:
         return self._stored
 
     def describing(self, model: nn.Module, steps: Steps | None = None) -> FluxqConfig:
-        """A config for this model alone, which from now on says what its layers are.
+        """Return a config for this model alone, which from now on describes its layers.
 
         steps: that are kept in 16 bit, where a recipe was applied; a stored config has its own.
         """
@@ -94,11 +95,11 @@ class FluxqConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; it holds a recipe until that has been applied to a model, and from then on layers."""
+        """Return the JSON form: a recipe until that has been applied to a model, and from then on layers."""
         if self.recipe is None:
             return self.stored.to_dict()
-        asked = ("recipe", "profile", "include", "exclude", "component")
-        return {"quant_method": QUANT_METHOD, **{name: getattr(self, name) for name in asked}}
+        options = ("recipe", "profile", "include", "exclude", "component")
+        return {"quant_method": QUANT_METHOD, **{name: getattr(self, name) for name in options}}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -110,7 +111,7 @@ class FluxqConfig:
         write_text(Path(json_file_path), self.to_json_string())
 
     def update(self, **kwargs: Any) -> dict[str, Any]:
-        """The libraries offer loading arguments to a config; this one takes none."""
+        """Take none of the loading arguments that the libraries offer to a config."""
         return kwargs
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -120,7 +121,7 @@ class FluxqConfig:
         return f"FluxqConfig {self.to_json_string()}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FluxqConfig:
-        """A model's copy gets a config that describes the copy; a config copied alone says what this one says now."""
+        """Copy it with a model, to describe the model's copy, or alone, to say what this one says now."""
         config = FluxqConfig.__new__(FluxqConfig)
         config.__dict__.update(self.__getstate__())
         twin = memo.get(id(self.model)) if self._model else None
@@ -128,17 +129,17 @@ class FluxqConfig:
         return config
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which cannot hold the reference to the model."""
+        """Return the state for pickle, which cannot hold the reference to the model."""
         state = {**self.__dict__, "include": list(self.include), "exclude": list(self.exclude), "_model": None}
         return state if self.recipe else {**state, "_stored": self.stored}
 
 
-def _patterns(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+def _patterns(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _layers_of(model: nn.Module, steps: Steps | None) -> QuantizationConfig:
-    """PEFT puts the layers that it adapts one level down."""
+    """Describe a model's layers; PEFT puts those that it adapts one level down."""
     attention = attention_of(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
     named = ((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class FluxqQuantizer(DiffusersQuantizer):
-    """Puts QuantLinears where the checkpoint says, or the recipe, and gives them their tensors untouched.
+    """Quantizer that puts QuantLinears where the checkpoint or the recipe says, with their tensors untouched.
 
     On the fly, memory peaks at the quantized model, the files being read (memory-mapped: the system may drop their
     pages) and the fp32 working copies of one weight, or of one group of weights that share a global scale.
@@ -58,7 +58,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.steps: Steps | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Every device with a torch runs the reference."""
+        """Accept every device, since torch runs the reference on it."""
         if not self.pre_quantized:
             from fluxq.integrations.on_the_fly import refuse_disk
 
@@ -76,8 +76,8 @@ class FluxqQuantizer(DiffusersQuantizer):
             self.steps = stored.steps
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
-                    held = layer.get_parameter(name)
-                    set_tensor(layer, name, torch.empty_like(held, dtype=_SAME_BITS.get(held.dtype, held.dtype)))
+                    scale = layer.get_parameter(name)
+                    set_tensor(layer, name, torch.empty_like(scale, dtype=_SAME_BITS.get(scale.dtype, scale.dtype)))
             return
         from fluxq.integrations.on_the_fly import Arrivals, plan_for
 
@@ -124,10 +124,10 @@ class FluxqQuantizer(DiffusersQuantizer):
         return state_dict
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        made = set()
+        scales = set()
         if self.arrivals is not None:
-            made = {f"{name}.{scale}" for name, layer in quant_layers(model) for scale in layer.scale_names}
-        missing = sorted(set(missing_keys) - made)
+            scales = {f"{name}.{scale}" for name, layer in quant_layers(model) for scale in layer.scale_names}
+        missing = sorted(set(missing_keys) - scales)
         if missing:
             raise lacking(missing[0])
         return missing
@@ -155,13 +155,13 @@ class FluxqQuantizer(DiffusersQuantizer):
         set_tensor(model.get_submodule(module), name, tensor.to(target_device))
 
     def get_state_dict_and_metadata(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's own tensors under its own names, also while adapters are attached."""
+        """Return the model's own tensors under its own names, also while adapters are attached."""
         if self.quantization_config.model is not None:
             state_dict = with_stored_tensors(self.quantization_config.model, state_dict)
-        own = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
-        if len(own) < len(state_dict):
+        tensors = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
+        if len(tensors) < len(state_dict):
             logger.warning("adapters are not saved with the model, fused ones are; `save_lora_weights` writes them")
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}, {}
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}, {}
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)

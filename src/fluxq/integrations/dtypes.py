@@ -1,12 +1,12 @@
-"""One dtype for a pipeline that is loaded without saying which.
+"""One dtype for a pipeline that is loaded without naming one.
 
 Without `dtype=` diffusers loads its models in fp32 and transformers its own in the dtype of the files, so a pipeline
 fails where two of them meet, at the latest in the VAE, after all steps. A pipeline with layers of fluxq takes the dtype
 in which these compute:
 
 - a component whose numbers all are numbers of that dtype, such as fp32 copies of a 16-bit file, is cast to it. Nothing
-  is lost, and `save_pretrained` writes what the file held;
-- any other, such as a VAE that was published in fp32, stays as it is, and what it is given is cast to its dtype.
+  is lost, and `save_pretrained` writes the numbers of the file;
+- any other, such as a VAE that was published in fp32, stays as it is, and its inputs are cast to its dtype.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def register() -> None:
     @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         pipe = load(cls, *args, **kwargs)
-        said = kwargs.get("dtype", kwargs.get("torch_dtype"))
-        if said is None or (isinstance(said, Mapping) and "default" not in said):  # of some components, by name
-            settle(pipe, {*(said or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})
+        named = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if named is None or (isinstance(named, Mapping) and "default" not in named):  # of some components, by name
+            settle(pipe, {*(named or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})
         return pipe
 
     DiffusionPipeline.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,15 +70,15 @@ def _computes_in(models: Mapping[str, nn.Module], dtype: torch.dtype) -> bool:
         for path, tensor in _numbers(model)
         if path.rpartition(".")[0] not in layers[name]
     )
-    own = [layer.compute_dtype for each in layers.values() for layer in each.values()]
-    return bool(own) and {dtype, *own} == {dtype} and all(tensor.dtype == dtype for tensor in others)
+    dtypes = [layer.compute_dtype for each in layers.values() for layer in each.values()]
+    return bool(dtypes) and {dtype, *dtypes} == {dtype} and all(tensor.dtype == dtype for tensor in others)
 
 
-def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
+def settle(pipe: DiffusionPipeline, exempt: Collection[str] = ()) -> None:
     """Make the components of a pipeline with quantized layers compute in one dtype, or understand each other's.
 
-    given: components that the caller brought, for other pipelines too, or named a dtype for; they stay as they are.
-    Other pipelines are left alone. A warning names the call that says the dtype.
+    Other pipelines are left alone. A warning names the call that says the dtype. exempt: components that the caller
+    brought (they may be in other pipelines too) or named a dtype for; they stay as they are.
     """
     models = _models(pipe)
     dtype = _dtype_of(models)
@@ -88,7 +88,7 @@ def settle(pipe: DiffusionPipeline, given: Collection[str] = ()) -> None:
     for name, model in models.items():
         if quant_layers(model) or all(tensor.dtype == dtype for _, tensor in _numbers(model)):
             continue
-        if name not in given and _is_exact(model, dtype):
+        if name not in exempt and _is_exact(model, dtype):
             for _, tensor in _numbers(model):
                 tensor.data = tensor.data.to(dtype)
         else:
@@ -107,12 +107,12 @@ def _models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
 
 
 def _dtype_of(models: Mapping[str, nn.Module]) -> torch.dtype | None:
-    """The 16-bit dtype of the first quantized model, None if there is none."""
+    """Return the 16-bit dtype of the first quantized model, None if there is none."""
     return next((layer.compute_dtype for model in models.values() for _, layer in quant_layers(model)), None)
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of a floating dtype that files hold, but for those that the model always has in fp32."""
+    """Yield floating parameters and buffers of the files, except those that the model always has in fp32."""
     always = getattr(model, "_keep_in_fp32_modules", None) or ()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not any(part in always for part in name.split(".")):
@@ -128,7 +128,7 @@ def _is_exact(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _let_meet(models: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Cast what VAEs and denoisers are given to the dtype in which they compute."""
+    """Cast the inputs of VAEs and denoisers to the dtype in which they compute."""
     for model in models.values():
         if all(hasattr(model, name) for name in _CODERS):
             for name in _CODERS:
@@ -140,7 +140,7 @@ def _let_meet(models: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
 def _cast_hidden(
     _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Latents and embeddings as `dtype`; timesteps, guidance and rotations keep their digits."""
+    """Cast latents and embeddings to `dtype`; timesteps, guidance and rotations keep their digits."""
     cast = {name: _as(value, dtype) for name, value in kwargs.items() if name in _HIDDEN}
     return (*(_as(value, dtype) for value in args[:1]), *args[1:]), {**kwargs, **cast}
 

@@ -1,8 +1,8 @@
 """Code that the loaders of diffusers and transformers share.
 
 A stored checkpoint: QuantLinears are put in place on the meta device, and every tensor that comes for one must have
-the dtype and shape of its placeholder. Nothing here makes a checkpoint; what rounds 16-bit weights while they are
-loaded is in on_the_fly.py, which only a configuration with a recipe imports.
+the dtype and shape of its placeholder. Nothing here makes a checkpoint; on_the_fly.py rounds 16-bit weights while they
+are loaded, and only a configuration with a recipe imports it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fluxq.recipes.formats import Scheme
 def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dtype) -> dict[str, Tensor]:
     """Replace Linears by QuantLinears on the meta device.
 
-    Returns what the files must hold untouched: the full name of every tensor that no loader may cast, with a meta
-    tensor of its dtype and shape. Raises ValueError for a name that is no Linear of this model.
+    Returns the full name of every tensor that no loader may cast, with a meta tensor of its stored dtype and shape.
+    Raises ValueError for a name that is no Linear of this model.
     """
     exact: dict[str, Tensor] = {}
     for name, scheme in schemes.items():
@@ -39,7 +39,7 @@ def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dty
 
 
 def check_tensor(name: str, dtype: torch.dtype, shape: Iterable[int], expected: Tensor) -> None:
-    """ValueError unless a tensor that was found in a file is what config.json implies."""
+    """Raise ValueError unless a file's tensor has the dtype and shape that config.json implies."""
     if dtype != expected.dtype:
         raise ValueError(f"{name}: {dtype} in the file, {expected.dtype} by config.json")
     if tuple(shape) != tuple(expected.shape):
@@ -47,17 +47,17 @@ def check_tensor(name: str, dtype: torch.dtype, shape: Iterable[int], expected: 
 
 
 def lacking(name: str) -> ValueError:
-    """The error for a tensor that the weight files lack."""
+    """Return the error for a tensor that the weight files lack."""
     return ValueError(f"the weight files lack {name!r}, which config.json names: copy them again")
 
 
-def refuse_unannounced(found: Mapping[str, torch.dtype], model: nn.Module) -> None:
-    """ValueError for quantized tensors of files that would be left over, or be taken for 16-bit weights.
+def refuse_unannounced(dtypes: Mapping[str, torch.dtype], model: nn.Module) -> None:
+    """Raise ValueError for quantized tensors of files that would be left over, or be taken for 16-bit weights.
 
-    found: name in the model -> dtype in the file. Other names that no module takes are the library's to judge.
+    dtypes: name in the model -> dtype in the file. Other names that no module takes are the library's to judge.
     """
     strays = set()
-    for name, dtype in found.items():
+    for name, dtype in dtypes.items():
         path, _, part = name.rpartition(".")
         layer = submodule(model, path)
         if isinstance(layer, QuantLinear):
@@ -74,14 +74,14 @@ def refuse_unannounced(found: Mapping[str, torch.dtype], model: nn.Module) -> No
         )
 
 
-def require_present(model: nn.Module, asked: object = None) -> None:
-    """ValueError for tensors that loading left on the meta device, unless a device map keeps some elsewhere.
+def require_present(model: nn.Module, device_map: object = None) -> None:
+    """Raise ValueError for tensors that loading left on the meta device, unless a device map keeps some elsewhere.
 
-    asked: the device map as the caller gave it; what it became stands on the model if it has several devices.
+    device_map: as the caller gave it; the library's own is on the model if it has several devices.
     """
-    maps = (getattr(model, "hf_device_map", None), asked if isinstance(asked, dict) else {"": asked})
+    maps = (getattr(model, "hf_device_map", None), device_map if isinstance(device_map, dict) else {"": device_map})
     places = [{str(place) for place in (places or {}).values()} for places in maps]
-    if any(len(own) > 1 or own & {"disk", "meta"} for own in places):
+    if any(len(devices) > 1 or devices & {"disk", "meta"} for devices in places):
         return
     absent = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if absent:
@@ -102,14 +102,14 @@ def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def with_stored_tensors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state dict with the tensors that a checkpoint stores, for layers that were prepared for a GPU."""
+    """Return a model's state dict with stored tensors of layers that were prepared for a GPU."""
     tensors = dict(state_dict)
     for name, layer in quant_layers(model):
         if layer.prepared is not None:
             from fluxq.runtime.layout import as_stored  # only here: nothing is prepared while it is loaded
 
-            for held, _ in layer.named_parameters(recurse=False):
-                del tensors[f"{name}.{held}"]
+            for parameter, _ in layer.named_parameters(recurse=False):
+                del tensors[f"{name}.{parameter}"]
             tensors.update({f"{name}.{part}": tensor for part, tensor in as_stored(layer).items()})
     return tensors
 
@@ -124,7 +124,7 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """The module called `name`, None if there is none."""
+    """Return the module called `name`, None if there is none."""
     try:
         return model.get_submodule(name)
     except AttributeError:

@@ -22,7 +22,7 @@ from fluxq.recipes.recipe import load_recipe
 
 
 def refuse_disk(device_map: object) -> None:
-    """ValueError for a device map with a disk part: the libraries write weights there before they are quantized."""
+    """Raise ValueError for a device map with a disk part: weights are written there before they are quantized."""
     if isinstance(device_map, dict) and "disk" in device_map.values():
         raise ValueError(
             "a model cannot be quantized on the fly and offloaded to disk at once: write the checkpoint with "
@@ -78,11 +78,11 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
 
 
 class Arrivals:
-    """Rounds the weights of a plan in whatever order, and from whichever thread, a loader brings them.
+    """Weights of a plan, rounded in whatever order, and from whichever thread, a loader brings them.
 
     A weight is rounded at once and its 16-bit form can go. Only those that share nvfp4's global scale, or fp8_tensor's
-    one (q, k and v; a single block's q, k, v and proj_mlp) wait for one another. So beside the quantized model no more
-    is held than what the loader holds itself and one such group.
+    one (q, k and v; a single block's q, k, v and proj_mlp) wait for one another. So beside the quantized model memory
+    holds only the loader's own tensors and one such group.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class Arrivals:
         return name in self._layers
 
     def add(self, name: str, weight: Tensor) -> dict[str, QuantizedTensor]:
-        """Layers that this weight, as it is in the file, completes: itself, its group, or none yet."""
+        """Round the layers that this weight of a file completes: itself, its group, or none yet."""
         layer = self._layers[name]
         if not layer.scale_group:
             self._left.discard(name)
@@ -120,7 +120,7 @@ class Arrivals:
         return rounded
 
     def require_all(self) -> None:
-        """ValueError naming a weight that never came."""
+        """Raise ValueError naming a weight that never came."""
         if self._left:
             raise ValueError(
                 f"{min(self._left)} did not pass through fluxq while the model was loaded, so it is not quantized; "

@@ -1,8 +1,8 @@
 """LoRA on quantized layers: PEFT adapters that fuse exactly, and a diffusers LoRA loader that reads shapes right.
 
 PEFT fuses an adapter by adding B A to the weight, which codes cannot take. Here the pair becomes the last ranks of the
-layer's 16-bit low-rank branch: what is computed stays what the unfused adapter computed, and unfusing gives back the
-bytes. Neither library lets others register a layer type, so `register_*` wrap the functions that choose one.
+layer's 16-bit low-rank branch: outputs stay those of the unfused adapter, and unfusing gives back the bytes. Neither
+library lets others register a layer type, so `register_*` wrap the functions that choose one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _IntoBranch(lora.LoraLayer):
             self.merged_ranks.append(a.shape[0])
 
     def mergeable(self, adapter_names: list[str] | None = None) -> list[str]:
-        """Adapters of this layer that `merge` would move; ValueError, before anything is moved, for what it cannot."""
+        """List the adapters of this layer that `merge` would move; ValueError, before any is moved, for a bad one."""
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A.keys()]
         for name in names:
             if name in self.lora_variant:
@@ -87,8 +87,8 @@ class _PointwiseAdapters(lora.Conv2d):
     """Adapters that are convolutions, as LoRA files of convolutions have them, and compute as those of Linears do."""
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """PEFT makes adapters of the base layer's own class, and asks how many axes its weight has."""
-        held: Any = self.base_layer
+        """Let PEFT make adapters for a convolution: it takes the base layer's class and the axes of its weight."""
+        base: Any = self.base_layer
         layer: Any = self.get_base_layer()
         self._kernel_dim = 4
         self.base_layer = _Pointwise(
@@ -100,7 +100,7 @@ class _PointwiseAdapters(lora.Conv2d):
         try:
             super().update_layer(*args, **kwargs)
         finally:
-            self.base_layer = held
+            self.base_layer = base
 
 
 class _Pointwise(nn.Conv2d):
@@ -146,15 +146,15 @@ def register_with_peft() -> None:
 
     def create(*arguments: Any, **options: Any) -> nn.Module:
         # PEFT asks through an instance, which says what model it is, or, when it mixes adapters, without one.
-        *asked_through, lora_config, adapter_name, target = arguments
+        *tuners, lora_config, adapter_name, target = arguments
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if isinstance(base, QuantLinear):
             around = QuantPointwiseLora if isinstance(base, QuantPointwise) else QuantLora
             return around(target, adapter_name, config=lora_config, **options)
-        made = stock(lora_config, adapter_name, target, **options)
-        if type(made) is lora.Linear and any(_is_quantized(tuner.model) for tuner in asked_through):
-            made.__class__ = KeptLora  # built as PEFT builds it; only merging differs
-        return made
+        adapter = stock(lora_config, adapter_name, target, **options)
+        if type(adapter) is lora.Linear and any(_is_quantized(tuner.model) for tuner in tuners):
+            adapter.__class__ = KeptLora  # built as PEFT builds it; only merging differs
+        return adapter
 
     LoraModel._create_new_module = create
     for kind, name in ((dora.DoraLinearLayer, "update_layer"), *((kind, "forward") for kind in _DORA)):
@@ -164,7 +164,7 @@ def register_with_peft() -> None:
 
 
 def _of_a_16_bit_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """DoRA scales the rows of W + B A by their norms: it is given W, and the bias, widened for the call."""
+    """Wrap a method of DoRA, which scales the rows of W + B A by their norms: it is given W and the bias, decoded."""
 
     @functools.wraps(stock)
     def call(self: nn.Module, *args: Any, base_layer: nn.Module, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ _DORA = (dora.DoraLinearLayer, dora._DoraConvNdLayer)  # each with a forward of 
 
 
 def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Methods other than LoRA rotate, scale or add to `weight`, which holds codes here."""
+    """Wrap a merging method to refuse adapters other than LoRA, which rotate, scale or add to `weight`: codes here."""
 
     @functools.wraps(stock)
     def merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """fluxq as a quantization backend of transformers: text encoders, alone or in a diffusers pipeline.
 
 transformers loads a model under a `quant_method` that it does not know as if nothing were quantized, and codes would
-become weights. So files hold the codes of a text encoder as [N, K', 1]: a loader that does not know fluxq finds another
+become weights. So files hold the codes of a text encoder as [N, K', 1]: a loader that does not know fluxq meets another
 shape than it expects and fails. The axis is taken away by a weight conversion, which transformers reverses on saving.
 
-In memory, codes are int8 views of the stored bytes, whatever their type: T5 casts what `wo` reads to the dtype of its
+In memory, codes are int8 views of the stored bytes, whatever their type: T5 casts the input of `wo` to the dtype of its
 weight, which would be fp8 or uint8, unless that is int8.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class FluxqHfQuantizer(HfQuantizer):
-    """Puts QuantLinears where the checkpoint says, or the recipe, and gives them their tensors untouched.
+    """Quantizer that puts QuantLinears where the checkpoint or the recipe says, with their tensors untouched.
 
     On the fly, weights are read one at a time: memory peaks at the quantized model and the fp32 working copies of one
     weight, or of one group of weights that share a global scale.
@@ -61,7 +61,7 @@ class FluxqHfQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Every device with a torch runs the reference; an older transformers would cast codes and scales."""
+        """Refuse an older transformers, which would cast codes and scales; every device runs torch's reference."""
         if not hasattr(HfQuantizer, "get_new_dtype"):
             raise ValueError("text encoders under fluxq need transformers 5.21 or newer: update transformers")
         self.device_map = device_map
@@ -107,24 +107,24 @@ class FluxqHfQuantizer(HfQuantizer):
             self._check_files(model, checkpoint_files)
 
     def _check_files(self, model: Any, files: list[str]) -> None:
-        """From the headers: transformers casts a wrong dtype and puts random numbers where files lack a tensor."""
+        """Check headers: transformers casts a wrong dtype and puts random numbers where files lack a tensor."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        held, found = model.state_dict(), {}
+        tensors, dtypes = model.state_dict(), {}
         for file in files:
             for name_in_file, stored in TensorFile(Path(file)).stored.items():
-                renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, held)
-                name = renamed if renamed in held else name_in_file
-                found[name] = found[renamed] = dtype = getattr(torch, DTYPES[stored.dtype][0])
+                renamed, _ = rename_source_key(name_in_file, renamings, converters, model.base_model_prefix, tensors)
+                name = renamed if renamed in tensors else name_in_file
+                dtypes[name] = dtypes[renamed] = dtype = getattr(torch, DTYPES[stored.dtype][0])
                 if name in self.exact:
                     check_tensor(name, dtype, stored.shape, self.exact[name])
-        refuse_unannounced(found, model)
+        refuse_unannounced(dtypes, model)
         for name, layer in quant_layers(model):
             for part, _ in layer.named_parameters():
-                if f"{name}.{part}" not in found:
+                if f"{name}.{part}" not in dtypes:
                     raise lacking(f"{name}.{part}")
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -141,7 +141,7 @@ class FluxqHfQuantizer(HfQuantizer):
         return self.arrivals is not None and param_name in self.arrivals
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """For a device map that transformers infers: what is a 16-bit placeholder will take a byte at most."""
+        """Count a byte at most for a 16-bit placeholder, in a device map that transformers infers."""
         if self.param_needs_quantization(model, param_name):
             return 1
         return super().param_element_size(model, param_name, param)
@@ -163,7 +163,7 @@ class FluxqHfQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors as files hold them; what a device map left on disk is converted when it is read."""
+        """Return the tensors as files hold them; those left on disk by a device map are converted as they are read."""
         tensors = with_stored_tensors(model, model.state_dict())
         for name, layer in quant_layers(model):
             weight = tensors[f"{name}.weight"]
@@ -184,25 +184,25 @@ def register() -> None:
 
 
 class _Round(ConversionOps):
-    """16-bit weights to codes and scales, once all that share a scale have come."""
+    """Conversion of 16-bit weights to codes and scales, once all that share a scale have come."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        made = {}
+        converted = {}
         for name, tensors in input_dict.items():
             weight = tensors[0] if isinstance(tensors, list) else tensors
             for layer, q in self.arrivals.add(name, weight).items():
                 parts = {**q.tensors(), "weight": q.codes.view(torch.int8)}
-                made.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
-        return made
+                converted.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
+        return converted
 
 
 class _Axis(ConversionOps):
-    """Codes as filed, [N, K', 1] of `dtype`, to the layer's int8 [N, K'].
+    """Conversion of codes in files, [N, K', 1] of `dtype`, to the layer's int8 [N, K'].
 
-    files: back again, for a layer that a device map left on disk; what is in memory has been converted already.
+    files: back again, for a layer that a device map left on disk; codes in memory have been converted already.
     """
 
     def __init__(self, dtype: torch.dtype, files: bool = False) -> None:
@@ -227,7 +227,7 @@ def _is_kept_in_fp32(model: Any, name: str) -> bool:
 
 
 def _in_fp32(_layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A forward pre-hook; a QuantLinear computes and returns the dtype of its input."""
+    """Widen a layer's input: a forward pre-hook; a QuantLinear computes and returns the dtype of its input."""
     return (args[0].float(), *args[1:])
 
 
@@ -236,7 +236,7 @@ def _takes_axis(entry: Any) -> bool:
 
 
 def _exactly(name: str) -> str:
-    """A pattern in transformers' sense: it ends at the end of a name."""
+    """Return a pattern for just this name: transformers' patterns end at the end of a name."""
     return f"^{re.escape(name)}"
 
 

@@ -1,8 +1,8 @@
-"""All or nothing: what a quantized model refuses, it refuses before anything of it has changed.
+"""All or nothing: a quantized model refuses a call before anything of it has changed.
 
-A module is cast layer by layer, and fused attention by attention, so a layer that refuses comes too late: what stands
-before it has been changed by then. Here the libraries' own model classes ask all layers first. That holds for copies
-and unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
+A module is cast layer by layer, and fused attention by attention, so a layer that refuses comes too late: those before
+it have been changed by then. Here the libraries' own model classes ask all layers first. That holds for copies and
+unpickled models too, and other models are not touched. `num_parameters` counts weights instead of codes.
 
 Models are loaded one at a time, of both libraries: while one loads, they set torch's default dtype and device for the
 whole process, so that of two in threads one stayed on meta, without an error. `save_pretrained` also writes the digest
@@ -68,9 +68,9 @@ def register_attention() -> None:
     kind._member_map_[member._name_] = member
     kind._value2member_map_[BACKEND] = member
     constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
-    taken: Any = _attend
-    taken.__signature__ = inspect.signature(attention_dispatch._native_attention)  # by which diffusers passes arguments
-    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(taken)
+    attend: Any = _attend
+    attend.__signature__ = inspect.signature(attention_dispatch._native_attention)  # diffusers passes arguments by it
+    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(attend)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
@@ -116,14 +116,17 @@ def _teach(model_class: Any) -> None:
 
 
 def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
-    """A variant gets none, which `verify` does not read; nor does what `push_to_hub=True` uploads before this."""
+    """Wrap `save_pretrained` to write a digest, except into a variant, which `verify` does not read.
+
+    An upload by `push_to_hub=True` comes before it and has none.
+    """
 
     @functools.wraps(save)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         result = save(self, save_directory, *args, **kwargs)
-        said = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
-        if getattr(self, "hf_quantizer", None) is not None and said.get("is_main_process", True):
-            if said.get("variant") is None:
+        arguments = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+        if getattr(self, "hf_quantizer", None) is not None and arguments.get("is_main_process", True):
+            if arguments.get("variant") is None:
                 from fluxq.quantize.digests import write_own_digest
 
                 write_own_digest(Path(save_directory))
@@ -133,19 +136,19 @@ def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
+    """Raise ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
     for path, layer in _layers(model):
         for name in layer.stored_names:
-            given, held = state.get(f"{path}.{name}"), getattr(layer, name)
-            if isinstance(given, Tensor) and given.dtype != held.dtype:
+            value, stored = state.get(f"{path}.{name}"), getattr(layer, name)
+            if isinstance(value, Tensor) and value.dtype != stored.dtype:
                 raise ValueError(
-                    f"{path}.{name}: the state dict has {given.dtype}, a layer quantized as {layer.scheme} stores "
-                    f"{held.dtype}, and nothing was loaded. Load a checkpoint by from_pretrained"
+                    f"{path}.{name}: the state dict has {value.dtype}, a layer quantized as {layer.scheme} stores "
+                    f"{stored.dtype}, and nothing was loaded. Load a checkpoint by from_pretrained"
                 )
 
 
 def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
-    """ValueError, naming the component, if one of a pipeline's models cannot be cast to `dtype`.
+    """Raise ValueError, naming the component, if one of a pipeline's models cannot be cast to `dtype`.
 
     diffusers casts none of its own that is quantized, not even to the dtype that it has.
     """
@@ -187,8 +190,8 @@ def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layers(module: nn.Module | None) -> list[tuple[str, QuantLinear]]:
-    found = module.named_modules() if module is not None else ()
-    return [(name, layer) for name, layer in found if isinstance(layer, QuantLinear)]
+    modules = module.named_modules() if module is not None else ()
+    return [(name, layer) for name, layer in modules if isinstance(layer, QuantLinear)]
 
 
 def _is_diffusers(model: nn.Module) -> bool:

@@ -2,13 +2,13 @@
 
     published configuration -> model on the meta device -> plan of each recipe -> bits, bytes, memory
 
-Sizes are those of the quantized component, not of the pipeline. A recipe that tries things stores between what its
-formats take and what all that may be tried takes; where one number stands it is the latter. Memory is:
+Sizes are those of the quantized component, not of the pipeline. A recipe that tries things stores at least its formats
+and at most all that it may try; a single number is the latter. Memory is:
 
     to serve     the weights as they are stored, and the activations of one forward pass at the family's usual size,
-                 which are estimated. Where 4 bits are re-encoded to 8, weights take what an 8-bit recipe's do
-    to quantize  what rounding to nearest holds of the weights at once, by up to four workers; the program itself takes
-                 another 0.7 GB
+                 which are estimated. Where 4 bits are re-encoded to 8, weights take as much as an 8-bit recipe's
+    to quantize  the weights that rounding to nearest has in memory at once, in up to four workers; the program itself
+                 takes another 0.7 GB
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from fluxq.base.tensors import Stored
 from fluxq.base.units import digits
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
-from fluxq.quantize.nearest import most_at_once, pieces_of
+from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
 from fluxq.recipes.cost import activation_bytes, forward_pass
@@ -38,14 +38,15 @@ CELL = (
     "bits per weight / GB of the checkpoint / GB to serve, all at most: of this model alone, its codes as stored; what "
     "a card makes of them, and whole pipelines: docs/large-models.md"
 )
-TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: those of as many bits differ by a few percent
+TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: others of as many bits differ by a few percent
 
 
 @dataclass(frozen=True)
-class Size:
-    """Size of a model under a recipe, all of the model's copies together. bits: per weight, of all Linears.
+class ModelSize:
+    """Size of a model under a recipe, of all its copies together; bytes are those with all that the recipe may try.
 
-    most_bits: the same, if layers end with all that may be tried; so are all bytes.
+    bits: per weight, over all Linears, of the formats alone.
+    most_bits: per weight, if every layer ends with all that may be tried.
     """
 
     recipe: str
@@ -56,7 +57,7 @@ class Size:
     quantizing_bytes: float
 
     def describe(self) -> dict[str, Any]:
-        """The size as JSON."""
+        """Return the size as JSON."""
         return {
             "recipe": self.recipe,
             "bits_per_weight": round(self.bits, 3),
@@ -69,10 +70,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Role:
-    """Linears of a model to which the same happens. role: of the family's row, "" for what stays in 16 bit.
+    """Linears of a model that are treated alike.
 
-    shapes: (N, K) of each kind, the most frequent first. made_by: what makes their input. together: Linears that read
-    one input. reason: why, for people.
+    role: name in the family's row, "" for Linears that stay in 16 bit.
+    shapes: (N, K) of each kind, the most frequent first.
+    made_by: source of their input.
+    together: names of the Linears that read one input.
+    reason: why, for people.
     """
 
     role: str
@@ -84,7 +88,7 @@ class Role:
     reason: str
 
     def describe(self) -> dict[str, Any]:
-        """The role as JSON."""
+        """Return the role as JSON."""
         return {
             "role": self.role or "16 bit",
             "linears": self.count,
@@ -96,8 +100,8 @@ class Role:
         }
 
 
-class Model:
-    """A published model on the meta device, and what is known of it without a recipe."""
+class CatalogueModel:
+    """A published model on the meta device, with its plan and its size under any recipe."""
 
     def __init__(self, row: Published) -> None:
         self.row = row
@@ -109,14 +113,14 @@ class Model:
 
     @cached_property
     def parameters(self) -> int:
-        """Of all copies; a weight that two modules share counts once."""
+        """Number of parameters of all copies; a weight that two modules share counts once."""
         return self.row.count * sum(parameter.numel() for parameter in self.module.parameters())
 
     @cached_property
     def quantized_share(self) -> float:
-        """Share of the parameters that a recipe quantizes, if it leaves out nothing that the family's row names."""
-        taken = sum(linear.n * linear.k for linear in self.linears if self.family.locate(linear.name))
-        return self.row.count * taken / self.parameters
+        """Share of the parameters that a recipe quantizes if it leaves out no group of the family's row."""
+        quantized = sum(linear.n * linear.k for linear in self.linears if self.family.locate(linear.name))
+        return self.row.count * quantized / self.parameters
 
     @cached_property
     def bytes_16bit(self) -> int:
@@ -125,7 +129,7 @@ class Model:
 
     @cached_property
     def activation_bytes(self) -> float:
-        """Estimated activations of one forward pass at the usual size; 0 for what runs once per image."""
+        """Estimated activations of one forward pass at the usual size; 0 for a model that runs once per image."""
         if self.family.kind != "transformer":
             return 0.0
         config: Any = self.module.config
@@ -134,7 +138,7 @@ class Model:
         return activation_bytes(self.plan("fp8"), forward)
 
     def plan(self, recipe_name: str) -> Plan:
-        """The plan of one copy. ValueError for a recipe that this kind of model cannot have."""
+        """Return the plan of one copy; ValueError for a recipe that this kind of model cannot have."""
         if recipe_name not in self._plans:
             recipe, component = _recipe(recipe_name)[1], self.family.kind
             self._plans[recipe_name] = make_plan(
@@ -148,27 +152,27 @@ class Model:
             )
         return self._plans[recipe_name]
 
-    def size(self, recipe_name: str) -> Size:
+    def size(self, recipe_name: str) -> ModelSize:
         """Return the size of the model under a recipe."""
         plan, count = self.plan(recipe_name), self.row.count
         saved = sum(16 * layer.n * layer.k - layer.most_stored_bits for layer in plan.quantized) / 8
         checkpoint = count * (self.weights.nbytes - saved)
-        return Size(
+        return ModelSize(
             _recipe(recipe_name)[0],
             plan.bits_per_weight,
             plan.most_bits_per_weight,
             checkpoint,
             checkpoint + self.activation_bytes,
-            self._held(plan),
+            self._quantizing_bytes(plan),
         )
 
-    def _held(self, plan: Plan) -> float:
-        """Bytes that rounding to nearest holds at once: source weights read ahead, and a block that is not written."""
+    def _quantizing_bytes(self, plan: Plan) -> float:
+        """Return the bytes that rounding to nearest has in memory: weights read ahead, and a block to be written."""
         blocks = blocks_of(plan, self.weights, Path())
         sizes = [
-            sum(self.weights.stored(name).nbytes for name in piece.names)
+            sum(self.weights.stored(name).nbytes for name in unit.names)
             for block in blocks
-            for piece in pieces_of(block.layers, block.names)
+            for unit in units_of(block.layers, block.names)
         ]
         rounded = max(
             block.nbytes - sum(2 * la.n * la.k - la.stored_bits / 8 for la in block.layers) for block in blocks
@@ -176,7 +180,7 @@ class Model:
         return most_at_once(sizes) + rounded
 
     def roles(self) -> Iterator[Role]:
-        """Yield what is quantized, by role, and what stays in 16 bit, by reason."""
+        """Yield the quantized Linears by role, then those in 16 bit by reason."""
         plan = self.plan("fp8")
         groups: dict[tuple[str, str], list[LayerPlan]] = {}
         for layer in plan.layers:
@@ -197,16 +201,16 @@ class Model:
             )
 
     def _together(self, layer: LayerPlan) -> tuple[str, ...]:
-        """The Linears of the block that read the same input, by their last names."""
-        found = self.family.locate(layer.name)
-        if found is None:
+        """Return the Linears of the block that read the same input, by their last names."""
+        location = self.family.locate(layer.name)
+        if location is None:
             return ()
-        group, block = found
-        there = {linear.name for linear in self.linears}
-        return tuple(member for member in group.members if f"{block}.{member}" in there)
+        group, block = location
+        names = {linear.name for linear in self.linears}
+        return tuple(member for member in group.members if f"{block}.{member}" in names)
 
     def describe(self, recipes: Sequence[str]) -> dict[str, Any]:
-        """The model as JSON, with what each recipe makes of it."""
+        """Return the model as JSON, with its size under each recipe."""
         return {
             "name": self.row.name,
             "also": list(self.row.also),
@@ -224,11 +228,11 @@ class Model:
 
 
 class ImpliedWeights(SourceWeights):
-    """The tensors that a model's checkpoint has in 16 bit, a shared one once; none can be read."""
+    """Tensors of a model's checkpoint in 16 bit, known by shape alone: none can be read, a shared one counts once."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
-        self._stored = {name: Stored("BF16", tuple(t.shape), 0, 2 * t.numel()) for name, t in own.values()}
+        tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
+        self._stored = {name: Stored("BF16", tuple(t.shape), 0, 2 * t.numel()) for name, t in tensors.values()}
 
     @property
     def names(self) -> list[str]:
@@ -239,7 +243,7 @@ class ImpliedWeights(SourceWeights):
         return name in self._stored
 
     def stored(self, name: str) -> Stored:
-        """Shape and size of a tensor."""
+        """Return the shape and size of a tensor."""
         return self._stored[name]
 
     @property
@@ -251,23 +255,23 @@ class ImpliedWeights(SourceWeights):
 _recipe = cache(load_recipe)
 
 
-def models(name: str | None = None) -> Iterator[Model]:
-    """The published models that `name` means, all without one, each built when it is its turn; see find_published."""
-    return map(Model, find_published(name) if name else PUBLISHED)
+def models(name: str | None = None) -> Iterator[CatalogueModel]:
+    """Yield the published models that `name` means (see find_published), all without one; each is built in its turn."""
+    return map(CatalogueModel, find_published(name) if name else PUBLISHED)
 
 
-def recipes_for(asked: Sequence[str], all_of_them: bool) -> tuple[str, ...]:
-    """The recipes to show: those asked for, else all that are shipped or two of them."""
-    return tuple(asked) or (tuple(shipped_recipes()) if all_of_them else TABLE_RECIPES)
+def recipes_for(names: Sequence[str], all_of_them: bool) -> tuple[str, ...]:
+    """Return the recipes to show: the names given, else all that are shipped, or two of them."""
+    return tuple(names) or (tuple(shipped_recipes()) if all_of_them else TABLE_RECIPES)
 
 
-def table(found: Sequence[Model], recipes: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of what each model becomes: a line for each, three numbers for each recipe."""
+def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the header and a row for each model, with three numbers for each recipe."""
     header = ("model", "family", "parameters, B", "quantized", "16 bit, GB", *recipes, "to quantize, GB")
     rows = []
-    for model in found:
+    for model in published:
         sizes = [model.size(recipe) for recipe in recipes]
-        held = max(size.quantizing_bytes for size in sizes)
+        quantizing_bytes = max(size.quantizing_bytes for size in sizes)
         rows.append(
             (
                 model.row.name + (f", {model.row.count} of them" if model.row.count > 1 else ""),
@@ -276,18 +280,18 @@ def table(found: Sequence[Model], recipes: Sequence[str]) -> tuple[tuple[str, ..
                 f"{model.quantized_share:.0%}",
                 digits(model.bytes_16bit / 1e9),
                 *(cell(size) for size in sizes),
-                digits(held / 1e9),
+                digits(quantizing_bytes / 1e9),
             )
         )
     return header, rows
 
 
-def cell(size: Size) -> str:
-    """Bits per weight, checkpoint and memory to serve in GB."""
+def cell(size: ModelSize) -> str:
+    """Return bits per weight, GB of the checkpoint and GB to serve."""
     return f"{size.most_bits:.2f} / {digits(size.checkpoint_bytes / 1e9)} / {digits(size.serving_bytes / 1e9)}"
 
 
-def bits(size: Size) -> str:
-    """Bits per weight: of the formats alone, and the most that trying things may make of it."""
+def bits(size: ModelSize) -> str:
+    """Return the bits per weight: of the formats alone, and the most that trying things may make of it."""
     low, high = f"{size.bits:.2f}", f"{size.most_bits:.2f}"
     return low if low == high else f"{low} to {high}"

@@ -28,10 +28,12 @@ _SHORT_VALUE = re.compile(r"[\w.,:-]{0,16}")  # switches and lists of devices; p
 
 
 def environment() -> dict[str, Any]:
-    """The report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
+    """Return the report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
 
-    driver is None without an NVIDIA driver. implementations has a row per pair of formats of the shipped recipes and
-    kind of device: what 4096 tokens run on, before `fluxq.prepare`. variables: those set that change what fluxq does.
+    driver: None without an NVIDIA driver.
+    implementations: a row for each scheme of the shipped recipes and kind of device, with the implementation that 4096
+        tokens run on before `fluxq.prepare`.
+    variables: environment variables that are set and change fluxq's behaviour.
     """
     devices = _devices()
     return {
@@ -63,19 +65,19 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """The processor and every accelerator that torch can use."""
+    """Return the processor and every accelerator that torch can use."""
     devices = [_device("cpu", "cpu", cpu_name(), None, f"{os.cpu_count()} cores, {instructions()}")]
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        capability = f"compute capability {found.major}.{found.minor}"
-        chip = f"sm_{found.major}{found.minor}"
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        chip = f"sm_{properties.major}{properties.minor}"
         if torch.version.hip:
-            capability = found.gcnArchName
+            capability = properties.gcnArchName
             chip = capability.partition(":")[0]
-        devices.append(_device("cuda", f"cuda:{index}", found.name, found.total_memory, capability, chip))
+        devices.append(_device("cuda", f"cuda:{index}", properties.name, properties.total_memory, capability, chip))
     for index in range(torch.xpu.device_count()):
-        found = torch.xpu.get_device_properties(index)
-        devices.append(_device("xpu", f"xpu:{index}", found.name, found.total_memory, ""))
+        properties = torch.xpu.get_device_properties(index)
+        devices.append(_device("xpu", f"xpu:{index}", properties.name, properties.total_memory, ""))
     if torch.backends.mps.is_available():
         devices.append(_device("mps", "mps", "Apple GPU", torch.mps.recommended_max_memory(), ""))
     return devices
@@ -84,12 +86,12 @@ def _devices() -> list[dict[str, Any]]:
 def _device(
     type: str, device: str, name: str, memory_bytes: int | None, capability: str, chip: str = ""
 ) -> dict[str, Any]:
-    found = {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
-    return found | {"chip": chip}
+    facts = {"type": type, "device": device, "name": name, "memory_bytes": memory_bytes, "capability": capability}
+    return facts | {"chip": chip}
 
 
 def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
-    """Return what computes a scheme, and why: on a GPU as kernels/dispatch.py chooses, where there is a Triton."""
+    """Return the implementation of a scheme, and the reason: on a GPU with Triton the choice of kernels/dispatch.py."""
     if device != "cuda" or find_spec("triton") is None:
         return implementation(scheme, device)
     from fluxq.kernels.chips import SAME_AS
@@ -118,14 +120,14 @@ def _implementations(devices: Iterable[tuple[str, str]]) -> list[dict[str, str]]
 
 
 def _shipped_schemes() -> dict[Scheme, list[str]]:
-    """Every scheme that a shipped recipe can give a layer -> the recipes that do."""
-    found: dict[Scheme, list[str]] = {}
+    """Return scheme -> shipped recipes that can give it to a layer."""
+    recipes_of: dict[Scheme, list[str]] = {}
     for name in shipped_recipes():
         _, recipe = load_recipe(name)
         schemes = [scheme for component in recipe.components.values() for scheme in _schemes(recipe, component)]
         for scheme in dict.fromkeys(schemes):
-            found.setdefault(scheme, []).append(name)
-    return found
+            recipes_of.setdefault(scheme, []).append(name)
+    return recipes_of
 
 
 def _schemes(recipe: Recipe, component: Component) -> Iterator[Scheme]:
@@ -143,7 +145,7 @@ def _schemes(recipe: Recipe, component: Component) -> Iterator[Scheme]:
 
 
 def _variables() -> dict[str, str]:
-    """Set variables that change behaviour; a value that is no short word is not shown."""
+    """Return the set variables that change behaviour; only short words are shown as they are."""
     names = [name for name in sorted(os.environ) if name.startswith("FLUXQ_") or name in _VARIABLES]
     values = {name: os.environ[name] for name in names}
     return {

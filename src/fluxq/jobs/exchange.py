@@ -26,13 +26,14 @@ def plan_export(
 ) -> PlannedExport:
     """Plan to write the checkpoint folder `output`, a pipeline's or one model's, in one of FORMATS.
 
-    target: by default ./<output>-<format>, with .safetensors where the format is one file. component: of the pipeline,
-    by default its denoisers, for compressed-tensors its text encoder. requantize: round layers again that the format
-    cannot hold as they are. side_layers: "8bit" rounds modulation and other layers beside the main ones again where the
-    format cannot hold theirs, if that adds an error of at most MOST_ADDED; "16bit" writes all of them in 16 bit.
+    target: by default ./<output>-<format>, with .safetensors where the format is one file.
+    component: component of the pipeline; by default its denoisers, for compressed-tensors its text encoder.
+    requantize: round layers again that the format cannot hold as they are.
+    side_layers: "8bit" rounds modulation and other layers beside the main ones again where the format cannot hold
+        theirs, if that adds an error of at most MOST_ADDED; "16bit" writes all of them in 16 bit.
     max_shard_bytes: of the files of a format that is a folder, by default 10 GB.
 
-    Raises ValueError for what the format cannot hold, naming the layers and why.
+    Raises ValueError for layers that the format cannot hold, naming them and why.
     """
     dialect = format.replace("-", "_")
     if dialect not in WRITERS:

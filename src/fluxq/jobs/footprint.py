@@ -1,11 +1,11 @@
-"""Footprint of a job beside weights that wait for their turn, from shapes: known before anything is computed.
+"""Footprint of a job beside weights that wait for their turn, from shapes, before anything is computed.
 
     running   a model's activations: 3 · M · (N + K), with M tokens of a batch and the widest of its matrices (N, K)
-    fitting   Grams of all input groups of a block, samples of their tokens, and what its dearest group is fitted with
+    fitting   Grams of all input groups of a block, samples of their tokens, and the memory of fitting the largest group
 
-What a block's norms, products and activation make lies side by side, and rotated queries and keys are fp32: in FLUX.1's
-blocks that is 2 to 2.5 times what the widest Linear reads and writes. All is in bytes, and rather too much than too
-little.
+Outputs of a block's norms, products and activation lie side by side, and rotated queries and keys are fp32: in FLUX.1's
+blocks that is 2 to 2.5 times the input and output of the widest Linear. All figures are bytes, too many rather than too
+few.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass
 
 _FP32 = 4  # bytes
-_TEXT, _SHORT_TEXT = 512, 77  # tokens of a prompt where nobody says otherwise, and that CLIP's is padded to
-_SIDE = 1024  # of an image where nobody says otherwise
+_TEXT, _SHORT_TEXT = 512, 77  # tokens of a prompt by default, and of one that is padded for CLIP
+_SIDE = 1024  # of an image, by default
 _SPANNED = 16  # pixels on a side that a token spans, of a model without a row
 _SAMPLES = 2048 + 1024  # rows of each group's input that are kept
 _CHUNK = 4096  # tokens that are added to a Gram at a time, at most
-_ROWS, _ROWS_OF_GPU = 256, 1 << 14  # of a weight that are worked on in fp32 at a time, at least
-_COPIES = 6  # of such rows: what codes stand for, transposed, its error, and what rounding makes of it
-_TRIED = 1024  # rows of a group's weights that stages are tried on; tokens of its input that judge them
-_JOINT_GRAMS, _JOINT_K = 7, 6144  # three sums, and what solving with them takes
-_CHANNELS = 256  # at full size, of a VAE that does not say
-_FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE decodes at a time: of a latent frame, and what it keeps of the last
+_ROWS, _ROWS_OF_GPU = 256, 1 << 14  # least rows of a weight that are in fp32 at a time
+_COPIES = 6  # of such rows: decoded, transposed, their error, and those of rounding
+_TRIED = 1024  # rows of a group's weights that stages are tried on, and tokens of its input
+_JOINT_GRAMS, _JOINT_K = 7, 6144  # Grams of joint fitting, three sums and room to solve; its largest K
+_CHANNELS = 256  # at full size, of a VAE whose configuration has none
+_FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE has at a time: of one latent frame, and kept of the last
 
 
 def sizes(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSize]:
-    """The calls that items are made in."""
-    found = set()
+    """Return the sizes of the calls that make these items."""
+    call_sizes = set()
     for batch in batches(items, None, call):
         row = batch[0][0]
-        said = {**call, **(dict(row.arguments) if isinstance(row, PromptRow) else {})}
-        frames = frames_in(said) if {*FRAMES} & said.keys() else None
-        height, width, text = (said.get(name) for name in ("height", "width", "max_sequence_length"))
-        found.add(CallSize(len(batch), height, width, frames, text))
-    return frozenset(found)
+        arguments = {**call, **(dict(row.arguments) if isinstance(row, PromptRow) else {})}
+        frames = frames_in(arguments) if {*FRAMES} & arguments.keys() else None
+        height, width, text = (arguments.get(name) for name in ("height", "width", "max_sequence_length"))
+        call_sizes.add(CallSize(len(batch), height, width, frames, text))
+    return frozenset(call_sizes)
 
 
 def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: int) -> int:
-    """Bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
+    """Return the bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
     if _is_vae(folder, component):
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
         config = folder.config(component)
@@ -66,30 +66,30 @@ def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: i
 
 
 def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
-    """Bytes that a VAE of this configuration needs beside its weights for so many pixels."""
+    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels."""
     halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
     outer = [channels for half in halves for channels in (half or ())[:2]]
     return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
 
 
 def largest(folder: ModelFolder, component: str, itemsize: int) -> int:
-    """Bytes of the weights that come and go together: those of the largest module."""
+    """Return the bytes of the largest module's weights, which come and go together."""
     source = SourceWeights(folder, component)
-    found: dict[str, int] = {}
+    module_bytes: dict[str, int] = {}
     for name in source.names:
         module = name.rpartition(".")[0]
-        found[module] = found.get(module, 0) + _loaded(source, name, itemsize)
-    return max(found.values())
+        module_bytes[module] = module_bytes.get(module, 0) + _loaded(source, name, itemsize)
+    return max(module_bytes.values())
 
 
 def weight_bytes(folder: ModelFolder, component: str, itemsize: int) -> int:
-    """Bytes of all weights of a component as it is loaded."""
+    """Return the bytes of all weights of a component as it is loaded."""
     source = SourceWeights(folder, component)
     return sum(_loaded(source, name, itemsize) for name in source.names)
 
 
 def served_bytes(folder: ModelFolder, component: str) -> int:
-    """The same in bfloat16, for which transformers keeps nothing in fp32; tied weights count once."""
+    """Return the bytes of all weights in bfloat16: tied ones count once, and transformers keeps none in fp32."""
     source, of_diffusers = SourceWeights(folder, component), library_of(folder, component) == "diffusers"
     model = model_on_meta(folder, component)
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} & {*source.names}
@@ -101,9 +101,11 @@ def _loaded(source: SourceWeights, name: str, itemsize: int) -> int:
 
 
 def fitting(plan: Plan, running: int, itemsize: int, *, widened: bool, on_gpu: bool) -> dict[str, int]:
-    """Block -> bytes that fitting its groups takes beside weights that can be read again.
+    """Return block -> bytes that fitting its groups takes beside weights that can be read again.
 
-    running: activations of the component. itemsize: of its weights. widened: they come in fp32, as fused ones do.
+    running: activations of the component.
+    itemsize: bytes of one of its weights.
+    widened: weights come in fp32, as fused ones do.
     """
     blocks: dict[str, list[tuple[LayerPlan, ...]]] = {}
     for members in plan.statistics_groups().values():
@@ -119,7 +121,7 @@ def fitting(plan: Plan, running: int, itemsize: int, *, widened: bool, on_gpu: b
 
 
 def _observed(members: Sequence[LayerPlan], itemsize: int) -> int:
-    """Return the bytes that are kept of a group's input: its Grams, and samples, which are put together of parts."""
+    """Return the bytes kept of a group's input: its Grams, and its samples, which are put together of parts."""
     grams = 0 if all(layer.method.is_plain for layer in members) else _gram(members)
     return grams + 2 * itemsize * _SAMPLES * members[0].k
 
@@ -133,7 +135,7 @@ def _chunk(k: int) -> int:
 
 
 def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
-    """Return the bytes of fitting a group beside what is known of its input: the Gram again, and its weights."""
+    """Return the bytes of fitting a group beside the statistics of its input: the Gram again, and its weights."""
     k, method = members[0].k, members[0].method
     gram = _FP32 * max(members[0].segments) ** 2
     grams = gram * (method.gptq + bool(method.transforms or method.deflate))
@@ -143,11 +145,11 @@ def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
     at_once = min(rows, max(k // 8, _ROWS_OF_GPU if on_gpu else _ROWS))
     weights = (width + 1) * k * sum(layer.n for layer in members)  # and their codes
     tried = 0 if method.is_plain else _COPIES * _FP32 * _TRIED * k
-    return grams + weights + max(_COPIES * _FP32 * at_once * k + tried, 3 * _FP32 * rows * k)  # or what came of it
+    return grams + weights + max(_COPIES * _FP32 * at_once * k + tried, 3 * _FP32 * rows * k)  # or the outcome
 
 
 def tokens(folder: ModelFolder, component: str, size: CallSize) -> int:
-    """Of all sequences of a call, twice as many as images where guidance may run the model on both halves at once."""
+    """Return the tokens of a call: of two sequences for each image where guidance may run both halves at once."""
     config = folder.config(component)
     if library_of(folder, component) == "transformers":
         return 2 * size.images * max(size.text or _TEXT, _SHORT_TEXT)
@@ -161,7 +163,7 @@ def tokens(folder: ModelFolder, component: str, size: CallSize) -> int:
 
 
 def forward_pass_of(folder: ModelFolder, component: str, size: CallSize) -> ForwardPass:
-    """The tokens of one sequence of a denoiser; ValueError for one whose family is not modelled."""
+    """Return the forward pass of one sequence of a denoiser; ValueError for one whose family is not modelled."""
     return forward_pass(
         next((row.name for row in FAMILIES.values() if row.model == folder.components[component]), ""),
         folder.config(component),
@@ -171,7 +173,7 @@ def forward_pass_of(folder: ModelFolder, component: str, size: CallSize) -> Forw
 
 
 def _frames_at_once(folder: ModelFolder, component: str, frames: int) -> int:
-    """That a video's VAE decodes together: all, and what convolutions see beyond their ends, or a few at a time."""
+    """Return the number of frames that a VAE decodes together: a few, or all and two that its convolutions see."""
     return min(frames + 2, _FEW_FRAMES.get(folder.components[component], frames + 2))
 
 

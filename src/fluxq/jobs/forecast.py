@@ -1,8 +1,8 @@
-"""Forecast of a job's time, said before it starts: its forward passes, from shapes, over this device's speed.
+"""Forecast of a job's time, printed before it starts: its forward passes, from shapes, over this device's speed.
 
     forward pass   FLOPs / rate, and a fixed time for each Linear
     fitting        of each input group (M tokens, K channels, N rows): (2 M K² + 4 K³ + 4 N K²) / rate, and a fixed time
-    rate           what one product reached on this device just now, times the share of it that a whole model reaches
+    rate           speed of one product, measured on this device just now, times the share that a whole model reaches
 
 The Gram takes 2 M K² FLOPs, factoring it and feeding errors back the rest. It is for people: right within a
 factor of three, and nothing is decided by it.
@@ -39,23 +39,27 @@ if TYPE_CHECKING:
     from fluxq.jobs.job import Job
 
 _ANY_CHIP = "sm_90"  # FLOPs are the same on all
-_PROGRAM = 700_000_000  # bytes of torch, diffusers and what they load
-_SHARE = 0.6  # of a large product's speed, that a model's products, attention and passes reach together
+_PROGRAM = 700_000_000  # bytes of torch, diffusers and the libraries that they load
+_SHARE = 0.6  # of a large product's speed, reached by a model's products, attention and passes together
 _PER_LINEAR = 1e-4  # seconds of host time and launches
 _PER_GROUP = 0.4  # seconds of fitting, whatever the size: a few dozen trials
-QUANTIZED = 2.0  # times a 16-bit pass: codes are decoded, or rounded to, in every layer
+QUANTIZED = 2.0  # times a 16-bit pass: every layer decodes codes, or rounds to them
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a job by its parts, in the order in which they come; bytes that it takes on its device at most."""
+    """Forecast of a job.
+
+    parts: name of each part -> seconds, in the order in which they run.
+    memory_bytes: bytes that the job takes on its device at most.
+    """
 
     parts: Mapping[str, float]
     memory_bytes: int = 0
 
     @property
     def seconds(self) -> float:
-        """The whole job's."""
+        """Seconds of the whole job."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -76,7 +80,7 @@ def in_words(seconds: float) -> str:
 
 
 def of_quantizing(job: Job) -> Forecast:
-    """Return the time of `fluxq quantize`; what an interrupted run has done already is not taken off."""
+    """Return the time of `fluxq quantize`, finished blocks of an interrupted run included."""
     static = any(plan.static_groups() and plan.component not in job.fitted for plan in job.plans)
     calibrates = bool(job.fitted) or (static and job.statistics is None)
     if not (calibrates or job.options.check):
@@ -85,7 +89,7 @@ def of_quantizing(job: Job) -> Forecast:
     seen = steps_to_see(job.calibration.steps, forward.steps)
     parts = {}
     if calibrates:
-        again = seen * forward.steps / 2 if job.fitted else 0  # images that tell what each step's error does
+        again = seen * forward.steps / 2 if job.fitted else 0  # images that tell the effect of each step's error
         parts["calibrating"] = forward.seconds(items, forward.steps) + forward.seconds(items[:LEVEL_IMAGES], again)
     if job.fitted:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in job.fitted.values())
@@ -111,9 +115,10 @@ def of_images(
     runs: Mapping[str, tuple[Sequence[Any], float]],
     sides: int = 1,
 ) -> Forecast:
-    """Return the time of making images. runs: name -> (items, how often each, in units of a 16-bit run).
+    """Return the time of making images.
 
-    sides: pipelines that are in memory together, each counted as the 16-bit one.
+    runs: name -> (items, how often each is made, in units of a 16-bit run).
+    sides: number of pipelines in memory together, each counted as the 16-bit one.
     """
     forward = _Forward(folder, call, device, dtype)
     parts = {name: times * forward.seconds(items, forward.steps) for name, (items, times) in runs.items()}
@@ -125,11 +130,11 @@ def of_images(
 
 
 def _memory(job: Job, *, writes: bool) -> int:
-    asked = demand(job, job.run.device, writes=writes)
-    if asked is None:
+    needs = demand(job, job.run.device, writes=writes)
+    if needs is None:
         return _PROGRAM
     weights = weight_bytes(job.folder, job.options.dtype)
-    return _PROGRAM + (job.run.limit or asked.unbounded(weights))
+    return _PROGRAM + (job.run.limit or needs.unbounded(weights))
 
 
 def _forward(job: Job) -> _Forward:
@@ -147,20 +152,22 @@ class _Forward:
         self.parameters = inspect.signature(folder.pipeline_class.__call__).parameters if folder.pipeline_class else {}
 
     def seconds(self, items: Sequence[Any], steps: float) -> float:
-        """All images of `items`, made in their batches with so many steps."""
+        """Return the seconds of all images of `items`, made in their batches with so many steps."""
         return steps * sum(self.seconds_of_step(len(batch)) for batch in batches(items, None, self.call))
 
     def seconds_of_step(self, images: int) -> float:
-        """One step of a batch; of several denoisers, which take turns, the mean."""
-        each = [self.flops(name, images) / self.rate + len(own) * _PER_LINEAR for name, own in self.linears.items()]
+        """Return the seconds of one step of a batch; of several denoisers, which take turns, the mean."""
+        each = [
+            self.flops(name, images) / self.rate + len(linears) * _PER_LINEAR for name, linears in self.linears.items()
+        ]
         return sum(each) / max(1, len(each))
 
     def tokens(self, component: str, images: int) -> int:
-        """Tokens that a denoiser sees in one step of a batch."""
+        """Return the tokens that a denoiser sees in one step of a batch."""
         return footprint.tokens(self.folder, component, self._size(images))
 
     def flops(self, component: str, images: int) -> float:
-        """A denoiser's forward pass; 2 · weights · tokens where its family is not modelled."""
+        """Return the FLOPs of a denoiser's forward pass; 2 · weights · tokens where its family is not modelled."""
         tokens = self.tokens(component, images)
         try:
             forward = footprint.forward_pass_of(self.folder, component, self._size(images))
@@ -183,7 +190,7 @@ class _Forward:
         return value if isinstance(value, (int, float)) else 0.0
 
     def _plan(self, component: str) -> Plan:
-        """Every Linear of a denoiser, as `fp8` would have it: FLOPs are those of any recipe."""
+        """Return the plan of a denoiser under `fp8`: FLOPs are those of any recipe."""
         family = component_family(self.folder, component)
         entry = component_recipe(load_recipe("fp8")[1], None, family)
         return make_plan(family, component, entry, self.linears[component], static_inputs=False, profile="rtn")
@@ -194,7 +201,7 @@ class _Forward:
 
 
 def _fitting(plan: Plan, forward: _Forward, items: Sequence[Any], seen: int) -> float:
-    """Seconds of fitting a component: two passes of its calls through every block, and what its groups take."""
+    """Return the seconds of fitting a component: two passes of its calls through every block, and its groups."""
     kept = [len(batch) for batch in batches(items, None, forward.call)]
     calls = min(MOST_CALLS, seen * len(kept))
     images = kept[0] if kept else 1

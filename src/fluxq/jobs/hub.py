@@ -1,6 +1,6 @@
 """`fluxq quantize --push-to-hub`: a finished checkpoint becomes a model repository of the Hugging Face hub.
 
-What may not be published is refused before the work starts. Uploaded is the folder as it stands, in one commit.
+A model that may not be published is refused before the work starts. The folder is uploaded as it is, in one commit.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from fluxq.base.console import first_line
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.record import Record
 
-_NO_NAMES = ("other", "unknown")  # what the hub takes for `license:` where another field has to name it
+_NO_NAMES = ("other", "unknown")  # values of `license:` beside which another field has to name it
 
 
 def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
-    """ValueError unless the base model names a licence, the closing check will run and the hub knows who asks."""
+    """Raise ValueError unless the base model names a licence, the closing check will run and the hub knows the user."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
-    validate_repo_id(repo)  # its ValueError says what is wrong with the name
-    said = folder.license
-    if "license" not in said or (said["license"].lower() in _NO_NAMES and "license_name" not in said):
+    validate_repo_id(repo)  # its ValueError names the fault
+    fields = folder.license
+    if "license" not in fields or (fields["license"].lower() in _NO_NAMES and "license_name" not in fields):
         raise ValueError(
             f"{folder.name} names no licence (`license:` in the front matter of its README.md, and `license_name:` of "
             "one that the hub has no word for), so nobody could tell what others may do with the checkpoint: add it "
@@ -36,7 +36,7 @@ def require_pushable(repo: str, folder: ModelFolder, check: bool) -> None:
 
 
 def push(output: Path, record: Record, repo: str, private: bool) -> str:
-    """Upload a checkpoint folder whose closing check passed; returns the repository's address.
+    """Upload a checkpoint folder whose closing check passed, and return the repository's address.
 
     Raises ValueError where that check did not pass and OSError, naming the folder, where the upload does not.
     """

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
     """Inspect a quantized file or folder, and return a report by component, "" where there is just one.
 
-    base: the 16-bit model: a file, a folder, a hub id or `tiny`. FileNotFoundError for what is not there, ValueError
-    for what is damaged or unsafe, and for a base that is quantized.
+    base: the 16-bit model: a file, a folder, a hub id or `tiny`.
+
+    Raises FileNotFoundError for a missing file, and ValueError for a damaged or unsafe one or a base that is quantized.
     """
     from fluxq.quantize.exchange.inspect import inspect_path
 
-    return inspect_path(Path(path).expanduser(), _found(base).path if base else None)
+    return inspect_path(Path(path).expanduser(), _base_folder(base).path if base else None)
 
 
 def import_(
@@ -35,7 +36,7 @@ def import_(
     overwrite: bool = False,
     on_start: Callable[[], None] = lambda: None,
 ) -> list[Imported]:
-    """Make a checkpoint of fluxq of what another program quantized; by default at ./<name>-fluxq.
+    """Make a checkpoint of fluxq of a file or folder that another program quantized; by default at ./<name>-fluxq.
 
     Arguments and errors are those of `inspect`, and of `import_model` in quantize/exchange/importing.py.
     """
@@ -45,7 +46,7 @@ def import_(
     source = Path(path).expanduser()
     name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", source.resolve().name)
     target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
-    where = _found(base) if base else None
+    where = _base_folder(base) if base else None
     reads = {"what is imported": source, "the 16-bit model": where.path if where else None}
     Output(target).require(reads, overwrite=overwrite, exists_ok=True)
     return import_model(
@@ -53,8 +54,8 @@ def import_(
     )
 
 
-def _found(model: str) -> ModelFolder:
-    """A file or a component's folder as given, else as `resolve_model` finds pipelines."""
+def _base_folder(model: str) -> ModelFolder:
+    """Return a file or a component's folder as given, else the pipeline that `resolve_model` finds."""
     path = Path(model).expanduser()
     if path.is_file() or (path.is_dir() and not (path / "model_index.json").is_file()):
         return ModelFolder(path.resolve().name, path)

@@ -1,4 +1,4 @@
-"""A job: options of the commands that make checkpoints, what is made of them, and where it runs."""
+"""A job: options of the commands that make checkpoints, the plans made of them, and the place where it runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CALIBRATION_SEEDS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of every command; None leaves the recipe's, the folder's or the pipeline's own value."""
+class JobOptions:
+    """Options of plan, calibrate and quantize; None leaves the recipe's, the folder's or the pipeline's own value."""
 
     model: str | None = None
     recipe: str = "nvfp4"
@@ -59,7 +59,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """Place of a job. device: this process's. ranks: processes that do it together. memory: None without a bound."""
+    """Place of a job.
+
+    device: device of this process.
+    ranks: processes that do the job together.
+    memory: bound on memory, None without one.
+    """
 
     device: str
     ranks: Ranks = ALONE
@@ -73,9 +78,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a job needs, read and checked: one plan per component asked for, by default the recipe's."""
+    """All inputs of a job, read and checked; it has one plan per component to quantize, by default the recipe's."""
 
-    options: Options
+    options: JobOptions
     run: Run
     folder: ModelFolder
     recipe_name: str
@@ -88,12 +93,12 @@ class Job:
     identity: dict[str, Any]
     loras: tuple[LoraFile, ...] = ()
     updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
-    finished: bool = False  # the output is there, just what this job would make
+    finished: bool = False  # the output exists, just as this job would make it
     stamps: Mapping[str, Any] = field(default_factory=dict)  # component -> `ModelFolder.stamps`, when this was begun
 
     @property
     def calibrated(self) -> dict[str, Plan]:
-        """Component -> plan, of those whose activations calibration looks at: the transformers."""
+        """Component -> plan, of the transformers, whose activations calibration looks at."""
         return {plan.component: plan for plan in self.plans if plan.kind == "transformer"}
 
     @property
@@ -109,7 +114,7 @@ class Job:
 
     @property
     def check_call(self) -> dict[str, Any]:
-        """Those of the closing check, whose videos are as short as a smoke evaluation's where nobody says how long."""
+        """Arguments of the closing check's calls; by default its videos are as short as a smoke evaluation's."""
         frames = PROTOCOLS["smoke"].frames
         return call_of(self.folder, self.folder.generation_defaults, self.options.call, frames)
 
@@ -120,12 +125,12 @@ class Job:
 
     @property
     def check_items(self) -> Sequence[Any]:
-        """(row, seed) of what the closing check makes: of rows with sizes or images those like the first."""
+        """(row, seed) of each image of the closing check; of rows with sizes or images only those like the first."""
         count = CHECK_VIDEOS if makes_video(self.folder) else CHECK_IMAGES
         return self.prompts.alike.items(count, self.calibration.seed)
 
     def weights(self, component: str) -> SourceWeights:
-        """The component's 16-bit weights, LoRA files fused."""
+        """Return the component's 16-bit weights, LoRA files fused."""
         if component in self.updates:
             return FusedWeights(self.folder, component, self.updates[component])
         return SourceWeights(self.folder, component)
@@ -139,15 +144,17 @@ class Job:
             )
 
     def digest(self, component: str) -> str:
-        """SHA-256 of the component's weights, LoRA files included."""
-        own = self.identity.get("model", {}).get(component)
-        own = own if isinstance(own, str) else self.folder.digest(component)
+        """Return the SHA-256 of the component's weights, LoRA files included."""
+        digest = self.identity.get("model", {}).get(component)
+        digest = digest if isinstance(digest, str) else self.folder.digest(component)
         if component not in self.updates:
-            return own
-        return sha256_json([own, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)])
+            return digest
+        return sha256_json(
+            [digest, *([lora.digest, lora.weight] for lora in self.loras if lora.component == component)]
+        )
 
     def load_reference(self) -> Any:
-        """The 16-bit pipeline that the checkpoint is made from and measured against."""
+        """Load the 16-bit pipeline that the checkpoint is made from and measured against."""
         require_steps(self.folder)
         if self.run.memory is not None:
             pipe = self.run.memory.load(self.folder, self.updates)

@@ -1,7 +1,7 @@
 """One function per command that judges a finished checkpoint: eval, bench, debug, report.
 
-What each of them found is kept beside the checkpoint in OUT/eval, one JSON file per command; the report is drawn from
-all that is there and was measured on these weights.
+Their results are kept beside the checkpoint in OUT/eval, one JSON file per command; the report is drawn from all files
+there that were measured on these weights.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, variants
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
+    CheckpointSize,
     Debug,
     Drift,
     Item,
@@ -40,7 +41,6 @@ from fluxq.eval.metrics.schema import (
     Report,
     Run,
     Served,
-    Size,
     Speed,
     Timed,
     read_report,
@@ -49,9 +49,9 @@ from fluxq.eval.report import card
 from fluxq.jobs import forecast, memory
 from fluxq.jobs.requirements import (
     call_of,
+    default_frames,
     makes_video,
     outputs_of,
-    own_frames,
     require_call,
     require_pictures,
     require_prompts_suffice,
@@ -74,14 +74,14 @@ if TYPE_CHECKING:
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
 _RESULTS_FOLDER = ".eval_results"
-_WAIT = 60.0  # seconds for another command that writes to the same checkpoint, which takes moments
+_WAIT = 60.0  # seconds for another command that writes to the same checkpoint, mostly for moments
 _REPLACED = tuple(f"{EVAL_FOLDER}/{name}" for name in ("report.html", JSON_FILE, "report.md"))
 _PUBLISHED_PIXELS = 512
 _WITH_FRAMES = 3  # numbers of a size
 
 
 @dataclass(frozen=True)
-class Options:
+class JudgeOptions:
     """Options of eval, bench and debug; None leaves the protocol's, the folder's or the pipeline's own value."""
 
     model: str | None = None
@@ -113,9 +113,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, and the 16-bit model it was made from, both found, read and checked."""
+    """A checkpoint, and the 16-bit model that it was made from, read and checked."""
 
-    options: Options
+    options: JudgeOptions
     output: Path
     record: Record
     folder: ModelFolder
@@ -127,10 +127,10 @@ class Subject:
     call: dict[str, Any]
 
 
-def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Subject:
-    """Find both pipelines and what to ask of them; ValueError if the model is not what the checkpoint was made from.
+def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = False) -> Subject:
+    """Find both pipelines and the images to compare; ValueError if the checkpoint was made from another model.
 
-    whole_videos: as long as the pipeline makes them, instead of what the protocol limits them to.
+    whole_videos: as long as the pipeline makes them, instead of the protocol's length.
     """
     record = read_record(output)
     if ModelFolder(output.name, output).is_one_model:
@@ -140,7 +140,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         )
     require_own(output, _REPLACED)
     require_lockable(_locked(output))
-    asked_device, options = options.device, replace(options, device=devices.choose(options.device))
+    device_option, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
     _require_known("backend", options.backends, BACKENDS)
     source = options.model or record.model.source
@@ -155,7 +155,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         from fluxq.eval.images.executor import WORK_FILE
 
         reads = {"the checkpoint": output, "the 16-bit model": folder.path, "--fid-reference": options.fid_reference}
-        Output(options.images).require_addable(reads, "--images", own=f"*/{WORK_FILE}")
+        Output(options.images).require_addable(reads, "--images", pattern=f"*/{WORK_FILE}")
     require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
     require_steps(folder)
     for gate in options.gates:
@@ -167,13 +167,13 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
     weights = memory.weight_bytes(folder, options.dtype)
-    device, offload = memory.settle_pipeline(folder, options.device, weights, asked_device)
+    device, offload = memory.settle_pipeline(folder, options.device, weights, device_option)
     stored = memory.stored_bytes(quantized)
-    offload_quantized = offload and memory.settle_pipeline(quantized, device, stored, asked_device)[1]
+    offload_quantized = offload and memory.settle_pipeline(quantized, device, stored, device_option)[1]
     options = replace(options, device=device)
     protocol = PROTOCOLS[options.protocol]
-    said = {**quantized.generation_defaults, **protocol.call(folder)}
-    call = call_of(folder, said, options.call, None if whole_videos else protocol.frames)
+    defaults = {**quantized.generation_defaults, **protocol.call(folder)}
+    call = call_of(folder, defaults, options.call, None if whole_videos else protocol.frames)
     require_call(quantized, call, options.call)
     require_prompts_suffice(folder, call)
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
@@ -183,12 +183,12 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
     for name in quantized.components:
         for what in other_small_files(quantized, folder, name):
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
-    hashed = _hashed(folder)  # reads all weights: after whatever else may be wrong
+    hashed = _hashed(folder)  # reads all weights: after all cheaper checks
     for component, digest in record.model.digests.items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
     loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record.loras))
-    digest, own = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
+    digest, quantized_digest = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
     reference_digest = sha256_json([digest, [lora.model_dump() for lora in record.loras]]) if loras else digest
     return Subject(
         options=options,
@@ -199,7 +199,7 @@ def subject(output: Path, options: Options, *, whole_videos: bool = False) -> Su
         quantized=Side(
             output.resolve().name,
             str(output.resolve()),
-            own,
+            quantized_digest,
             options.dtype,
             source=str(folder.path.resolve()),
             offload=offload_quantized,
@@ -225,13 +225,13 @@ def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) ->
 
 
 def _hashed(folder: ModelFolder) -> dict[str, str]:
-    """Component -> digest of its weights and configuration, which are read for it, of those that have them."""
+    """Return component -> digest of its weights and configuration, which are read for it."""
     with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
     return {name: folder.digest(name) for name in with_weights}
 
 
 def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
-    """SHA-256 of all that decides what a pipeline's images are: weights, configurations and the scheduler's."""
+    """Return the SHA-256 of all files that decide a pipeline's images: weights, configurations and the scheduler's."""
     weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
     others = sorted(
         path
@@ -248,47 +248,48 @@ def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
     )
 
 
-def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: None) -> Report | None:
+def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: None) -> Report | None:
     """Make every side's images, measure them and write OUT/eval/report.*; None in processes that only helped.
 
-    on_start: called with a forecast when all that was asked for is known to be possible. Before that, ValueError is
-    raised for a metric, backend or gate that cannot be had.
+    on_start: called with a forecast once the whole request is known to be possible.
+
+    Raises ValueError, before that, for a metric, backend or gate that cannot be had.
     """
     from fluxq.eval.images.executor import Work, ensure_images, one_thread, open_engine
     from fluxq.eval.metrics.drift import floor_attention
     from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
     from fluxq.eval.report.report import compare_runs
 
-    options, started = asked.options, time.perf_counter()
-    networks = _networks(asked)
-    keys = _metric_keys(asked, networks)
-    sides = variants(asked.quantized, options.backends or _backends(asked.record), options.cache)
-    batch = options.batch_size or images_per_batch(asked.call)
-    floor_side = replace(asked.reference, name="16-bit again", attention=floor_attention(options.device))
-    is_video = makes_video(asked.folder)  # two of which may be more than the device has room for
+    options, started = subject.options, time.perf_counter()
+    networks = _networks(subject)
+    keys = _metric_keys(subject, networks)
+    sides = variants(subject.quantized, options.backends or _backends(subject.record), options.cache)
+    batch = options.batch_size or images_per_batch(subject.call)
+    floor_side = replace(subject.reference, name="16-bit again", attention=floor_attention(options.device))
+    is_video = makes_video(subject.folder)  # two of which may be more than the device has room for
     floor_batch = max(1, batch // 2) if batch > 1 or is_video else 2
-    root = options.images or asked.output.resolve().parent / IMAGES_FOLDER
-    asks = [(side, asked.items, batch) for side in (asked.reference, *sides)]
-    asks.append((floor_side, asked.items[:FLOOR_IMAGES], floor_batch))
+    root = options.images or subject.output.resolve().parent / IMAGES_FOLDER
+    requests = [(side, subject.items, batch) for side in (subject.reference, *sides)]
+    requests.append((floor_side, subject.items[:FLOOR_IMAGES], floor_batch))
     with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
-        runs = {"16 bit": (asked.items, 1.0), "again": (asked.items[:FLOOR_IMAGES], 1.0)}
-        on_start(_forecast(asked, {**runs, **{side.name: (asked.items, forecast.QUANTIZED) for side in sides}}))
-        made = [
-            ensure_images(Work(side, items, asked.call, size, root, options.device), engine)
-            for side, items, size in asks
+        runs = {"16 bit": (subject.items, 1.0), "again": (subject.items[:FLOOR_IMAGES], 1.0)}
+        on_start(_forecast(subject, {**runs, **{side.name: (subject.items, forecast.QUANTIZED) for side in sides}}))
+        image_folders = [
+            ensure_images(Work(side, items, subject.call, size, root, options.device), engine)
+            for side, items, size in requests
         ]
-    found = [images for images in made if images is not None]
-    if len(found) < len(made):
+    available = [images for images in image_folders if images is not None]
+    if len(available) < len(image_folders):
         return None  # the process that leads the others has all of them
-    reference, *sets, again = found
+    reference, *sets, again = available
     same = _same_images(sides, sets)
     shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
     with one_thread(torch.device(options.device).type):  # as the images were made: equal bits from every engine
         floor = measure_floor(reference, again, keys, networks)
-        drifts, served = _opened(asked, list(shown), floor_side, batch, floor_batch)
+        drifts, served = _opened(subject, list(shown), floor_side, batch, floor_batch)
         runs = measure_runs(
-            _candidates(asked, list(shown), served),
+            _candidates(subject, list(shown), served),
             reference,
             list(shown.values()),
             keys=keys,
@@ -300,13 +301,13 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
     noun = "image" if reference.frames is None else "video"
     report = Report(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=asked.folder.name,
-        license=card.license_text(asked.folder.license) or "not stated",
-        call=asked.call,
+        model=subject.folder.name,
+        license=card.license_text(subject.folder.license) or "not stated",
+        call=subject.call,
         reference={
-            "16-bit weights (SHA-256)": asked.reference.digest,
-            "dtype": asked.reference.dtype,
-            "pipeline call (SHA-256)": sha256_json(asked.call),
+            "16-bit weights (SHA-256)": subject.reference.digest,
+            "dtype": subject.reference.dtype,
+            "pipeline call (SHA-256)": sha256_json(subject.call),
             f"{noun}s in a batch": str(batch),
             "prompts and seeds (SHA-256)": reference.items_digest,
             f"16-bit {noun}s (SHA-256)": reference.digest,
@@ -315,18 +316,18 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
             f"two runs of the 16-bit model on the same {len(again.items)} prompts and noise, one with "
             f"{floor_batch} {noun}{'s' * (floor_batch > 1)} in a batch and attention computed by {floor_side.attention}"
         ),
-        protocol=asked.protocol,
-        items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in asked.items),
+        protocol=subject.protocol,
+        items=tuple(Item(prompt=prompt, seed=seed) for prompt, seed in subject.items),
         runs=runs,
-        comparisons=compare_runs(runs, asked.items),
+        comparisons=compare_runs(runs, subject.items),
         warnings=(
-            *_warnings(asked),
+            *_warnings(subject),
             *_small(reference),
             *(f"{one} makes the same {noun}s as {other} and is left out" for one, other in same.items()),
         ),
-        provenance={"16-bit model": _source(asked)},
+        provenance={"16-bit model": _source(subject)},
         versions=versions("torchmetrics", "open_clip_torch", "scipy", "fluxq"),
-        command=_command(asked),
+        command=_command(subject),
         time={
             "engine": options.engine,
             "devices": sorted({each.device for each in (reference, *sets)}),
@@ -334,85 +335,87 @@ def evaluate(asked: Subject, on_start: Callable[[Forecast], None] = lambda _: No
             "measuring_seconds": round(time.perf_counter() - generated, 1),
         },
     )
-    with _sole_writer(asked):
-        report = _with_records(report, asked)
-        _write(asked.output, report)
+    with _sole_writer(subject):
+        report = _with_records(report, subject)
+        _write(subject.output, report)
     return report
 
 
-def _forecast(asked: Subject, runs: Mapping[str, Any], device: str | None = None, sides: int = 1) -> Forecast:
+def _forecast(subject: Subject, runs: Mapping[str, Any], device: str | None = None, sides: int = 1) -> Forecast:
     return forecast.of_images(
-        asked.folder, asked.call, device or asked.options.device, asked.options.dtype, runs, sides
+        subject.folder, subject.call, device or subject.options.device, subject.options.dtype, runs, sides
     )
 
 
 def bench(
-    asked: Subject,
+    subject: Subject,
     *,
     optimized: bool = False,
     prefer: Prefer = "speed",
     on_start: Callable[[Forecast], None] = lambda _: None,
     **how: Any,
 ) -> Speed:
-    """Time both sides in turn; writes OUT/eval/speed.json and draws the report again where there is one.
+    """Time both sides in turn, write OUT/eval/speed.json and draw the report again where there is one.
 
-    optimized: also with the blocks that `fluxq.optimize` fuses. prefer: as `fluxq.prepare` takes it. on_start: called
-    with a forecast. how: fields of `Timing`.
+    optimized: time also the blocks that `fluxq.optimize` fuses.
+    prefer: as `fluxq.prepare` takes it.
+    on_start: called with a forecast.
+    how: fields of `Timing`.
     """
     from fluxq.eval.speed.speed import Timing, measure_speed
 
-    require_own(asked.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
-    device = asked.options.device
-    if not makes_video(asked.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
-        raise ValueError(f"{asked.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
-    plain = [asked.reference, *_in_fp32(asked)]
-    served = [_Served(asked.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
-    prompts = [prompt for prompt, _ in asked.items]
-    on_start(_forecast_of_bench(asked, len(plain), len(served), how))
-    if (asked.output / EVAL_FOLDER / SPEED_FILE).exists():
+    require_own(subject.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
+    device = subject.options.device
+    if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
+        raise ValueError(f"{subject.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
+    plain = [subject.reference, *_in_fp32(subject)]
+    served = [_Served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
+    prompts = [prompt for prompt, _ in subject.items]
+    on_start(_forecast_of_bench(subject, len(plain), len(served), how))
+    if (subject.output / EVAL_FOLDER / SPEED_FILE).exists():
         logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
-    speed = measure_speed([*plain, *served], prompts, asked.call, Timing(**how), device=device, references=len(plain))
+    speed = measure_speed([*plain, *served], prompts, subject.call, Timing(**how), device=device, references=len(plain))
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
-    offloaded = [side.name for side in (asked.reference, asked.quantized) if side.offload]
+    offloaded = [side.name for side in (subject.reference, subject.quantized) if side.offload]
     if offloaded:
         layout["offload"] = f"parts of {' and '.join(offloaded)} take turns on the GPU"
     speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
-    with _sole_writer(asked, SPEED_FILE):
-        _keep(asked, SPEED_FILE, speed)
+    with _sole_writer(subject, SPEED_FILE):
+        _keep(subject, SPEED_FILE, speed)
     return speed
 
 
-def _forecast_of_bench(asked: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
-    """Of every setting: the image at the first size stands for all."""
+def _forecast_of_bench(subject: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
+    """Return the forecast of every setting together; images of the first size stand for all."""
     calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
     count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
-    names = ("height", "width", frames_argument(asked.folder.pipeline_class or object) or "num_frames")
-    call = {**asked.call, **dict(zip(names, (how.get("sizes") or [()])[0], strict=False))}
-    items = [item for size in how.get("batches") or (1,) for item in (asked.items * size)[:size]]
+    names = ("height", "width", frames_argument(subject.folder.pipeline_class or object) or "num_frames")
+    call = {**subject.call, **dict(zip(names, (how.get("sizes") or [()])[0], strict=False))}
+    items = [item for size in how.get("batches") or (1,) for item in (subject.items * size)[:size]]
     runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
-    return _forecast(replace(asked, call=call), runs, sides=plain + served)
+    return _forecast(replace(subject, call=call), runs, sides=plain + served)
 
 
-def _in_fp32(asked: Subject) -> list[_InFp32]:
-    """The 16-bit side once more, in what a CPU may compute faster."""
-    is_16_bit = getattr(torch, asked.reference.dtype).itemsize == 2
-    return [_InFp32(asked)] if is_16_bit and torch.device(asked.options.device).type == "cpu" else []
+def _in_fp32(subject: Subject) -> list[_InFp32]:
+    """Return the 16-bit side once more in fp32, which a CPU may compute faster; elsewhere none."""
+    is_16_bit = getattr(torch, subject.reference.dtype).itemsize == 2
+    return [_InFp32(subject)] if is_16_bit and torch.device(subject.options.device).type == "cpu" else []
 
 
 @dataclass(frozen=True)
 class _InFp32:
     """The unquantized side of a bench in fp32, where there is room for it."""
 
-    asked: Subject
+    subject: Subject
     name: str = "fp32"
     dtype: str = "float32"
 
     def open(self, device: str) -> Any:
-        """MemoryError where its weights do not fit into what is free: the system might end the whole process."""
-        needed, free = memory.weight_bytes(self.asked.folder, self.dtype), free_bytes(torch.device(device))
+        """Load the side; MemoryError where its weights exceed free memory: the system might end the whole process."""
+        needed, free = memory.weight_bytes(self.subject.folder, self.dtype), free_bytes(torch.device(device))
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
-        return replace(self.asked.reference, name=self.name, dtype=self.dtype).open(device)
+        return replace(self.subject.reference, name=self.name, dtype=self.dtype).open(device)
 
 
 @dataclass(frozen=True)
@@ -437,57 +440,67 @@ class _Served:
 
 
 def debug(
-    asked: Subject,
+    subject: Subject,
     patch: Path | None,
     growth: float,
     budget: int,
     on_start: Callable[[Forecast], None] = lambda _: None,
 ) -> Debug:
-    """Find out where the checkpoint loses; writes OUT/eval/debug.json and draws the report again where there is one.
+    """Find the layers where the checkpoint loses quality, write OUT/eval/debug.json and draw a report again.
 
-    patch: file for a recipe that keeps the worst layers in more bits, at most a share `growth` more than now; it is not
-    written where no layer is worth them. budget: runs of the prompts that the damages may take.
+    patch: file for a recipe that keeps the worst layers in more bits; it is not written where no layer is worth them.
+    growth: share of bits that the patch may add.
+    budget: runs of the prompts that the damages may take.
     """
     from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
     from fluxq.eval.debug.patch import Added
 
-    options = asked.options
-    known = [asked.reference.digest, asked.quantized.digest, asked.items, asked.call, options.dtype, options.batch_size]
-    job = job_digest([FLUXQ_VERSION, known, growth, budget])
+    options = subject.options
+    inputs = [
+        subject.reference.digest,
+        subject.quantized.digest,
+        subject.items,
+        subject.call,
+        options.dtype,
+        options.batch_size,
+    ]
+    job = job_digest([FLUXQ_VERSION, inputs, growth, budget])
     if patch is not None:
         _require_new(patch, job)
         require_lockable(patch)
-    require_own(asked.output, [f"{EVAL_FOLDER}/{DEBUG_FILE}"])
+    require_own(subject.output, [f"{EVAL_FOLDER}/{DEBUG_FILE}"])
     device = options.device
-    if asked.reference.offload:
+    if subject.reference.offload:
         logger.warning("debug holds a whole pipeline where it runs, and %s has no room: the CPU is used", device)
         device = "cpu"
-        stored = memory.stored_bytes(ModelFolder(asked.output.name, asked.output))
-        both = memory.weight_bytes(asked.folder, options.dtype) + stored
-        memory.settle_pipeline(asked.folder, device, both, devices.AUTO)  # refuses what does not fit there either
-    on_start(_forecast(asked, {f"at most {budget} runs": (asked.items, budget * forecast.QUANTIZED)}, device, sides=2))
-    found = find_faults(
-        asked.reference,
-        asked.quantized,
-        asked.items,
-        asked.call,
+        stored = memory.stored_bytes(ModelFolder(subject.output.name, subject.output))
+        both = memory.weight_bytes(subject.folder, options.dtype) + stored
+        memory.settle_pipeline(subject.folder, device, both, devices.AUTO)  # may refuse it too
+    on_start(
+        _forecast(subject, {f"at most {budget} runs": (subject.items, budget * forecast.QUANTIZED)}, device, sides=2)
+    )
+    diagnosis = find_faults(
+        subject.reference,
+        subject.quantized,
+        subject.items,
+        subject.call,
         Search(budget=budget, patch=Added(growth)),
         device=device,
         batch_size=options.batch_size,
     )
-    with _sole_writer(asked, DEBUG_FILE):
-        _keep(asked, DEBUG_FILE, found)
-        if patch is not None and found.patch is not None:
+    with _sole_writer(subject, DEBUG_FILE):
+        _keep(subject, DEBUG_FILE, diagnosis)
+        if patch is not None and diagnosis.patch is not None:
             with sole_writer(patch, _WAIT):
                 _require_new(patch, job)
                 clear_parts(patch.parent, patch.name)
-                write_text(patch, seal(found.patch.recipe, ".yaml", job))
-    return found
+                write_text(patch, seal(diagnosis.patch.recipe, ".yaml", job))
+    return diagnosis
 
 
 def _require_new(patch: Path, job: str) -> None:
-    """Raise ValueError for a patch that would replace a file, but what the same job wrote."""
+    """Raise ValueError for a patch that would replace a file, unless the same job wrote it."""
     if patch.suffix != ".yaml" or (os.path.lexists(patch) and not Output(patch, True).holds(job)):
         raise ValueError(f"--patch {patch}: name a new .yaml file")
 
@@ -495,7 +508,7 @@ def _require_new(patch: Path, job: str) -> None:
 def report(
     outputs: Sequence[Path], target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
 ) -> Report:
-    """One page of several evaluations, each a checkpoint folder or a report.json; beside it its JSON and Markdown.
+    """Write one page of several evaluations, each a checkpoint folder or a report.json, with its JSON and Markdown.
 
     on_start: called when all is checked and writing begins.
     """
@@ -506,31 +519,31 @@ def report(
     reads = {f"the report of {output}": _report_of(output) for output in outputs}
     place = Output(target, True, (".json", ".md"))
     place.require(reads, overwrite=overwrite, exists_ok=True)
-    found = [_read(output) for output in outputs]
-    merged = merge(found) if len(found) > 1 else found[0]
+    reports = [_read(output) for output in outputs]
+    merged = merge(reports) if len(reports) > 1 else reports[0]
     job = job_digest([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
     on_start()
-    with writing(place, job, overwrite=overwrite) as made:
-        if made is not None:
-            _draw(made / place.place.name, merged, job, reads.values())
+    with writing(place, job, overwrite=overwrite) as folder:
+        if folder is not None:
+            _draw(folder / place.place.name, merged, job, reads.values())
     return merged
 
 
 def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None:
-    """Write a report that was read; ValueError naming its files for values that no page can be made of."""
+    """Write a report; ValueError naming the files that it was read from for values that no page can be made of."""
     from fluxq.eval.report.report import write_report
 
     try:
         write_report(target, report, job)
     except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError) as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         names = ", ".join(map(str, paths))
-        raise ValueError(f"{names}: holds values that no page can be made of ({said}); evaluate again") from error
+        raise ValueError(f"{names}: holds values that no page can be made of ({reason}); evaluate again") from error
 
 
 def _read(output: Path) -> Report:
-    """The report of a checkpoint folder, with what bench and debug have found since."""
+    """Read the report of a checkpoint folder, with the later results of bench and debug."""
     path = _report_of(output)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
@@ -541,16 +554,16 @@ def _report_of(output: Path) -> Path:
     return output / EVAL_FOLDER / JSON_FILE if output.is_dir() else output
 
 
-def _networks(asked: Subject) -> Networks:
-    """Find the networks for the metrics: the embedded model's own, and those that --weights and its fellows name."""
+def _networks(subject: Subject) -> Networks:
+    """Find the networks for the metrics: the embedded model's own, and those that --weights and --clip name."""
     from fluxq import tiny
     from fluxq.eval.metrics.networks import Networks, find_networks
 
-    options = asked.options
+    options = subject.options
     from_hub = options.weights == "hub"
-    if asked.folder.path.resolve() == Path(tiny.path()).resolve():
+    if subject.folder.path.resolve() == Path(tiny.path()).resolve():
         images, _captions = tiny.held_out()
-        own = Networks(
+        defaults = Networks(
             feature_network=tiny.feature_network(),
             feature_name="fluxq-tiny-features",
             clip=str(tiny.clip_path()),
@@ -558,29 +571,29 @@ def _networks(asked: Subject) -> Networks:
             reference_name="held-out images",
         )
     else:
-        own = Networks()
+        defaults = Networks()
     return find_networks(
-        own,
+        defaults,
         weights=Path(options.weights) if options.weights and not from_hub else None,
         clip=options.clip,
         fid_resize=options.fid_resize or PROTOCOLS[options.protocol].fid_resize,
         fid_reference=options.fid_reference,
         device=options.device,
         download=from_hub,
-        is_video=makes_video(asked.folder),
+        is_video=makes_video(subject.folder),
     )
 
 
-def _metric_keys(asked: Subject, networks: Networks) -> list[str]:
-    """The metrics to take; ValueError for one that was asked for, by name or by a published protocol, and cannot be."""
+def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
+    """Return the metrics to take; ValueError if one that an option or a published protocol names cannot be."""
     from fluxq.eval.metrics.evaluate import VELOCITY_ERROR
     from fluxq.eval.metrics.metrics import metric_rows, missing
 
-    row, options = PROTOCOLS[asked.options.protocol], asked.options
-    known, is_video = metric_rows(), makes_video(asked.folder)
-    keys = list(options.metrics or [key for key in row.metrics or known if is_video or not known[key].only_video])
-    _require_known("metric", keys, known)
-    gated = [metric for gate in _gates(asked) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
+    row, options = PROTOCOLS[subject.options.protocol], subject.options
+    table, is_video = metric_rows(), makes_video(subject.folder)
+    keys = list(options.metrics or [key for key in row.metrics or table if is_video or not table[key].only_video])
+    _require_known("metric", keys, table)
+    gated = [metric for gate in _gates(subject) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
     for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
         why = missing(key, networks, is_video=is_video)
         if why is not None:
@@ -589,15 +602,17 @@ def _metric_keys(asked: Subject, networks: Networks) -> list[str]:
     return list(dict.fromkeys([*needed, *keys, *gated]))
 
 
-def _gates(asked: Subject) -> tuple[str, ...]:
-    """The recipe's, the protocol's and those of the command line."""
+def _gates(subject: Subject) -> tuple[str, ...]:
+    """Return the gates of the recipe, the protocol and the command line."""
     return tuple(
-        dict.fromkeys([*asked.record.recipe.gates, *PROTOCOLS[asked.options.protocol].gates, *asked.options.gates])
+        dict.fromkeys(
+            [*subject.record.recipe.gates, *PROTOCOLS[subject.options.protocol].gates, *subject.options.gates]
+        )
     )
 
 
 def _backends(record: Record) -> tuple[str, ...]:
-    """As stored, and every re-encoding that changes a layer of this checkpoint."""
+    """Return the backends that differ: the stored arithmetic, and every re-encoding that changes a layer."""
     schemes = {layer.scheme for part in record.components for layer in part.quantized}
     activations = {Scheme.parse(scheme).activations for scheme in schemes}
     formats = {each.name for each in activations if each is not None}
@@ -605,49 +620,53 @@ def _backends(record: Record) -> tuple[str, ...]:
 
 
 def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str, str]:
-    """Name of a side -> name of the first that makes the same bits, as where 8bit chooses int8 for every layer."""
+    """Return name of a side -> name of the first that makes the same bits, as where 8bit is int8 for every layer."""
     first: dict[tuple[str, ...], str] = {}
     hashes = [tuple(part for row in images.rows for part in (row.image, row.latents)) for images in sets]
-    made = {side.name: first.setdefault(each, side.name) for side, each in zip(sides, hashes, strict=True)}
-    return {name: other for name, other in made.items() if name != other}
+    same_as = {side.name: first.setdefault(each, side.name) for side, each in zip(sides, hashes, strict=True)}
+    return {name: other for name, other in same_as.items() if name != other}
 
 
 def _opened(
-    asked: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
+    subject: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
 ) -> tuple[dict[str, Drift], dict[str, Served | None]]:
-    """Side's name -> errors along its steps, each beside the noise floor, over the first few prompts; and what computes
-    it. Each side is opened once.
+    """Return two tables by side's name, opening each side once: errors along its steps, and its arithmetic.
+
+    Errors are of the first few prompts, each beside the noise floor.
     """
     from fluxq.eval.metrics.drift import drift, follow, with_floor
     from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
     from fluxq.eval.speed.served import served
 
-    items, device = asked.items[: DRIFT_VIDEOS if makes_video(asked.folder) else DRIFT_IMAGES], asked.options.device
-    followed = follow(asked.reference.open(device), items, asked.call, min(batch, len(items)))
+    items, device = (
+        subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES],
+        subject.options.device,
+    )
+    followed = follow(subject.reference.open(device), items, subject.call, min(batch, len(items)))
     floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
-    drifts, found = {}, {}
+    drifts, served_sides = {}, {}
     for side in sides:
         pipe = side.open(device)
-        drifts[side.name], found[side.name] = with_floor(drift(followed, pipe), floor), served(pipe, device)
-    return drifts, found
+        drifts[side.name], served_sides[side.name] = with_floor(drift(followed, pipe), floor), served(pipe, device)
+    return drifts, served_sides
 
 
-def _candidates(asked: Subject, sides: Sequence[Side], found: Mapping[str, Served | None]) -> list[Candidate]:
+def _candidates(subject: Subject, sides: Sequence[Side], served: Mapping[str, Served | None]) -> list[Candidate]:
     from fluxq.eval.metrics.evaluate import Candidate
 
-    record = asked.record
+    record = subject.record
     provenance = {
         **{f"{part} weights (SHA-256)": digest for part, digest in record.model.digests.items()},
-        "checkpoint (SHA-256)": asked.quantized.digest,
+        "checkpoint (SHA-256)": subject.quantized.digest,
         **_origin(record),
     }
-    known = _named(asked), record.recipe.name, record.identity.recipe, _size(record)
-    return [Candidate(side, *known, found[side.name], _gates(asked), provenance) for side in sides]
+    identity = _named(subject), record.recipe.name, record.identity.recipe, _size(record)
+    return [Candidate(side, *identity, served[side.name], _gates(subject), provenance) for side in sides]
 
 
-def _size(record: Record) -> Size:
+def _size(record: Record) -> CheckpointSize:
     parts = record.components
-    return Size(
+    return CheckpointSize(
         components=tuple(part.component for part in parts),
         bytes_before=sum(part.bytes_before for part in parts),
         bytes_after=sum(part.bytes_after for part in parts),
@@ -670,21 +689,23 @@ def _origin(record: Record) -> dict[str, str]:
     }
 
 
-def _warnings(asked: Subject) -> tuple[str, ...]:
-    protocol, prompts = asked.protocol, asked.prompts
-    found = PROTOCOLS[protocol.name].departures(asked.folder, prompts, protocol.count, protocol.seeds, asked.call)
+def _warnings(subject: Subject) -> tuple[str, ...]:
+    protocol, prompts = subject.protocol, subject.prompts
+    warnings = PROTOCOLS[protocol.name].departures(
+        subject.folder, prompts, protocol.count, protocol.seeds, subject.call
+    )
     if prompts.duplicates:
-        found.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
-    frames, own = frames_in(asked.call), own_frames(asked.folder)
-    if "audio" in outputs_of(asked.folder):
-        found.append("the sound of the videos is not compared")
-    if own is not None and frames != own:
-        found.append(f"videos have {frames} frames, this pipeline's usually {own}")
-    return tuple(found)
+        warnings.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
+    frames, usual_frames = frames_in(subject.call), default_frames(subject.folder)
+    if "audio" in outputs_of(subject.folder):
+        warnings.append("the sound of the videos is not compared")
+    if usual_frames is not None and frames != usual_frames:
+        warnings.append(f"videos have {frames} frames, this pipeline's usually {usual_frames}")
+    return tuple(warnings)
 
 
 def _small(reference: ImageFolder) -> list[str]:
-    """A warning for images far smaller than those of the published figures that verdicts are held against."""
+    """Return a warning for images far smaller than those of the published figures behind the verdicts."""
     height, width = reference.images[0].shape[-2:]
     if max(height, width) >= _PUBLISHED_PIXELS:
         return []
@@ -694,17 +715,17 @@ def _small(reference: ImageFolder) -> list[str]:
     ]
 
 
-def _source(asked: Subject) -> str:
-    """Return where the 16-bit model is to be found again."""
-    if asked.options.in_memory:
+def _source(subject: Subject) -> str:
+    """Return the name under which the 16-bit model is found again."""
+    if subject.options.in_memory:
         return "a pipeline in memory"
-    return asked.reference.folder if asked.options.model else str(asked.record.model.source)
+    return subject.reference.folder if subject.options.model else str(subject.record.model.source)
 
 
-def _command(asked: Subject) -> str:
-    """Return the command that makes this report again; where images are made and kept changes nothing in it."""
-    options, default = asked.options, Options()
-    words = ["fluxq", "eval", _named(asked)]
+def _command(subject: Subject) -> str:
+    """Return the command that makes this report again, without options that only say where images are made and kept."""
+    options, default = subject.options, JudgeOptions()
+    words = ["fluxq", "eval", _named(subject)]
     for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
         value = getattr(options, name)
         if value != getattr(default, name) and not (name == "model" and options.in_memory):
@@ -717,9 +738,9 @@ def _command(asked: Subject) -> str:
     return shlex.join(words)
 
 
-def _named(asked: Subject) -> str:
-    """The checkpoint as a command takes it, without where on the machine an absolute path leads."""
-    return asked.quantized.name if asked.output.is_absolute() else asked.output.as_posix()
+def _named(subject: Subject) -> str:
+    """Return the checkpoint as a command takes it, an absolute path by its last name."""
+    return subject.quantized.name if subject.output.is_absolute() else subject.output.as_posix()
 
 
 def _locked(output: Path) -> Path:
@@ -728,16 +749,18 @@ def _locked(output: Path) -> Path:
 
 
 @contextmanager
-def _sole_writer(asked: Subject, *names: str) -> Iterator[None]:
-    """No other command writes to the checkpoint meanwhile; what killed ones left there half-written is cleared.
+def _sole_writer(subject: Subject, *names: str) -> Iterator[None]:
+    """Keep other commands from writing to the checkpoint meanwhile, and clear half-written files of killed ones.
 
-    names: of files in OUT/eval that are replaced. Raises RuntimeError where the checkpoint was replaced since it was
-    read, and ValueError where such a file is no longer fluxq's own.
+    names: files in OUT/eval that are replaced.
+
+    Raises RuntimeError where the checkpoint was replaced since it was read, and ValueError where such a file is no
+    longer fluxq's own.
     """
-    output = asked.output
+    output = subject.output
     with sole_writer(_locked(output), _WAIT):
         try:
-            is_same = read_record(output) == asked.record
+            is_same = read_record(output) == subject.record
         except (ValueError, OSError):
             is_same = False
         if not is_same:
@@ -748,32 +771,32 @@ def _sole_writer(asked: Subject, *names: str) -> Iterator[None]:
         yield
 
 
-def _keep(asked: Subject, name: str, value: BaseModel) -> None:
-    folder = asked.output / EVAL_FOLDER
+def _keep(subject: Subject, name: str, value: BaseModel) -> None:
+    folder = subject.output / EVAL_FOLDER
     kind = f"fluxq {name.removesuffix('.json')}"
-    known = {"kind": kind, "schema_version": SCHEMA_VERSION, "checkpoint": asked.quantized.digest}
-    write_json(folder / name, {**known, "found": value.model_dump(mode="json")})
+    header = {"kind": kind, "schema_version": SCHEMA_VERSION, "checkpoint": subject.quantized.digest}
+    write_json(folder / name, {**header, "found": value.model_dump(mode="json")})
     path = folder / JSON_FILE
     if not path.is_file():
         return
     try:
         before = read_report(path)
-    except ValueError as error:  # of another version, say: what was found just now must not be lost for that
+    except ValueError as error:  # of another version, say: these results must not be lost for that
         logger.warning("%s; what was found is kept in %s, and that evaluation will show it", error, folder / name)
         return
-    _write(asked.output, _with_records(before, asked))
+    _write(subject.output, _with_records(before, subject))
 
 
-def _with_records(report: Report, asked: Subject) -> Report:
-    """The report with what bench and debug found on the same checkpoint.
+def _with_records(report: Report, subject: Subject) -> Report:
+    """Return the report with the results of bench and debug on the same checkpoint.
 
-    A speed belongs to the run with the arithmetic that was timed, and to no other; without one it stands by itself.
-    What debug found is of the weights as they are stored.
+    A speed belongs to the run with the arithmetic that was timed; without such a run it stands by itself. Results of
+    debug are of the weights as they are stored.
     """
-    if any(run.provenance.get("checkpoint (SHA-256)") != asked.quantized.digest for run in report.runs):
+    if any(run.provenance.get("checkpoint (SHA-256)") != subject.quantized.digest for run in report.runs):
         return report  # of weights that were in this folder before
-    speed: Speed | None = _found(asked, SPEED_FILE, Speed, "bench")
-    debugged: Debug | None = _found(asked, DEBUG_FILE, Debug, "debug")
+    speed: Speed | None = _read_result(subject, SPEED_FILE, Speed, "bench")
+    debugged: Debug | None = _read_result(subject, DEBUG_FILE, Debug, "debug")
     runs = tuple(
         run.model_copy(
             update={
@@ -784,40 +807,37 @@ def _with_records(report: Report, asked: Subject) -> Report:
         for run in report.runs
     )
     timed = (
-        () if speed is None or any(run.speed for run in runs) else (_timed(asked, speed, report.runs[0].checkpoint),)
+        () if speed is None or any(run.speed for run in runs) else (_timed(subject, speed, report.runs[0].checkpoint),)
     )
     return report.model_copy(update={"runs": runs, "timed": timed})
 
 
-def _timed(asked: Subject, speed: Speed, checkpoint: str) -> Timed:
-    """A speed that no run of the report computes as. checkpoint: as its runs call it."""
-    name = asked.quantized.name
+def _timed(subject: Subject, speed: Speed, checkpoint: str) -> Timed:
+    """Return a speed whose arithmetic no run of the report has. checkpoint: its name in those runs."""
+    name = subject.quantized.name
     arithmetic = speed.served.arithmetic if speed.served else NATIVE
     return Timed(
         name=name if arithmetic == NATIVE else f"{name} as {arithmetic}",
         checkpoint=checkpoint,
-        recipe=asked.record.recipe.name,
-        size=_size(asked.record),
+        recipe=subject.record.recipe.name,
+        size=_size(subject.record),
         speed=speed,
     )
 
 
 def _is_of(speed: Speed | None, run: Run) -> bool:
-    """Tell whether what was timed computes as a run does."""
+    """Tell whether the timed side computes as a run does."""
     if speed is None or speed.served is None or run.served is None:
         return False
     return run.cache is None and run.served.digest == speed.served.digest
 
 
-def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
-    """Read what `command` found on this checkpoint.
-
-    None if it did not run since, or ran in another version of fluxq.
-    """
-    path = asked.output / EVAL_FOLDER / name
+def _read_result(subject: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
+    """Read the result of `command` on this checkpoint; None if it did not run since, or in another version of fluxq."""
+    path = subject.output / EVAL_FOLDER / name
     try:
         record = read_json(path) if path.is_file() else {}
-        if record.get("checkpoint") != asked.quantized.digest:
+        if record.get("checkpoint") != subject.quantized.digest:
             return None
         if record.get("schema_version") == SCHEMA_VERSION:
             return kind.model_validate(record.get("found"))
@@ -829,7 +849,7 @@ def _found(asked: Subject, name: str, kind: type[BaseModel], command: str) -> An
 
 
 def _write(output: Path, report: Report) -> None:
-    """The report, and what hubs read of it: the model card's table and `.eval_results`."""
+    """Write the report, and its excerpts for hubs: the model card's table and `.eval_results`."""
     from fluxq.eval.report.report import write_report
 
     write_report(output / EVAL_FOLDER / "report.html", report)
@@ -837,13 +857,13 @@ def _write(output: Path, report: Report) -> None:
     if readme.is_file():
         try:
             write_text(readme, card.with_evaluation(readme.read_text(encoding="utf-8"), report))
-        except ValueError as error:  # of an older fluxq, or somebody's own: it is theirs to correct
+        except ValueError as error:  # of an older fluxq, or the user's own: users correct it
             why = "is left without the evaluation: its front matter cannot be read"
             logger.warning("%s %s (%s); correct it, and the same command adds it", readme, why, error)
     for name, text in card.eval_results(report).items():
         try:
             require_own(output, [f"{_RESULTS_FOLDER}/{name}"])
-        except ValueError as error:  # what else was found must not be lost for that
+        except ValueError as error:  # the other results must not be lost for that
             logger.warning("%s", error)
             continue
         write_text(output / _RESULTS_FOLDER / name, seal(text, ".yaml"))

@@ -1,8 +1,8 @@
 """One function per command: joins recipes, calibrate, quantize and eval.
 
-`job_of` reads what a user gave and refuses what cannot work; the function that takes its result does the work. Output
-folders appear complete or not at all. Until then each stage keeps what it has done in the work folder, whose name holds
-the job's digest, and an interrupted run goes on with what is whole there:
+`job_of` reads the options and refuses jobs that cannot work; the function that takes the job does the work. Output
+folders appear complete or not at all. Until then each stage keeps its results in the work folder, whose name has the
+job's digest, and an interrupted run goes on with all that is whole there:
 
     statistics   statistics.safetensors
     calls        calls/, with the digests of the weights that they were captured with; levels.json
@@ -40,7 +40,7 @@ from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
 from fluxq.jobs import footprint, memory
-from fluxq.jobs.job import Job, Options
+from fluxq.jobs.job import Job, JobOptions
 from fluxq.jobs.planning import demand, job_of
 from fluxq.jobs.work_folder import (
     clear_leftovers,
@@ -59,18 +59,18 @@ from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.record import (
     Check,
-    Component,
     Group,
     Identity,
     Layer,
     Lora,
-    Model,
     Prompts,
     Record,
-    Stage,
+    RecordedComponent,
+    RecordedModel,
+    RecordedRecipe,
+    RecordedStage,
     read_record,
 )
-from fluxq.quantize.record import Recipe as RecordedRecipe
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
@@ -80,12 +80,12 @@ from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.steps import KeptSteps, about_to_keep
 
-__all__ = [  # what the commands need of a job, whichever file it is in
+__all__ = [  # all names that the commands need of a job, whichever file they are in
     "Job",
-    "Options",
+    "JobOptions",
     "calibrate",
     "demand",
-    "held_by",
+    "holding_on",
     "job_of",
     "model_costs",
     "quantize",
@@ -99,9 +99,9 @@ _HELD_OUT = 10  # one image in so many decides, and is never fitted to
 
 
 def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: int) -> dict[str, Cost]:
-    """Component -> what its plan costs on a GPU, modelled; only transformers run at every step.
+    """Return component -> modelled cost of its plan on a GPU; only transformers, which run at every step, have one.
 
-    ValueError for an unknown GPU, and where no transformer is planned.
+    Raises ValueError for an unknown GPU, and where no transformer is planned.
     """
     if not job.calibrated:
         planned = ", ".join(plan.component for plan in job.plans)
@@ -121,7 +121,7 @@ def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: i
     return costs
 
 
-def held_by(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
+def holding_on(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
     """Return the bytes that the whole pipeline takes of a GPU. costs: of its transformers, from `model_costs`."""
     folder, device, call = job.folder, find_device(gpu), job.call
     plans = {plan.component: plan for plan in job.plans}
@@ -134,15 +134,15 @@ def held_by(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holdi
         if name in plans:
             others = weights - sum(_OF_16_BIT * layer.n * layer.k for layer in plans[name].layers)
             weights = weights_on(plans[name].layers, others, device.chip, prefer)
-        made = footprint.activations(folder, name, size, _OF_16_BIT)
+        activations = footprint.activations(folder, name, size, _OF_16_BIT)
         if name in costs:
-            made = activation_bytes(plans[name], costs[name].forward)
-        pieces.append(PartSize(name, weights, made))
+            activations = activation_bytes(plans[name], costs[name].forward)
+        pieces.append(PartSize(name, weights, activations))
     return holding(pieces, device)
 
 
 def calibrate(job: Job) -> Path:
-    """Gather statistics of every planned input group into one file; returns its path."""
+    """Gather statistics of every planned input group into one file, and return its path."""
     if job.finished:
         if job.run.ranks.leads:
             clear_leftovers(job)
@@ -158,7 +158,7 @@ def calibrate(job: Job) -> Path:
 
 
 def _require_free(job: Job) -> None:
-    """Raise RuntimeError for what was put at the output since this job began, and may not be replaced."""
+    """Raise RuntimeError for an output that appeared since this job began and may not be replaced."""
     try:
         Output(job.output, True).require_free(overwrite=job.options.overwrite, exists_ok=True)
         if not job.options.overwrite and job.output.exists():
@@ -168,7 +168,7 @@ def _require_free(job: Job) -> None:
 
 
 def quantize(job: Job) -> Record:
-    """Calibrate, quantize, check and write the checkpoint; returns its record.
+    """Calibrate, quantize, check and write the checkpoint, and return its record.
 
     `check.passed` is False where the closing check found NaN or missed a gate; the checkpoint is written all the same
     and its card says so.
@@ -186,7 +186,7 @@ def quantize(job: Job) -> Record:
 
 
 def _written_meanwhile(job: Job) -> Record | None:
-    """Return the record of what another run wrote since this job began; None if there is nothing.
+    """Return the record of a checkpoint that another run wrote since this job began; None if there is nothing.
 
     Raises RuntimeError, which costs no block, where something else stands there.
     """
@@ -197,7 +197,7 @@ def _written_meanwhile(job: Job) -> Record | None:
 
 
 def _quantize(job: Job, work: Path) -> Record | None:
-    """The record of what the first process wrote; None in those that helped it."""
+    """Return the record of the checkpoint in the first process; None in those that helped it."""
     options, ranks = job.options, job.run.ranks
     started = time.perf_counter()
     if ranks.leads:
@@ -243,7 +243,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
 
 
 def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
-    """Copy what is not quantized; RuntimeError if it is not what the job began with, and what the record names.
+    """Copy the components that are not quantized; RuntimeError if they are not those that the job began with.
 
     hashes: takes those of the files.
     """
@@ -259,7 +259,7 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
 
 
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
-    """Compile what the checkpoint `output` launches on a GPU; a row of runtime/warmup.py for each launch."""
+    """Compile the kernels that the checkpoint `output` launches on a GPU; return a row for each launch."""
     where = torch.device(device)
     if where.type != "cuda" or not torch.cuda.is_available():
         raise ValueError(
@@ -274,7 +274,7 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
 
 
 def quantized_models(output: str) -> list[torch.nn.Module]:
-    """The quantized components of a checkpoint folder, on the meta device."""
+    """Return the quantized components of a checkpoint folder, on the meta device."""
     folder = resolve_model(output, local_files_only=True, one_model=True)
     names = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
     quantized = [name for name in names if "quantization_config" in folder.config(name)]
@@ -313,17 +313,17 @@ def _calibrate(job: Job, pipe: Any, work: Path) -> Statistics:
 
 
 def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, Fitting]:
-    """Component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
+    """Return component -> the calls that its blocks are fitted to, kept on disk until the checkpoint stands."""
     folder, plans = work_folder(job), job.fitted
     items = job.calibration_items
-    held = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
+    held_out = -(-len(items) // _HELD_OUT) if len(items) > 1 else 0
     blocks = {name: plan.blocks for name, plan in plans.items()}
     try:
         calls = capture_calls(
             pipe,
             blocks,
-            items[: len(items) - held],
-            items[len(items) - held :],
+            items[: len(items) - held_out],
+            items[len(items) - held_out :],
             _sampling(job, pipe, plans),
             folder=folder / "calls",
             most=MOST_CALLS,
@@ -334,7 +334,7 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
         for component in plans:
             require_finite_weights(job.weights(component))  # the cause, where there is one
         raise
-    own = {name: statistics.of_component(name) if statistics else None for name in plans}
+    of_component = {name: statistics.of_component(name) if statistics else None for name in plans}
     if job.run.memory is not None:
         job.run.memory.begin_fitting(pipe)
     return {
@@ -342,18 +342,18 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
             Replay(getattr(pipe, name), calls[name], folder / f"{name}-outputs", weights=weights, ranks=job.run.ranks),
             job.recipe.gate,
             job.options.parallel_blocks,
-            own[name],
+            of_component[name],
         )
         for name in plans
     }
 
 
 def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, Calls], file: Path) -> dict[int, float]:
-    """Denoising step -> what an error at it does to the final latents; measured once and kept."""
+    """Return denoising step -> effect of an error at it on the final latents; measured once and kept."""
     ranks = job.run.ranks
     kept = ranks.agree(_kept_levels(file) if ranks.leads else None)
     if kept is None:
-        steps = sorted({call.step for found in calls.values() for call in found.calls})
+        steps = sorted({call.step for component_calls in calls.values() for call in component_calls.calls})
         weights = noise_level_weights(pipe, list(calls), items, job.call, steps, ranks)
         if ranks.leads:
             write_sealed_json(file, {str(step): weight for step, weight in weights.items()})
@@ -362,7 +362,7 @@ def _level_weights(job: Job, pipe: Any, items: Sequence[Item], calls: dict[str, 
 
 
 def _kept_levels(file: Path) -> dict[str, float] | None:
-    """Those that an interrupted run measured; None where there are none, or they were damaged."""
+    """Read the weights of steps that an interrupted run measured; None where there are none, or they were damaged."""
     try:
         weights = read_sealed_json(file) if file.is_file() else None
     except ValueError as error:
@@ -377,7 +377,7 @@ def _kept_levels(file: Path) -> dict[str, float] | None:
 
 
 def _kept_statistics(work: Path) -> Statistics | None:
-    """Those that an interrupted run gathered; None where there are none, or they were damaged."""
+    """Read the statistics that an interrupted run gathered; None where there are none, or they were damaged."""
     try:
         return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
     except ValueError as error:
@@ -388,13 +388,15 @@ def _kept_statistics(work: Path) -> Statistics | None:
 def _quantize_component(
     job: Job, plan: Plan, statistics: Statistics | None, fitting: Fitting | None, work: Path
 ) -> tuple[Plan, list[Path], float]:
-    """(its plan, files of its finished blocks, seconds that this run took)."""
+    """Quantize a component; return its plan, the files of its finished blocks and the seconds that this run took."""
     started = time.perf_counter()
-    own = statistics.of_component(plan.component) if statistics else None
+    component_statistics = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, job.options.dtype)
     source = job.weights(plan.component)
     job.require_unchanged(plan.component)  # from here on each read compares with these files
-    files = quantize_component(plan, source, own, dtype, work / plan.component, fitting, ranks=job.run.ranks)
+    files = quantize_component(
+        plan, source, component_statistics, dtype, work / plan.component, fitting, ranks=job.run.ranks
+    )
     return plan, files, time.perf_counter() - started
 
 
@@ -406,15 +408,15 @@ def _write(
     seconds: float,
     outcome: Outcome,
     hashes: dict[Path, str],
-) -> Component:
-    """Make a component of its finished blocks; returns what is recorded of it. hashes: takes those of its files."""
+) -> RecordedComponent:
+    """Make a component of its finished blocks, and return its record. hashes: takes those of its files."""
     started = time.perf_counter()
     plan = outcome.applied_to(plan)
     size = checkpoint.write_component(
         part / plan.component, job.folder, plan, files, job.options.max_shard_bytes, hashes.__setitem__
     )
     seconds += time.perf_counter() - started
-    return Component(
+    return RecordedComponent(
         component=plan.component,
         family=plan.family,
         notes=list(plan.notes),
@@ -430,7 +432,7 @@ def _write(
                 layers=list(group.layers),
                 sqnr_before_db=_rounded(group.plain_db),
                 sqnr_db=_rounded(group.db),
-                stages=[Stage(**asdict(stage)) for stage in group.stages],
+                stages=[RecordedStage(**asdict(stage)) for stage in group.stages],
             )
             for name, group in outcome.groups.items()
         ],
@@ -441,13 +443,13 @@ def _record(
     job: Job,
     statistics: Statistics | None,
     trajectory: dict[str, Any] | None,
-    written: list[Component],
+    written: list[RecordedComponent],
 ) -> Record:
     folder, prompts = job.folder, job.prompts
     return Record(
         fluxq_version=fluxq.__version__,
         identity=Identity.model_validate(job.identity),
-        model=Model(
+        model=RecordedModel(
             name=folder.name,
             source=_source(job),
             revision=folder.commit or job.options.revision,
@@ -466,7 +468,7 @@ def _record(
 
 
 def _source(job: Job) -> str | None:
-    """MODEL such that it means the same from any folder; None of a pipeline in memory."""
+    """Return MODEL such that it means the same from any folder; None of a pipeline in memory."""
     if job.options.in_memory:
         return None
     model = job.options.model or job.recipe.model or DEFAULT_MODEL
@@ -474,7 +476,7 @@ def _source(job: Job) -> str | None:
 
 
 def _check(part: Path, job: Job, reference: Generated) -> Check:
-    """A few paired images or videos against the 16-bit pipeline's, and the recipe's gates."""
+    """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
     options = job.options
     with about_to_keep():
         folder = ModelFolder(job.output.name, part)
@@ -509,5 +511,5 @@ def _check(part: Path, job: Job, reference: Generated) -> Check:
 
 
 def _rounded(value: float | None) -> float | None:
-    """For JSON, which has no infinity: None stands for identical images too."""
+    """Return a number for JSON, which has no infinity: None stands for identical images too."""
     return None if value is None or value in (float("inf"), float("-inf")) or value != value else round(value, 3)

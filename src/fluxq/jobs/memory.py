@@ -1,8 +1,8 @@
-"""Memory of a job's pipelines: `--max-memory`, where a model that is judged has room, what is said where it runs out.
+"""Memory of a job's pipelines: `--max-memory`, the device that has room for a model, the error where memory runs out.
 
-The least that would do is known from shapes (footprint.py) before anything is computed. Weights have what is left; on a
-GPU the allocator is held to the bound too. Parts of a pipeline that is judged take turns on a GPU that has no room for
-all of them, as diffusers' offload does it.
+The least bound that would do follows from shapes (footprint.py) before anything is computed. Weights have the rest of
+it; on a GPU the allocator keeps to the bound too. Parts of a pipeline that is judged take turns on a GPU that has no
+room for all of them, as diffusers' offload does it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,24 @@ from fluxq.recipes.workloads import CallSize
 
 _OF_GPU = 0.95  # of the bound: the allocator hands out memory in pieces, and some of each is left over
 _OF_HOST = 64 << 20  # bytes that libraries keep: code that oneDNN compiles for each shape, small pieces of memory
-_M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = -3, 1 << 17, 1 << 25  # of malloc.h; from how many bytes on; as it grows to
-_NO_MEMORY = "can't allocate memory"  # what torch says of the host's
+_M_MMAP_THRESHOLD, _GIVEN_BACK, _KEPT = (
+    -3,
+    1 << 17,
+    1 << 25,
+)  # of malloc.h; bytes within a bound, and without
+_NO_MEMORY = "can't allocate memory"  # torch's words about the host's memory
 _SMALLER = "a smaller --height and --width"
-FREE = 0.9  # of what is free, that a job may plan with: others on the machine want some, too
+FREE = 0.9  # of free memory, that a job may plan with: others on the machine want some, too
 
 
 @dataclass(frozen=True)
 class Bound:
-    """limit: bytes. working, fitting: of a component, beside its weights, while it runs and while it is fitted."""
+    """Bound on the memory of a job.
+
+    limit: bytes that weights and computing may take together.
+    working: component -> bytes beside its weights while it runs.
+    fitting: component -> bytes beside its weights while it is fitted.
+    """
 
     limit: int
     device: str
@@ -50,14 +59,14 @@ class Bound:
     fitting: Mapping[str, int]
 
     def load(self, folder: ModelFolder, updates: Mapping[str, Sequence[Updates]]) -> Any:
-        """A pipeline within the bound. updates: component -> what is fused into it."""
+        """Load a pipeline within the bound. updates: component -> LoRA updates that are fused into it."""
         on_gpu = torch.device(self.device).type == "cuda"
         residence = Residence(self.device, int(self.limit * _OF_GPU) if on_gpu else self.limit - _OF_HOST)
         every_step = dict.fromkeys(denoisers_of(folder), 1)
         return load_bounded(folder, self.dtype, residence, ranks=every_step, working=self.working, updates=updates)
 
     def begin_fitting(self, pipe: Any) -> None:
-        """From now on its components are fitted, block by block."""
+        """Set aside the memory of fitting, block by block, in place of that of running."""
         for component, working in self.fitting.items():
             model = getattr(pipe, component)
             residence = residence_of(model)
@@ -67,9 +76,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class Demand:
-    """Demand of a job on a device. working, fitting: as of a Bound. needs: what is done -> bytes that it takes at once.
+    """Demand of a job on a device; `working` and `fitting` are those of a Bound.
 
-    least: bytes, the smallest bound that would do. most: what asks for it.
+    needs: work in words -> bytes that it takes at once.
     """
 
     device: str
@@ -80,14 +89,16 @@ class Demand:
 
     @property
     def most(self) -> str:
+        """Work that needs most."""
         return max(self.needs, key=lambda each: self.needs[each])
 
     @property
     def least(self) -> int:
+        """Bytes of the smallest bound that would do."""
         return self._with_overhead(self.needs[self.most])
 
     def unbounded(self, weights: int) -> int:
-        """Bytes that the job takes at once where nothing bounds it: all `weights`, and the largest work on them."""
+        """Return the bytes that the job takes without a bound: all `weights`, and the largest work on them."""
         return self._with_overhead(weights + max([0, *self.working.values(), *self.fitting.values()]))
 
     def _with_overhead(self, nbytes: int) -> int:
@@ -97,7 +108,7 @@ class Demand:
         return f"{in_words(self.least)}, for {self.most}"
 
     def bound(self, limit: int) -> Bound:
-        """The bound for the job; ValueError naming the least memory that would do, if that is more than `limit`."""
+        """Return the bound for the job; ValueError naming the least memory that would do if that is above `limit`."""
         if self.least > limit:
             smaller = f", or {_SMALLER}" if self.most.startswith("running") else ""
             fewer = ", or fewer --frames" if smaller and "video" in self.most else ""
@@ -120,8 +131,10 @@ def demand_of(
 ) -> Demand:
     """Return the demand of a job on `device`, from shapes.
 
-    sizes: calls whose latents are all that counts. shown: calls whose latents are decoded too. fitted: plans with
-    layers that are fitted. fused: components with LoRA updates.
+    sizes: calls that end with latents.
+    shown: calls whose latents are decoded too.
+    fitted: plans with layers that are fitted.
+    fused: components with LoRA updates.
     """
     itemsize, on_gpu = getattr(torch, dtype).itemsize, torch.device(device).type == "cuda"
     working, fitting, needs = {}, {}, {}
@@ -156,10 +169,13 @@ def weight_bytes(folder: ModelFolder, dtype: str) -> int:
     )
 
 
-def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -> tuple[str, bool]:
+def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, device_option: str) -> tuple[str, bool]:
     """Return (device, whether its parts take turns on it) for a pipeline that makes images to be judged.
 
-    nbytes: of its weights as they are loaded. asked: what `--device` said. Raises ValueError for one that does not fit.
+    nbytes: bytes of its weights as they are loaded.
+    device_option: the value of `--device`.
+
+    Raises ValueError for a pipeline that does not fit.
     """
     place = torch.device(device)
     free = free_bytes(place) if place.type in ("cpu", "cuda") else None
@@ -168,7 +184,7 @@ def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, asked: str) -
     needs = f"weights of {folder.name} take {in_words(nbytes)}, {in_words(free)} are free on {device}"
     if place.type == "cpu":
         raise ValueError(f"{needs}: it does not fit on this machine; evaluate it on one with more memory")
-    if asked != AUTO:
+    if device_option != AUTO:
         raise ValueError(f"{needs}; leave out --device: its parts then take turns on the GPU")
     if max(_part_bytes(folder).values(), default=0) <= FREE * free:
         logger.warning("%s: its parts take turns there (offload), which takes longer", needs)
@@ -183,7 +199,7 @@ def stored_bytes(folder: ModelFolder) -> int:
 
 
 def _part_bytes(folder: ModelFolder) -> dict[str, int]:
-    """Bytes of each component's weights as they are stored."""
+    """Return the bytes of each component's weights as they are stored."""
     return {
         name: sum(path.stat().st_size for path in folder.weight_files(name))
         for name in folder.components
@@ -192,7 +208,7 @@ def _part_bytes(folder: ModelFolder) -> dict[str, int]:
 
 
 def in_words(nbytes: int) -> str:
-    """A size as `--max-memory` takes it, rounded up."""
+    """Return a size as `--max-memory` takes it, rounded up."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= size:
             return f"{math.ceil(10 * nbytes / size) / 10:g}{unit}"
@@ -201,7 +217,7 @@ def in_words(nbytes: int) -> str:
 
 @contextmanager
 def within(limit: int | None, device: str) -> Iterator[None]:
-    """Hold the device's allocator to `limit`; where memory runs out, say what can be done about it."""
+    """Hold the device's allocator to `limit`; where memory runs out, name the cure."""
     place = torch.device(device)
     if limit is not None:
         _bind(place, limit)
@@ -224,9 +240,9 @@ def within(limit: int | None, device: str) -> Iterator[None]:
 
 
 def _bind(device: torch.device, limit: int | None) -> None:
-    """A GPU's allocator refuses what is beyond the limit; glibc's is told to give back at once what is freed.
+    """Set or lift the limit of a GPU's allocator; on a CPU have glibc's give freed memory back at once.
 
-    Else it would keep, for each thread, what may be wanted again: several times what the bound leaves for weights.
+    Else glibc would keep, for each thread, several times what the bound leaves for weights.
     """
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
@@ -236,7 +252,7 @@ def _bind(device: torch.device, limit: int | None) -> None:
 
 
 def let_go(pipe: Any) -> None:
-    """No weight stays of a pipeline within a bound until it runs again."""
+    """Let go of all weights of a pipeline within a bound; they come again when it runs."""
     for model in pipe.components.values():
         residence = residence_of(model)
         if residence is not None:

@@ -1,4 +1,4 @@
-"""Read what a user gave, and refuse what cannot work before anything is computed or written."""
+"""Read a job's options, and refuse a job that cannot work before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import footprint, memory
 from fluxq.jobs.hub import require_pushable
-from fluxq.jobs.job import Job, Options, Run
+from fluxq.jobs.job import Job, JobOptions, Run
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
@@ -41,12 +41,13 @@ from fluxq.recipes.shapes import LinearShape
 from fluxq.runtime.steps import require_followed
 
 
-def job_of(options: Options, *, writes: bool = True, runs: bool = True, ranks: Ranks = ALONE) -> Job:
-    """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for what cannot work.
+def job_of(options: JobOptions, *, writes: bool = True, runs: bool = True, ranks: Ranks = ALONE) -> Job:
+    """Read recipe, model, prompts and statistics; ValueError or FileNotFoundError for requests that cannot work.
 
-    writes: whether a checkpoint is written. runs: whether anything is computed, so that the model has to fit.
+    writes: whether a checkpoint is written.
+    runs: whether anything is computed, so that the model has to fit.
     ranks: processes that do the job together and call the same functions. The first one prepares before the others, so
-    that it alone says what is wrong, and hashes the model for all of them.
+        that it alone reports errors, and hashes the model for all of them.
     """
     if not ranks.leads:
         return _job_of(options, writes, runs, ranks, ranks.agree())
@@ -57,8 +58,8 @@ def job_of(options: Options, *, writes: bool = True, runs: bool = True, ranks: R
     return job
 
 
-def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Job:
-    asked_device, options = options.device, replace(options, device=devices.choose(options.device))
+def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Job:
+    device_option, options = options.device, replace(options, device=devices.choose(options.device))
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
@@ -101,7 +102,7 @@ def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: 
         bound = needs.bound(limit) if needs else Bound(limit, run.device, options.dtype, {}, {})
         job = replace(job, run=replace(run, memory=bound))
     elif runs:
-        job = replace(job, run=settle(job, asked_device, writes=writes))
+        job = replace(job, run=settle(job, device_option, writes=writes))
     if not writes and not runs:
         return job
     Output(output, not writes).require(
@@ -124,7 +125,7 @@ def _job_of(options: Options, writes: bool, runs: bool, ranks: Ranks, identity: 
     return replace(job, finished=finished_checkpoint(job))
 
 
-def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan, ...]:
+def _plans(folder: ModelFolder, recipe: Recipe, options: JobOptions) -> tuple[Plan, ...]:
     components = _components(folder, recipe, options)
     for component in components:
         require_no_adapter(folder, component)
@@ -134,24 +135,26 @@ def _plans(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[Plan,
     return tuple(_plan(folder, component, part, recipe, options) for component, part in linears.items())
 
 
-def _components(folder: ModelFolder, recipe: Recipe, options: Options) -> tuple[str, ...]:
+def _components(folder: ModelFolder, recipe: Recipe, options: JobOptions) -> tuple[str, ...]:
     """Return the components that the command line names, else the recipe's.
 
     A recipe's `transformer` means all components that run at every step.
     """
     if options.components:
         return options.components
-    found = denoisers_of(folder)
-    named = {name: found if name == "transformer" and found else [name] for name in recipe.components}
+    denoisers = denoisers_of(folder)
+    named = {name: denoisers if name == "transformer" and denoisers else [name] for name in recipe.components}
     return tuple(dict.fromkeys(component for components in named.values() for component in components))
 
 
 def _plan(
-    folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: Options
+    folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: JobOptions
 ) -> Plan:
     family = component_family(folder, component)
     entry = component_recipe(recipe, component, family)
-    include, exclude = ([p for p in given if _matches_any(p, linears)] for given in (options.include, options.exclude))
+    include, exclude = (
+        [p for p in patterns if _matches_any(p, linears)] for patterns in (options.include, options.exclude)
+    )
     if options.include and not include:
         raise ValueError(f"{component}: no --include pattern matches a Linear of it; leave it out of --components")
     plan = make_plan(
@@ -180,9 +183,9 @@ def _plan(
 
 
 def _loras(
-    folder: ModelFolder, plans: Sequence[Plan], options: Options
+    folder: ModelFolder, plans: Sequence[Plan], options: JobOptions
 ) -> tuple[tuple[LoraFile, ...], dict[str, tuple[Updates, ...]]]:
-    """The files, each with the component that it changes, and component -> what they add to its weights."""
+    """Return the files, each with the component that it changes, and component -> updates of its weights."""
     loras = tuple(of_component(LoraFile.parse(text), folder, denoisers_of(folder)) for text in options.lora)
     planned = [plan.component for plan in plans]
     for lora in loras:
@@ -216,11 +219,11 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     )
 
 
-def settle(job: Job, asked: str, *, writes: bool) -> Run:
+def settle(job: Job, device_option: str, *, writes: bool) -> Run:
     """Return where a job can run: as it is, within a bound, or on the CPU.
 
-    With `--device auto` (asked) weights that do not fit are read when it is their turn, and a GPU without room even for
-    that is left for the CPU. Raises ValueError for a model that does not fit.
+    device_option: the value of `--device`. With auto, weights that do not fit are read when it is their turn, and a GPU
+    without room even for that is left for the CPU. Raises ValueError for a model that does not fit.
     """
     run, name = job.run, job.folder.name
     device = torch.device(run.device)
@@ -230,9 +233,9 @@ def settle(job: Job, asked: str, *, writes: bool) -> Run:
         return run
     weights = weight_bytes(job.folder, job.options.dtype)
     needed, limit = needs.unbounded(weights), int(FREE * free)
-    if needed <= limit or (asked != AUTO and weights <= free):  # what is needed beside the weights is an estimate
+    if needed <= limit or (device_option != AUTO and weights <= free):  # the other needs are estimates
         return run
-    if asked != AUTO:
+    if device_option != AUTO:
         bounded = f", or give --max-memory {in_words(limit)}: either reads weights in turn" * (needs.least <= limit)
         raise ValueError(
             f"{name} does not fit on {device}: its weights take {in_words(weights)}, {in_words(free)} are free; leave "
@@ -254,7 +257,7 @@ def settle(job: Job, asked: str, *, writes: bool) -> Run:
 
 
 def _require_useful_statistics(statistics: Statistics, job: Job) -> None:
-    """Refuse statistics that were gathered on other weights, that lack a layer, or that nothing here can use."""
+    """Raise ValueError for statistics of other weights, without a layer of this job, or without use for it."""
     if not job.calibrated:
         raise ValueError("what is quantized here is weight-only and uses no statistics: leave out --statistics")
     if not any(plan.static_groups() for plan in job.plans):
@@ -271,4 +274,4 @@ def _require_useful_statistics(statistics: Statistics, job: Job) -> None:
             )
     for component, plan in job.calibrated.items():
         for group in plan.static_groups():
-            statistics.of_component(component).amax(group)  # refuses what it lacks before anything is computed
+            statistics.of_component(component).amax(group)  # refuses a missing group before anything is computed

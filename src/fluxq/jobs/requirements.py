@@ -1,7 +1,7 @@
-"""Requirements of a job on what a user named, on its pipeline and on its output; each refuses with the cure.
+"""Requirements of a job on its options, its pipeline and its output; each refuses with the cure.
 
 Most need no more than paths, JSON and the headers of weight files, and nothing heavy is imported, so that a mistake is
-said within a second.
+reported within a second.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ _OURS = {  # arguments of a call that `calibrate.capture.run_pipeline` gives
 }
 
 
-def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[str] = ()) -> None:
-    """Refuse what the pipeline does not take, before it is loaded. asked: by options; the rest are its defaults."""
+def require_call(folder: ModelFolder, call: dict[str, Any], option_names: Collection[str] = ()) -> None:
+    """Refuse arguments that the pipeline does not take, before it is loaded.
+
+    option_names: arguments that options gave; the others are defaults of the folder.
+    """
     import diffusers
 
     pipeline = folder.pipeline_class
@@ -42,24 +45,24 @@ def require_call(folder: ModelFolder, call: dict[str, Any], asked: Collection[st
         name = folder.index["_class_name"]
         raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
     if ours := sorted(call.keys() & _OURS):
-        where = "the call" if set(ours) & set(asked) else folder.path / GENERATION_FILE
+        where = "the call" if set(ours) & set(option_names) else folder.path / GENERATION_FILE
         raise ValueError(f"{where}: {', '.join(ours)}: fluxq says that itself, by prompts and seeds; leave it out")
     unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
     if "num_frames" in unknown and not makes_video(folder):
         raise ValueError(f"{folder.name}: a {pipeline.__name__} makes images, which have no frames: leave out --frames")
-    options = [f"--{'frames' if name == 'num_frames' else name}" for name in unknown if name in asked]
+    options = [f"--{'frames' if name == 'num_frames' else name}" for name in unknown if name in option_names]
     if options:
-        said = ", ".join(options).replace("_", "-")
-        raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {said}")
+        flags = ", ".join(options).replace("_", "-")
+        raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {flags}")
     if unknown:
         named = ", ".join(name[:_SHOWN] for name in unknown[:_SHOWN])
         raise ValueError(f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {named}; remove it")
-    _require_sizes(folder, call, asked)
-    _require_values(folder, pipeline, {name: value for name, value in call.items() if name not in asked})
+    _require_sizes(folder, call, option_names)
+    _require_values(folder, pipeline, {name: value for name, value in call.items() if name not in option_names})
 
 
-def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], asked: Collection[str]) -> None:
-    """ValueError for an image of fewer pixels than two by two latents, or of a part of one, where the VAE tells."""
+def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: Collection[str]) -> None:
+    """Raise ValueError for an image below two by two latents, or of a part of one, where the VAE tells their size."""
     if folder.components.get("vae") != "AutoencoderKL":
         return
     stages = folder.config("vae").get("block_out_channels")
@@ -67,23 +70,23 @@ def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], asked: Collecti
     for name in ("height", "width"):
         size = call.get(name)
         if type(size) is int and (size < 2 * unit or size % unit):
-            where = f"--{name}" if name in asked else f"{folder.path / GENERATION_FILE}: {name}"
+            where = f"--{name}" if name in option_names else f"{folder.path / GENERATION_FILE}: {name}"
             raise ValueError(
                 f"{where} is {size}, expected a multiple of {unit} from {2 * unit} up, as the VAE makes them"
             )
 
 
-def _require_values(folder: ModelFolder, pipeline: type, said: Mapping[str, Any]) -> None:
-    """ValueError for a value of a kind that the call does not take, by its annotations, else by its defaults."""
+def _require_values(folder: ModelFolder, pipeline: type, defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError for a default of a type that the call does not take, by its annotations or own defaults."""
     call = inspect.unwrap(pipeline.__call__)
     try:
         hints = get_type_hints(call)
     except (NameError, TypeError):  # of names for type checkers alone
         hints = {}
     for name, parameter in inspect.signature(call).parameters.items():
-        if name not in said or said[name] == parameter.default:
+        if name not in defaults or defaults[name] == parameter.default:
             continue
-        value = said[name]
+        value = defaults[name]
         hint = hints.get(name, Any if parameter.default in (None, parameter.empty) else type(parameter.default))
         where = f"{folder.path / GENERATION_FILE}: {name} is {str(value)[:_SHOWN]!r}"
         if isinstance(value, list) and _fits("", hint):
@@ -107,7 +110,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, each) for each in inner)
     if kind is Literal:
         return value in inner
-    if value is None:  # many a list or text may be left out without an annotation that says so
+    if value is None:  # many lists and texts may be left out though their annotations have no None
         return kind not in (float, int, bool)
     if isinstance(value, list):
         # One type is that of every value: libraries write tuple[int] for tuples of any length.
@@ -122,8 +125,8 @@ def _words(hint: Any) -> Iterator[str]:
     if kind in (Union, UnionType):
         for each in inner:
             yield from _words(each)
-    elif kind in _LISTS and (found := [word for each in inner for word in _words(each)]):
-        yield f"a list, each {found[0]}"
+    elif kind in _LISTS and (words := [word for each in inner for word in _words(each)]):
+        yield f"a list, each {words[0]}"
     elif kind is Literal:
         yield from map(repr, inner)
     elif kind in _KINDS:
@@ -131,25 +134,25 @@ def _words(hint: Any) -> Iterator[str]:
 
 
 def call_of(
-    folder: ModelFolder, said: Mapping[str, Any], asked: Mapping[str, Any], frames: int | None = None
+    folder: ModelFolder, defaults: Mapping[str, Any], options: Mapping[str, Any], frames: int | None = None
 ) -> dict[str, Any]:
-    """Arguments of a call of the pipeline: what is `said` of the model, and before that what was `asked` for.
+    """Return the arguments of a call of the pipeline: defaults of the model, overridden by options.
 
-    num_frames is called as the pipeline calls it. Frames that nobody says are the pipeline's own number of them, so
-    that batches can be cut by it, but at most `frames`. A size that BINNED lacks is made as it is.
+    num_frames gets the pipeline's own name for it. If it is missing, the pipeline's own number of frames is written
+    out, at most `frames`, so that batches can be cut by it. A size that BINNED lacks is made as it is.
     """
     from fluxq.calibrate.capture import frames_argument
 
-    call, pipeline = {**said, **asked}, folder.pipeline_class
+    call, pipeline = {**defaults, **options}, folder.pipeline_class
     if pipeline is None:
         return call
     argument = frames_argument(pipeline)
     if argument is not None:
         if argument != "num_frames" and "num_frames" in call:
             call[argument] = call.pop("num_frames")
-        known = [each for each in (own_frames(folder), frames) if each is not None]
-        if known:
-            call.setdefault(argument, min(known))
+        counts = [each for each in (default_frames(folder), frames) if each is not None]
+        if counts:
+            call.setdefault(argument, min(counts))
     sizes = BINNED.get(pipeline.__name__)
     if sizes is not None and folder.config("transformer").get("sample_size") not in sizes:
         call.setdefault("use_resolution_binning", False)
@@ -157,7 +160,7 @@ def call_of(
 
 
 def require_no_adapter(folder: ModelFolder, component: str) -> None:
-    """ValueError for an adapter beside a component to quantize: it is part of the model, and no weights hold it."""
+    """Raise ValueError for an adapter beside a component to quantize, whose weights do not hold it."""
     for file in folder.adapter_files(component)[:1]:
         raise ValueError(
             f"{file}: an adapter, which transformers adds to the {component} as it loads it, and which quantized "
@@ -166,7 +169,7 @@ def require_no_adapter(folder: ModelFolder, component: str) -> None:
 
 
 def require_steps(folder: ModelFolder) -> None:
-    """ValueError for a pipeline whose steps cannot be followed: it does not tell of them and has no scheduler."""
+    """Raise ValueError for a pipeline that has neither a scheduler nor a callback by which its steps are followed."""
     from fluxq.calibrate.capture import TELLS
 
     pipeline = folder.pipeline_class
@@ -180,17 +183,17 @@ def require_steps(folder: ModelFolder) -> None:
 
 
 def require_pictures(folder: ModelFolder, cure: str) -> None:
-    """ValueError for a pipeline that makes neither images nor video."""
+    """Raise ValueError for a pipeline that makes neither images nor video."""
     if not makes_pictures(folder):
-        made = ", ".join(outputs_of(folder))
+        outputs = ", ".join(outputs_of(folder))
         raise ValueError(
-            f"{folder.name}: a {folder.index['_class_name']} makes {made}, and only images and video can be compared; "
-            f"{cure}"
+            f"{folder.name}: a {folder.index['_class_name']} makes {outputs}, and only images and video can be "
+            f"compared; {cure}"
         )
 
 
 def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> None:
-    """ValueError for a pipeline that needs more than a prompt, such as an image to begin with."""
+    """Raise ValueError for a pipeline that needs more than a prompt, such as an image to begin with."""
     pipeline = folder.pipeline_class
     parameters = inspect.signature(pipeline.__call__).parameters if pipeline is not None else {}
     named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
@@ -203,15 +206,15 @@ def require_prompts_suffice(folder: ModelFolder, call: Mapping[str, Any]) -> Non
 
 
 def makes_pictures(folder: ModelFolder) -> bool:
-    """Tell whether the pipeline's outputs are images or frames; yes, if nothing is known of them."""
+    """Tell whether the pipeline's outputs are images or frames; True if its outputs are unknown."""
     from fluxq.eval.images.generate import PICTURES
 
-    made = outputs_of(folder)
-    return not made or bool({*made} & {*PICTURES})
+    outputs = outputs_of(folder)
+    return not outputs or bool({*outputs} & {*PICTURES})
 
 
-def own_frames(folder: ModelFolder) -> int | None:
-    """Frames of the videos that the pipeline makes by itself; None where its call does not say."""
+def default_frames(folder: ModelFolder) -> int | None:
+    """Return the number of frames that the pipeline makes by itself; None where its call does not say."""
     from fluxq.calibrate.capture import frames_argument
 
     pipeline = folder.pipeline_class
@@ -226,7 +229,7 @@ def makes_video(folder: ModelFolder) -> bool:
 
 
 def outputs_of(folder: ModelFolder) -> tuple[str, ...]:
-    """Fields of what the pipeline returns, by the output classes of its module; empty where it has none of its own."""
+    """Return the fields of the pipeline's outputs, by the output classes of its module; empty if it has none."""
     from diffusers.utils import BaseOutput
 
     pipeline = folder.pipeline_class
@@ -236,7 +239,7 @@ def outputs_of(folder: ModelFolder) -> tuple[str, ...]:
 
 
 def scheduler_of(folder: ModelFolder) -> Any:
-    """The pipeline's, from its files; ValueError for one that this diffusers does not have."""
+    """Load the pipeline's scheduler from its files; ValueError for one that this diffusers does not have."""
     import diffusers
 
     name = folder.components.get("scheduler", "")
@@ -247,28 +250,28 @@ def scheduler_of(folder: ModelFolder) -> Any:
 
 
 def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) -> Path:
-    """Return where a checkpoint, or a file of statistics, goes: as told, else named after model and recipe."""
+    """Return the path of a checkpoint or a file of statistics: `output`, else a name made of model and recipe."""
     return Path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
 
 
-def reads_of(model: Path, said: Mapping[str, Any]) -> dict[str, str | Path | None]:
-    """Return the files that a quantizing command reads, by what they are. said: its options, those that name files."""
+def reads_of(model: Path, options: Mapping[str, Any]) -> dict[str, str | Path | None]:
+    """Return name for people -> file, for all files that a quantizing command reads. options: the command's."""
     from fluxq.quantize.lora_file import LoraFile
     from fluxq.recipes.recipe import find_recipe
 
-    loras = {f"the LoRA file {text}": LoraFile.parse(text).path for text in said.get("lora") or ()}
-    files = {"the prompts": said.get("prompts"), "the statistics": said.get("statistics")}
-    found = {what: path for what, path in files.items() if path and Path(path).expanduser().exists()}
-    return {"the model": model, "the recipe": find_recipe(said["recipe"]), **loras, **found}
+    loras = {f"the LoRA file {text}": LoraFile.parse(text).path for text in options.get("lora") or ()}
+    files = {"the prompts": options.get("prompts"), "the statistics": options.get("statistics")}
+    existing = {what: path for what, path in files.items() if path and Path(path).expanduser().exists()}
+    return {"the model": model, "the recipe": find_recipe(options["recipe"]), **loras, **existing}
 
 
 def existing_parent(output: Path) -> Path:
-    """The nearest folder around `output` that is there; its disk is what will be written to."""
+    """Return the nearest folder around `output` that exists; its disk is the one to be written to."""
     return next(parent for parent in output.resolve().parents if parent.exists())
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:
-    """Raise OSError where a folder's disk has not the bytes needed. what: is to be written, for the message."""
+    """Raise OSError where a folder's disk has too few free bytes. what: the thing to be written, for the message."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -280,9 +283,9 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 def require_model(
     model: str, revision: str | None = None, local_files_only: bool = False, components: Iterable[str] = ()
 ) -> ModelFolder:
-    """Return the pipeline folder of MODEL, its index and the headers of its weights looked through.
+    """Return the pipeline folder of MODEL after a look through its index and the headers of its weights.
 
-    components: of the pipeline, that the command names.
+    components: names of components in the command.
 
     Raises FileNotFoundError, PermissionError, OSError or ValueError with the cure, as `resolve_model` does; a published
     model's name is answered with its hub id.
@@ -299,10 +302,14 @@ def require_model(
     return folder
 
 
-def require_output(output: Path, folder: ModelFolder, said: Mapping[str, Any], *, is_file: bool) -> None:
-    """Raise ValueError for an output that cannot or must not be written. folder: of the model; said: the options."""
-    reads = reads_of(folder.path, said)
-    Output(output, is_file).require(reads, overwrite=said["overwrite"], exists_ok=True)
+def require_output(output: Path, folder: ModelFolder, options: Mapping[str, Any], *, is_file: bool) -> None:
+    """Raise ValueError for an output that cannot or must not be written.
+
+    folder: of the model.
+    options: of the command.
+    """
+    reads = reads_of(folder.path, options)
+    Output(output, is_file).require(reads, overwrite=options["overwrite"], exists_ok=True)
 
 
 def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:
@@ -323,8 +330,8 @@ def _is_quantized(folder: Path) -> bool:
     """Tell whether fluxq quantized a component of a pipeline's folder, or the one model of a folder."""
     for config in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
         with suppress(ValueError, OSError):
-            said = read_json(config).get("quantization_config")
-            if isinstance(said, dict) and said.get("quant_method") == "fluxq":
+            quantization = read_json(config).get("quantization_config")
+            if isinstance(quantization, dict) and quantization.get("quant_method") == "fluxq":
                 return True
     return False
 
@@ -351,19 +358,19 @@ def require_evaluated(path: str | Path) -> None:
 
 def require_measures(gates: Iterable[str], metrics: Iterable[str]) -> None:
     """Raise ValueError for a gate that cannot be read, or a metric that neither fluxq nor a plug-in has."""
-    from fluxq.eval.metrics.plugins import find_offers
+    from fluxq.eval.metrics.plugins import find_plugins
     from fluxq.recipes.recipe import GATE_METRICS, parse_gate
 
     for gate in gates:
         parse_gate(gate)
     for name in metrics:
-        known = list(dict.fromkeys([*GATE_METRICS, *find_offers()]))
-        if name not in known:
-            raise ValueError(f"metric {name!r} is unknown{did_you_mean(name, known)}; known: {', '.join(known)}")
+        names = list(dict.fromkeys([*GATE_METRICS, *find_plugins()]))
+        if name not in names:
+            raise ValueError(f"metric {name!r} is unknown{did_you_mean(name, names)}; known: {', '.join(names)}")
 
 
 def require_base(base: str | None) -> None:
-    """Raise as `require_model` does for a 16-bit model to prove with that is no file, no folder and on no hub."""
+    """Raise as `require_model` does for a --base that is no file, no folder and on no hub."""
     if base and not Path(base).expanduser().exists():
         require_model(base)
 
@@ -372,10 +379,10 @@ def _require_no_published_name(model: str) -> None:
     """Raise FileNotFoundError for a name that `fluxq families` knows, with the hub id to give."""
     from fluxq.recipes.all_families import hub_ids
 
-    found = hub_ids(model) if "/" not in model else ()
-    if found:
+    repos = hub_ids(model) if "/" not in model else ()
+    if repos:
         raise FileNotFoundError(
-            f"model {model!r} is a published model's name, not a folder here: give its hub id, {' or '.join(found)}"
+            f"model {model!r} is a published model's name, not a folder here: give its hub id, {' or '.join(repos)}"
         )
 
 
@@ -383,14 +390,14 @@ def _near_hub_id(model: str) -> str:
     """Return " (did you mean …?)" where a published model's hub id looks like `model`, but is another."""
     from fluxq.recipes.all_families import HUB_IDS
 
-    known = [repo for repos in HUB_IDS.values() for repo in repos]
-    return "" if model in known else did_you_mean(model, known, cutoff=0.75)
+    hub_ids = [repo for repos in HUB_IDS.values() for repo in repos]
+    return "" if model in hub_ids else did_you_mean(model, hub_ids, cutoff=0.75)
 
 
 def require_files(arguments: Mapping[str, Any]) -> None:
-    """Raise FileNotFoundError or ValueError for an option that names a file or folder which is not there.
+    """Raise FileNotFoundError or ValueError for an option that names a missing file or folder.
 
-    arguments: a command's, by the names that click gives them; of those only the ones that name files are looked at.
+    arguments: a command's, by the names that click gives them; only those that name files are looked at.
     """
     from fluxq.calibrate.prompts import require_source
     from fluxq.quantize.lora_file import LoraFile
@@ -409,14 +416,14 @@ def require_files(arguments: Mapping[str, Any]) -> None:
         require_source(arguments["prompts"])
 
 
-# Option -> what is said of a path that is not there; `hub` is a word of --weights.
+# Option -> message for a missing path; `hub` is a word of --weights.
 PATHS = {
     "statistics": "statistics file {path} does not exist; `fluxq calibrate` writes one",
     "fid_reference": "--fid-reference {path}: no such folder of images or npz file",
     "weights": "--weights {path}: no such folder; `--weights hub` fetches what is missing",
 }
-# Pipeline -> sizes (`sample_size` of its transformer) that it has tables of resolutions for; it refuses to be called
-# with any other unless told not to look for one.
+# Pipeline -> sizes (`sample_size` of its transformer) that it has tables of resolutions for; with any other it refuses
+# a call unless told to use no table.
 BINNED: dict[str, tuple[int, ...]] = {
     "PixArtAlphaPipeline": (32, 64, 128),
     "PixArtSigmaPipeline": (32, 64, 128, 256),

@@ -1,7 +1,7 @@
-"""Identity of the job whose folder this is: a finished checkpoint, or the work that an interrupted run goes on with.
+"""Identity of a job, and its folder: a finished checkpoint, or the work that an interrupted run goes on with.
 
-A job is known by what decides the bytes it writes (`identity_of`). Its finished blocks lie beside the output in a
-hidden folder named by that, with a manifest (`job.json`) that a run with other options compares, to say what differs.
+The identity is all that decides the bytes that a job writes (`identity_of`). Finished blocks lie beside the output in a
+hidden folder named by it, with a manifest (`job.json`): a run with other options compares it and names the differences.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MANIFEST = "job.json"  # in the work folder: the job whose work it is
 
 
 def identity_of(job: Job) -> dict[str, Any]:
-    """Return the identity of the job: checkpoints with equal ones are the same.
+    """Return the identity of the job: checkpoints with equal identities are the same.
 
     Where layers are only rounded and there is no checkpoint to compare with, models go by the stamps of their files:
-    they are hashed as they are read, and `with_digests` is what is recorded.
+    they are hashed as they are read, and the record has the identity of `with_digests`.
     """
     options = job.options
     # A pipeline in memory is written anew each time, and its files have other stamps.
@@ -60,11 +60,11 @@ def identity_of(job: Job) -> dict[str, Any]:
 
 
 def finished_checkpoint(job: Job) -> bool:
-    """Tell whether a finished checkpoint is at the output, just what was asked for; ValueError for another one."""
+    """Tell whether this job's finished checkpoint is at the output; ValueError for another checkpoint."""
     output = job.output
     if not is_taken(job):
         return False
-    record = read_plan_file(output) or {}  # `Output.require` has refused what has none
+    record = read_plan_file(output) or {}  # `Output.require` has refused folders without one
     differing = _differing(with_digests(job), record.get("identity", {}))
     if differing:
         raise ValueError(
@@ -77,7 +77,7 @@ def finished_checkpoint(job: Job) -> bool:
 
 
 def require_same_statistics(job: Job) -> None:
-    """Raise ValueError for finished statistics at the output that are not just what was asked for."""
+    """Raise ValueError for finished statistics at the output that are not this job's."""
     if Statistics.stored_job(job.output) != job_digest(decisive(job)):
         raise ValueError(
             f"output {job.output} holds statistics of another run; give another --output, or --overwrite to replace it"
@@ -91,10 +91,10 @@ def is_taken(job: Job) -> bool:
 
 
 def with_digests(job: Job, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
-    """The identity with digests in place of stamps; read: by component, the tensors that were hashed already."""
-    known, folder = read or {}, job.folder
+    """Return the identity with digests in place of stamps. read: component -> fingerprints of hashed tensors."""
+    digests, folder = read or {}, job.folder
     model = {
-        component: name if isinstance(name, str) else folder.digest(component, known.get(component))
+        component: name if isinstance(name, str) else folder.digest(component, digests.get(component))
         for component, name in job.identity["model"].items()
     }
     return {**job.identity, "model": model}
@@ -102,7 +102,7 @@ def with_digests(job: Job, read: Mapping[str, Mapping[str, str]] | None = None) 
 
 @contextmanager
 def work_of(job: Job) -> Iterator[Path]:
-    """The work folder, for the processes of one job; removed when that is done, kept when it ends otherwise."""
+    """Yield the work folder to the processes of one job; it is removed when the job is done, and kept when it fails."""
     ranks, work = job.run.ranks, work_folder(job)
     with sole_writer(job.output) if ranks.leads else nullcontext():
         if ranks.leads:
@@ -113,7 +113,7 @@ def work_of(job: Job) -> Iterator[Path]:
         try:
             yield work
         except BaseException as error:
-            if ranks.leads:  # whatever it was: who can tell a fault of the job from trouble that passes
+            if ranks.leads:  # a fault of the job looks like trouble that passes
                 _keep_what_is_done(work, error)
             raise
         if ranks.leads:
@@ -121,7 +121,7 @@ def work_of(job: Job) -> Iterator[Path]:
 
 
 def work_folder(job: Job) -> Path:
-    """Beside the output: what an interrupted run of the same job goes on with. Another job has one of its own."""
+    """Return the folder beside the output that an interrupted run of the same job, and no other, goes on with."""
     output = job.output.resolve()
     return output.parent / f".{output.name}.{job_digest(decisive(job))[:16]}.work"
 
@@ -133,12 +133,12 @@ def decisive(job: Job) -> dict[str, Any]:
 
 
 def _begin(job: Job, work: Path) -> None:
-    """Make the work folder, or clear what a killed process left half-made in it.
+    """Make the work folder, or clear half-made files of a killed process in it.
 
-    ValueError for one of another job, naming what differs; with `overwrite` that is removed.
+    Raises ValueError for the folder of another job, naming the differences; with `overwrite` that is removed.
     """
-    output, own = job.output.resolve(), decisive(job)
-    Output(output).put_back()  # whatever command was killed
+    output, identity = job.output.resolve(), decisive(job)
+    Output(output).put_back()  # of any killed command
     Output(output).clear()
     for other in _beside(output):
         if other == work or not (other / _MANIFEST).is_file():
@@ -147,7 +147,7 @@ def _begin(job: Job, work: Path) -> None:
         recover(output, other)
         if not job.options.overwrite:
             _refuse(job, other)
-        differing = _differing(own, _read_manifest(other / _MANIFEST))
+        differing = _differing(identity, _read_manifest(other / _MANIFEST))
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
@@ -156,11 +156,11 @@ def _begin(job: Job, work: Path) -> None:
     if (work / _MANIFEST).is_file():
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
-    write_json(work / _MANIFEST, own)
+    write_json(work / _MANIFEST, identity)
 
 
 def require_no_other(job: Job) -> None:
-    """Refuse, before any work, what `_begin` would: the work of another job, unless a process is at it just now."""
+    """Refuse the work of another job before `_begin` would, unless a process is at it just now."""
     begun = [work for work in _beside(job.output.resolve()) if (work / _MANIFEST).is_file()]
     if job.options.overwrite or not begun or is_being_written(job.output):
         return
@@ -171,7 +171,7 @@ def require_no_other(job: Job) -> None:
 
 
 def _beside(output: Path) -> list[Path]:
-    """The work folders of an output, of whatever job."""
+    """List the work folders of an output, of all jobs."""
     return sorted(output.parent.glob(f".{glob.escape(output.name)}.{ANY_JOB}.work"))
 
 
@@ -191,7 +191,7 @@ def _remove_if_unbegun(work: Path) -> None:
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
-    """A job, {} for one that was damaged: it differs from any other in everything."""
+    """Read the job of a work folder; {}, which differs from any job in everything, for one that was damaged."""
     try:
         return read_json(file)
     except ValueError:
@@ -199,12 +199,12 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 
 def clear_leftovers(job: Job) -> None:
-    """Remove what a process left beside a finished checkpoint because it was killed just then."""
+    """Remove files that a process, killed just before its end, left beside a finished checkpoint."""
     output = job.output.resolve()
     if not any(output.parent.glob(f".{glob.escape(output.name)}.*")):
         return
     stamps = {component: job.folder.stamp(component) for component in job.identity["model"]}
-    with suppress(RuntimeError), sole_writer(output):  # whoever else holds the lock clears away itself
+    with suppress(RuntimeError), sole_writer(output):  # another holder of the lock clears away itself
         for model in (job.identity["model"], stamps):
             remove(work_folder(replace(job, identity={**job.identity, "model": model})))
         Output(output).put_back()
@@ -212,9 +212,9 @@ def clear_leftovers(job: Job) -> None:
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:
-    """Keep finished blocks whatever happened, and say so, of an interruption in its note.
+    """Keep finished blocks after an error, and log it; a note of an interruption says so.
 
-    What was captured alone stays too, but not where the model or the recipe is at fault, which the next run would be.
+    Captured calls alone stay too, but not where the model or the recipe is at fault, which the next run would be.
     """
     has_blocks = any(work.glob("*/[0-9]*.safetensors"))
     if not has_blocks and (isinstance(error, ValueError) or not any(work.rglob("*.safetensors"))):
@@ -228,31 +228,31 @@ def _keep_what_is_done(work: Path, error: BaseException) -> None:
 
 
 def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """The keys of `mine` that have another value in `theirs`; of objects in both, which of their keys."""
-    found = []
+    """Name the keys of `mine` that have another value in `theirs`; of objects in both, which of their keys."""
+    differences = []
     for key in sorted(key for key, value in mine.items() if theirs.get(key) != value):
         one, other, parts = mine[key], theirs.get(key), []
         if isinstance(one, dict) and isinstance(other, dict):
             parts = sorted(part for part in one.keys() | other.keys() if one.get(part) != other.get(part))
-        found.append(f"{key} ({', '.join(parts)})" if parts else key)
-    return ", ".join(found)
+        differences.append(f"{key} ({', '.join(parts)})" if parts else key)
+    return ", ".join(differences)
 
 
 def require_space(job: Job, work: Path) -> None:
-    """Refuse before the start what would run out of disk."""
+    """Raise OSError before the start where the disk would run out."""
     needed = _space_needed(job, work)
     require_free_space(existing_parent(job.output), needed, "finished blocks and the checkpoint")
 
 
 def _space_needed(job: Job, work: Path) -> int:
-    """Bytes that are still to be written, without the calls that layers are fitted to."""
+    """Return the bytes that are still to be written, without the calls that layers are fitted to."""
     folder = job.folder
     planned = {plan.component: plan for plan in job.plans}
     dtype = getattr(torch, job.options.dtype)
     quantized = sum(_most_bytes(plan, job.weights(name), dtype) for name, plan in planned.items())
     copied = sum(_size(folder.path / component) for component in folder.components if component not in planned)
-    there = sum(_size(work / component) for component in planned)
-    return 2 * quantized + copied - there
+    written = sum(_size(work / component) for component in planned)
+    return 2 * quantized + copied - written
 
 
 def _most_bytes(plan: Plan, source: SourceWeights, dtype: torch.dtype) -> int:

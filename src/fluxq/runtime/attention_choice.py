@@ -32,26 +32,26 @@ Choice = Literal["16bit", "fp8", "sage", "flash3"]
 
 
 def set_attention(model: Any, attention: Choice) -> int:
-    """Compute the self-attention of a transformer, or of a pipeline's, another way; how many modules were set.
+    """Compute the self-attention of a transformer, or of a pipeline's, another way; return how many modules were set.
 
     attention: "16bit" is diffusers' default again; "fp8" is fluxq's; "sage" and "flash3" are diffusers' backends of
     SageAttention and FlashAttention-3, whose packages have to be installed. A checkpoint records fp8 and 16 bit.
-    Raises ValueError for an unknown choice, for a package that is not there, for a model that is no transformer fluxq
-    knows, and where attention cannot be replaced.
+    Raises ValueError for an unknown choice, a missing package, a model that is no transformer fluxq knows, and for
+    attention that cannot be replaced.
     """
     if attention not in BACKENDS:
         raise ValueError(f"attention is {attention!r}, expected one of {', '.join(BACKENDS)}")
     from fluxq.recipes.all_families import FAMILIES
     from fluxq.recipes.plan import require_replaceable_attention
 
-    found = list(_transformers(model))
-    if not found:
-        known = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
-        raise ValueError(f"this {type(model).__name__} holds no transformer that fluxq knows: {known}")
-    for _, family in found:
+    denoisers = list(_transformers(model))
+    if not denoisers:
+        models = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
+        raise ValueError(f"this {type(model).__name__} holds no transformer that fluxq knows: {models}")
+    for _, family in denoisers:
         require_replaceable_attention(family, attention)
     _require_package(attention)
-    chosen = [named for part, family in found for named in _attention_modules(part, family, attention)]
+    chosen = [named for part, family in denoisers for named in _attention_modules(part, family, attention)]
     for name, module in chosen:
         if not hasattr(module.processor, "_attention_backend"):
             raise ValueError(
@@ -133,7 +133,7 @@ def _say_once(why: str) -> None:
 
 
 def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
-    """(model, family) of the transformers in a pipeline, or of one by itself."""
+    """Yield (model, family) of the transformers in a pipeline, or of one by itself."""
     from fluxq.recipes.all_families import FAMILIES
 
     families = {family.model: family for family in FAMILIES.values() if family.kind == "transformer"}
@@ -144,7 +144,7 @@ def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
 
 
 def _attention_modules(model: nn.Module, family: Family, attention: str) -> Iterator[tuple[str, Any]]:
-    """(name, module) that a choice is set on: self-attention; for 16 bit everything that asks the dispatcher."""
+    """Yield (name, module) to set a choice on: self-attention; for 16 bit every module that asks the dispatcher."""
     for name, module in model.named_modules():
         path = name.replace("_orig_mod.", "")
         is_asking = attention == "16bit" and hasattr(getattr(module, "processor", None), "_attention_backend")
@@ -153,7 +153,7 @@ def _attention_modules(model: nn.Module, family: Family, attention: str) -> Iter
 
 
 def _require_package(attention: str) -> None:
-    """ValueError where diffusers' backend needs a package that is not there."""
+    """Raise ValueError where diffusers' backend needs a package that is not there."""
     if attention in PACKAGES:
         from diffusers.models.attention_dispatch import _check_attention_backend_requirements
 
@@ -167,7 +167,7 @@ def _require_package(attention: str) -> None:
 
 
 def _named(backend: str | None) -> Any:
-    """The member of diffusers' enum; None for its default, unless `set_attention_backend` made fp8 the default."""
+    """Return the member of diffusers' enum; None for its default, unless `set_attention_backend` made that fp8."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     if backend is None:

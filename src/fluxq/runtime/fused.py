@@ -36,7 +36,7 @@ from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family, Maker
 from fluxq.recipes.fusable import FusableBlock, Stream
 from fluxq.recipes.patterns import matches
-from fluxq.runtime.fused_calls import CALLS, Given
+from fluxq.runtime.fused_calls import CALLS, BlockInputs
 from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, takers_of, why_alone
 
 
@@ -44,8 +44,11 @@ from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of,
 class FusedPart:
     """Report of `optimize` on one part of a block.
 
-    block: its path. part: role of an input group, "attention", or "block" for one that keeps its own forward. fused:
-    what became one pass. layers: those that take the same codes. why_not: what was left as it is, and why; or empty.
+    block: its path.
+    part: role of an input group, "attention", or "block" for one that keeps its own forward.
+    fused: the steps that became one pass.
+    layers: those that take the same codes.
+    why_not: the steps that were left as they are, with the reason; or empty.
     """
 
     block: str
@@ -61,12 +64,13 @@ def optimize(
     device: str,
     lacks: Callable[[QuantLinear, Maker], str] = lambda layer, made_by: "",
 ) -> list[FusedPart]:
-    """Fuse the blocks of a transformer of that family, in place; what was done to each, block by block.
+    """Fuse the blocks of a transformer of that family, in place; return what was done, block by block.
 
-    device: type of the device that will compute. lacks: why it does not make or multiply a layer's codes, by what makes
-    the layer's input; empty if it does.
-    Called again, everything is decided anew. Raises ValueError for a family without a fused form, and where no block
-    can be fused.
+    Called again, it decides all of it anew. Raises ValueError for a family without a fused form, and where no block can
+    be fused.
+
+    device: type of the device that will compute.
+    lacks: function of a layer and the maker of its input: why the device does not make or multiply its codes, or empty.
     """
     if not family.fusable:
         raise ValueError(
@@ -84,7 +88,7 @@ def optimize(
             _restore_block(block)
             parts.append(FusedPart(path, "block", why_not=why))
             continue
-        block.__dict__[HELD] = fusion
+        block.__dict__[FUSION_ATTRIBUTE] = fusion
         block.__class__ = fused_class(_stock(block))
         parts += _parts(path, block, fusion)
         fused += 1
@@ -97,31 +101,31 @@ def optimize(
 
 
 def restore(model: nn.Module) -> int:
-    """Give every fused block its own class and forward back; how many there were."""
+    """Give every fused block its own class and forward back; return how many there were."""
     return sum(_restore_block(module) for module in model.modules())
 
 
 def fusable_models() -> str:
-    """The classes of models that have a fused form, for messages."""
+    """List the classes of models that have a fused form, for messages."""
     return ", ".join(sorted(family.model for family in FAMILIES.values() if family.fusable))
 
 
 def _restore_block(block: nn.Module) -> bool:
-    was_fused = HELD in block.__dict__
+    was_fused = FUSION_ATTRIBUTE in block.__dict__
     if was_fused:
         block.__class__ = _stock(block)
-        del block.__dict__[HELD]  # a hook that kept the fused forward runs the block's own from now on
+        del block.__dict__[FUSION_ATTRIBUTE]  # a hook that kept the fused forward runs the block's own from now on
     return was_fused
 
 
 def _stock(block: nn.Module) -> type[nn.Module]:
-    """A block's class as diffusers has it."""
+    """Return a block's class as diffusers has it."""
     return getattr(type(block), "fused_from", type(block))
 
 
 @functools.cache
 def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a block's class, of the same name, with the fused forward.
+    """Make a subclass of a block's class, of the same name, with the fused forward.
 
     The name is what device maps and `compile_repeated_blocks` look for; diffusers' step caches look for the class.
     """
@@ -130,31 +134,31 @@ def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(stock.forward)
     def forward(self, *args, **kwargs):
-        fusion: Fusion | None = getattr(self, HELD, None)
+        fusion: Fusion | None = getattr(self, FUSION_ATTRIBUTE, None)
         if fusion is None:
             return stock.forward(self, *args, **kwargs)
-        given = read(self, *args, **kwargs)
-        if _why_plain(self, fusion, given):
+        inputs = read(self, *args, **kwargs)
+        if _why_plain(self, fusion, inputs):
             return stock.forward(self, *args, **kwargs)
-        return form_of(fusion.row)(self, fusion, given)
+        return form_of(fusion.row)(self, fusion, inputs)
 
     def reduce(self, protocol):
         return _empty, (stock,), stock.__reduce_ex__(self, 2)[2]
 
     members = {"forward": forward, "__reduce_ex__": reduce, "fused_from": stock, "__module__": stock.__module__}
-    made = type(stock.__name__, (stock,), members)
-    _tell_step_caches(stock, made)
-    return made
+    subclass = type(stock.__name__, (stock,), members)
+    _tell_step_caches(stock, subclass)
+    return subclass
 
 
 def _empty(stock: type[nn.Module]) -> nn.Module:
-    """A fused block for pickle and copy to fill: they would find the class of that name, which is not fused."""
-    made = fused_class(stock)
-    return made.__new__(made)
+    """Make an empty fused block for pickle and copy, which would look up the stock class by its name."""
+    subclass = fused_class(stock)
+    return subclass.__new__(subclass)
 
 
-def _tell_step_caches(stock: type[nn.Module], made: type[nn.Module]) -> None:
-    TransformerBlockRegistry.register(made, copy(TransformerBlockRegistry.get(stock)))
+def _tell_step_caches(stock: type[nn.Module], subclass: type[nn.Module]) -> None:
+    TransformerBlockRegistry.register(subclass, copy(TransformerBlockRegistry.get(stock)))
 
 
 # --- when
@@ -165,10 +169,10 @@ def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
     stock = _stock(block)
     if not _is_library_class(stock, row.model):
         return f"is a {stock.__module__}.{stock.__name__}, expected diffusers' {row.model}"
-    known, taken = (list(signature(call).parameters) for call in (CALLS[row.model], stock.forward))
-    if known[1:] != taken[1:]:
-        return f"its forward takes {', '.join(taken[1:])}; the fused form knows {', '.join(known[1:])}"
-    if "forward" in block.__dict__ and HELD not in block.__dict__:
+    expected, actual = (list(signature(call).parameters) for call in (CALLS[row.model], stock.forward))
+    if expected[1:] != actual[1:]:
+        return f"its forward takes {', '.join(actual[1:])}; the fused form knows {', '.join(expected[1:])}"
+    if "forward" in block.__dict__ and FUSION_ATTRIBUTE not in block.__dict__:
         return "its forward was replaced already (offloading, a step cache or another library): optimize before that"
     if any(parameter.is_meta for parameter in block.parameters()):
         return "its weights are offloaded: optimize before offloading"
@@ -194,14 +198,14 @@ def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
     return ""
 
 
-def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
+def _why_plain(block: nn.Module, fusion: Fusion, inputs: BlockInputs) -> str:
     """Return the reason why this call runs the block's own forward; empty if the fused one computes the same."""
     if torch.is_grad_enabled():
         return "gradients: the fused ops have none"
-    if given.unknown:
-        return given.unknown
-    x = given.x
-    for cos, sin, _ in given.rope.values():
+    if inputs.unknown:
+        return inputs.unknown
+    x = inputs.x
+    for cos, sin, _ in inputs.rope.values():
         if not cos.device == sin.device == x.device:
             return "a rotary embedding on another device"
         if fusion.row.per_head and not cos.dtype == sin.dtype == torch.float32:
@@ -209,11 +213,11 @@ def _why_plain(block: nn.Module, fusion: Fusion, given: Given) -> str:
     if x.device.type != fusion.device:
         return f"optimized for {fusion.device}"
     modulated = torch.float32 if fusion.row.fp32_modulation else x.dtype
-    dtypes = [(tokens, x.dtype) for tokens in given.streams.values()]
-    dtypes += [(made, modulated) for made in given.modulation.values()]
+    dtypes = [(tokens, x.dtype) for tokens in inputs.streams.values()]
+    dtypes += [(chunks, modulated) for chunks in inputs.modulation.values()]
     if any(tensor.dtype != expected for tensor, expected in dtypes):
         return "inputs of different dtypes"
-    if any(made.shape[0] not in (1, x.shape[0]) for made in given.modulation.values()):
+    if any(chunks.shape[0] not in (1, x.shape[0]) for chunks in inputs.modulation.values()):
         return "modulation of another number of images"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast"
@@ -256,17 +260,17 @@ def _describe(
     layers = {first: {path: at(block, path) for path in group.members} for first, group in groups.items()}
     refused = {
         path: why
-        for first, held in layers.items()
-        for path, layer in held.items()
+        for first, members in layers.items()
+        for path, layer in members.items()
         if isinstance(layer, QuantLinear) and not layer.weight.is_meta and (why := lacks(layer, groups[first].made_by))
     }
-    return Fusion(row, groups, {first: _alike(held) for first, held in layers.items()}, refused, device)
+    return Fusion(row, groups, {first: _alike(members) for first, members in layers.items()}, refused, device)
 
 
 def _alike(layers: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Those that do to the input what the first quantized one does, value by value; adapters are looked through."""
-    held = {path: getattr(layer, "base_layer", layer) for path, layer in layers.items()}
-    quantized = {path: layer for path, layer in held.items() if isinstance(layer, QuantLinear)}
+    """List the layers that treat their input as the first quantized one does, value by value, below any adapters."""
+    bases = {path: getattr(layer, "base_layer", layer) for path, layer in layers.items()}
+    quantized = {path: layer for path, layer in bases.items() if isinstance(layer, QuantLinear)}
     quantized = {path: layer for path, layer in quantized.items() if not layer.weight.is_meta}
     first = next(iter(quantized.values()), None)
     return tuple(path for path, layer in quantized.items() if first is not None and _same_input(first, layer))
@@ -348,4 +352,4 @@ def _format_of(takers: dict[str, QuantLinear]) -> str:
     return next(iter(takers.values())).rounding.format
 
 
-HELD = "fluxq_fusion"
+FUSION_ATTRIBUTE = "fluxq_fusion"

@@ -1,7 +1,7 @@
 """Arguments of calls of fused blocks: a function for each class of blocks, with the arguments of its forward.
 
-Each says what the forms of fused_forms.py need, or what the call brings that they do not know; then the block's own
-forward computes it. Nothing heavy is computed here.
+Each returns the inputs of the forms in fused_forms.py, or names an argument that they do not know; then the block's own
+forward computes the call. Nothing heavy is computed here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Given:
+class BlockInputs:
     """Inputs that a call gives a block, by names of the row's streams.
 
-    unknown: what the forms do not know of it; then the rest may be empty. streams: tokens (B, S, D), first those that
-    the block changes. modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D). rope:
-    cos and sin, (positions, D) fp32 where heads have norms, and the position of the stream's first token. mask: of the
-    attention. text_tokens: where a result of one stream is to be split; None for one that stays whole.
+    unknown: argument that the forms do not know, or empty; with one the rest may be empty.
+    streams: tokens (B, S, D), first those that the block changes.
+    modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D).
+    rope: cos and sin, (positions, D) fp32 where heads have norms, and the position of the stream's first token.
+    mask: of the attention.
+    text_tokens: where to split the output of a joined stream; None for one that stays whole.
     """
 
     unknown: str = ""
@@ -33,14 +35,14 @@ class Given:
 
     @property
     def x(self) -> Tensor:
-        """The first stream: what dtype, device and number of images are read from."""
+        """First stream, with the dtype, device and number of images of the call."""
         return next(iter(self.streams.values()))
 
 
 def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    return Given(
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"text": temb, "image": temb},
         rope=_after_text(encoder_hidden_states, image_rotary_emb),
@@ -49,8 +51,8 @@ def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=No
 
 def _flux_single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    return Given(
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"both": temb},
         rope={"both": (*image_rotary_emb, 0)},
@@ -67,14 +69,14 @@ def _flux2(
     image_rotary_emb=None,
     joint_attention_kwargs=None,
 ):
-    made = {"text": _per_image(temb_mod_txt), "image": _per_image(temb_mod_img)}
+    modulation = {"text": _per_image(temb_mod_txt), "image": _per_image(temb_mod_img)}
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    if any(chunks.ndim != 2 for chunks in made.values()):
-        return Given(PER_TOKEN)
-    return Given(
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    if any(chunks.ndim != 2 for chunks in modulation.values()):
+        return BlockInputs(PER_TOKEN)
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
-        modulation=made,
+        modulation=modulation,
         rope=_after_text(encoder_hidden_states, image_rotary_emb),
     )
 
@@ -89,19 +91,19 @@ def _flux2_single(
     split_hidden_states=False,
     text_seq_len=None,
 ):
-    made = {"both": _per_image(temb_mod)}
+    modulation = {"both": _per_image(temb_mod)}
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
-    if any(chunks.ndim != 2 for chunks in made.values()):
-        return Given(PER_TOKEN)
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
+    if any(chunks.ndim != 2 for chunks in modulation.values()):
+        return BlockInputs(PER_TOKEN)
     streams = {"image": hidden_states}
     if encoder_hidden_states is not None:
         streams, text_seq_len = {"text": encoder_hidden_states, **streams}, encoder_hidden_states.shape[1]
     if split_hidden_states and text_seq_len is None:
-        return Given("a stream to split at text_seq_len None")
-    return Given(
+        return BlockInputs("a stream to split at text_seq_len None")
+    return BlockInputs(
         streams=streams,
-        modulation=made,
+        modulation=modulation,
         rope={"both": (*image_rotary_emb, 0)},
         text_tokens=text_seq_len if split_hidden_states else None,
     )
@@ -109,10 +111,10 @@ def _flux2_single(
 
 def _sd3(block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs=None):
     if joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
     if block._chunk_size is not None:
-        return Given("a feed-forward in chunks (enable_forward_chunking)")
-    return Given(
+        return BlockInputs("a feed-forward in chunks (enable_forward_chunking)")
+    return BlockInputs(
         streams={"image": hidden_states, "text": encoder_hidden_states},
         modulation={"image": temb, "text": temb},
     )
@@ -129,17 +131,17 @@ def _qwen_image(
     modulate_index=None,
 ):
     if image_rotary_emb is None or joint_attention_kwargs:
-        return Given(_why_unknown(joint_attention_kwargs))
+        return BlockInputs(_why_unknown(joint_attention_kwargs))
     if block.zero_cond_t or modulate_index is not None:
-        return Given(PER_TOKEN)
+        return BlockInputs(PER_TOKEN)
     image, text = image_rotary_emb
     if image.dtype != torch.complex64 or text.dtype != torch.complex64:
-        return Given(f"rotary embeddings in {image.dtype} and {text.dtype}, expected complex64")
+        return BlockInputs(f"rotary embeddings in {image.dtype} and {text.dtype}, expected complex64")
     mask = encoder_hidden_states_mask
     if mask is not None:
         of_image = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
         mask = torch.cat([mask, of_image], dim=1)[:, None, None]
-    return Given(
+    return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"text": temb, "image": temb},
         rope={"text": (*_real(text), 0), "image": (*_real(image), 0)},
@@ -149,9 +151,9 @@ def _qwen_image(
 
 def _wan(block, hidden_states, encoder_hidden_states, temb, rotary_emb):
     if temb.ndim != 3:
-        return Given(PER_TOKEN)
+        return BlockInputs(PER_TOKEN)
     cos, sin = rotary_emb
-    return Given(
+    return BlockInputs(
         streams={"image": hidden_states, "text": encoder_hidden_states},
         modulation={"image": (block.scale_shift_table + temb.float()).flatten(1)},
         rope={"image": (cos, sin, 0)},
@@ -162,22 +164,22 @@ def _why_unknown(attention_arguments: dict[str, Any] | None) -> str:
     return f"joint_attention_kwargs {', '.join(attention_arguments)}" if attention_arguments else "no rotary embedding"
 
 
-def _per_image(made: Tensor) -> Tensor:
-    """(B, 1, N) as (B, N)."""
-    return made.squeeze(1) if made.ndim == 3 and made.shape[1] == 1 else made
+def _per_image(modulation: Tensor) -> Tensor:
+    """View (B, 1, N) as (B, N)."""
+    return modulation.squeeze(1) if modulation.ndim == 3 and modulation.shape[1] == 1 else modulation
 
 
 def _after_text(text: Tensor, rope: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Positions of the image's tokens follow the text's in one table."""
+    """Return the rope of both streams: positions of the image's tokens follow the text's in one table."""
     cos, sin = rope
     return {"text": (cos, sin, 0), "image": (cos, sin, text.shape[1])}
 
 
 def _real(rotations: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, D) of complex rotations (S, D / 2), which turn pairs of neighbours.
+    """Return cos and sin (S, D) of complex rotations (S, D / 2), which turn pairs of neighbours.
 
     x · (cos + i sin) rounds as x · cos + rotate(x) · sin does where heads are a multiple of 16 wide: torch multiplies
-    what remains of complex vectors with fused multiply-adds.
+    the remainder of complex vectors with fused multiply-adds.
     """
     cos, sin = torch.view_as_real(rotations).repeat_interleave(2, dim=1).unbind(-1)
     return cos.contiguous(), sin.contiguous()

@@ -1,10 +1,10 @@
-"""The fused forms of blocks: how they compute, layer by layer and code by code. When they do is in fused.py.
+"""Fused forms of blocks, layer by layer and code by code. fused.py decides when they compute.
 
     two_streams       text and image share one attention (FLUX.1, FLUX.2, SD3.5, Qwen-Image)
     one_stream        attention and feed-forward side by side, over text and image (FLUX.1, FLUX.2)
     self_and_cross    attention of the image to itself, then to the text (Wan)
 
-The `fusable` rows of a family say which modules play which role, a function of fused_calls.py what a call gives. Each
+The `fusable` rows of a family say which modules play which role, a function of fused_calls.py reads a call. Each
 step rounds where diffusers' own does; `why_alone` says which layer computes by itself, on the group's input.
 """
 
@@ -29,18 +29,19 @@ from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
 from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activation
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
-from fluxq.runtime.fused_calls import Given
+from fluxq.runtime.fused_calls import BlockInputs
 
 _STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale")
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """State of a fused block. groups: the input groups that it has, by their first Linear.
+    """State of a fused block.
 
-    alike: first Linear of a group -> layers whose calibrated vectors and scales of the input are the same tensors'
-    values. refused: layer -> why the device does not make or multiply its codes. device: the type of device that all
-    this was decided for.
+    groups: first Linear -> input group, of those that the block has.
+    alike: first Linear of a group -> layers with equal calibrated vectors and scales of the input.
+    refused: layer -> why the device does not make or multiply its codes.
+    device: type of the device that all this was decided for.
     """
 
     row: FusableBlock
@@ -69,24 +70,24 @@ class Codes:
     global_scale: Tensor | None
 
 
-def form_of(row: FusableBlock) -> Callable[[Any, Fusion, Given], Any]:
-    """The form of a row's block: a function of the block, what it knows of itself and what a call gives."""
+def form_of(row: FusableBlock) -> Callable[[Any, Fusion, BlockInputs], Any]:
+    """Return the form of a row's block: a function of the block, its `Fusion` and the inputs of a call."""
     if len(row.streams) == 2:
         return two_streams
     return self_and_cross if row.streams[0].cross else one_stream
 
 
-def two_streams(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor | None, Tensor | None]:
-    """Text and image (B, S, D) after a block in which they share one attention; None for one that ends in it."""
-    row, xs = fusion.row, given.streams
-    chunks = {stream.name: _modulation(block, stream, given) for stream in row.streams}
+def two_streams(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor | None, Tensor | None]:
+    """Compute text and image (B, S, D) of a block in which they share one attention; None for one that ends in it."""
+    row, xs = fusion.row, inputs.streams
+    chunks = {stream.name: _modulation(block, stream, inputs) for stream in row.streams}
     heads = []
     for stream in row.streams:
         shift, scale, *_ = chunks[stream.name]
         qkv, _ = _behind_norm(block, fusion, stream.qkv, xs[stream.name], Normed(at(block, stream.norm), shift, scale))
-        q, k, v = _heads(at(block, row.attention), qkv, given.x.shape[0])
-        heads.append((*_normed(block, stream, q, k, given.rope.get(stream.name)), v))
-    attended = _attention(block, fusion, row.attention, heads, given.mask)
+        q, k, v = _heads(at(block, row.attention), qkv, inputs.x.shape[0])
+        heads.append((*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v))
+    attended = _attention(block, fusion, row.attention, heads, inputs.mask)
     branches = attended.split_with_sizes([xs[stream.name].shape[1] for stream in row.streams], dim=1)
     done = {
         stream.name: _after_attention(block, fusion, stream, xs[stream.name], branch, chunks[stream.name])
@@ -98,63 +99,64 @@ def two_streams(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor | None
 def _after_attention(
     block: Any, fusion: Fusion, stream: Stream, x: Tensor, branch: Tensor, chunks: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """x (B, S, D) with its part of the attention (B, S, D) and the feed-forward; None for a stream that ends here."""
+    """Add its part of the attention (B, S, D) and the feed-forward to x (B, S, D); None for a stream that ends here."""
     out = at(block, stream.out)
     if out is None:
         return None
     branch = out(branch.contiguous() if fusion.row.contiguous else branch)
     _, _, gate, *later = chunks
     if stream.own_attention is not None and at(block, stream.own_attention.path) is not None:
-        *later, shift, scale, own_gate = later
-        own = _own_attention(block, fusion, stream.own_attention, x, Normed(at(block, stream.norm), shift, scale))
-        x, branch, gate = x + gate.unsqueeze(1) * branch, own, own_gate
+        *later, shift, scale, second_gate = later
+        normed = Normed(at(block, stream.norm), shift, scale)
+        second_branch = _second_attention(block, fusion, stream.own_attention, x, normed)
+        x, branch, gate = x + gate.unsqueeze(1) * branch, second_branch, second_gate
     return _feed_forward(block, fusion, stream, x, (branch, gate), later)
 
 
-def _own_attention(block: Any, fusion: Fusion, own: OwnAttention, x: Tensor, norm: Normed) -> Tensor:
+def _second_attention(block: Any, fusion: Fusion, attention: OwnAttention, x: Tensor, norm: Normed) -> Tensor:
     """Apply a stream's second attention, in which no other stream takes part, to x: a branch (B, S, D)."""
-    qkv, _ = _behind_norm(block, fusion, own.qkv, x, norm)
-    q, k, v = _heads(at(block, own.path), qkv, x.shape[0])
-    attended = _attention(block, fusion, own.path, [(*_normed(block, own, q, k, None), v)])
-    return at(block, own.out)(attended)
+    qkv, _ = _behind_norm(block, fusion, attention.qkv, x, norm)
+    q, k, v = _heads(at(block, attention.path), qkv, x.shape[0])
+    attended = _attention(block, fusion, attention.path, [(*_normed(block, attention, q, k, None), v)])
+    return at(block, attention.out)(attended)
 
 
-def one_stream(block: Any, fusion: Fusion, given: Given) -> tuple[Tensor, Tensor] | Tensor:
-    """(B, S, D) after a block with attention and feed-forward side by side: whole, or (text, image) where asked for."""
+def one_stream(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor, Tensor] | Tensor:
+    """Compute (B, S, D) of a block with attention and feed-forward side by side: whole, or split into (text, image)."""
     (stream,) = fusion.row.streams
     attention = at(block, fusion.row.attention)
-    residual = _joined([*given.streams.values()])
-    shift, scale, gate = _modulation(block, stream, given)
-    made, _ = _behind_norm(block, fusion, stream.qkv, residual, Normed(at(block, stream.norm), shift, scale))
-    if len(made) == 1:  # one Linear for all
-        d, n = attention.inner_dim, made[0].shape[1]
-        made = made[0].split([d, d, d, n - 3 * d], dim=1)
-    *qkv, up = made
+    residual = _joined([*inputs.streams.values()])
+    shift, scale, gate = _modulation(block, stream, inputs)
+    outputs, _ = _behind_norm(block, fusion, stream.qkv, residual, Normed(at(block, stream.norm), shift, scale))
+    if len(outputs) == 1:  # one Linear for all
+        d, n = attention.inner_dim, outputs[0].shape[1]
+        outputs = outputs[0].split([d, d, d, n - 3 * d], dim=1)
+    *qkv, up = outputs
     q, k, v = _heads(attention, qkv, residual.shape[0])
-    heads = [(*_normed(block, stream, q, k, given.rope.get(stream.name)), v)]
-    attended = _attention(block, fusion, fusion.row.attention, heads, given.mask)
+    heads = [(*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v)]
+    attended = _attention(block, fusion, fusion.row.attention, heads, inputs.mask)
     y = _down(block, fusion, stream, up, residual.shape[0], _tokens(attended))
     y = _clipped(residual + gate.unsqueeze(1) * y.view(residual.shape), stream)
-    return y if given.text_tokens is None else (y[:, : given.text_tokens], y[:, given.text_tokens :])
+    return y if inputs.text_tokens is None else (y[:, : inputs.text_tokens], y[:, inputs.text_tokens :])
 
 
-def self_and_cross(block: Any, fusion: Fusion, given: Given) -> Tensor:
-    """(B, S, D) after a block whose image attends to itself, then to the text; modulation and gates in fp32.
+def self_and_cross(block: Any, fusion: Fusion, inputs: BlockInputs) -> Tensor:
+    """Compute (B, S, D) of a block whose image attends to itself, then to the text; modulation and gates are fp32.
 
     q and k are normalised over all heads, and the norm before the cross-attention has a bias: no op
     does either, so both stay as they are.
     """
     (stream,) = fusion.row.streams
-    x, attention = given.x, at(block, fusion.row.attention)
-    shift, scale, gate, *later = _modulation(block, stream, given)
+    x, attention = inputs.x, at(block, fusion.row.attention)
+    shift, scale, gate, *later = _modulation(block, stream, inputs)
     qkv, _ = _behind_norm(block, fusion, stream.qkv, x, Normed(at(block, stream.norm), shift, scale))
     q, k, v = (y.view(*x.shape[:2], -1) for y in qkv)
     q, k = at(block, stream.q_norm)(q), at(block, stream.k_norm)(k)
     q, k, v = (y.unflatten(2, (attention.heads, -1)) for y in (q, k, v))
-    cos, sin, _ = given.rope[stream.name]
+    cos, sin, _ = inputs.rope[stream.name]
     attended = _attention(block, fusion, fusion.row.attention, [(_rotated(q, cos, sin), _rotated(k, cos, sin), v)])
     x = (x.float() + at(block, stream.out)(attended) * gate.unsqueeze(1)).to(x.dtype)
-    branch = _cross_attention(block, fusion, stream, x, given.streams["text"])
+    branch = _cross_attention(block, fusion, stream, x, inputs.streams["text"])
     return _feed_forward(block, fusion, stream, x, (branch, torch.ones_like(gate)), later)
 
 
@@ -187,7 +189,7 @@ def _feed_forward(
     gated: tuple[Tensor, Tensor],
     later: Sequence[Tensor],
 ) -> Tensor:
-    """n = x + gate · branch, and n with its feed-forward: (B, S, D).
+    """Compute n = x + gate · branch, and add its feed-forward: (B, S, D).
 
     gated: branch (B, S, D) and gate. later: shift, scale and gate of the feed-forward.
     """
@@ -198,12 +200,12 @@ def _feed_forward(
     return _clipped((n + last_gate.unsqueeze(1) * y).to(x.dtype), stream)
 
 
-def _modulation(block: Any, stream: Stream, given: Given) -> tuple[Tensor, ...]:
-    """Shift, scale and gate (B, D) of the attention, of the feed-forward, and of a second attention, if there."""
-    made = given.modulation[stream.name]
+def _modulation(block: Any, stream: Stream, inputs: BlockInputs) -> tuple[Tensor, ...]:
+    """Compute shift, scale and gate (B, D) of the attention, the feed-forward and a second attention, if any."""
+    modulation = inputs.modulation[stream.name]
     for path in stream.modulation:
-        made = at(block, path)(made)
-    chunks = made.chunk(made.shape[1] // given.x.shape[2], dim=1)
+        modulation = at(block, path)(modulation)
+    chunks = modulation.chunk(modulation.shape[1] // inputs.x.shape[2], dim=1)
     return chunks[::-1] if len(chunks) == 2 else chunks  # AdaLayerNormContinuous, which has no gate, scales first
 
 
@@ -216,20 +218,21 @@ def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: N
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     flat = None if branch is None else _tokens(branch)
-    given = NormTensors(scale, shift, flat, gate, norm.weight)
+    tensors = NormTensors(scale, shift, flat, gate, norm.weight)
     v = _tokens(x)
     if len(takers) == len(layers) and not any(layer.scheme.rank for layer in takers.values()):
         first_taker = next(iter(takers.values()))
         input_scale, smooth, mean, *_ = first_taker.rounding_tensors
-        given = given._replace(input_scale=input_scale, smooth=smooth, mean=mean)
-        packed = pack(given, first_taker.rounding)
+        tensors = tensors._replace(input_scale=input_scale, smooth=smooth, mean=mean)
+        packed = pack(tensors, first_taker.rounding)
         codes, *scales, n = adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
-        made = _codes(first_taker, codes, *scales)
+        encoded = _codes(first_taker, codes, *scales)
     else:  # something reads the input itself
-        v, _, _, n = adaln_quantize(_tokens(x), *pack(given, Rounding()), "layer", norm.eps)
-        made = _quantized(next(iter(takers.values())), v) if takers else None
+        v, _, _, n = adaln_quantize(_tokens(x), *pack(tensors, Rounding()), "layer", norm.eps)
+        encoded = _quantized(next(iter(takers.values())), v) if takers else None
     ys = [
-        _product(layer, made, v) if path in takers else _called(layer, v, x.shape[0]) for path, layer in layers.items()
+        _product(layer, encoded, v) if path in takers else _called(layer, v, x.shape[0])
+        for path, layer in layers.items()
     ]
     return ys, x if branch is None else n.view(x.shape)
 
@@ -238,9 +241,9 @@ def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
     """Apply the layers of a group to x (B, L, D), each (B, L, N): codes are made once for those that take them."""
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
-    made = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
+    encoded = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
     return [
-        _product(layer, made, _tokens(x)).view(*x.shape[:2], -1) if path in takers else layer(x)
+        _product(layer, encoded, _tokens(x)).view(*x.shape[:2], -1) if path in takers else layer(x)
         for path, layer in layers.items()
     ]
 
@@ -253,8 +256,8 @@ def _down(
     if why_alone(fusion, path, layer):
         a = ACTS[stream.act](up)
         return _called(layer, a if attended is None else torch.cat([attended, a], dim=1), images)
-    made, h = _activated(layer, up, stream.act, attended)
-    y = _multiplied(layer, made, up.dtype)
+    encoded, h = _activated(layer, up, stream.act, attended)
+    y = _multiplied(layer, encoded, up.dtype)
     if h is not None and layer.low_rank is not None:
         y += F.linear(h, layer.low_rank[1].to(up.dtype))
     return y
@@ -266,7 +269,7 @@ def _down(
 def _attention(
     block: Any, fusion: Fusion, path: str, streams: list[tuple[Tensor, Tensor, Tensor]], mask: Tensor | None = None
 ) -> Tensor:
-    """The attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
+    """Compute the attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
     processor = at(block, path).processor
     if fusion.row.dispatched:
         q, k, v = (_joined([*parts]) for parts in zip(*streams, strict=True))
@@ -276,14 +279,14 @@ def _attention(
 
 
 def _dispatched(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parallel: Any) -> Tensor:
-    """q, k, v (B, S, H, head) through diffusers' dispatcher, with the backend of the processor: (B, S, D)."""
+    """Compute attention of q, k, v (B, S, H, head) by diffusers' dispatcher, in the processor's backend: (B, S, D)."""
     backend = processor._attention_backend
     attended = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel)
     return attended.flatten(2, 3).to(q.dtype)
 
 
 def _heads(attention: Any, qkv: Sequence[Tensor], images: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (M, N) as (B, S, H, head)."""
+    """View q, k, v (M, N) as (B, S, H, head)."""
     head = attention.inner_dim // attention.heads
     q, k, v = (y.view(images, -1, y.shape[1] // head, head) for y in qkv)
     return q, k, v
@@ -292,7 +295,7 @@ def _heads(attention: Any, qkv: Sequence[Tensor], images: int) -> tuple[Tensor, 
 def _normed(
     block: Any, stream: Stream | OwnAttention, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """q and k (B, S, H, head), each head normalised, and rotated where there is a rope."""
+    """Normalise each head of q and k (B, S, H, head), and rotate them where there is a rope."""
     q_norm, k_norm = at(block, stream.q_norm), at(block, stream.k_norm)
     if q_norm is None:  # only of blocks that rotate nothing either
         return q, k
@@ -302,13 +305,13 @@ def _normed(
 
 
 def _no_rotation(q: Tensor) -> tuple[Tensor, Tensor, int]:
-    """cos and sin that leave every number what it is."""
+    """Return cos and sin that change no number."""
     cos = torch.ones(q.shape[1], q.shape[3], dtype=torch.float32, device=q.device)
     return cos, torch.zeros_like(cos), 0
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, S, H, head) with pairs of neighbours turned; cos and sin (1, S, 1, head) name each angle twice."""
+    """Rotate pairs of neighbours in x (B, S, H, head); cos and sin (1, S, 1, head) name each angle twice."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
@@ -323,7 +326,7 @@ def _clipped(x: Tensor, stream: Stream) -> Tensor:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """(B, S, D) as (M, D)."""
+    """View (B, S, D) as (M, D)."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -331,22 +334,22 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def at(block: Any, path: str) -> Any:
-    """The module at a path below a block; None where there is none, or the row names none."""
+    """Return the module at a path below a block; None for an empty path or a block without it."""
     for name in filter(None, path.split(".")):
         block = getattr(block, name, None)
     return block if path else None
 
 
 def layers_of(block: Any, fusion: Fusion, first: str) -> dict[str, Any]:
-    """The layers of the group that begins with `first`, by their paths."""
+    """Return path -> layer of the group that begins with `first`."""
     return {path: at(block, path) for path in fusion.groups[first].members}
 
 
 def takers_of(layers: dict[str, Any], fusion: Fusion, first: str) -> dict[str, QuantLinear]:
-    """The layers that can take the same codes: all with the steps of the first one that takes any."""
+    """Return the layers that can take the same codes: all with the steps of the first one that takes any."""
     able = {path: layers[path] for path in fusion.alike[first] if not why_alone(fusion, path, layers[path])}
     steps = [_steps(layer) for layer in able.values()]
-    return {path: layer for (path, layer), own in zip(able.items(), steps, strict=True) if own == steps[0]}
+    return {path: layer for (path, layer), step in zip(able.items(), steps, strict=True) if step == steps[0]}
 
 
 def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
@@ -371,7 +374,7 @@ def why_alone(fusion: Fusion, path: str, layer: nn.Module) -> str:
 
 
 def product_of(layer: QuantLinear) -> tuple[Op, str] | None:
-    """The op that multiplies a layer's codes, and in what formats; None if none does."""
+    """Return the op that multiplies a layer's codes, and in what formats; None if none does."""
     if hasattr(layer, "weight_decoded"):
         return None
     activations = layer.scheme.activations
@@ -384,58 +387,58 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _steps(layer: QuantLinear) -> tuple[Rounding, bool, bool, bool]:
-    """All that decides the codes of an input, but for the numbers in tensors that a group shares."""
+    """Return all that decides the codes of an input, except the numbers in tensors that a group shares."""
     scheme = layer.scheme
     return layer.rounding, scheme.static_input, scheme.center, scheme.smooth
 
 
 def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
-    """A layer's own forward of x (M, K), in the shape (B, S, K) that diffusers gives it: (M, N)."""
+    """Call a layer's own forward with x (M, K) in the shape (B, S, K) that diffusers gives it: (M, N)."""
     return _tokens(layer(x.unflatten(0, (images, -1))))
 
 
 def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
-    """x (M, K) in a layer's format."""
+    """Quantize x (M, K) in a layer's format."""
     codes, *scales, _ = quantize_activation(x, *pack(layer.rounding_tensors, layer.rounding))
     return _codes(layer, codes, *scales)
 
 
 def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None) -> tuple[Codes, Tensor | None]:
-    """act(up), or [attended, act(up)], (M, K) in a layer's format, and times the first half of its low-rank branch."""
+    """Quantize act(up), or [attended, act(up)], (M, K), and multiply it by the first half of a low-rank branch."""
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
-    given = layer.rounding_tensors._replace(down=down, beside=attended)
-    codes, *scales, h = quantize_activation(up, *pack(given, replace(layer.rounding, act=act)))
+    tensors = layer.rounding_tensors._replace(down=down, beside=attended)
+    codes, *scales, h = quantize_activation(up, *pack(tensors, replace(layer.rounding, act=act)))
     return _codes(layer, codes, *scales), None if down is None else h
 
 
 def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Codes:
-    """Complete the codes of an op that quantizes, which leaves out a scale that it was given."""
+    """Complete the codes of an op that quantizes, which does not return a scale that it was given."""
     row = layer.scheme.activations
-    given = layer.stored("input_scale") if layer.scheme.static_input else None
+    stored_scale = layer.stored("input_scale") if layer.scheme.static_input else None
     if row is None or not row.two_level:
-        return Codes(codes, scale if given is None else given, None)
-    return Codes(codes, scale, global_scale if given is None else given)
+        return Codes(codes, scale if stored_scale is None else stored_scale, None)
+    return Codes(codes, scale, global_scale if stored_scale is None else stored_scale)
 
 
-def _product(layer: QuantLinear, made: Codes | None, x: Tensor) -> Tensor:
-    """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), of which they were made."""
-    if made is None:
+def _product(layer: QuantLinear, encoded: Codes | None, x: Tensor) -> Tensor:
+    """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), the input before quantizing."""
+    if encoded is None:
         raise RuntimeError("no codes were made for a layer that takes them")
-    y = _multiplied(layer, made, x.dtype)
+    y = _multiplied(layer, encoded, x.dtype)
     if layer.low_rank is not None:
         a, b = layer.low_rank
         y += F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
     return y
 
 
-def _multiplied(layer: QuantLinear, made: Codes, dtype: torch.dtype) -> Tensor:
-    """Codes (M, K) times a layer's, with its bias: (M, N)."""
+def _multiplied(layer: QuantLinear, encoded: Codes, dtype: torch.dtype) -> Tensor:
+    """Multiply codes (M, K) by a layer's codes, and add its bias: (M, N)."""
     stored: list[Any] = [layer.stored(name) for name in _STORED]
     weight, weight_scale, weight_scale_2, row_scale = stored
-    scales = made.scale, weight_scale_2, made.global_scale
-    given = ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
+    scales = encoded.scale, weight_scale_2, encoded.global_scale
+    tensors = ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
     product = product_of(layer)
     if product is None:
         raise RuntimeError(f"no op multiplies codes of a {layer.scheme} layer")
     op, formats = product
-    return getattr(torch.ops.fluxq, op.name)(made.codes, *pack(given, formats), False, dtype)
+    return getattr(torch.ops.fluxq, op.name)(encoded.codes, *pack(tensors, formats), False, dtype)

@@ -5,19 +5,19 @@ A graph is a recording of kernels and of the addresses that they read and write:
     first call of a kind    three calls on a side stream, so that kernels are compiled and chosen; then one is recorded
     later ones              arguments are copied to the recorded addresses, one launch, outputs are copied out
 
-The kind of a call is what Python would have decided by: shape, strides, dtype and device of each tensor argument, the
+The kind of a call is all that Python would decide by: shape, strides, dtype and device of each tensor argument, the
 value of every other one, and the settings of the process that choose kernels. Outputs are copies because the next
-replay writes over the originals, and pipelines keep what the call before returned.
+replay writes over the originals, and pipelines keep the outputs of the call before.
 
-What a replay does not look at is compared before it, at every call:
+A replay does not look at the model, so two things are compared before it, at every call:
 
-    form      the modules, their classes, and all that they hold beside weights: adapters and their scalings,
+    form      the modules, their classes, and all their attributes beside weights: adapters and their scalings,
               processors, hooks. Another form has graphs of its own.
     memory    every parameter and buffer lies where it lay. If one has moved and looks as before, its values are copied
               to the recorded address, and that becomes its memory again, so that swapping a LoRA records nothing.
 
 Where no graph can stand for a call the model computes plainly, and the log says once why. Addresses that a graph reads
-are kept from being given to anything else for as long as the graph is kept.
+are given to nothing else as long as the graph is kept.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ def capture(pipe: Any, *, max_graphs: int = 4) -> CapturedSteps:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A graph that is kept. arguments: its tensor arguments, with shape and dtype. bytes: that recording it took."""
+    """A graph that is kept.
+
+    model: name of the denoiser.
+    arguments: its tensor arguments, with shape and dtype.
+    bytes: memory that recording it took.
+    """
 
     model: str
     arguments: tuple[str, ...]
@@ -112,7 +117,7 @@ class CapturedSteps(Handle):
 
 
 class CudaGraphs:
-    """The device's part: calls on a side stream, and recording one."""
+    """The device's part of capturing: calls on a side stream, and recording."""
 
     kind = "cuda"
 
@@ -129,19 +134,19 @@ class CudaGraphs:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def rehearse(self, call: Callable[[], Any]) -> bool:
-        """The same; whether nothing waited for the device meanwhile, which no graph can, and breaks a recording."""
+        """Warm up once more, and tell whether nothing waited for the device, which would break a recording."""
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")  # as an error it would also be one in other threads
             try:
                 self.warm_up(call)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        return not any("called a synchronizing" in str(each.message) for each in said)
+        return not any("called a synchronizing" in str(each.message) for each in caught)
 
     def record(self, call: Callable[[], Any], beside: Any) -> tuple[Any, Any, int]:
-        """The graph of a call, what the call returned, and the bytes that the device's memory grew by.
+        """Record the graph of a call; return it, the call's outputs, and the bytes that the device's memory grew by.
 
         beside: a graph to share memory with, or None. Other threads may use the device meanwhile.
         """
@@ -157,7 +162,7 @@ class CudaGraphs:
             return graph, outputs, torch.cuda.memory_reserved() - before
 
     def replay(self, graph: Any) -> None:
-        """On the current stream."""
+        """Replay a graph on the current stream."""
         with torch.cuda.device(self.device):
             graph.replay()
 
@@ -168,7 +173,12 @@ class _Plain(Exception):
 
 @dataclass
 class _Graph:
-    """A recorded call. inputs: its tensor arguments, None in the place of others. outputs: what it returned, flat."""
+    """A recorded call.
+
+    inputs: its tensor arguments, None in the place of others.
+    outputs: its flat outputs.
+    returns: their structure.
+    """
 
     graph: Any
     inputs: list[Tensor | None]
@@ -180,7 +190,7 @@ class _Graph:
 
 
 class _Step(Placed):
-    """A denoiser's forward, put in the place of its own."""
+    """Callable that stands in the place of a denoiser's forward."""
 
     def __init__(self, name: str, model: nn.Module, max_graphs: int) -> None:
         self.name, self.max_graphs = name, max_graphs
@@ -191,7 +201,7 @@ class _Step(Placed):
         self._failed = ""
         self._refused: dict[tuple, str] = {}
         self._forms: list[_Form] = []
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         super().__init__(model, _place(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,18 +209,18 @@ class _Step(Placed):
             return self.plain(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         try:
-            found = self._find(leaves, spec)
+            recording = self._find(leaves, spec)
         except _Plain as why:
             self._say(str(why))
-            found = None
-        return self.plain(*args, **kwargs) if found is None else self._replayed(found, leaves)
+            recording = None
+        return self.plain(*args, **kwargs) if recording is None else self._replayed(recording, leaves)
 
     @property
     def is_replayed(self) -> bool:
         return self._on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model computes plainly."""
+        """Copy the plain forward: a copy of the model has no graphs."""
         return copy.deepcopy(self.plain, memo)
 
     def remove(self) -> None:
@@ -219,15 +229,15 @@ class _Step(Placed):
         self._drop()
         super().remove()
 
-    def _replayed(self, found: _Graph, leaves: list[Any]) -> Any:
-        _fill(found.inputs, leaves)
-        self.device.replay(found.graph)
-        found.replays += 1
-        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found.outputs]
-        return tree_unflatten(outputs, found.returns)
+    def _replayed(self, recording: _Graph, leaves: list[Any]) -> Any:
+        _fill(recording.inputs, leaves)
+        self.device.replay(recording.graph)
+        recording.replays += 1
+        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in recording.outputs]
+        return tree_unflatten(outputs, recording.returns)
 
     def _find(self, leaves: list[Any], spec: TreeSpec) -> _Graph:
-        """The graph for a call, recorded now if there is none. Raises _Plain if there can be none."""
+        """Return the graph for a call, recorded now if there is none. Raises _Plain if there can be none."""
         if self._failed:
             raise _Plain(self._failed)
         if torch.is_grad_enabled():
@@ -238,18 +248,18 @@ class _Step(Placed):
         kind = (spec, tuple(_described(leaf, form.device) for leaf in leaves), _settings())
         if kind in self._refused:
             raise _Plain(self._refused[kind])
-        found = self.graphs.pop((form, kind), None)
-        if found is None:
-            form, found = self._record(leaves, spec, kind)
-        self.graphs[form, kind] = found  # the last one is the one that was used last
-        return found
+        recording = self.graphs.pop((form, kind), None)
+        if recording is None:
+            form, recording = self._record(leaves, spec, kind)
+        self.graphs[form, kind] = recording  # the last one is the one that was used last
+        return recording
 
     def _form(self) -> _Form:
-        """The model's present form: one of those known, with its weights where it had them, or a new one.
+        """Return the model's present form: a known one, with its weights back in their memory, or a new one.
 
         Raises _Plain for a form that no graph can stand for.
         """
-        form = next((known for known in reversed(self._forms) if known.is_present()), None)
+        form = next((other for other in reversed(self._forms) if other.is_present()), None)
         if form is None:
             why = why_not(self.module)
             if why:
@@ -261,11 +271,11 @@ class _Step(Placed):
                 raise _Plain(f"it was moved from {self.device.device} to {form.device}: remove() and capture it there")
         if self._forms and form is not self._forms[-1]:
             present = {*map(id, form.modules)}
-            for known in self._forms:
-                if not present.issuperset(map(id, known.modules)):  # an adapter's, which was unloaded: never back
-                    self._drop(known)
-        used = {id(known) for known, _ in self.graphs}
-        self._forms = [known for known in self._forms if id(known) in used and known is not form] + [form]
+            for other in self._forms:
+                if not present.issuperset(map(id, other.modules)):  # an adapter's, which was unloaded: never back
+                    self._drop(other)
+        used = {id(other) for other, _ in self.graphs}
+        self._forms = [other for other in self._forms if id(other) in used and other is not form] + [form]
         return form
 
     def _record(self, leaves: list[Any], spec: TreeSpec, kind: tuple) -> tuple[_Form, _Graph]:
@@ -273,8 +283,8 @@ class _Step(Placed):
             del self.graphs[next(iter(self.graphs))]
         inputs = [_like(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         _fill(inputs, leaves)
-        versions = [held._version for held in inputs if held is not None]
-        filled = [given if held is None else held for held, given in zip(inputs, leaves, strict=True)]
+        versions = [tensor._version for tensor in inputs if tensor is not None]
+        filled = [leaf if tensor is None else tensor for tensor, leaf in zip(inputs, leaves, strict=True)]
         call = partial(_call, self.plain, filled, spec)
         for _ in range(WARM_UPS - 1):
             self.device.warm_up(call)
@@ -283,11 +293,11 @@ class _Step(Placed):
             self._refused[kind] = "it waits for the device in the middle of a step, as .item() does"
         elif not form.is_unchanged():
             self._refused[kind] = "each call of it changes the model itself"
-        elif versions != [held._version for held in inputs if held is not None]:
+        elif versions != [tensor._version for tensor in inputs if tensor is not None]:
             self._refused[kind] = "it writes to its arguments"
         if kind in self._refused:
             raise _Plain(self._refused[kind])
-        beside = next((known.graph for known in self.graphs.values()), None)
+        beside = next((other.graph for other in self.graphs.values()), None)
         try:
             graph, returned, grown = self.device.record(call, beside)
         except Exception as problem:
@@ -302,14 +312,14 @@ class _Step(Placed):
         return form, _Graph(graph, inputs, outputs, returns, _arguments(filled, spec), grown)
 
     def _drop(self, form: _Form | None = None) -> None:
-        """Graphs of a form; or all, and the weights that were kept for them."""
+        """Drop the graphs of a form; or all, and the weights that were kept for them."""
         if form is None:
             self._forms = []
         self.graphs = {key: graph for key, graph in self.graphs.items() if form is not None and key[0] is not form}
 
     def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             logger.warning("steps of %s are computed without a CUDA graph: %s", self.name, why)
 
 
@@ -321,23 +331,23 @@ class _Form:
         self.device = next(_tensors(model)).device
         self._classes = [*map(type, self.modules)]
         # A processor is no module, and set_attention_backend() writes to it.
-        held = [vars(module).get("processor") for module in self.modules]
-        processors = [vars(each) for each in held if hasattr(each, "__dict__") and not isinstance(each, nn.Module)]
-        self._attributes = [*map(vars, self.modules[1:]), *processors]
+        processors = [vars(module).get("processor") for module in self.modules]
+        states = [vars(each) for each in processors if hasattr(each, "__dict__") and not isinstance(each, nn.Module)]
+        self._attributes = [*map(vars, self.modules[1:]), *states]
         self._aside = _NOTES + (_HOOKS if place == "forward" else ())
-        self._kept = [_kept(each, self.device) for each in (self._own(), *self._attributes)]
+        self._kept = [_kept(each, self.device) for each in (self._model_vars(), *self._attributes)]
         self._owners = [*chain.from_iterable((module._parameters, module._buffers) for module in self.modules)]
         self._names = [[*owner] for owner in self._owners]
         self._seen = self._now()
-        self._held = [None if tensor is None else tensor.data for tensor in self._seen]
-        self._lies = _where(self._held)
+        self._recorded = [None if tensor is None else tensor.data for tensor in self._seen]
+        self._lies = _where(self._recorded)
 
     def is_unchanged(self) -> bool:
         """Tell whether modules, attributes and the addresses of weights are all the same."""
         return self._is_alike() and self._lies_there(self._now())
 
     def is_present(self) -> bool:
-        """The same, but weights that have moved are taken back to where they lay."""
+        """Tell whether the model has this form; weights that have moved are taken back to where they lay."""
         if not self._is_alike():
             return False
         now = self._now()
@@ -345,12 +355,15 @@ class _Form:
 
     def _is_alike(self) -> bool:
         try:
-            return self._classes == [*map(type, self.modules)] and self._kept == [self._own(), *self._attributes]
+            return self._classes == [*map(type, self.modules)] and self._kept == [
+                self._model_vars(),
+                *self._attributes,
+            ]
         except RuntimeError:  # a tensor stands where a number was, and is neither true nor false
             return False
 
-    def _own(self) -> dict[str, Any]:
-        """Attributes of the model itself, without those that no graph has to know of."""
+    def _model_vars(self) -> dict[str, Any]:
+        """Return the attributes of the model itself, without those that matter to no graph."""
         return {name: value for name, value in vars(self.modules[0]).items() if name not in self._aside}
 
     def _now(self) -> list[Tensor | None]:
@@ -364,23 +377,23 @@ class _Form:
     def _taken_back(self, now: list[Tensor | None]) -> bool:
         """Copy weights that have moved back to where they lay, and tell whether that was possible.
 
-        It is where all of them have the layout that they had.
+        It is possible where all of them have the layout that they had.
         """
         if self._names != [[*owner] for owner in self._owners]:
             return False
-        if [tensor is None for tensor in now] != [held is None for held in self._held]:
+        if [tensor is None for tensor in now] != [recorded is None for recorded in self._recorded]:
             return False
-        both = zip(now, self._held, strict=True)
-        pairs = [(tensor, held) for tensor, held in both if tensor is not None and held is not None]
-        if any(_layout(tensor) != _layout(held) for tensor, held in pairs):
+        both = zip(now, self._recorded, strict=True)
+        pairs = [(tensor, recorded) for tensor, recorded in both if tensor is not None and recorded is not None]
+        if any(_layout(tensor) != _layout(recorded) for tensor, recorded in pairs):
             return False
-        lie = {(tensor.data_ptr(), held.data_ptr()) for tensor, held in pairs}
+        lie = {(tensor.data_ptr(), recorded.data_ptr()) for tensor, recorded in pairs}
         if len(lie) != len({place for _, place in lie}):
             return False  # what was one tensor in two places is two by now
-        moved = [(tensor, held) for tensor, held in pairs if tensor.data_ptr() != held.data_ptr()]
-        for tensor, held in moved:
-            held.copy_(tensor)
-            tensor.data = held
+        moved = [(tensor, recorded) for tensor, recorded in pairs if tensor.data_ptr() != recorded.data_ptr()]
+        for tensor, recorded in moved:
+            recorded.copy_(tensor)
+            tensor.data = recorded
         self._seen = now
         return True
 
@@ -417,8 +430,8 @@ def why_not(model: nn.Module) -> str:
                 "move the pipeline to one GPU"
             )
         for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ()):
-            known = (why for start, why in DIFFUSERS_HOOKS.items() if name.startswith(start))
-            return next(known, f"diffusers' hook {name} decides at each call what to compute: disable_cache() first")
+            reasons = (why for start, why in DIFFUSERS_HOOKS.items() if name.startswith(start))
+            return next(reasons, f"diffusers' hook {name} decides at each call what to compute: disable_cache() first")
         placed = vars(module).get("forward")
         if path and placed is not None and getattr(placed, "__self__", None) is not module:
             return f"the forward of {path} was replaced, and a graph would not run it: take that out first"
@@ -446,7 +459,7 @@ def _denoisers(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _place(model: nn.Module) -> str:
-    """The attribute that a call of the model runs: `compile()` puts one in front of `forward`."""
+    """Return the attribute that a call of the model runs: `compile()` puts one in front of `forward`."""
     return "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
 
 
@@ -456,18 +469,18 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def _compiled_with_graphs(module: nn.Module) -> bool:
     compiled = (vars(module), getattr(module._compiled_call_impl, "__dict__", {}))
-    asked = [found["get_compiler_config"]() for found in compiled if "get_compiler_config" in found]
-    return any(config and config.get("triton.cudagraphs") for config in asked)
+    configs = [attributes["get_compiler_config"]() for attributes in compiled if "get_compiler_config" in attributes]
+    return any(config and config.get("triton.cudagraphs") for config in configs)
 
 
 def _call(plain: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Any:
-    """With containers of its own: models take things out of dictionaries that they are given."""
+    """Call with new containers: models take things out of dictionaries that they are given."""
     args, kwargs = tree_unflatten(leaves, spec)
     return plain(*args, **kwargs)
 
 
 def _described(leaf: Any, device: torch.device) -> tuple:
-    """An argument's part of the kind of a call. Raises _Plain for what cannot be compared or copied to."""
+    """Return an argument's part of the kind of a call. Raises _Plain for one that cannot be compared or copied to."""
     if type(leaf) in (Tensor, nn.Parameter):
         if leaf.device != device:
             raise _Plain(f"an argument {(*leaf.shape,)} is on {leaf.device}, the model on {device}: move it there")
@@ -482,24 +495,24 @@ def _layout(tensor: Tensor) -> tuple:
 
 
 def _where(tensors: Sequence[Tensor | None]) -> tuple[list[int], list[torch.Size]]:
-    there = [tensor for tensor in tensors if tensor is not None]
-    return [tensor.data_ptr() for tensor in there], [tensor.shape for tensor in there]
+    present = [tensor for tensor in tensors if tensor is not None]
+    return [tensor.data_ptr() for tensor in present], [tensor.shape for tensor in present]
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Uninitialized, with the same strides; kernels may be chosen by them."""
+    """Make an uninitialized tensor with the same strides, since kernels may be chosen by them."""
     with torch.inference_mode(False):  # such tensors can only be written to in that mode
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _fill(inputs: list[Tensor | None], leaves: list[Any]) -> None:
-    for held, given in zip(inputs, leaves, strict=True):
-        if held is not None:
-            _once(held).copy_(_once(given))
+    for tensor, leaf in zip(inputs, leaves, strict=True):
+        if tensor is not None:
+            _once(tensor).copy_(_once(leaf))
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """Each element of an expanded tensor once."""
+    """View each element of an expanded tensor once."""
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[axis] > 1:
             tensor = tensor.narrow(axis, 0, 1)
@@ -507,7 +520,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 def _kept(value: Any, device: torch.device) -> Any:
-    """Attributes, or a value of one, to compare with later ones: containers as they are now, tensors by identity."""
+    """Copy attributes, or a value of one, for later comparison: containers as they are now, tensors by identity."""
     if isinstance(value, Tensor):
         return _Same(value, value.device != device)
     if isinstance(value, dict):

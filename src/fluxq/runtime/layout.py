@@ -2,12 +2,12 @@
 
     swizzle            block scales in the order that Blackwell's matrix units read; the inverse is a permutation
     add_row_scale      4-bit weights stay, with the 8-bit scale per row that W4A8 decodes them to; dropped for saving
-    add_decoded        the codes stay, with the fp32 matrix that they stand for; dropped for saving
+    add_decoded        the codes stay, with their decoded fp32 matrix beside them; dropped for saving
     reencode_layer     the weight becomes int8 or fp8 for good; rotation, deflated directions and low-rank branch go
                        into it, centering and smoothing stay; saving reads the files again
 
-`lay_out` makes of a layer which of them a chip needs. The new tensors take the place of the layer's Parameters, so
-that offload, moves and copies need to know nothing of it.
+`lay_out` chooses by the layer and the chip. The new tensors take the place of the layer's Parameters, so that offload,
+moves and copies need to know nothing of it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ KEPT = ("pre_quant_mean", "pre_quant_scale")  # what a re-encoded layer still ha
 
 
 def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: StoredLayer | None) -> bool:
-    """Lay a layer's tensors out for a chip, once; whether anything was to be done.
+    """Lay a layer's tensors out for a chip, once; return whether anything was to be done.
 
-    prefer: "speed" encodes anew what the chip's matrix units do not know, as int8 or fp8, with the least added error;
-    "memory" keeps 4-bit weights in 4 bits. origin: where the stored tensors can be read again, for saving.
+    prefer: "speed" encodes formats that the chip's matrix units do not know anew, as int8 or fp8, with the least added
+    error; "memory" keeps 4-bit weights in 4 bits. origin: where the stored tensors can be read again, for saving.
     """
     from fluxq.kernels.dispatch import SWIZZLED, offer  # only here: it needs Triton
 
@@ -42,9 +42,9 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: StoredLayer | No
     if scheme.activations is None:
         return False  # the recipe asked for 16-bit activations
     weights = scheme.weights.name
-    own, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
-    if own and offer(own.name, weights, chip).how:
-        swizzled = own is BLOCK_SCALED_MATMUL and chip in SWIZZLED
+    op, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
+    if op and offer(op.name, weights, chip).how:
+        swizzled = op is BLOCK_SCALED_MATMUL and chip in SWIZZLED
         if swizzled:
             swizzle(layer)
         return swizzled
@@ -58,14 +58,14 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: StoredLayer | No
 
 
 def swizzle(layer: QuantLinear) -> None:
-    """Block scales (N, G) into the flat 128x4 layout."""
+    """Swizzle block scales (N, G) into the flat 128x4 layout."""
     stored = _scheme_to_prepare(layer)
     _set(layer, "weight_scale", swizzle_scales(layer.quantized_weight.scale))
     layer.prepared = Layout(stored, "swizzled", "scales swizzled")
 
 
 def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
-    """Hold the scale per row with which W4A8 decodes the 4-bit weight, to whichever target adds the least error."""
+    """Add the scale per row with which W4A8 decodes the 4-bit weight, to whichever target adds the least error."""
     stored = _scheme_to_prepare(layer)
     w = layer.quantized_weight
     target, errors = choose_target(w, targets)
@@ -76,9 +76,9 @@ def add_row_scale(layer: QuantLinear, targets: tuple[str, ...]) -> None:
 
 
 def add_decoded(layer: QuantLinear) -> None:
-    """Hold the weight in fp32 beside its codes, 32 bits more for each: a product need not decode them, bit for bit.
+    """Add the weight in fp32 beside its codes, 32 bits more for each: a product need not decode them, bit for bit.
 
-    The codes remain what is saved, moved out of, fused and dequantized.
+    The codes remain for saving, moving, fusing and dequantizing.
     """
     stored = _scheme_to_prepare(layer)
     if ops.multiplies_codes(stored.weights, stored.activations):
@@ -89,7 +89,7 @@ def add_decoded(layer: QuantLinear) -> None:
 
 
 def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: StoredLayer | None = None) -> None:
-    """The weight in whichever of `targets` ("int8", "fp8") adds the least error, `QuantLinear.merged` where it is more.
+    """Encode the weight, merged with its transforms, in whichever of `targets` ("int8", "fp8") adds the least error.
 
     Centering and smoothing stay steps of the layer: 8-bit activations need them, and the quantizer does them on its
     way. origin: from where `as_stored` reads the stored tensors again; without one the layer cannot be saved any more.
@@ -123,18 +123,18 @@ def targets_on_cpu(scheme: Scheme) -> tuple[str, ...]:
 
 
 def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
-    """The layer's tensors by name as its checkpoint stores them, whatever was made of them for a GPU.
+    """Return the layer's tensors by name as its checkpoint stores them, however they were prepared for a GPU.
 
     Raises ValueError where that needs files that are gone or have changed, or an adapter was fused since.
     """
-    held = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False)}
+    tensors = {name: value.data for name, value in layer.named_parameters(recurse=False)}
     prepared = layer.prepared
     if prepared is None:
-        return held
+        return tensors
     if prepared.kind in ("row scale", "decoded"):
-        return {name: tensor for name, tensor in held.items() if name not in (ROW_SCALE, DECODED)}
+        return {name: value for name, value in tensors.items() if name not in (ROW_SCALE, DECODED)}
     if prepared.kind == "swizzled":
-        return held | {"weight_scale": layer.quantized_weight.scale}
+        return tensors | {"weight_scale": layer.quantized_weight.scale}
     if prepared.origin is None:
         raise ValueError(
             f"a layer of this model was {prepared.how} for one GPU, and it is unknown where its {prepared.scheme} "
@@ -148,17 +148,17 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
     names += branch_shapes(prepared.scheme, layer.out_features, layer.in_features)
     if _changes_bias(prepared.scheme):
         names.append("bias")
-    found = {name: prepared.origin.read(name) for name in names}
-    if digest_of(found["weight"]) != prepared.digest:
+    stored = {name: prepared.origin.read(name) for name in names}
+    if digest_of(stored["weight"]) != prepared.digest:
         raise ValueError(
             f"{prepared.origin.layer}.weight in {prepared.origin.folder} is not what this model was loaded from: put "
             "the original files back, or load the model again and name its folder, fluxq.prepare(..., source=FOLDER)"
         )
-    return {name: tensor for name, tensor in held.items() if name == "bias"} | found
+    return {name: value for name, value in tensors.items() if name == "bias"} | stored
 
 
 def digest_of(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
@@ -168,7 +168,7 @@ def _changes_bias(stored: Scheme) -> bool:
 
 
 def _scheme_to_prepare(layer: QuantLinear) -> Scheme:
-    """The scheme of a layer that was not prepared yet and holds its weight."""
+    """Return the scheme of a layer that is not offloaded; ValueError for one that is prepared already or offloaded."""
     if layer.prepared is not None:
         raise ValueError(f"this layer is prepared already ({layer.prepared.how}): load the checkpoint again")
     if layer.weight.is_meta:

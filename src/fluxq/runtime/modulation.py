@@ -7,9 +7,9 @@ per image and step s,
 
 so each step reads all of W to multiply one row: 3.2 of FLUX.1-dev's 11.9 billion weights. Nothing in e_s depends on
 the image so far, and the scheduler knows every t_s beforehand. At the first step of a call the model's own embedder
-therefore makes e_s of all steps, and each Linear multiplies them together when it is first asked; later steps look up.
+therefore makes e_s of all steps, and each Linear multiplies them together when it is first called; later steps look up.
 
-What is looked up is never another prompt's or step's. A step is found by comparing its e_s with those of the table,
+A row of another prompt or step is never looked up. A step is found by comparing its e_s with those of the table,
 which waits for the device once a step; a Linear takes a row only where its input lies in the very memory of that step's
 silu(e_s). In all other cases it computes plainly, and the log says once why. One product of many rows sums in another
 order than products of one row do: sums agree to 2^-20 sum |a| |b|, and a bfloat16 output whose sum lies beside a tie
@@ -61,10 +61,10 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
     family = family_of(type(transformer).__name__)
     layers = dict(_modulations(transformer, family))
     if family.embedded_timestep is None:
-        known = ", ".join(name for name, row in FAMILIES.items() if row.embedded_timestep)
+        families = ", ".join(name for name, row in FAMILIES.items() if row.embedded_timestep)
         raise ValueError(
             f"the modulation of a {type(transformer).__name__} cannot be hoisted, only that of "
-            f"{known}: all its blocks share it, or what its embedder gets is not known here"
+            f"{families}: all its blocks share it, or what its embedder gets is not known here"
         )
     if any(_is_hoisted(linear) for linear, _ in layers.values()):
         raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")
@@ -92,7 +92,7 @@ class HoistedModulation(Handle):
         self._embedded_timestep = embedded_timestep
         self._schedule: Tensor | None = None
         self._tables: list[_Table] = []
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._embedder: nn.Module = transformer.time_text_embed
         self._hook = self._embedder.register_forward_hook(self._at_step, with_kwargs=True)
         self._placed: list[_Activation | _Modulation] = []
@@ -116,12 +116,12 @@ class HoistedModulation(Handle):
 
     def say(self, why: str, *values: object) -> None:
         """Log why Linears compute plainly, each reason once, with the values of the first time."""
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             logger.warning(f"modulation is computed step by step: {why}", *values)
 
     def _at_step(self, _embedder: nn.Module, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> None:
-        """Forward hook of the embedder, whose output (B, K) every modulation of this step reads."""
+        """Choose the step of this call: a forward hook of the embedder, whose output (B, K) every modulation reads."""
         if torch.compiler.is_compiling():
             return
         self.step = None
@@ -139,18 +139,18 @@ class HoistedModulation(Handle):
             self.step = self._find(temb) or self._prepare(args, kwargs, temb)
 
     def _find(self, temb: Tensor) -> _Step | None:
-        found = ((table, table.index(temb)) for table in reversed(self._tables))
-        return next((_Step(table, index, temb) for table, index in found if index is not None), None)
+        candidates = ((table, table.index(temb)) for table in reversed(self._tables))
+        return next((_Step(table, index, temb) for table, index in candidates if index is not None), None)
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> _Step | None:
-        """A table of all steps for this call's other arguments; None, with the reason logged, if there can be none.
+        """Make a table of all steps for this call's other arguments; None, with the reason logged, if it cannot be.
 
-        The embedder runs once for each step as it will then, on as many rows: in one product its bits would differ.
+        The embedder runs once for each step, on as many rows as it will then: in one product its bits would differ.
         """
-        given, *rest = args
+        times, *rest = args
         schedule: Any = self._schedule
-        values = self._embedded_timestep(schedule.to(given.device), given.dtype).unique()
-        now = given[0]
+        values = self._embedded_timestep(schedule.to(times.device), times.dtype).unique()
+        now = times[0]
         if not bool((values == now).any()):
             self.say("timestep %g is none that the scheduler makes", float(now))
             return None
@@ -159,7 +159,7 @@ class HoistedModulation(Handle):
             self.say("%d rows are more than max_rows=%d; raise it where memory allows", rows, self.max_rows)
             return None
         # Edit models embed a 0 beside each timestep; it stays.
-        steps = [self._embedder.forward(torch.where(given == now, value, given), *rest, **kwargs) for value in values]
+        steps = [self._embedder.forward(torch.where(times == now, value, times), *rest, **kwargs) for value in values]
         table = _Table(torch.stack(steps))
         index = table.index(temb)
         if index is None:
@@ -170,7 +170,7 @@ class HoistedModulation(Handle):
 
 
 @dataclass(frozen=True)
-class _Made:
+class _LayerOutputs:
     """Outputs (S, B, N) of one Linear, made while its weight was as `weight_state` says."""
 
     outputs: Tensor
@@ -179,26 +179,26 @@ class _Made:
 
 @dataclass
 class _Table:
-    """Embeddings (S, B, K) of all S steps, and by layer what it made of them; of one prompt's B rows."""
+    """Embeddings (S, B, K) of all S steps and one prompt's B rows; by_layer: outputs that layers made of them."""
 
     embeddings: Tensor
     inputs: Tensor = field(init=False)  # (S B, K)
-    made: dict[str, _Made] = field(default_factory=dict)
+    by_layer: dict[str, _LayerOutputs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inputs = nn.functional.silu(self.embeddings).flatten(0, 1)
 
     def index(self, temb: Tensor) -> int | None:
-        """The step whose embedding (B, K) this is, element for element."""
-        held = self.embeddings
-        if (held.shape[1:], held.dtype, held.device) != (temb.shape, temb.dtype, temb.device):
+        """Return the step whose embedding (B, K) this is, element for element."""
+        embeddings = self.embeddings
+        if (embeddings.shape[1:], embeddings.dtype, embeddings.device) != (temb.shape, temb.dtype, temb.device):
             return None
-        equal = (held == temb).flatten(1).all(1).tolist()  # the one wait for the device
+        equal = (embeddings == temb).flatten(1).all(1).tolist()  # the one wait for the device
         return equal.index(True) if True in equal else None
 
 
 class _Step:
-    """The embedding that this step's modulations read, held so that its memory becomes nothing else's."""
+    """The embedding that this step's modulations read, kept so that its memory becomes nothing else's."""
 
     def __init__(self, table: _Table, index: int, temb: Tensor) -> None:
         batch = len(temb)
@@ -237,7 +237,7 @@ class _Activation(Placed):
 
 
 class _Modulation(Placed):
-    """A modulation Linear: of the table's rows it gives what all steps' product made of them."""
+    """A modulation Linear: of the table's rows it gives its outputs in the product of all steps."""
 
     def __init__(self, hoisted: HoistedModulation, module: nn.Linear, model: nn.Module, path: str) -> None:
         super().__init__(module)
@@ -254,20 +254,20 @@ class _Modulation(Placed):
         return self._outputs(step.table)[step.index, rows]
 
     def _outputs(self, table: _Table) -> Tensor:
-        """(S, B, N), made when this layer is first asked: wherever its weights are kept, they are there then."""
+        """Return (S, B, N), made at this layer's first call: its weights are there then, wherever they are kept."""
         state = self._weight_state()
-        made = table.made.get(self.path)
-        if made is None or made.weight_state != state:
+        layer_outputs = table.by_layer.get(self.path)
+        if layer_outputs is None or layer_outputs.weight_state != state:
             outputs = self._product(table.inputs).unflatten(0, table.embeddings.shape[:2])
-            made = table.made[self.path] = _Made(outputs, state)
-        return made.outputs
+            layer_outputs = table.by_layer[self.path] = _LayerOutputs(outputs, state)
+        return layer_outputs.outputs
 
     def _product(self, x: Tensor) -> Tensor:
         with _brought(self.module, x.device) if self.hoisted.offload and self.hoisted.on else nullcontext():
             return self.plain(x)
 
     def _weight_state(self) -> tuple:
-        """Changes with the weight: when it is written to, another one takes its place, or adapters are merged.
+        """Return values that change with the weight: when it is written or replaced, or adapters are merged.
 
         Merging goes through `.data`, which counts nothing.
         """
@@ -279,9 +279,9 @@ class _Modulation(Placed):
 
 
 def _modulations(transformer: nn.Module, family: Family) -> Iterator[tuple[str, tuple[nn.Linear, nn.SiLU]]]:
-    """Path -> (Linear, the silu in front of it) of every Linear that reads silu(temb) and nothing else.
+    """Yield path -> (Linear, the silu in front of it) of every Linear that reads silu(temb) and nothing else.
 
-    An adapter's own Linears are left alone: where one is loaded, the table holds what the layer inside it makes.
+    An adapter's own Linears are left alone: where one is loaded, the table has outputs of the layer inside it.
     """
     for path, module in transformer.named_modules():
         name = path.removesuffix(".base_layer")
@@ -324,19 +324,19 @@ def _require_not_offloaded(transformer: nn.Module, linears: list[nn.Linear]) -> 
 
 @contextmanager
 def _brought(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The module's tensors on `device` for one product, and on the CPU afterwards, whoever moved them meanwhile."""
+    """Bring the module's tensors to `device` for one product, and back to the CPU, whoever moved them meanwhile."""
     _move(module, torch.device("cpu"))
-    held = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     try:
         _move(module, device)
         yield
     finally:
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             module.register_parameter(name, parameter)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Parameters that are elsewhere are replaced; those that are there stay the objects they are."""
+    """Replace parameters that are on another device; the others stay the objects they are."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.device != device:
             moved = nn.Parameter(parameter.data.to(device), requires_grad=parameter.requires_grad)

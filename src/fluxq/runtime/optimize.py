@@ -1,7 +1,7 @@
 """`fluxq.optimize(pipe)` and `fluxq.restore(pipe)`: a pipeline's transformer computes its blocks in fused forms.
 
-What a fused form is, and when a block keeps its own, is in runtime/fused.py; here it is found what to fuse, and what
-the device that will compute has kernels for.
+runtime/fused.py says how a block is fused, and when it keeps its own form; here the models to fuse are found, and
+the kernels of the device that will compute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MANY_TOKENS = 4096  # of an image of 1024x1024
 
 
 def optimize(model: Any, *, device: str | torch.device | None = None) -> list[FusedPart]:
-    """Fuse the blocks of a transformer, or of a pipeline's, in place; what was done, block by block and part by part.
+    """Fuse the blocks of a transformer, or of a pipeline's, in place; return what was done, part by part of each block.
 
     Images are the same, byte for byte on a CPU. Nothing of the model is copied or changed but the class of its blocks,
     and a block whose call the fused form does not know runs its own forward. Called again, it decides anew: after
@@ -37,11 +37,11 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. Raises
     ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels.
     """
-    found = dict(_transformers(model))
-    if not found:
+    denoisers = dict(_transformers(model))
+    if not denoisers:
         raise ValueError(f"{_classes(model)}: no fused form is known, only of {fused.fusable_models()}")
     parts: list[FusedPart] = []
-    for name, (part, family) in found.items():
+    for name, (part, family) in denoisers.items():
         target = _device(part, device)
         done = fused.optimize(part, family, target.type, _lacks(target))
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
@@ -50,13 +50,13 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
 
 
 def restore(model: Any) -> int:
-    """Give the blocks that `optimize` changed their own forward back; how many there were. It always works."""
+    """Give the blocks that `optimize` changed their own forward back; return how many there were. It always works."""
     parts = [model] if isinstance(model, nn.Module) else model.components.values()
     return sum(fused.restore(part) for part in parts if isinstance(part, nn.Module))
 
 
 def _transformers(model: Any) -> Iterator[tuple[str, tuple[nn.Module, Family]]]:
-    """(component's name, empty for a model by itself; (model, family)) of what has a fused form."""
+    """Yield (component's name, empty for a model by itself; (model, family)) of models that have a fused form."""
     families = {family.model: family for family in FAMILIES.values() if family.fusable}
     for name, part in ({"": model} if isinstance(model, nn.Module) else dict(model.components)).items():
         part = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
@@ -72,14 +72,12 @@ def _classes(model: Any) -> str:
 def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    held = next(model.parameters()).device
-    return torch.device("cuda", 0) if held.type in ("cpu", "meta") and torch.cuda.is_available() else held
+    present = next(model.parameters()).device
+    return torch.device("cuda", 0) if present.type in ("cpu", "meta") and torch.cuda.is_available() else present
 
 
 def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
-    """Return a function that says why the device does not make or multiply a layer's codes; empty if it does.
-
-    It takes the layer and what makes its input.
+    """Return a function of a layer and the maker of its input, which says why the device lacks a kernel for it, or "".
 
     Raises ValueError for a GPU that has no kernel for the norms, which every block needs.
     """

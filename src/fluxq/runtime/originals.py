@@ -2,11 +2,11 @@
 
     resident    all of them lie beside the codes, each on its layer's device
     streamed    a block is read from the model's files when one of its layers is called, and the next one meanwhile:
-                two blocks at most are held, and none between such steps
+                two blocks at most are in memory, and none between such steps
 
-What a model holds in 16 bit anyway is the same either way, so only quantized layers have something here. What such a
-layer does to its input before it rounds it (mean, factors, rotation, deflation), and what its bias and its low-rank
-branch make up for, belongs to its codes: the original weight takes the input as it comes, with the original bias.
+Only quantized layers have something here; all other weights are in 16 bit anyway. The original weight takes the input
+as it comes, with the original bias: mean, factors, rotation and deflation of the input belong to the codes, and so do
+the changes of bias and low-rank branch that make up for them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _ALIKE = 0.5  # a weight's relative distance to its codes; the worst format's is
 class Original:
     """A layer's weight (N, K), and bias (N,) or None, as the 16-bit model has them; `layer.instead`.
 
-    is_centred: the layer's own bias is another one, because it centres its input. Where it does not, the two share
-    theirs, and `bias` is None. rank: of the layer's low-rank branch that belongs to its codes; ranks behind those are
-    adapters that were fused, and count here too.
+    is_centred: the layer centres its input, so its own bias is another one; otherwise it is used, and `bias` is None.
+    rank: of the layer's low-rank branch that belongs to its codes; later ranks are fused adapters, and count here too.
     """
 
     weight: Tensor
@@ -43,7 +42,7 @@ class Original:
     rank: int
 
     def __call__(self, layer: QuantLinear, x: Tensor) -> Tensor:
-        """x (…, K) -> (…, N)."""
+        """Apply the layer to x (…, K): (…, N)."""
         y = F.linear(x, self.weight, self.bias if self.is_centred else layer.bias)
         first = first_fused(layer, self.rank)
         if layer.low_rank is not None and layer.scheme.rank > first:
@@ -78,22 +77,22 @@ class Originals:
                 )
 
     def read(self, path: str) -> Original:
-        """A layer's, on the CPU, in the dtype that the 16-bit model computes with."""
+        """Read a layer's weight and bias on the CPU, in the dtype that the 16-bit model computes with."""
         layer, weight, bias = self.layers[path], f"{path}.weight", f"{path}.bias"
         dtype = torch.float32 if self.source.stays_fp32(weight) else layer.compute_dtype
         is_centred = layer.stored_scheme.center
-        own_bias = self.source[bias].to(dtype) if is_centred and bias in self.source else None
-        return Original(self.source[weight].flatten(1).to(dtype), own_bias, is_centred, self.ranks[path])
+        original_bias = self.source[bias].to(dtype) if is_centred and bias in self.source else None
+        return Original(self.source[weight].flatten(1).to(dtype), original_bias, is_centred, self.ranks[path])
 
     def nbytes(self, path: str) -> int:
-        """Bytes of `read(path)`."""
+        """Return the bytes of `read(path)`."""
         layer = self.layers[path]
         itemsize = 4 if self.source.stays_fp32(f"{path}.weight") else layer.compute_dtype.itemsize
         has_bias = layer.stored_scheme.center and f"{path}.bias" in self.source
         return itemsize * layer.out_features * (layer.in_features + has_bias)
 
     def require_alike(self) -> None:
-        """ValueError where a weight is not near what its codes stand for; one layer of each block is looked at."""
+        """Raise ValueError where a weight is not near the one that its codes stand for, in one layer of each block."""
         for paths in self.blocks():
             path, layer = paths[0], self.layers[paths[0]]
             if layer.weight.is_meta:
@@ -107,7 +106,7 @@ class Originals:
                 )
 
     def blocks(self) -> list[list[str]]:
-        """Paths of the layers of each block, in the model's order."""
+        """List the paths of the layers of each block, in the model's order."""
         blocks: dict[str, list[str]] = {}
         for path in self.layers:
             blocks.setdefault(_block_of(path), []).append(path)
@@ -123,14 +122,14 @@ class Originals:
         return all(room is None or needed[device] <= _SHARE * room for device, room in free.items())
 
 
-def first_fused(layer: QuantLinear, own: int) -> int:
-    """The first of the ranks of a layer's branch that are fused adapters; `own` of those it was quantized with.
+def first_fused(layer: QuantLinear, rank: int) -> int:
+    """Return the first of the ranks of a layer's branch that are fused adapters; rank: without adapters.
 
     ValueError where codes for one GPU were made with an adapter inside, which is then in them alone.
     """
     if layer.prepared is None or layer.prepared.kind != "re-encoded":
-        return own
-    if layer.prepared.scheme.rank > own:
+        return rank
+    if layer.prepared.scheme.rank > rank:
         raise ValueError(
             "an adapter was fused before fluxq.prepare, which put it into the codes, and steps in 16 bit would go "
             "without it: prepare first, then fuse the adapter, or leave it unfused"
@@ -143,29 +142,29 @@ class Resident:
 
     def __init__(self, originals: Originals) -> None:
         self._layers = originals.layers
-        self._held = {path: _on(originals.read(path), layer.weight.device) for path, layer in self._layers.items()}
+        self._by_layer = {path: _on(originals.read(path), layer.weight.device) for path, layer in self._layers.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values())
+        return sum(original.nbytes for original in self._by_layer.values())
 
     def enter(self) -> None:
-        """From now on layers compute with their originals."""
+        """Let layers compute with their originals from now on."""
         for path, layer in self._layers.items():
-            layer.instead = self._held[path]
+            layer.instead = self._by_layer[path]
 
     def leave(self) -> None:
-        """Layers compute with their codes again."""
+        """Let layers compute with their codes again."""
         give_back(self._layers)
 
     def close(self) -> None:
-        self._held = {}
+        self._by_layer = {}
 
 
 class Streamed:
-    """Originals that come block by block. Between `enter` and `leave`; blocks may be called in any order.
+    """Originals that come block by block, between `enter` and `leave`; blocks may be called in any order.
 
-    Which block follows which is learned: at first it is the one that is defined next.
+    The order is learned: at first the next block is the one that is defined next.
     """
 
     def __init__(self, originals: Originals) -> None:
@@ -180,18 +179,18 @@ class Streamed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that are here by now."""
+        """Bytes of the blocks that are in memory."""
         here = [self._present[1]] if self._present else []
         here += [self._coming[2].result()] if self._coming and self._coming[2].done() else []
         return sum(block.nbytes for block in here)
 
     def enter(self) -> None:
-        """From now on layers compute with their originals."""
+        """Let layers compute with their originals from now on."""
         for path, layer in self._originals.layers.items():
             layer.instead = partial(self._compute, path)
 
     def leave(self) -> None:
-        """Layers compute with their codes again, and nothing is held."""
+        """Let layers compute with their codes again, and drop all originals."""
         give_back(self._originals.layers)
         self._present = None
         self._drop_coming()
@@ -207,10 +206,10 @@ class Streamed:
             self._advance(index, x.device)
         if self._present is None:
             raise RuntimeError(f"{path}: its block was not brought")
-        return self._present[1].held[path](layer, x)
+        return self._present[1].originals[path](layer, x)
 
     def _advance(self, index: int, device: torch.device) -> None:
-        """Let the block that is held go, and hold this one instead; begin to read the next."""
+        """Replace the block in memory by this one, and begin to read the next."""
         if self._present is not None:
             self._after[self._present[0]] = index
         self._present = None
@@ -235,7 +234,7 @@ class Streamed:
                 future.exception()  # a read that has begun is waited for, and what came of it is nobody's
 
     def _read(self, index: int, device: torch.device, done: torch.cuda.Event | None) -> _Brought:
-        """A block's originals on a device. done: when the block before the present one has been used."""
+        """Read a block's originals to a device. done: when the block before the present one has been used."""
         read = {path: self._originals.read(path) for path in self._blocks[index]}
         if device.type != "cuda":
             return _Brought({path: _on(each, device) for path, each in read.items()})
@@ -251,18 +250,18 @@ class Streamed:
 class _Brought:
     """A block's originals. ready: when their copies to a GPU are complete, None if they are."""
 
-    held: dict[str, Original]
+    originals: dict[str, Original]
     ready: torch.cuda.Event | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.held.values())
+        return sum(each.nbytes for each in self.originals.values())
 
     def wait(self) -> None:
         """Order all later launches behind the copies, and keep the memory from reuse before they have run."""
         if self.ready is None:
             return
-        for each in self.held.values():
+        for each in self.originals.values():
             stream = torch.cuda.current_stream(each.weight.device)
             stream.wait_event(self.ready)
             each.weight.record_stream(stream)
@@ -294,7 +293,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _block_of(path: str) -> str:
-    """`transformer_blocks.3` of `transformer_blocks.3.attn.to_q`; the first name of what is in no list of blocks."""
+    """Return `transformer_blocks.3` of `transformer_blocks.3.attn.to_q`; the first name of a path without a number."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: number + 1])

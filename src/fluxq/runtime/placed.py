@@ -1,4 +1,4 @@
-"""Things that are put into a pipeline for a while, and taken out again."""
+"""Base classes of things that are put into a pipeline for a while, and taken out again."""
 
 from __future__ import annotations
 

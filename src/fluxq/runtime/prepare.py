@@ -30,7 +30,7 @@ Prefer = Literal["speed", "memory", "decoded"]
 
 @dataclass(frozen=True)
 class PreparedLayer:
-    """A layer that `prepare` changed. how: what was done. added_error: relative to the stored weight, 0 if none."""
+    """A layer that `prepare` changed. how: in words. added_error: relative to the stored weight, 0 if none."""
 
     name: str
     stored: str
@@ -46,11 +46,12 @@ def prepare(
     device: str | torch.device | None = None,
     source: str | Path | None = None,
 ) -> list[PreparedLayer]:
-    """Lay out a quantized model, or all models of a pipeline, for one device; what was changed, layer by layer.
+    """Lay out a quantized model, or all models of a pipeline, for one device; return what was changed, layer by layer.
 
-    What the device's matrix units know is at most permuted. Other weights become int8 or fp8, each layer what adds the
-    less error ("speed"), or stay in 4 bits and are decoded in the kernel ("memory"). Layers with 16-bit activations
-    stay as they are. A warning names layers that the device has no product for. Called again, nothing changes.
+    Formats that the device's matrix units know are at most permuted. Other weights become int8 or fp8, whichever adds
+    less error in a layer ("speed"), or stay in 4 bits and are decoded in the kernel ("memory"). Layers with 16-bit
+    activations stay as they are. A warning names layers that the device has no product for. Called again, it changes
+    nothing.
 
     On a CPU "speed" turns layers into int8 where it multiplies that; "memory" leaves codes, which each product decodes;
     "decoded" keeps fp32 weights beside the codes, 32 bits more for each weight, and computes the same bits sooner.
@@ -95,7 +96,7 @@ def prepare(
 
 
 def _quantized_models(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """(component's name, empty for a model by itself; model) of all that hold a QuantLinear."""
+    """Yield (component's name, empty for a model by itself; model) of all that hold a QuantLinear."""
     parts = {"": model} if isinstance(model, nn.Module) else dict(model.components)
     for name, part in parts.items():
         if isinstance(part, nn.Module) and quant_layers(part):
@@ -103,7 +104,7 @@ def _quantized_models(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _require_present(models: dict[str, nn.Module]) -> None:
-    """ValueError for weights that are elsewhere, or that a hook of diffusers keeps a copy of."""
+    """Raise ValueError for weights that are elsewhere, or that a hook of diffusers keeps a copy of."""
     for part in models.values():
         hooks = [getattr(module, "_diffusers_hook", None) for module in part.modules()]
         grouped = any(hook and hook.get_hook("group_offloading") for hook in hooks)
@@ -117,12 +118,12 @@ def _require_present(models: dict[str, nn.Module]) -> None:
 def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    held = quant_layers(model)[0][1].weight.device
-    return torch.device("cuda", 0) if held.type == "cpu" and torch.cuda.is_available() else held
+    present = quant_layers(model)[0][1].weight.device
+    return torch.device("cuda", 0) if present.type == "cpu" and torch.cuda.is_available() else present
 
 
 def _chip(device: torch.device) -> str:
-    """The name of a GPU's chip; of other devices their type."""
+    """Return the name of a GPU's chip; of other devices their type."""
     if device.type != "cuda":
         return device.type
     if find_spec("triton") is None:
@@ -147,7 +148,7 @@ def _require_not_prepared_otherwise(models: dict[str, nn.Module], chip: str, pre
 
 
 def _require_room(models: dict[str, nn.Module]) -> None:
-    """ValueError where the decoded weights do not fit into what is free beside the codes."""
+    """Raise ValueError where the decoded weights do not fit into the free memory beside the codes."""
     layers = [layer for part in models.values() for _, layer in quant_layers(part) if _is_to_decode(layer)]
     needed = sum(4 * layer.in_features * layer.out_features for layer in layers)
     free = free_bytes(layers[0].weight.device) if layers else None
@@ -165,7 +166,7 @@ def _is_to_decode(layer: QuantLinear) -> bool:
 def _prepare_layer(
     layer: QuantLinear, device: torch.device, chip: str, prefer: str, origin: StoredLayer | None
 ) -> Layout | None:
-    """Prepare a layer, and return what was done to it; None if nothing was to be done."""
+    """Prepare a layer, and return how; None if nothing was to be done."""
     if device.type == "cuda":
         lay_out(layer, chip, prefer, origin)
     elif prefer == "decoded" and _is_to_decode(layer):
@@ -178,27 +179,27 @@ def _prepare_layer(
 
 
 def _folders(model: Any, models: dict[str, nn.Module], source: str | Path | None) -> dict[str, Path | None]:
-    """The folder of safetensors files that each component was loaded from, None if it cannot be told."""
-    given = {name: _checkpoint(str(source or ""), name, part) for name, part in models.items()}
-    if source is not None and not any(given.values()):
+    """Return the folder of safetensors files that each component was loaded from, None if it cannot be told."""
+    homes = {name: _checkpoint(str(source or ""), name, part) for name, part in models.items()}
+    if source is not None and not any(homes.values()):
         classes = ", ".join(type(part).__name__ for part in models.values())
         raise ValueError(
             f"source {source} holds no checkpoint of fluxq for {classes}: expected the folder that the model was "
             "loaded from, with config.json"
         )
     return {  # a component may come from elsewhere than its pipeline
-        name: given[name] or _checkpoint(_loaded_from(part), name, part) or _checkpoint(_loaded_from(model), name, part)
+        name: homes[name] or _checkpoint(_loaded_from(part), name, part) or _checkpoint(_loaded_from(model), name, part)
         for name, part in models.items()
     }
 
 
 def _loaded_from(model: Any) -> str:
-    """The folder or repository that was given to `from_pretrained`."""
+    """Return the folder or repository that was given to `from_pretrained`."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def _checkpoint(named: str, component: str, part: nn.Module) -> Path | None:
-    """The folder with a model's checkpoint, or one inside it; None if there is none, or more than one might be it."""
+    """Return the folder of a model's checkpoint, `named` or inside it; None if none, or more than one, might be it."""
     root = Path(named) if named and os.path.isdir(named) else _in_hub_cache(named)
     if root is None:
         return None
@@ -214,14 +215,14 @@ def _is_checkpoint(folder: Path, part: nn.Module) -> bool:
     """Tell whether a folder's config.json is that of a model of this class under fluxq."""
     if not (folder / "config.json").is_file():
         return False
-    found = read_json(folder / "config.json")
-    classes = (found.get("_class_name"), *(found.get("architectures") or ()))
-    method = (found.get("quantization_config") or {}).get("quant_method")
+    config = read_json(folder / "config.json")
+    classes = (config.get("_class_name"), *(config.get("architectures") or ()))
+    method = (config.get("quantization_config") or {}).get("quant_method")
     return type(part).__name__ in classes and method == QUANT_METHOD
 
 
 def _in_hub_cache(repository: str) -> Path | None:
-    """The folder where huggingface_hub keeps a repository's main branch, None if it downloaded nothing of it.
+    """Return the folder where huggingface_hub keeps a repository's main branch, None if nothing of it was downloaded.
 
     Its own look-up takes the name of a file, or wants all files of the repository to be there.
     """
@@ -236,7 +237,7 @@ def _in_hub_cache(repository: str) -> Path | None:
 
 
 def _name_in_file(name: str) -> str:
-    """Adapters and torch.compile put modules of theirs around a layer, and what a block is called changes."""
+    """Return a layer's name without the modules that adapters and torch.compile put around it."""
     return name.removesuffix(".base_layer").replace("_orig_mod.", "")
 
 
@@ -250,7 +251,7 @@ def _report(changed: list[PreparedLayer], device: torch.device) -> None:
 
 
 def _warn_of_fallbacks(models: dict[str, nn.Module], device: torch.device, chip: str) -> None:
-    """Say of layers that stayed as they are, and whose codes the device cannot multiply, what computes them."""
+    """Warn of layers that stayed as they are with codes that the device cannot multiply, and say how they compute."""
     left = [layer for part in models.values() for _, layer in quant_layers(part) if layer.prepared is None]
     ways = ((layer.scheme, _fallback(layer, device, chip)) for layer in left if layer.scheme.activations)
     for (scheme, way), count in Counter((str(scheme), way) for scheme, way in ways if way).items():
@@ -258,7 +259,7 @@ def _warn_of_fallbacks(models: dict[str, nn.Module], device: torch.device, chip:
 
 
 def _fallback(layer: QuantLinear, device: torch.device, chip: str) -> str:
-    """Return what computes a layer, and why, if it is not the device's own product of such codes; else empty."""
+    """Return the implementation and its reason, if it is not the device's own product of the codes; else empty."""
     if device.type != "cuda":
         name, why = ops.implementation(layer.scheme, device.type)
         return f"{name} ({why})" if name == ops.TORCH else ""

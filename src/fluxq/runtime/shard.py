@@ -28,13 +28,13 @@ from fluxq.recipes.formats import Scheme
 def shard(
     layer: QuantLinear, axis: Literal["N", "K"], rank: int, world_size: int, parts: Sequence[int] = ()
 ) -> QuantLinear:
-    """Rank `rank`'s share of a layer (K in, N out), a copy: (K, N / world_size) on axis N, (K / world_size, N) on K.
+    """Cut rank `rank`'s share out of a layer (K in, N out): (K, N / world_size) on axis N, (K / world_size, N) on K.
 
-    Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K. parts: sizes along the
-    axis of what is concatenated there, each cut by itself (a FLUX single block's proj_out reads [attention, MLP]).
-    Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer that deflates its input,
-    for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared, on every rank for the same
-    chip.
+    The share is a copy. Global scale and `input_scale` stay whole. The bias is cut on N and stays with rank 0 on K.
+    parts: sizes along the axis of the tensors that are joined there, each cut by itself (a FLUX single block's proj_out
+    reads [attention, MLP]). Raises ValueError where a share would not be whole blocks of the scheme, on K for a layer
+    that deflates its input, for a 1x1 convolution and for a layer that fluxq.prepare changed; shards can be prepared,
+    on every rank for the same chip.
     """
     if layer.prepared is not None:
         raise ValueError(
@@ -55,9 +55,9 @@ def shard(
     spans = _spans(size, parts, rank, world_size, unit, f"axis {axis} of a {layer.scheme} layer")
 
     def cut(tensor: Tensor, dim: int) -> Tensor:
-        """The share of a tensor that holds shape[dim] / size entries for each of the axis."""
-        held = tensor.shape[dim]
-        slices = [tensor.narrow(dim, start * held // size, length * held // size) for start, length in spans]
+        """Cut the share out of a tensor with shape[dim] / size entries for each of the axis."""
+        entries = tensor.shape[dim]
+        slices = [tensor.narrow(dim, start * entries // size, length * entries // size) for start, length in spans]
         return torch.cat(slices, dim)
 
     share = sum(length for _, length in spans)
@@ -126,8 +126,8 @@ class RowParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _require_no_gradient(x)
         part = self.part
-        given = part.tensors._replace(input_scale=self._input_scale(x))
-        y = ops.quantized_linear(x.float(), *pack(given, part.scheme))
+        operands = part.tensors._replace(input_scale=self._input_scale(x))
+        y = ops.quantized_linear(x.float(), *pack(operands, part.scheme))
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 
@@ -151,14 +151,14 @@ class RowParallel(nn.Module):
 
 
 def _block(scheme: Scheme) -> int:
-    """Elements along K that a share must hold whole multiples of."""
+    """Return the elements along K that a share must hold whole multiples of."""
     codes_per_byte = 8 // scheme.weights.element.bits
     formats = [scheme.weights] if scheme.activations is None else [scheme.weights, scheme.activations]
     return math.lcm(codes_per_byte, scheme.hadamard or 1, *(row.group_size or 1 for row in formats))
 
 
 def _spans(size: int, parts: Sequence[int], rank: int, world_size: int, unit: int, what: str) -> list[tuple[int, int]]:
-    """(start, length) of a rank's share of every part."""
+    """Return (start, length) of a rank's share of every part."""
     parts = parts or [size]
     if sum(parts) != size or min(parts) < 1:
         raise ValueError(f"parts {list(parts)} do not add up to the {size} of {what}")

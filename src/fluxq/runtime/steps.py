@@ -1,16 +1,16 @@
-"""Some denoising steps in 16 bit: `fluxq.keep_steps(pipe)`, and what a recipe's `steps` becomes.
+"""Some denoising steps in 16 bit: `fluxq.keep_steps(pipe)`, and a recipe's `steps`.
 
-An error of the first steps changes what the image is of, one of the last steps is washed out by none after it. In the
+An error of the first steps changes the subject of an image, and no later step washes out one of the last steps. In the
 steps that are kept a quantized layer computes with its original weight on its input as it comes, and self-attention in
 16 bit: the denoiser is then the 16-bit model, bit for bit where that was loaded in the same dtype.
 
-Which step a call of the denoiser belongs to is what the scheduler says, so that guidance with two calls a step, two
-denoisers in one run, image-to-image and step caches need nothing. A step is one of those that users ask for: two
-evaluations of a scheduler of second order. Steps count from where the call begins; where a pipeline ends before its
-schedule does (`denoising_end`), the last ones are those of the schedule.
+The scheduler says which step a call of the denoiser belongs to, so guidance with two calls a step, two denoisers in one
+run, image-to-image and step caches need nothing. A step is one of those that users ask for: two evaluations of a
+scheduler of second order. Steps count from where the call begins; where a pipeline ends before its schedule does
+(`denoising_end`), the last ones are those of the schedule.
 
-A scheduler without `step_index` (DDIM, DDPM) is followed by the timestep that the denoiser is given. That waits for the
-device at each call; and where the pipeline gives another number, or timesteps repeat (PNDM), it is refused.
+A scheduler without `step_index` (DDIM, DDPM) is followed by the timestep of the denoiser's call. That waits for the
+device at each call; a pipeline that gives another number, or timesteps that repeat (PNDM), are refused.
 
 Between calls of the denoiser the model is the quantized one, so saving, copying and comparing it know nothing of this.
 """
@@ -53,14 +53,14 @@ def keep_steps(
 ) -> KeptSteps:
     """Let a pipeline's quantized denoisers compute some steps of each call in 16 bit.
 
-    Stays until `remove()` of what is returned, or the end of its `with` block. Works with adapters, `fluxq.optimize`,
+    Stays until `remove()` of the handle, or the end of its `with` block. Works with adapters, `fluxq.optimize`,
     `fluxq.prepare`, `hoist_modulation`, offloading, and with `fluxq.capture` and torch.compile where weights are
     resident; compile and, where the whole denoiser is compiled, capture first.
 
-    first, last: how many steps; by default what the checkpoint's recipe says. source: folder or hub id of the 16-bit
-    model, by default the one that `fluxq_plan.json` names; LoRA files that were fused are read where it says. weights:
-    "resident" keeps 16-bit weights of all quantized layers beside their codes, "streamed" reads them block by block in
-    each of these steps, "auto" decides by the memory that is free, and again where the pipeline is moved or offloaded.
+    first, last: how many steps; by default those of the checkpoint's recipe.
+    source: folder or hub id of the 16-bit model, by default as in `fluxq_plan.json`, which also names fused LoRA files.
+    weights: "resident" keeps 16-bit weights of all quantized layers beside their codes, "streamed" reads them block by
+    block in each of these steps, "auto" decides by the free memory, and again where the pipeline is moved or offloaded.
 
     Raises ValueError for a pipeline without scheduler or quantized denoiser, or whose steps are kept already, for a
     scheduler that cannot be followed, for a source that is not the model that was quantized (by its SHA-256, or where
@@ -72,13 +72,13 @@ def keep_steps(
         raise ValueError(
             f"keep_steps needs a pipeline with a scheduler and a quantized denoiser, got {type(pipe).__name__}"
         )
-    steps = _asked(models, first, last)
+    steps = _steps_to_keep(models, first, last)
     weights_of, recorded = _sources(pipe, models, source)
     return KeptSteps(pipe, steps, weights_of, recorded, weights)
 
 
 def require_followed(scheduler: Any) -> None:
-    """ValueError for a scheduler that neither says at which step it is nor has timesteps that tell."""
+    """Raise ValueError for a scheduler without `step_index` whose timesteps repeat or are not known beforehand."""
     if hasattr(scheduler, "step_index"):
         return
     probe = copy.deepcopy(scheduler)
@@ -105,9 +105,11 @@ class KeptSteps(Handle):
         recorded: Mapping[str, Mapping[str, int]] | None = None,
         weights: Placing = "auto",
     ) -> None:
-        """weights_of: component -> its 16-bit weights. recorded: component -> layer -> rank it was quantized with.
+        """Switch steps of all quantized denoisers in a pipeline.
 
-        recorded is None where nothing is known of the checkpoint: weights are then compared with the codes.
+        weights_of: component -> its 16-bit weights.
+        recorded: component -> layer -> rank that it was quantized with; None if nothing is known of the checkpoint, and
+        weights are to be compared with the codes.
         """
         if weights not in ("auto", "resident", "streamed"):
             raise ValueError(f"weights is {weights!r}, expected 'auto', 'resident' or 'streamed'")
@@ -115,42 +117,42 @@ class KeptSteps(Handle):
         self.calls = self.calls_in_16_bit = 0
         follower = _Follower(lambda: pipe.scheduler)
         require_followed(pipe.scheduler)
-        self._gates: list[Gate] = []
+        self._switches: list[StepSwitch] = []
         for name, (outer, model) in _quantized_denoisers(pipe):
-            if any(True for _ in _gates_of(outer)):
+            if any(True for _ in _switches_of(outer)):
                 raise ValueError(f"steps of this {type(model).__name__} are kept already: remove() that first")
             layers = _layers_of(model)
-            own = (recorded or {}).get(name, {})
-            ranks = {path: own.get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
+            recorded_ranks = (recorded or {}).get(name, {})
+            ranks = {path: recorded_ranks.get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
             originals = Originals(layers, weights_of(name), ranks)
             if recorded is None:
                 originals.require_alike()
-            self._gates.append(Gate(self, follower, outer, model, originals))
-        for gate in self._gates:
-            gate.choose()  # what cannot be is refused before anything is put in place
-        for gate in self._gates:
-            gate.place()
+            self._switches.append(StepSwitch(self, follower, outer, model, originals))
+        for switch in self._switches:
+            switch.choose()  # what cannot be is refused before anything is put in place
+        for switch in self._switches:
+            switch.place()
 
     @property
     def placed(self) -> tuple[str, ...]:
         """Of each denoiser, where its 16-bit weights are: "resident" or "streamed"."""
-        return tuple("streamed" if gate.is_streamed else "resident" for gate in self._gates)
+        return tuple("streamed" if switch.is_streamed else "resident" for switch in self._switches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of 16-bit weights that are held now."""
-        return sum(gate.store.nbytes for gate in self._gates if gate.store)
+        return sum(switch.store.nbytes for switch in self._switches if switch.store)
 
     def remove(self) -> None:
         """Let every step be quantized again, and give the memory of 16-bit weights back."""
-        for gate in self._gates:
-            gate.remove()
+        for switch in self._switches:
+            switch.remove()
 
 
-class Gate:
-    """Hooks before and after each call of a denoiser.
+class StepSwitch:
+    """Switch between quantized and 16-bit steps: hooks before and after each call of a denoiser.
 
-    outer: what the pipeline calls, model: what is in it, where torch.compile has put something around it.
+    outer: the module that the pipeline calls. model: the one in it, where torch.compile has put something around it.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Gate:
         return isinstance(self.store, Streamed)
 
     def place(self) -> None:
-        """Hooks; where the call is compiled they would be part of the graph, and a function goes in front of it."""
+        """Register the hooks, or put a function in front of a compiled call, whose graph would take in the hooks."""
         if self.outer._compiled_call_impl is None:
             before = self.outer.register_forward_pre_hook(self.before, with_kwargs=True)
             self._handles = [before, self.outer.register_forward_hook(self.after, always_call=True)]
@@ -189,7 +191,7 @@ class Gate:
             self.store = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of a compiled call."""
+        """Run in the place of a compiled call."""
         call: Any = self._compiled
         self.before(self.outer, args, kwargs)
         try:
@@ -197,11 +199,11 @@ class Gate:
         finally:
             self._leave()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        """A copy of the model is quantized at every step."""
-        made = Gate(self.kept, self.follower, self.outer, self.model, self.originals)
-        made._on = False
-        return made
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepSwitch:
+        """Copy it switched off: a copy of the model is quantized at every step."""
+        twin = StepSwitch(self.kept, self.follower, self.outer, self.model, self.originals)
+        twin._on = False
+        return twin
 
     @torch.compiler.disable(reason="which step it is is found out before a graph runs: compile, then fluxq.keep_steps")
     def before(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -225,7 +227,7 @@ class Gate:
     def choose(self) -> Resident | Streamed:
         """Return the store of the 16-bit weights; a new one where layers were moved or offloaded since.
 
-        Raises ValueError where the weights can be neither resident nor streamed, or not as was asked.
+        Raises ValueError where the weights can be neither resident nor streamed, or not in the way that was asked for.
         """
         layers, offloaded = self.originals.layers, _is_offloaded(self.model)
         situation = (offloaded, *(layer.weight.device for layer in layers.values()))
@@ -233,13 +235,13 @@ class Gate:
             return self.store
         if self.store is not None:
             self.store.close()
-        asked, name = self.kept.weights, type(self.model).__name__
+        placing, name = self.kept.weights, type(self.model).__name__
         why_not_streamed = _why_not_streamed(self.outer, self.model)
-        if asked == "resident" and offloaded:
+        if placing == "resident" and offloaded:
             raise ValueError(f"this {name} is offloaded, and resident weights would not be: say weights='streamed'")
-        if asked == "streamed" and why_not_streamed:
+        if placing == "streamed" and why_not_streamed:
             raise ValueError(f"16-bit weights of this {name} cannot be streamed: {why_not_streamed}")
-        fits = not offloaded and (asked == "resident" or (asked == "auto" and self.originals.fits()))
+        fits = not offloaded and (placing == "resident" or (placing == "auto" and self.originals.fits()))
         if not fits and why_not_streamed:
             raise ValueError(
                 f"16-bit weights of this {name} have no room beside the codes, and cannot be streamed: "
@@ -247,16 +249,16 @@ class Gate:
             )
         self._chosen_for = situation
         self.store = Resident(self.originals) if fits else Streamed(self.originals)
-        if asked == "auto":
+        if placing == "auto":
             logger.info("16-bit weights of this %s are %s", name, "streamed" if self.is_streamed else "resident")
         return self.store
 
     def _set_attention(self) -> None:
-        """Self-attention in fp8 is 16-bit meanwhile."""
+        """Compute self-attention in 16 bit meanwhile, where it is in fp8."""
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-        found = (getattr(module, "processor", None) for module in self.model.modules())
-        self._in_fp8 = [each for each in found if getattr(each, "_attention_backend", None) == BACKEND]
+        processors = (getattr(module, "processor", None) for module in self.model.modules())
+        self._in_fp8 = [each for each in processors if getattr(each, "_attention_backend", None) == BACKEND]
         is_default = _AttentionBackendRegistry.get_active_backend()[0] == BACKEND
         for processor in self._in_fp8:
             processor._attention_backend = AttentionBackendName.NATIVE if is_default else None
@@ -272,7 +274,7 @@ class Gate:
 
 
 class _Follower:
-    """Counter of the steps of a call, told by a scheduler, which users may exchange at any time."""
+    """Counter of a call's steps, which asks the scheduler; users may exchange that at any time."""
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
@@ -281,7 +283,7 @@ class _Follower:
         self._is_first = False
 
     def step(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
-        """(step, steps) of this call of a denoiser, counted from where the pipeline's call began."""
+        """Return (step, steps) of this call of a denoiser, counted from where the pipeline's call began."""
         scheduler = self._scheduler()
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None:
@@ -299,35 +301,33 @@ class _Follower:
         return (index - self._begin) // order, -(-evaluations // order)
 
     def _index(self, scheduler: Any) -> int:
-        """Of the evaluation. At the first one a scheduler knows at most where a pipeline told it to begin."""
-        index, told = scheduler.step_index, getattr(scheduler, "begin_index", None)
+        """Return the index of the evaluation; at the first one a scheduler knows at most the index where to begin."""
+        index, begin = scheduler.step_index, getattr(scheduler, "begin_index", None)
         if index is None:
             self._is_first = True
-            return told or 0
-        if told is not None:
-            self._begin = told
+            return begin or 0
+        if begin is not None:
+            self._begin = begin
         elif self._is_first:
             self._begin = index - 1
         self._is_first = False
         return index
 
-    def _position(self, scheduler: Any, timesteps: Tensor, given: float) -> int:
-        found = (timesteps == given).nonzero().flatten().tolist()
-        if len(found) != 1:
-            raise _not_followed(
-                scheduler,
-                "its timesteps repeat" if found else f"the denoiser is given {given:g}, which is none of its timesteps",
-            )
-        return found[0]
+    def _position(self, scheduler: Any, timesteps: Tensor, timestep: float) -> int:
+        indices = (timesteps == timestep).nonzero().flatten().tolist()
+        if len(indices) != 1:
+            unknown = f"the denoiser is given {timestep:g}, which is none of its timesteps"
+            raise _not_followed(scheduler, "its timesteps repeat" if indices else unknown)
+        return indices[0]
 
 
 def _timestep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
-    """The first of the timesteps that a denoiser is called with."""
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    found = next((given[name] for name in ("timestep", "timesteps", "t") if name in given), None)
-    if found is None:
+    """Return the first of the timesteps that a denoiser is called with."""
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
+    if timestep is None:
         raise ValueError(f"this {type(model).__name__} is called without a timestep, so its steps cannot be followed")
-    return float(found.flatten()[0]) if isinstance(found, Tensor) else float(found)
+    return float(timestep.flatten()[0]) if isinstance(timestep, Tensor) else float(timestep)
 
 
 def _not_followed(scheduler: Any, why: str) -> ValueError:
@@ -341,7 +341,7 @@ def _not_followed(scheduler: Any, why: str) -> ValueError:
 
 
 def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.Module]]]:
-    """Component -> (what the pipeline calls, the model in it) of what runs at every step and holds a QuantLinear."""
+    """Yield component -> (module that the pipeline calls, model in it) of quantized models that run at every step."""
     parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
     for name, part in parts.items():
         if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer")):
@@ -351,41 +351,41 @@ def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.M
 
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
-    """Every QuantLinear by its path in the files; adapters and torch.compile put modules of theirs around some."""
-    found = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
-    return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in found}
+    """Return every QuantLinear by its path in the files, without modules of adapters and torch.compile around it."""
+    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
+    return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in layers}
 
 
 def _own_rank(model: nn.Module, path: str, layer: QuantLinear) -> int:
-    """Ranks of a layer's branch but for adapters that are fused now."""
+    """Return the ranks of a layer's branch without adapters that are fused now."""
     return layer.stored_scheme.rank - sum(getattr(model.get_submodule(path), "merged_ranks", ()))
 
 
-def _asked(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
-    """Return the steps that were asked for, else those that the checkpoint says."""
+def _steps_to_keep(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
+    """Return the steps that were asked for, else those of the checkpoint."""
     if first is not None and last is not None:
         return Steps(first=first, last=last)
-    said = [recorded_steps(model) for _, model in models.values()]
-    recorded = said[0] if said.count(said[0]) == len(said) else None
+    all_recorded = [recorded_steps(model) for _, model in models.values()]
+    recorded = all_recorded[0] if all_recorded.count(all_recorded[0]) == len(all_recorded) else None
     if recorded is None and first is None and last is None:
         raise ValueError(
             "this checkpoint's recipe keeps no steps in 16 bit: say how many, as in fluxq.keep_steps(pipe, first=1)"
-            if not any(said)
+            if not any(all_recorded)
             else "the pipeline's denoisers are of recipes that keep other steps: say first= and last="
         )
-    held = (recorded.first, recorded.last) if recorded else (0, 0)
-    return Steps(first=held[0] if first is None else first, last=held[1] if last is None else last)
+    defaults = (recorded.first, recorded.last) if recorded else (0, 0)
+    return Steps(first=defaults[0] if first is None else first, last=defaults[1] if last is None else last)
 
 
 def keep_recorded_steps(pipe: Any, source: str | None = None) -> KeptSteps | None:
-    """`keep_steps` as the pipeline's checkpoint says; None where it says nothing."""
-    said = any(recorded_steps(model) for _, (_, model) in _quantized_denoisers(pipe))
-    return keep_steps(pipe, source=source) if said else None
+    """Call `keep_steps` as the pipeline's checkpoint says; None where it says nothing."""
+    are_recorded = any(recorded_steps(model) for _, (_, model) in _quantized_denoisers(pipe))
+    return keep_steps(pipe, source=source) if are_recorded else None
 
 
 @contextmanager
 def about_to_keep() -> Iterator[None]:
-    """Nobody is told to keep the steps of what is loaded meanwhile."""
+    """Load models without a hint to keep their steps: the caller will."""
     token = _ABOUT_TO_KEEP.set(True)
     try:
         yield
@@ -394,7 +394,7 @@ def about_to_keep() -> Iterator[None]:
 
 
 def tell(steps: Steps) -> None:
-    """Say, once, what it takes to keep the steps of a model that was loaded: it does not know its pipeline."""
+    """Log, once, how to keep the steps of a model that was loaded: it does not know its pipeline."""
     if not _ABOUT_TO_KEEP.get():
         _tell_once(str(steps))
 
@@ -409,9 +409,9 @@ def _tell_once(steps: str) -> None:
 
 
 def recorded_steps(model: Any) -> Steps | None:
-    """The steps that a model's checkpoint keeps in 16 bit."""
-    found = getattr(getattr(model, "config", None), "quantization_config", None)
-    stored = getattr(found, "stored", None)
+    """Return the steps that a model's checkpoint keeps in 16 bit."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    stored = getattr(config, "stored", None)
     return stored.steps if stored else None
 
 
@@ -443,19 +443,19 @@ def is_captured(model: nn.Module) -> bool:
     return any(getattr(call, "is_replayed", False) for call in placed)
 
 
-def _gates_of(outer: nn.Module) -> Iterator[Gate]:
-    """The gates in place before a denoiser's calls."""
+def _switches_of(outer: nn.Module) -> Iterator[StepSwitch]:
+    """Yield the switches in place before a denoiser's calls."""
     placed = [getattr(hook, "__self__", None) for hook in outer._forward_pre_hooks.values()]
     placed.append(vars(outer).get("_compiled_call_impl"))
-    yield from (each for each in placed if isinstance(each, Gate) and each._on)
+    yield from (each for each in placed if isinstance(each, StepSwitch) and each._on)
 
 
 def why_not_captured(model: nn.Module) -> str:
     """Return the reason why a denoiser's kept steps rule out capturing it now, with the cure; empty if they do not."""
-    gates = [*_gates_of(model)]
-    if any(gate.is_streamed for gate in gates):
+    switches = [*_switches_of(model)]
+    if any(switch.is_streamed for switch in switches):
         return "its steps in 16 bit read weights that are streamed: fluxq.keep_steps(pipe, weights='resident')"
-    if gates and model._compiled_call_impl is not None:
+    if switches and model._compiled_call_impl is not None:
         return (
             "steps of it are kept in 16 bit, which is decided before each call, and a graph would be in front of that: "
             "remove() that, capture, and keep steps again"
@@ -469,9 +469,9 @@ def why_not_captured(model: nn.Module) -> str:
 def _sources(
     pipe: Any, models: Mapping[str, tuple[nn.Module, nn.Module]], source: str | Path | None
 ) -> tuple[Callable[[str], SourceWeights], dict[str, dict[str, int]] | None]:
-    """(component -> its 16-bit weights; component -> layer -> rank it was quantized with, None if nothing is recorded).
+    """Return (component -> its 16-bit weights; component -> layer -> rank, or None if nothing is recorded).
 
-    Where digests are recorded the source is held against them.
+    The source is compared with the recorded digests, if there are any.
     """
     homes = list(_homes(pipe, [model for _, model in models.values()]))
     home = next((folder for folder in homes if (folder / PLAN_FILE).is_file()), None)
@@ -481,13 +481,13 @@ def _sources(
     elif record is not None and record.model.source:
         folder = resolve_model(record.model.source, revision=record.model.revision)
     else:  # quantized while it was loaded: from there
-        found = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
-        if found is None:
+        origin = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
+        if origin is None:
             raise ValueError(
                 f"what 16-bit model this {type(pipe).__name__} was quantized from is not known, because it was not "
                 f"loaded from a folder with a {PLAN_FILE} that says so: name that model's folder or hub id as source="
             )
-        folder = resolve_model(str(found))
+        folder = resolve_model(str(origin))
     for name in models:
         if "quantization_config" in folder.config(name):
             raise ValueError(f"{folder.path / name} is quantized itself; name the 16-bit model as source=")
@@ -514,7 +514,7 @@ def _sources(
 
 
 def _homes(pipe: Any, models: list[nn.Module]) -> Iterator[Path]:
-    """Folders that a pipeline may have been loaded from, its own before those around its models."""
+    """Yield folders that a pipeline may have been loaded from, its own before those around its models."""
     for part in (pipe, *models):
         name = str(getattr(getattr(part, "config", None), "_name_or_path", "") or "")
         if not name:
@@ -538,8 +538,8 @@ def _hub_home(repository: str) -> Iterator[Path]:
 
 def _is_16_bit(folder: Path, component: str) -> bool:
     model = ModelFolder(folder.name, folder)
-    there = (folder / "model_index.json").is_file() and (folder / component / "config.json").is_file()
-    return there and "quantization_config" not in model.config(component)
+    has_files = (folder / "model_index.json").is_file() and (folder / component / "config.json").is_file()
+    return has_files and "quantization_config" not in model.config(component)
 
 
 # Timesteps that a schedule has behind that of the last step.

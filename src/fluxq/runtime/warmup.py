@@ -1,4 +1,4 @@
-"""Compiles what a checkpoint will launch, before anyone waits for an image: `fluxq warmup OUT`.
+"""Compilation of a checkpoint's kernels before anyone waits for an image: `fluxq warmup OUT`.
 
 Triton compiles a kernel at its first launch and keeps it on disk. Each kind of layer is therefore launched for each
 number of tokens, with random codes, in the arithmetic that `dispatch.choose` picks, and so is attention where the
@@ -59,17 +59,17 @@ class Warmed:
 
 
 def kinds_of(model: nn.Module) -> list[LayerKind | AttentionKind]:
-    """The distinct kinds among a model's quantized layers and attention; it may be on the meta device."""
-    found: dict[LayerKind | AttentionKind, None] = {}
+    """List the distinct kinds among a model's quantized layers and attention; it may be on the meta device."""
+    kinds: dict[LayerKind | AttentionKind, None] = {}
     for module in model.modules():
         processor: Any = getattr(module, "processor", None)
         if isinstance(module, QuantLinear):
             kind = LayerKind(module.scheme, module.out_features, module.in_features, module.bias is not None)
-            found[kind] = None
+            kinds[kind] = None
         elif getattr(processor, "_attention_backend", None) == BACKEND:
             attention: Any = module
-            found[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
-    return list(found)
+            kinds[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
+    return list(kinds)
 
 
 def warm_up(
@@ -103,7 +103,7 @@ def warm_up(
 
 
 def _random_layer(kind: LayerKind, device: torch.device, dtype: torch.dtype) -> QuantLinear:
-    """Codes of random bits; scales of 1, so that nothing overflows."""
+    """Make a layer of random codes, with scales of 1, so that nothing overflows."""
     with torch.device(device):
         layer = QuantLinear(kind.k, kind.n, kind.bias, kind.scheme, dtype)
     with torch.no_grad():

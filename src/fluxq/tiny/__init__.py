@@ -32,15 +32,15 @@ _HERE = Path(__file__).resolve().parent
 
 
 def path() -> Path:
-    """The pipeline's folder, as `FluxPipeline.from_pretrained` reads it."""
+    """Return the pipeline's folder, as `FluxPipeline.from_pretrained` reads it."""
     return _HERE / "pipeline"
 
 
 def load(dtype: str = "bfloat16", folder: Path | None = None) -> FluxPipeline:
-    """The pipeline on the CPU, without progress bars.
+    """Load the pipeline on the CPU, without progress bars.
 
-    `dtype` is the name of a floating torch dtype; the weights are stored in bfloat16. `folder` is another
-    pipeline written by `benchmarks.tiny.train`.
+    dtype: name of a floating torch dtype; the weights are stored in bfloat16.
+    folder: another pipeline written by `benchmarks.tiny.train`.
     """
     import torch
     from diffusers import FluxPipeline
@@ -57,7 +57,7 @@ def load(dtype: str = "bfloat16", folder: Path | None = None) -> FluxPipeline:
 
 
 def feature_network(file: Path | None = None) -> FeatureNetwork:
-    """The trained classifier, frozen: uint8 images (B, 3, 16, 16) to features (B, 64)."""
+    """Load the trained classifier, frozen: uint8 images (B, 3, 16, 16) to features (B, 64)."""
     from safetensors.torch import load_file
 
     from fluxq.tiny.networks import FeatureNetwork
@@ -68,7 +68,7 @@ def feature_network(file: Path | None = None) -> FeatureNetwork:
 
 
 def clip_path() -> Path:
-    """The folder of the open_clip model; it needs no network access:
+    """Return the folder of the open_clip model; it needs no network access:
 
     `open_clip.create_model_and_transforms(f"local-dir:{clip_path()}")` and
     `open_clip.get_tokenizer(f"local-dir:{clip_path()}")`. The tokenizer is a Hugging Face one, read from
@@ -78,7 +78,7 @@ def clip_path() -> Path:
 
 
 def held_out(file: Path | None = None) -> tuple[Tensor, list[str]]:
-    """1,024 images that no training saw, uint8 (1024, 3, 16, 16), and their captions.
+    """Load 1,024 images that no training saw, uint8 (1024, 3, 16, 16), and their captions.
 
     The digits come from source images kept apart; captions, shapes and colours are those of training.
     """

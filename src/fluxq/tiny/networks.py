@@ -1,4 +1,4 @@
-"""The network that looks at the pipeline's images: features for the FID, logits for the accuracy."""
+"""The network that judges the pipeline's images: features for the FID, logits for the accuracy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ HEADS = {"object": 16, "colour": 7, "background": 3}  # numbers of classes
 class FeatureNetwork(nn.Module):
     """A small residual CNN trained to name object, colour and background of a 16 x 16 image.
 
-    `forward` maps uint8 images (B, 3, 16, 16) to float features (B, `num_features`): what torchmetrics'
-    `FrechetInceptionDistance(feature=network)` expects of a network.
+    `forward` maps uint8 images (B, 3, 16, 16) to float features (B, `num_features`), as torchmetrics'
+    `FrechetInceptionDistance(feature=network)` expects.
     """
 
     def __init__(self, width: int = 32, num_features: int = 64) -> None:
@@ -44,7 +44,7 @@ class FeatureNetwork(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + two 3 x 3 convolutions; (B, C, H, W) to the same."""
+    """x + two 3 x 3 convolutions: (B, C, H, W) to (B, C, H, W)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
