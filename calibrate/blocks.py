@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.console import logger
+from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_json, sha256_json, write_json
 from fluxq.base.linears import channels_last, linear_size
 from fluxq.base.ranks import ALONE, Ranks
@@ -393,7 +393,7 @@ class _Outputs:
             for at in range(self.calls):
                 TensorFile(self._file(index, at)).require_as_written()
         except (ValueError, FileNotFoundError) as error:
-            logger.warning("%s: the outputs of this block are made again", error)
+            logger.warning("%s: the outputs of this block are made again", without_cure(error))
             return False
         self.whole.add(index)
         return True

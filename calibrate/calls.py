@@ -21,8 +21,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_path, read_json, read_sealed_json, sha256_json, write_json, write_sealed_json
+from fluxq.base.console import first_line, logger, progress, without_cure
+from fluxq.base.files import atomic_path, read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.residence import device_of
 from fluxq.base.tensors import TensorFile, save_sealed
@@ -124,7 +124,7 @@ def capture_calls(
         _begin(folder, digest)
     runs = list(_runs(items_fit, items_held, call, seen, batch_size, most))
     stems = [folder / f"batch-{index:04}" for index in range(len(runs))]
-    missing = ranks.agree([index for index, stem in enumerate(stems) if not _is_captured(stem)])
+    missing = ranks.agree([i for i, stem in enumerate(stems) if not _is_captured(stem)] if ranks.leads else [])
     for index in progress(ranks.share(missing), "Capturing"):
         _capture_batch(pipe, blocks, call, runs[index], stems[index])
     ranks.meet()
@@ -167,13 +167,13 @@ def _begin(folder: Path, digest: str) -> None:
     """Make the folder; ValueError if it holds another capture."""
     path = folder / "calls.json"
     try:
-        stored = read_json(path).get("asked") if path.is_file() else None
+        stored = read_sealed_json(path).get("asked") if path.is_file() else None
     except ValueError as error:
-        logger.warning("%s: written again", error)
+        logger.warning("%s: written again", without_cure(error))
         stored = None
     if stored is None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"asked": digest})
+        write_sealed_json(path, {"asked": digest})
     elif stored != digest:
         raise ValueError(
             f"{folder}: holds calls of another model, other prompts, steps or arguments; give another folder"
@@ -189,8 +189,8 @@ def _is_captured(stem: Path) -> bool:
         for entry in (entry for calls in _record(record).calls.values() for entry in calls):
             TensorFile(stem.with_name(entry.file)).require_as_written()
     except (ValueError, FileNotFoundError) as error:
-        logger.warning("%s: this batch is run again", error)
-        record.unlink()
+        logger.warning("%s: this batch is run again", without_cure(error))
+        record.unlink(missing_ok=True)
         return False
     return True
 

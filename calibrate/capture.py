@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.console import first_line, logger, progress
+from fluxq.base.console import first_line, logger, progress, without_cure
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import channels_last
 from fluxq.base.model import GENERATION_FILE
@@ -262,7 +262,7 @@ def capture_statistics(
     shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
     what = [asdict(trajectory), list(layers), batch_size]
     files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
-    missing = ranks.agree([index for index, file in enumerate(files) if not _is_gathered(file)])
+    missing = ranks.agree([i for i, file in enumerate(files) if not _is_gathered(file)] if ranks.leads else [])
     for index in progress(ranks.share(missing), "Calibrating"):
         gathering.of(shares[index]).save(files[index])
     ranks.meet()
@@ -284,7 +284,7 @@ def _is_gathered(file: Path) -> bool:
     try:
         return file.is_file() and bool(Statistics.load(file))
     except ValueError as error:
-        logger.warning("%s: these images are run again", error)
+        logger.warning("%s: these images are run again", without_cure(error))
         return False
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from fluxq.base.console import first_line, logger
+from fluxq.base.console import first_line, logger, without_cure
 from fluxq.base.files import atomic_path
 from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.quantize.checkpoint import SourceWeights
@@ -126,7 +126,7 @@ def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:
-    """Tell whether a block's file is as it was written, and `source` has the tensors that it was made of.
+    """Tell whether a block's file is as it was written, and `source` has the tensors that it was rounded from.
 
     If it is not, the block has to be made again, and the log says why.
     """
@@ -139,7 +139,7 @@ def is_finished(file: Path, source: SourceWeights) -> bool:
         if source.differing(fingerprints):
             raise ValueError(f"{file}: made of other weights than the model has now")
     except ValueError as error:
-        logger.warning("%s: this block is made again", error)
+        logger.warning("%s: this block is made again", without_cure(error))
         return False
     return True
 

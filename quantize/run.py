@@ -201,10 +201,8 @@ class _Fitter:
         """
         replay = self.fitting.replay
         missing = [index for index, block in enumerate(self.blocks) if block.path not in finished]
-        start = None
-        if self.ranks.leads:
-            start = max(index for index in range(missing[0] + 1) if replay.can_start(index))
-        start = self.ranks.agree(start)
+        possible = [index for index in range(missing[0] + 1) if replay.can_start(index)] if self.ranks.leads else [0]
+        start = self.ranks.agree(max(possible))
         replay.skip_to(start)
         waiting: list[LiveBlock] = []  # to be fitted to 16-bit blocks, one by each process
         for live in replay:

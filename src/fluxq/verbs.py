@@ -253,7 +253,7 @@ def _on_disk(
         place = str(output_for(place, name, recipe_name, is_file=is_file))
         Output(Path(place), is_file).require({}, overwrite=arguments["overwrite"], exists_ok=True)
     beside = Path(place or "")
-    scratch = existing_parent(beside) / f".{beside.name}.{job_digest(beside.name)[:16]}.pipeline"
+    scratch = existing_parent(beside) / f".{job_digest(beside.name)[:16]}.pipeline"
     with sole_writer(scratch):
         remove(scratch)  # of a killed process
         require_free_space(scratch.parent, _bytes_of(pipeline), "a copy of the pipeline in memory")

@@ -274,6 +274,21 @@ def test_what_even_the_way_back_could_not_put_back_is_there_for_the_next_run(tmp
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+def test_traces_that_cannot_be_removed_do_not_let_foreign_files_be_replaced(tmp_path, monkeypatch, overwrite):
+    output, photo = Output(tmp_path / "out"), tmp_path / "out" / "photo.png"
+    (tmp_path / f".out.{A_JOB[:16]}.old" / "out").mkdir(parents=True)
+    photo.parent.mkdir()
+    photo.write_text("theirs")
+    monkeypatch.setattr(module, "remove", lambda _: None)
+    with (
+        pytest.raises(ValueError, match=r"photo\.png as fluxq's"),
+        writing(output, job_digest(["another"]), overwrite=overwrite),
+    ):
+        pass
+    assert photo.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_put_there_while_a_file_is_made_is_not_replaced(tmp_path, overwrite):
     output = Output(tmp_path / "x.html", True, (".json",))
     with (

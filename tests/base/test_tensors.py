@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file, save_file
 from fluxq.base import memory
 from fluxq.base import tensors as files
 from fluxq.base.files import sha256_file
-from fluxq.base.tensors import DTYPES, TensorFile, join_weights, save_weights
+from fluxq.base.tensors import DTYPES, TensorFile, join_weights, save_sealed, save_weights
 
 NAMES = ["a", "b.weight", "é", 'quote"', "back\\slash", "line\nbreak", "\x01", "\x7f", "\u2028", "日本", "", " "]
 
@@ -200,6 +200,21 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"cannot be read \(No such file or directory\); run this again"):
         stored.get_tensor("a")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"I8"', b'"U8"'), (b"[4,2]", b"[2,4]"), (b"\x01\x02", b"\x02\x01"), (b'"said"', b'"sold"')]
+)
+def test_a_sealed_file_that_was_changed_is_noticed(tmp_path, old, new):
+    """Its numbers, their dtype, their shape, and what the header says of them."""
+    path = tmp_path / "x.safetensors"
+    save_sealed({"a": torch.arange(8, dtype=torch.int8).view(4, 2)}, path, {"said": "yes"})
+    TensorFile(path).require_as_written()
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    with pytest.raises(ValueError, match=r"x\.safetensors: damaged since it was written"):
+        TensorFile(path).require_as_written()
 
 
 def test_a_tensor_that_is_not_there_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fluxq import tiny
 from fluxq.base.linears import linears_of
+from fluxq.calibrate import calls as calls_module
 from fluxq.calibrate.blocks import Replay, block_names, replaced_forwards
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import Sampling
@@ -293,6 +295,15 @@ def flip(file):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+
+
+def test_the_first_of_several_processes_looks_for_damage(tmp_path, monkeypatch):
+    """Another one would look at files that the first makes again meanwhile."""
+    pipe = Pipe([Chain()], {"x": torch.randn(1, 8)})
+    whole = captured(pipe, tmp_path, {"transformer": ("blocks.0",)})
+    another: Any = SimpleNamespace(leads=False, agree=lambda _: [], share=list, meet=lambda: None)
+    monkeypatch.setattr(calls_module, "_is_captured", lambda _: pytest.fail("looked at"))
+    assert captured(pipe, tmp_path, {"transformer": ("blocks.0",)}, ranks=another) == whole
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink])

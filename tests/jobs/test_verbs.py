@@ -135,7 +135,7 @@ def test_nothing_is_written_for_a_pipeline_in_memory_before_all_else_was_checked
 
 def test_a_copy_that_a_kill_left_goes_and_the_next_asks_for_its_space(tmp_path, pipe, monkeypatch) -> None:
     (tmp_path / ".made.pipeline").mkdir()  # which fluxq did not make
-    left = tmp_path / f".made.{job_digest('made')[:16]}.pipeline"
+    left = tmp_path / f".{job_digest('made')[:16]}.pipeline"
     (left / "tiny" / "transformer").mkdir(parents=True)
     (left / "tiny" / "transformer" / "half.safetensors").write_bytes(b"x")
     fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", check=False)

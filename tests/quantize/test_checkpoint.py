@@ -451,21 +451,11 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path, overwrite):
     assert [path.name for path in target.iterdir()] == ["new"] and not list(work.iterdir())
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_that_is_put_there_meanwhile_is_not_replaced(tmp_path, overwrite):
-    out = tmp_path / "out"
-    words = "nothing marks .* as fluxq's.*" if overwrite else "exists.*"
-    with (
-        pytest.raises(RuntimeError, match=rf"{words}\(it was put there meanwhile\)"),
-        atomic_folder(out, tmp_path / "work", overwrite=overwrite),
-    ):
-        if overwrite:
-            out.mkdir()
-            (out / "photo.png").write_text("theirs")
-        else:
-            ours(out)
-        before = sorted(path.name for path in tmp_path.rglob("*"))
-    assert sorted([*(path.name for path in tmp_path.rglob("*")), "new"]) == before
+def test_a_folder_that_stands_there_is_never_replaced_unasked(tmp_path):
+    ours(tmp_path / "out")
+    with pytest.raises(OSError, match="put there meanwhile"), atomic_folder(tmp_path / "out", tmp_path / "work"):
+        pass
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [PLAN_FILE, "out", "work"]
 
 
 def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from fluxq.calibrate import prompts
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
-from fluxq.jobs import judge, making
+from fluxq.jobs import judge, making, work_folder
 from fluxq.quantize import checkpoint, finished, run
 from fluxq.quantize.checkpoint import SourceWeights
 
@@ -235,6 +235,16 @@ def trouble(real, number: int):
     return read
 
 
+def test_statistics_alone_are_not_kept_where_the_model_is_at_fault(tmp_path):
+    """Shares have names of hex digits, and are no finished blocks."""
+    for name, is_kept in (("statistics/0123456789abcdef", False), ("transformer/0000", True)):
+        file = tmp_path / "work" / f"{name}.safetensors"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        work_folder._keep_what_is_done(tmp_path / "work", ValueError("NaN"))
+        assert file.exists() == is_kept
+
+
 def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypatch):
     """R11: the model's file is touched behind four blocks."""
     source, out = model(tmp_path / "m"), tmp_path / "out"
@@ -354,8 +364,8 @@ def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             fitted(tmp_path / "out")
     (work,) = tmp_path.glob(".out.*.work")
-    damaged = [work / "levels.json", *work.glob("calls/*-*.*"), *work.glob("*-outputs/*/*")]
-    assert len(damaged) == 8
+    damaged = [work / "levels.json", *work.glob("calls/*"), *work.glob("*-outputs/*/*")]
+    assert len(damaged) == 9
     for file in damaged:
         damage(file)
     assert fitted(tmp_path / "out") == clean

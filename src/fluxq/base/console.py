@@ -40,6 +40,11 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
     yield from track(items, description=description, total=total, console=console, disable=_quiet(), transient=True)
 
 
+def without_cure(error: Exception) -> str:
+    """Return an error's message up to the cure, where fluxq itself cures it."""
+    return str(error).partition(";")[0]
+
+
 class _News:
     """A line a minute about work of `total` parts, of which `before` were done at its start."""
 

@@ -76,7 +76,7 @@ def write_json(target: Path, value: object) -> None:
 
 def write_sealed_json(target: Path, value: dict) -> None:
     """Write a JSON object with the SHA-256 of itself, which `read_sealed_json` looks at."""
-    write_json(target, {**value, _SEAL: sha256_json(value)})
+    write_text(target, json.dumps({**value, _SEAL: sha256_json(value)}))
 
 
 def read_sealed_json(path: Path) -> dict:

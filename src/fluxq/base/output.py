@@ -15,6 +15,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -102,22 +103,21 @@ class Output:
                 raise ValueError(f"output {self.target} lies in the pipeline's folder {parent}; give another --output")
         if Path.cwd().is_relative_to(self.place):
             raise ValueError(f"output {self.target} holds the current folder, which would be replaced; give another")
-        self.require_free(overwrite=overwrite, exists_ok=exists_ok)
+        self.require_free(overwrite=overwrite, exists_ok=exists_ok, traces_ok=True)
 
-    def require_free(self, *, overwrite: bool, exists_ok: bool = False, job: str = "") -> None:
+    def require_free(self, *, overwrite: bool, exists_ok: bool = False, traces_ok: bool = False, job: str = "") -> None:
         """Raise ValueError for an output that is not, or may not be, replaced.
 
         exists_ok: as `require` has it.
+        traces_ok: accept an output beside traces of a killed process; `writing` clears those, and asks again.
         job: digest (`job_digest`) of the job whose finished output is no error.
-
-        Traces of a killed process are no error without `job`: `writing` clears them first, and asks again.
         """
         if job:
             self.settle()
             if not overwrite and self.holds(job):
                 return
         standing = [place for place in self.places if os.path.lexists(place) and not _is_empty(place)]
-        left = [] if job else list(self.left_behind())
+        left = list(self.left_behind()) if traces_ok else []
         if not standing or (left and (not overwrite or any(path.with_suffix(f".{_NEW}").exists() for path in left))):
             return
         if (
@@ -135,6 +135,13 @@ class Output:
             raise ValueError(
                 f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
             )
+
+    def require_still_free(self, *, overwrite: bool) -> None:
+        """Raise RuntimeError for an output that appeared since the command began, and may not be replaced."""
+        try:
+            self.require_free(overwrite=overwrite)
+        except ValueError as error:
+            raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
     def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, pattern: str) -> None:
         """Raise ValueError for a place that files may not be added to: no folder, or one that is or lies in an input.
@@ -467,7 +474,7 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
             new.mkdir(parents=True)
             try:
                 yield new
-                _require_still_free(output, overwrite)
+                output.require_still_free(overwrite=overwrite)
                 put(pairs, old)
             except BaseException:
                 if not old.exists():  # else the way back failed too, and the next run needs both
@@ -483,9 +490,8 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
 def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder in `work`; it is renamed to `target` when the block ends, and removed if the block raises.
 
-    work: on the same file system. With `overwrite`, the folder that fluxq wrote at `target` is removed only after the
-    new one is complete; RuntimeError for anything else there. Leftovers of a process that was killed in here are
-    cleared away by the next one.
+    work: on the same file system. With `overwrite`, the old folder at `target`, whatever it holds, is removed only
+    after the new one is complete. Leftovers of a process that was killed in here are cleared away by the next one.
     """
     part, old = work / _NEW, work / _OLD
     target = target.resolve()  # a link to a folder on a larger disk stays a link
@@ -494,7 +500,8 @@ def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Itera
     part.mkdir(parents=True)
     try:
         yield part
-        _require_still_free(Output(target), overwrite)
+        if target.exists() and not overwrite and not _is_empty(target):
+            raise FileExistsError(errno.EEXIST, "something was put there meanwhile", str(target))
         put([(part, target)], old)
     except BaseException:
         if not old.exists():  # else the way back failed too, and the next run needs both
@@ -502,13 +509,6 @@ def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Itera
         raise
     remove(part)
     remove(old)
-
-
-def _require_still_free(output: Output, overwrite: bool) -> None:
-    try:
-        output.require_free(overwrite=overwrite)
-    except ValueError as error:
-        raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
 
 def recover(target: Path, work: Path) -> None:

@@ -132,7 +132,9 @@ class TensorFile:
     def require_as_written(self) -> None:
         """Raise ValueError for a file that is not as `save_sealed` wrote it; its bytes are read."""
         said = self.metadata()
-        if said.pop(_SEAL, None) != _seal(said, {name: self.fingerprint(name) for name in self.stored}):
+        if said.pop(_SEAL, None) != _seal(
+            said, {name: [each.dtype, each.shape, self.fingerprint(name)] for name, each in self.stored.items()}
+        ):
             raise ValueError(f"{self.path}: damaged since it was written")
 
 
@@ -168,12 +170,13 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 def save_sealed(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """`save_weights`, with a hash of all of it in the header, which `TensorFile.require_as_written` looks at."""
-    found = _seal(metadata, {name: fingerprint_of(tensor) for name, tensor in tensors.items()})
+    found = _seal(metadata, {n: [word_for(t.dtype), tuple(t.shape), fingerprint_of(t)] for n, t in tensors.items()})
     save_weights(tensors, path, {**metadata, _SEAL: found})
 
 
-def _seal(metadata: Mapping[str, str], fingerprints: Mapping[str, str]) -> str:
-    return sha256_json([dict(metadata), dict(fingerprints)])
+def _seal(metadata: Mapping[str, str], tensors: Mapping[str, Sequence[Any]]) -> str:
+    """Return the SHA-256 of a file's metadata and of (dtype, shape, fingerprint) by name."""
+    return sha256_json([dict(metadata), tensors])
 
 
 def write_weights(

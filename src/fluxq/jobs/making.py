@@ -6,7 +6,7 @@ job's digest, and an interrupted run goes on with all that is whole there:
 
     statistics   statistics.safetensors
     calls        calls/, with the digests of the weights that they were captured with; levels.json
-    blocks       <component>/0000.safetensors …, each with a hash of the weights that it is made of
+    blocks       <component>/0000.safetensors …, those of rounded blocks with hashes of their source weights
     checkpoint   the output itself, with the closing check in its record
 
 All of them have a hash of themselves, and what was damaged is made again.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import fluxq
-from fluxq.base.console import logger
+from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_sealed_json, write_json, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_folder, job_digest
@@ -239,6 +239,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
         record.seconds = round(time.perf_counter() - started, 1)
         write_json(part / PLAN_FILE, record.to_json())
         write_text(part / "README.md", card.model_card(record))
+        Output(job.output).require_still_free(overwrite=options.overwrite)
     return record
 
 
@@ -366,7 +367,7 @@ def _kept_levels(file: Path) -> dict[str, float] | None:
     try:
         weights = read_sealed_json(file) if file.is_file() else None
     except ValueError as error:
-        logger.warning("%s: measured again", error)
+        logger.warning("%s: measured again", without_cure(error))
         return None
     if weights is None or all(
         re.fullmatch("[0-9]{1,8}", key) and type(each) is float and each >= 0 for key, each in weights.items()
@@ -381,7 +382,7 @@ def _kept_statistics(work: Path) -> Statistics | None:
     try:
         return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
     except ValueError as error:
-        logger.warning("%s: gathered again", error)
+        logger.warning("%s: gathered again", without_cure(error))
         return None
 
 

@@ -216,7 +216,7 @@ def _keep_what_is_done(work: Path, error: BaseException) -> None:
 
     Captured calls alone stay too, but not where the model or the recipe is at fault, which the next run would be.
     """
-    has_blocks = any(work.glob("*/[0-9]*.safetensors"))
+    has_blocks = any(work.glob("*/[0-9][0-9][0-9][0-9].safetensors"))
     if not has_blocks and (isinstance(error, ValueError) or not any(work.rglob("*.safetensors"))):
         remove(work)
         return
