@@ -28,7 +28,7 @@ from fluxq import tiny
 from fluxq.base import files, output
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import atomic_folder
+from fluxq.base.output import Output, atomic_output
 from fluxq.base.processor import commit, versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import copy_rest, join_shards
@@ -48,7 +48,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> float:
         named = {f"blocks.{index}.{name}": tensor for name, tensor in tensors.items()}
         finish(file, named, Outcome())
         parts |= {name: (file, TensorFile(file).stored[name]) for name in named}
-    with atomic_folder(folder / "out", work) as part:
+    with atomic_output(Output(folder / "out"), work) as part:
         (part / "transformer").mkdir()
         join_shards(part / "transformer", "diffusers", parts, {"format": "pt"})
         copy_rest(part, ModelFolder("tiny", Path(tiny.path())), ["transformer"])

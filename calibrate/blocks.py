@@ -364,7 +364,7 @@ class _Outputs:
 
     def save(self, index: int, at: int, output: Any, name: str, device: torch.device) -> None:
         layout, tensors = nested.pack(output, name, device, "cpu")
-        save_sealed(tensors, self._file(index, at), {_HEADER: json.dumps(layout)})
+        save_sealed(tensors, self._file(index, at), {_HEADER: json.dumps(layout)}, durable=False)
 
     def finish(self, index: int) -> None:
         write_json(self._of(index) / _DONE, {"digest": self.digest})

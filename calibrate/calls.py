@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from fluxq.base.console import first_line, logger, progress, without_cure
-from fluxq.base.files import atomic_path, read_sealed_json, sha256_json, write_sealed_json
+from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.residence import device_of
 from fluxq.base.tensors import TensorFile, save_sealed
@@ -227,8 +227,7 @@ class _CallRecorder:
             return
         layout, tensors = nested.pack((args, kwargs), f"{self.component}: (args, kwargs)", self.device, "cpu")
         file = self.stem.with_name(f"{self.stem.name}-{self.component}-{len(self.calls):03}.safetensors")
-        with atomic_path(file) as part:
-            save_sealed(tensors, part, {_HEADER: "1"})
+        save_sealed(tensors, file, {_HEADER: "1"})
         self.open = {"file": file.name, "step": self.step, "arguments": layout, "outputs": {}}
 
     def passed(self, name: str) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import first_line, logger, progress, without_cure
-from fluxq.base.files import read_json, sha256_json
+from fluxq.base.files import place_in_work, read_json, sha256_json
 from fluxq.base.linears import channels_last
 from fluxq.base.model import GENERATION_FILE
 from fluxq.base.ranks import ALONE, Ranks
@@ -264,7 +264,7 @@ def capture_statistics(
     files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
     missing = ranks.agree([i for i, file in enumerate(files) if not _is_gathered(file)] if ranks.leads else [])
     for index in progress(ranks.share(missing), "Calibrating"):
-        gathering.of(shares[index]).save(files[index])
+        gathering.of(shares[index]).save(files[index], place_in_work(files[index]))
     ranks.meet()
     sums: dict[str, GroupSums] = {}
     sigmas: tuple[float, ...] = ()
@@ -282,7 +282,7 @@ def capture_statistics(
 def _is_gathered(file: Path) -> bool:
     """Tell whether a share need not be gathered again; of a damaged one, the log says so."""
     try:
-        return file.is_file() and bool(Statistics.load(file))
+        return file.is_file() and bool(Statistics.load(file, place_in_work(file)))
     except ValueError as error:
         logger.warning("%s: these images are run again", without_cure(error))
         return False

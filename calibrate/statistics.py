@@ -117,12 +117,12 @@ class Statistics:
         groups = {name: sums.merge(other.groups[name]) for name, sums in self.groups.items()}
         return Statistics(groups, trajectory, sha256_json(trajectory))
 
-    def save(self, path: Path, job: str = "", folder: Path | None = None) -> None:
-        """Write one safetensors file, atomically. job: digest of its request. folder: as in `atomic_path`."""
+    def save(self, path: Path, job: str = "") -> None:
+        """Write one safetensors file, atomically. job: digest of its request, or place of an interrupted run's."""
         tensors = {f"{name}/{field}": getattr(sums, field) for name, sums in self.groups.items() for field in _FIELDS}
         header = {"version": _FORMAT_VERSION, "trajectory": self.trajectory, "digest": self.digest, "job": job}
         header["content"] = self.content_digest
-        with atomic_path(path, folder=folder) as part:
+        with atomic_path(path) as part:
             save_weights(tensors, part, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @staticmethod
@@ -132,8 +132,8 @@ class Statistics:
             return str(_parsed(stream.metadata().get(_HEADER, "{}")).get("job", ""))
 
     @classmethod
-    def load(cls, path: Path) -> Statistics:
-        """Read a file that `save` wrote; ValueError for any other file."""
+    def load(cls, path: Path, job: str | None = None) -> Statistics:
+        """Read a file that `save` wrote, for this `job`; ValueError for any other file."""
         require_no_pipe(path, f"statistics file {path}")
         if not path.is_file():
             raise FileNotFoundError(f"statistics file {path} does not exist; `fluxq calibrate` writes one")
@@ -141,6 +141,8 @@ class Statistics:
             header = _parsed(stream.metadata().get(_HEADER, "{}"))
             if header.get("version") != _FORMAT_VERSION:
                 raise ValueError(f"{path}: not a statistics file of this version of fluxq; run `fluxq calibrate` again")
+            if job is not None and header.get("job") != job:
+                raise ValueError(f"{path}: of another run; run `fluxq calibrate` again")
             trajectory, digest = header.get("trajectory"), header.get("digest", "")
             if not isinstance(trajectory, dict) or sha256_json(trajectory) != digest or "items" not in trajectory:
                 raise ValueError(f"{path}: its trajectory does not match its hash; run `fluxq calibrate` again")

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger, without_cure
-from fluxq.base.files import atomic_path
 from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.group import FittedGroup, Stage
@@ -121,8 +120,7 @@ def block_files(folder: Path, count: int) -> list[Path]:
 
 def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
     """Write a finished block, with a hash of all of it."""
-    with atomic_path(file) as part:
-        save_sealed(tensors, part, {_HEADER: outcome.to_json()})
+    save_sealed(tensors, file, {_HEADER: outcome.to_json()})
 
 
 def is_finished(file: Path, source: SourceWeights) -> bool:

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, room_left, sha256_file, sha256_json, write_json, write_text
-from fluxq.base.output import atomic_folder, sole_writer
+from fluxq.base.output import Output, atomic_output, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
@@ -356,7 +356,7 @@ def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, st
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
         if is_video:
             aside = folder / f".{image_path.name}{_PART}"
-            with atomic_folder(image_path, aside, overwrite=True) as part:
+            with atomic_output(Output(image_path), aside, is_private=True) as part:
                 for index, frame in enumerate(image):
                     as_picture(frame).save(part / f"{index:05}.png", "PNG")
             aside.rmdir()

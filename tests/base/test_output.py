@@ -30,6 +30,7 @@ from fluxq.base.output import (
     PLAN_FILE,
     Output,
     job_digest,
+    plain_path,
     put,
     put_back,
     remove,
@@ -38,7 +39,6 @@ from fluxq.base.output import (
     writing,
 )
 from fluxq.base.tensors import save_weights
-from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 from fluxq.jobs import judge, making
 
@@ -289,6 +289,56 @@ def test_traces_that_cannot_be_removed_do_not_let_foreign_files_be_replaced(tmp_
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("what", ["file in a folder", "file", "pipe", "link", "beside"])
+def test_what_is_put_there_while_all_is_brought_to_the_disk_is_not_replaced(tmp_path, monkeypatch, what, overwrite):
+    """A checkpoint of many GB is synced for minutes."""
+    is_file = what == "beside"
+    output = Output(tmp_path / "out", is_file, (".json",) if is_file else ())
+    theirs = tmp_path / ("out.json" if is_file else "out/photo.png" if what == "file in a folder" else "out")
+    if overwrite and what == "file in a folder":
+        checkpoint(tmp_path / "out", "ours")
+    before = tree(tmp_path)
+
+    def put_theirs(path, **_):
+        if not os.path.lexists(theirs):
+            theirs.parent.mkdir(exist_ok=True)
+            made = {"pipe": os.mkfifo, "link": lambda path: os.symlink("nowhere", path)}
+            made.get(what, lambda path: Path(path).write_text("theirs"))(theirs)
+
+    monkeypatch.setattr(module, "sync", put_theirs)
+    with (
+        pytest.raises(RuntimeError, match=r"is not replaced: .*\(it was put there meanwhile\)"),
+        writing(output, A_JOB, overwrite=overwrite) as new,
+    ):
+        (new / "out").write_text("new") if new else None
+    mode = os.lstat(theirs).st_mode
+    assert stat.S_ISFIFO(mode) == (what == "pipe") and stat.S_ISLNK(mode) == (what == "link")
+    left = tree(tmp_path)
+    assert what in ("pipe", "link") or left.pop(theirs.relative_to(tmp_path).as_posix()) == "theirs"
+    assert left == before and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_file_in_place_of_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "out").write_text("theirs")
+    with (
+        pytest.raises(ValueError, match=r"nothing marks out as fluxq's"),
+        writing(Output(tmp_path / "out"), A_JOB, overwrite=True),
+    ):
+        pytest.fail("begun")
+    assert (tmp_path / "out").read_text() == "theirs"
+
+
+def test_an_output_means_the_same_before_and_after_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Output(Path("no/../x")).place == plain_path("no/../x") == tmp_path / "x"
+    assert Output(Path("~/x")).place == plain_path("~/x") == tmp_path / "home" / "x"
+    assert Output(Path("~nobody-of-this-name/x")).place == tmp_path / "~nobody-of-this-name" / "x"
+    (tmp_path / "link").symlink_to("x")
+    assert plain_path("link") == Path("link")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_put_there_while_a_file_is_made_is_not_replaced(tmp_path, overwrite):
     output = Output(tmp_path / "x.html", True, (".json",))
     with (
@@ -365,16 +415,6 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_unless_the_caller_sees_to_
     with atomic_path(tmp_path / "b", durable=False) as part:
         part.write_text("b")
     assert len(synced) == 2 and tree(tmp_path) == {"a": "a", "b": "b"}
-
-
-def test_statistics_that_a_kill_left_half_written_lie_where_the_next_run_clears(tmp_path, monkeypatch):
-    (tmp_path / "work").mkdir()
-    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("renamed"))
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as after a kill
-    with pytest.raises(pytest.fail.Exception):
-        Statistics({}, {"items": []}, "").save(tmp_path / "out.safetensors", folder=tmp_path / "work")
-    assert [path.suffix for path in (tmp_path / "work").iterdir()] == [".part"]
-    assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
 # A command from beginning to end

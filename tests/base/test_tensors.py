@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import tracemalloc
 from io import FileIO
 from pathlib import Path
@@ -202,6 +203,30 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path):
         stored.get_tensor("a")
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    save_weights({"a": torch.ones(4)}, tmp_path / "a", {})
+    opened = TensorFile(tmp_path / "a")
+    (tmp_path / "a").unlink()
+    os.mkfifo(tmp_path / "a")
+    for read in (lambda: TensorFile(tmp_path / "a"), lambda: opened.get_tensor("a"), lambda: opened.fingerprint("a")):
+        with pytest.raises(ValueError, match=r"a: .*it is no regular file"):
+            read()
+
+
+def test_a_sealed_file_is_of_its_place(tmp_path):
+    """Of another block, another job's, and of a work folder that was moved as a whole."""
+    places = [f".out.{job}.work/transformer/000{index}.safetensors" for job, index in (("0", 0), ("0", 1), ("1", 0))]
+    for place in places:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    save_sealed({"a": torch.ones(4)}, tmp_path / places[0], {})
+    for place in places[1:]:
+        shutil.copyfile(tmp_path / places[0], tmp_path / place)
+        with pytest.raises(ValueError, match="damaged since it was written"):
+            TensorFile(tmp_path / place).require_as_written()
+    shutil.copytree(tmp_path, tmp_path / "moved", ignore=shutil.ignore_patterns("moved"))
+    TensorFile(tmp_path / "moved" / places[0]).require_as_written()
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [(b'"I8"', b'"U8"'), (b"[4,2]", b"[2,4]"), (b"\x01\x02", b"\x02\x01"), (b'"said"', b'"sold"')]
 )
@@ -343,10 +368,10 @@ def test_a_part_that_cannot_be_read_is_no_failure_of_writing(tmp_path, monkeypat
     stored = TensorFile(tmp_path / "part").stored["a"]
 
     class Failing(FileIO):
-        def __init__(self, path: Path, mode: str = "r") -> None:
+        def __init__(self, path: Path, mode: str = "r", opener=None) -> None:
             if when == "opened" and mode == "r":
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            super().__init__(path, mode)
+            super().__init__(path, mode, opener=opener)
 
         def readinto(self, _: object) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from fluxq import tiny
 from fluxq.base.files import atomic_path
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.base.output import PLAN_FILE, atomic_folder, recover
+from fluxq.base.output import PLAN_FILE, Output, atomic_output, recover
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import making
 from fluxq.quantize import checkpoint as ckpt
@@ -441,19 +441,22 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path, overwrite):
     work = tmp_path / "work"
     work.mkdir()
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(KeyboardInterrupt), atomic_folder(target, work, overwrite=overwrite) as part:
+    with pytest.raises(KeyboardInterrupt), atomic_output(Output(target), work, overwrite=overwrite) as part:
         (part / "new").write_text("new")
         assert not (target / "new").exists()
         raise KeyboardInterrupt
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
-    with atomic_folder(target, work, overwrite=overwrite) as part:
+    with atomic_output(Output(target), work, overwrite=overwrite) as part:
         (part / "new").write_text("new")
     assert [path.name for path in target.iterdir()] == ["new"] and not list(work.iterdir())
 
 
 def test_a_folder_that_stands_there_is_never_replaced_unasked(tmp_path):
     ours(tmp_path / "out")
-    with pytest.raises(OSError, match="put there meanwhile"), atomic_folder(tmp_path / "out", tmp_path / "work"):
+    with (
+        pytest.raises(RuntimeError, match="put there meanwhile"),
+        atomic_output(Output(tmp_path / "out"), tmp_path / "work"),
+    ):
         pass
     assert sorted(path.name for path in tmp_path.rglob("*")) == [PLAN_FILE, "out", "work"]
 
@@ -464,7 +467,7 @@ def test_a_replacement_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch
     monkeypatch.setattr(
         Path, "rename", lambda p, t: rename(p, t) if p.name != "new" else (_ for _ in ()).throw(OSError())
     )
-    with pytest.raises(OSError), atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True):
+    with pytest.raises(OSError), atomic_output(Output(tmp_path / "out"), tmp_path / "work", overwrite=True):
         pass
     assert sorted(path.name for path in tmp_path.rglob("*")) == [PLAN_FILE, "out", "work"]
 
@@ -475,7 +478,7 @@ def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path):
     (tmp_path / "work" / "new" / "half").write_text("new")
     recover(tmp_path / "out", tmp_path / "work")
     assert (tmp_path / "out" / PLAN_FILE).is_file()
-    with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=True) as part:
+    with atomic_output(Output(tmp_path / "out"), tmp_path / "work", overwrite=True) as part:
         assert not list(part.iterdir())
         (part / "file").write_text("new")
     assert (tmp_path / "out" / "file").read_text() == "new" and not list((tmp_path / "work").iterdir())
@@ -508,7 +511,7 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "big").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "big")
     for text, overwrite in (("first", False), ("second", True)):
-        with atomic_folder(tmp_path / "out", tmp_path / "work", overwrite=overwrite) as part:
+        with atomic_output(Output(tmp_path / "out"), tmp_path / "work", overwrite=overwrite) as part:
             (part / PLAN_FILE).write_text(f'{{"files": {{}}, "text": "{text}"}}')
         assert (tmp_path / "out").is_symlink() and text in (tmp_path / "big" / PLAN_FILE).read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["big", "out", "work"]

@@ -350,7 +350,24 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [empty, flip, Path.unlink])
+def swap(file: Path) -> None:
+    """Another one's bytes, whole as they are."""
+    for other in sorted(file.parent.glob(f"*{file.suffix}")):
+        if other != file:
+            shutil.copyfile(other, file)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("damage", [empty, flip, swap, folder, pipe, Path.unlink])
 def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monkeypatch, caplog, quick_recipe):
     def fitted(out: Path) -> bytes:
         asked = making.JobOptions("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)
@@ -364,13 +381,32 @@ def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             fitted(tmp_path / "out")
     (work,) = tmp_path.glob(".out.*.work")
-    damaged = [work / "levels.json", *work.glob("calls/*"), *work.glob("*-outputs/*/*")]
-    assert len(damaged) == 9
+    damaged = [work / "job.json", work / "levels.json", *work.glob("calls/*"), *work.glob("*-outputs/*/*")]
+    assert len(damaged) == 10
     for file in damaged:
         damage(file)
     assert fitted(tmp_path / "out") == clean
-    for again in () if damage is Path.unlink else ("run again", "measured again"):
-        assert again in caplog.text
+    if damage in (empty, flip):
+        assert "run again" in caplog.text and "measured again" in caplog.text
+
+
+def test_a_block_in_place_of_another_is_not_taken(tmp_path, monkeypatch, plain):
+    work = stopped(monkeypatch, tiny.path(), tmp_path / "out") / "transformer"
+    shutil.copyfile(work / "0001.safetensors", work / "0002.safetensors")
+    assert quantize(tiny.path(), tmp_path / "out").read_bytes() == plain
+
+
+def test_a_config_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
+    """The checkpoint would have the new one, and weights that were quantized by the old one."""
+    source = model(tmp_path / "m")
+    config = source / "transformer" / "config.json"
+    text = config.read_text()
+    with monkeypatch.context() as patch:
+        behind(patch, 4, lambda: config.write_text(text.replace('"guidance_embeds": ', '"guidance_embeds":  ')))
+        with pytest.raises(RuntimeError, match=r"transformer/config\.json changed since this run began"):
+            quantize(source, tmp_path / "out")
+    config.write_text(text)
+    assert quantize(source, tmp_path / "out").is_file()
 
 
 def test_each_library_picks_its_own_of_shards_and_single_file(tmp_path, caplog):

@@ -20,14 +20,13 @@ _LONGEST_JSON = 1 << 24  # bytes; parsed, each may take thirty
 
 
 @contextmanager
-def atomic_path(target: Path, *, durable: bool = True, folder: Path | None = None) -> Iterator[Path]:
+def atomic_path(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `target`; it is renamed to that after the block, and removed if the block raises.
 
     durable: whether the file is on the disk, under its name, at the end; False where the caller syncs many at once.
-    folder: place of the temporary path instead, on the same disk: one that is cleared after a kill.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = (folder or target.parent) / f".{target.name}.{secrets.token_hex(4)}.part"
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))  # with the permissions of a new file
     try:
         yield part
@@ -74,9 +73,16 @@ def write_json(target: Path, value: object) -> None:
     write_text(target, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def place_in_work(path: Path) -> str:
+    """Return a path from the work folder around it, whose name is that of the job; else the file's name."""
+    parts = path.parts
+    begin = max((i for i, part in enumerate(parts) if part.endswith(".work")), default=len(parts) - 1)
+    return "/".join(parts[begin:])
+
+
 def write_sealed_json(target: Path, value: dict) -> None:
-    """Write a JSON object with the SHA-256 of itself, which `read_sealed_json` looks at."""
-    write_text(target, json.dumps({**value, _SEAL: sha256_json(value)}))
+    """Write a JSON object with a SHA-256 of itself and of its place in the work, for `read_sealed_json`."""
+    write_text(target, json.dumps({**value, _SEAL: sha256_json([place_in_work(target), value])}))
 
 
 def read_sealed_json(path: Path) -> dict:
@@ -84,7 +90,7 @@ def read_sealed_json(path: Path) -> dict:
     value = read_json(path)
     found = None
     with suppress(RecursionError):  # of what is nested a thousandfold
-        found = sha256_json({name: each for name, each in value.items() if name != _SEAL})
+        found = sha256_json([place_in_work(path), {name: each for name, each in value.items() if name != _SEAL}])
     if value.pop(_SEAL, None) != found or found is None:
         raise ValueError(f"{path}: damaged since it was written")
     return value

@@ -4,7 +4,7 @@
     sole_writer       while writing: one process at a time
     put               at the end: all is on the disk, then one swap with a way back
     writing           all of it, for a command that starts over after a kill
-    atomic_folder     the swap alone, for one that goes on from finished work
+    atomic_output     the swap alone, for one that goes on from finished work
 
 Outputs identify themselves: a folder by its record, with the SHA-256 of its files; safetensors by their header, which
 names those of the files beside them; a text by its last line, which has the SHA-256 of the others (`seal`). The same
@@ -15,7 +15,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import os
@@ -27,7 +26,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -55,7 +54,7 @@ _SEAL = re.compile(r"(?:<!--|#) written by fluxq(?:, job ([0-9a-f]{64}))?, SHA-2
 # Beginning of fluxq's JSON, also of older ones without a kind.
 _KIND = re.compile(rb'\{\s*("kind":\s*"fluxq [a-z]+"|"schema_version":\s*\d+,\s*"(created|checkpoint)":)')
 _WEIGHTS = (".safetensors", ".gguf", ".sft", ".bin", ".ckpt", ".pt", ".pth")
-_NEW, _OLD = "new", "old"
+NEW, OLD = "new", "old"
 ANY_JOB = "[0-9a-f]" * 16  # glob pattern of the part of a name that `job_digest` gave
 Pairs = Sequence[tuple[Path, Path]]  # new file or folder, and its place; people look for the last one
 
@@ -76,9 +75,9 @@ class Output:
     def place(self) -> Path:
         """The target, links followed: on a larger disk, say."""
         try:
-            return self.target.expanduser().resolve(strict=self.target.is_symlink())
+            return plain_path(self.target).resolve(strict=self.target.is_symlink())
         except FileNotFoundError:  # a link to a place that does not exist yet
-            return self.target.expanduser().resolve()
+            return plain_path(self.target).resolve()
         except (OSError, RuntimeError):
             raise ValueError(f"output {self.target} is a link that leads to itself; remove it") from None
 
@@ -118,7 +117,7 @@ class Output:
                 return
         standing = [place for place in self.places if os.path.lexists(place) and not _is_empty(place)]
         left = list(self.left_behind()) if traces_ok else []
-        if not standing or (left and (not overwrite or any(path.with_suffix(f".{_NEW}").exists() for path in left))):
+        if not standing or (left and (not overwrite or any(path.with_suffix(f".{NEW}").exists() for path in left))):
             return
         if (
             exists_ok
@@ -135,13 +134,6 @@ class Output:
             raise ValueError(
                 f"output {self.target} is not replaced: {what}; remove it yourself, or give another --output"
             )
-
-    def require_still_free(self, *, overwrite: bool) -> None:
-        """Raise RuntimeError for an output that appeared since the command began, and may not be replaced."""
-        try:
-            self.require_free(overwrite=overwrite)
-        except ValueError as error:
-            raise RuntimeError(f"{error} (it was put there meanwhile)") from None
 
     def require_addable(self, reads: Mapping[str, str | Path | None], what: str, *, pattern: str) -> None:
         """Raise ValueError for a place that files may not be added to: no folder, or one that is or lies in an input.
@@ -180,7 +172,7 @@ class Output:
     def put_back(self) -> None:
         """Undo swaps as `settle` does, for the sole writer."""
         for left in sorted(self.left_behind()):
-            theirs = left.with_name(_NEW) if left.name == _OLD else left.with_suffix(f".{_NEW}")
+            theirs = left.with_name(NEW) if left.name == OLD else left.with_suffix(f".{NEW}")
             put_back(_pairs(self.place, theirs, left), left)
             if not any(left.iterdir()):
                 left.rmdir()
@@ -189,7 +181,7 @@ class Output:
         """Remove leftovers of killed processes beside whole outputs, for the sole writer; not `but`."""
         for left in (
             *self.left_behind(),
-            *self.place.parent.glob(f".{glob.escape(self.place.name)}.{ANY_JOB}.{_NEW}"),
+            *self.place.parent.glob(f".{glob.escape(self.place.name)}.{ANY_JOB}.{NEW}"),
         ):
             if left != but:
                 remove(left)
@@ -197,8 +189,8 @@ class Output:
     def left_behind(self) -> Iterator[Path]:
         """Yield the folders of killed processes with outputs that they had moved aside."""
         name = glob.escape(self.place.name)
-        yield from self.place.parent.glob(f".{name}.{ANY_JOB}.{_OLD}")
-        yield from self.place.parent.glob(f".{name}.{ANY_JOB}.work/{_OLD}")
+        yield from self.place.parent.glob(f".{name}.{ANY_JOB}.{OLD}")
+        yield from self.place.parent.glob(f".{name}.{ANY_JOB}.work/{OLD}")
 
     def _require_writable(self) -> None:
         """Raise ValueError where nothing can be made, or not this kind of output."""
@@ -219,6 +211,12 @@ class Output:
             raise ValueError(
                 f"output {self.target} is a mount point, which cannot be replaced as a whole; give a folder in it"
             )
+
+
+def plain_path(path: str | Path) -> Path:
+    """Return a path that means the same before and after its folders are made: without `~`, and without `..`."""
+    path = Path(os.path.expanduser(path))
+    return path.resolve() if ".." in path.parts else path
 
 
 def require_own(folder: Path, names: Iterable[str]) -> None:
@@ -267,6 +265,8 @@ def _foreign(output: Output) -> str:
     if output.is_file:
         standing = [each for each in output.places if os.path.lexists(each)]  # a link that leads nowhere is a file too
         return next((_not_ours(each.name) for each in reversed(standing) if not _is_marked(each, place)), "")
+    if os.path.lexists(place) and not place.is_dir():
+        return _not_ours(place.name)
     names = _recorded(place)
     is_checkpoint = _is_checkpoint(place)  # only beside those does `fluxq eval` write
     if is_checkpoint and not names:
@@ -461,8 +461,8 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     """
     place = output.place
     stem = f".{place.name}.{job[:16]}"
-    new, old = place.with_name(f"{stem}.{_NEW}"), place.with_name(f"{stem}.{_OLD}")
-    pairs = [(new / each.name, each) for each in output.places] if output.is_file else [(new, place)]
+    new, old = place.with_name(f"{stem}.{NEW}"), place.with_name(f"{stem}.{OLD}")
+    pairs = _moves(output, new)
     with sole_writer(place):
         output.put_back()
         is_done = (
@@ -474,8 +474,7 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
             new.mkdir(parents=True)
             try:
                 yield new
-                output.require_still_free(overwrite=overwrite)
-                put(pairs, old)
+                put(pairs, old, output, overwrite=overwrite)
             except BaseException:
                 if not old.exists():  # else the way back failed too, and the next run needs both
                     remove(new)
@@ -487,22 +486,19 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
 
 
 @contextmanager
-def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a folder in `work`; it is renamed to `target` when the block ends, and removed if the block raises.
+def atomic_output(output: Output, work: Path, *, overwrite: bool = False, is_private: bool = False) -> Iterator[Path]:
+    """Yield an empty folder, as `writing` does, for a process that holds the lock; the next one clears leftovers.
 
-    work: on the same file system. With `overwrite`, the old folder at `target`, whatever it holds, is removed only
-    after the new one is complete. Leftovers of a process that was killed in here are cleared away by the next one.
+    work: folder on the same file system, for the new and the old files meanwhile.
+    is_private: the output lies in a folder of fluxq's own; whatever stands there is replaced.
     """
-    part, old = work / _NEW, work / _OLD
-    target = target.resolve()  # a link to a folder on a larger disk stays a link
-    recover(target, work)
+    part, old = work / NEW, work / OLD
+    recover(output.place, work)
     remove(part)
     part.mkdir(parents=True)
     try:
         yield part
-        if target.exists() and not overwrite and not _is_empty(target):
-            raise FileExistsError(errno.EEXIST, "something was put there meanwhile", str(target))
-        put([(part, target)], old)
+        put(_moves(output, part), old, None if is_private else output, overwrite=overwrite)
     except BaseException:
         if not old.exists():  # else the way back failed too, and the next run needs both
             remove(part)
@@ -511,26 +507,37 @@ def atomic_folder(target: Path, work: Path, *, overwrite: bool = False) -> Itera
     remove(old)
 
 
-def recover(target: Path, work: Path) -> None:
-    """Move the folder that a killed `atomic_folder` put aside back to `target`, if that place is free."""
-    put_back([(work / _NEW, target.resolve())], work / _OLD)
-    remove(work / _OLD)
+def recover(place: Path, work: Path) -> None:
+    """Move what a killed `atomic_output` put aside back to its `place`, if that is free."""
+    if (work / OLD).is_dir():
+        put_back(_pairs(place, work / NEW, work / OLD), work / OLD)
+    remove(work / OLD)
 
 
-def put(pairs: Pairs, aside: Path) -> None:
+def _moves(output: Output, new: Path) -> Pairs:
+    return [(new / place.name, place) for place in output.places] if output.is_file else [(new, output.place)]
+
+
+def put(pairs: Pairs, aside: Path, output: Output | None = None, *, overwrite: bool = False) -> None:
     """Move all new files to their places, all or none, and the old ones of these places to `aside`.
 
     All of it is on the disk before the first move, and the moves are before this returns. `aside` is made here. Signals
     wait until the moves are made, or undone.
+
+    output: whose places they are; RuntimeError, and all is as before, if the old files may not be replaced. They are
+        judged when nobody finds them at their place any more.
     """
     for source, _ in pairs:
         sync(source)
     with _signals_wait():
         aside.mkdir(parents=True)
         try:
-            for source, place in pairs:
-                if place.exists():
+            for _, place in pairs:
+                if os.path.lexists(place):
                     place.rename(aside / place.name)
+            if output is not None:
+                _require_replaceable(output, aside, overwrite)
+            for source, place in pairs:
                 source.rename(place)
             for folder in dict.fromkeys(place.parent for _, place in pairs):
                 sync(folder, deep=False)
@@ -538,6 +545,16 @@ def put(pairs: Pairs, aside: Path) -> None:
             _undo(pairs, aside)
             aside.rmdir()
             raise
+
+
+def _require_replaceable(output: Output, aside: Path, overwrite: bool) -> None:
+    """Raise RuntimeError for files in `aside` that `output` does not replace."""
+    moved = replace(output, target=aside / output.place.name)
+    links = [path for path in aside.iterdir() if path.is_symlink()]
+    if links or any(path.exists() and not _is_empty(path) for path in moved.places):
+        what = _not_ours(links[0].name) if links else _foreign(moved) if overwrite else "it exists"
+        if what:
+            raise RuntimeError(f"output {output.target} is not replaced: {what} (it was put there meanwhile)")
 
 
 @contextmanager
@@ -581,8 +598,8 @@ def _undo(pairs: Pairs, aside: Path) -> None:
     for source, place in reversed(list(pairs)):
         if not source.exists() and place.exists():
             place.rename(source)
-        if (aside / place.name).exists():
-            if place.exists():
+        if os.path.lexists(aside / place.name):
+            if os.path.lexists(place):
                 raise RuntimeError(
                     f"{place} was put there meanwhile, and what an interrupted command moved out of its way lies in "
                     f"{aside}; move one of them elsewhere"

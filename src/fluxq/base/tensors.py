@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import xxhash
 
 from fluxq.base import memory
-from fluxq.base.files import room_left, sha256_json
+from fluxq.base.files import atomic_path, place_in_work, room_left, sha256_json
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _damage(path), FileIO(path) as stream:
+        with _damage(path), _opened(path) as stream:
             self._version = _version(stream)
             self._metadata, self.stored = _read_header(stream)
 
@@ -101,7 +102,7 @@ class TensorFile:
             raise ValueError(f"{self.path}: holds no tensor {name!r}; copy the file again")
         stored = self.stored[name]
         data = memory.empty((stored.nbytes,), torch.uint8)
-        with _damage(self.path), FileIO(self.path) as stream:
+        with _damage(self.path), _opened(self.path) as stream:
             is_same = _version(stream) == self._version
             if is_same:
                 stream.seek(stored.begin)
@@ -113,7 +114,7 @@ class TensorFile:
     def let_go(self, name: str) -> None:
         """Have the system forget a tensor's bytes, which it keeps after reading, where that is possible."""
         stored = self.stored[name]
-        with FileIO(self.path) as stream:
+        with _opened(self.path) as stream:
             _advise(stream, stored.begin, stored.nbytes, "POSIX_FADV_DONTNEED")
 
     def fingerprint(self, name: str) -> str:
@@ -123,18 +124,17 @@ class TensorFile:
         someone who makes a tensor for it.
         """
         stored, hasher = self.stored[name], xxhash.xxh3_128()
-        with _damage(self.path), FileIO(self.path) as stream:
+        with _damage(self.path), _opened(self.path) as stream:
             stream.seek(stored.begin)
             for at in range(0, stored.nbytes, _AT_ONCE):
                 hasher.update(_exactly(stream, min(_AT_ONCE, stored.nbytes - at)))
         return hasher.hexdigest()
 
     def require_as_written(self) -> None:
-        """Raise ValueError for a file that is not as `save_sealed` wrote it; its bytes are read."""
-        said = self.metadata()
-        if said.pop(_SEAL, None) != _seal(
-            said, {name: [each.dtype, each.shape, self.fingerprint(name)] for name, each in self.stored.items()}
-        ):
+        """Raise ValueError for a file that is not as, or not where, `save_sealed` wrote it; read all of it."""
+        metadata = self.metadata()
+        described = {name: [each.dtype, each.shape, self.fingerprint(name)] for name, each in self.stored.items()}
+        if metadata.pop(_SEAL, None) != _seal(self.path, metadata, described):
             raise ValueError(f"{self.path}: damaged since it was written")
 
 
@@ -168,15 +168,21 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     write_weights(tensors, tensors.__getitem__, path, metadata)
 
 
-def save_sealed(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """`save_weights`, with a hash of all of it in the header, which `TensorFile.require_as_written` looks at."""
-    found = _seal(metadata, {n: [word_for(t.dtype), tuple(t.shape), fingerprint_of(t)] for n, t in tensors.items()})
-    save_weights(tensors, path, {**metadata, _SEAL: found})
+def save_sealed(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], *, durable: bool = True
+) -> None:
+    """Write a file of the work folder atomically, with a hash in its header for `TensorFile.require_as_written`.
+
+    durable: as in `atomic_path`; without it a power cut may damage the file, which is noticed.
+    """
+    described = {n: [word_for(t.dtype), tuple(t.shape), fingerprint_of(t)] for n, t in tensors.items()}
+    with atomic_path(path, durable=durable) as part:
+        save_weights(tensors, part, {**metadata, _SEAL: _seal(path, metadata, described)})
 
 
-def _seal(metadata: Mapping[str, str], tensors: Mapping[str, Sequence[Any]]) -> str:
-    """Return the SHA-256 of a file's metadata and of (dtype, shape, fingerprint) by name."""
-    return sha256_json([dict(metadata), tensors])
+def _seal(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Sequence[Any]]) -> str:
+    """Return the SHA-256 of a file's place in the work, its metadata, and (dtype, shape, fingerprint) by name."""
+    return sha256_json([place_in_work(path), dict(metadata), tensors])
 
 
 def write_weights(
@@ -204,7 +210,7 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
         sources = {}
         for file in {file: None for file, _ in parts.values()}:
             with _reading(file):
-                sources[file] = opened.enter_context(FileIO(file))
+                sources[file] = opened.enter_context(_opened(file))
         target = opened.enter_context(_Written(path))
         hasher = opened.enter_context(ThreadPoolExecutor(1))
         target.write(header)
@@ -329,6 +335,15 @@ def _require_whole(tensors: Mapping[str, Stored], start: int, size: int) -> None
         end = stored.end
     if end != size:
         raise ValueError(f"{size - end} bytes follow the last tensor")
+
+
+def _opened(path: Path) -> FileIO:
+    """Open a file to read; ValueError for a pipe or a device, which could be waited for without end."""
+    stream = FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise ValueError("it is no regular file")
+    return stream
 
 
 @contextmanager

@@ -94,6 +94,7 @@ class Job:
     loras: tuple[LoraFile, ...] = ()
     updates: dict[str, tuple[Updates, ...]] = field(default_factory=dict)
     finished: bool = False  # the output exists, just as this job would make it
+    configs: Mapping[str, str] = field(default_factory=dict)  # component -> SHA-256 of its config.json, likewise
     stamps: Mapping[str, Any] = field(default_factory=dict)  # component -> `ModelFolder.stamps`, when this was begun
 
     @property

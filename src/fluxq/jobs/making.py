@@ -26,9 +26,9 @@ import torch
 
 import fluxq
 from fluxq.base.console import logger, without_cure
-from fluxq.base.files import read_sealed_json, write_json, write_sealed_json, write_text
+from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write_json, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
-from fluxq.base.output import Output, atomic_folder, job_digest
+from fluxq.base.output import Output, atomic_output, job_digest
 from fluxq.base.processor import versions
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
@@ -152,19 +152,21 @@ def calibrate(job: Job) -> Path:
     with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         statistics = _calibrate(job, job.load_reference(), work)
         if job.run.ranks.leads:
-            _require_free(job)
-            statistics.save(job.output.resolve(), job_digest(decisive(job)), folder=work)
+            _write_statistics(job, statistics, work)
     return job.output
 
 
-def _require_free(job: Job) -> None:
-    """Raise RuntimeError for an output that appeared since this job began and may not be replaced."""
-    try:
-        Output(job.output, True).require_free(overwrite=job.options.overwrite, exists_ok=True)
-        if not job.options.overwrite and job.output.exists():
+def _write_statistics(job: Job, statistics: Statistics, work: Path) -> None:
+    """Write the output; RuntimeError for one that appeared since this job began and may not be replaced."""
+    output, overwrite = Output(job.output, True), job.options.overwrite
+    if job.output.exists() and not overwrite:
+        try:
             require_same_statistics(job)
-    except ValueError as error:
-        raise RuntimeError(f"{error} (it was put there meanwhile)") from None
+        except ValueError as error:
+            raise RuntimeError(f"{error} (it was put there meanwhile)") from None
+        return
+    with atomic_output(output, work, overwrite=overwrite) as part:
+        statistics.save(part / output.place.name, job_digest(decisive(job)))
 
 
 def quantize(job: Job) -> Record:
@@ -211,7 +213,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
         if static and statistics is None:
             statistics = _calibrate(job, pipe, work)
             if ranks.leads:
-                statistics.save(work / _STATISTICS)
+                statistics.save(work / _STATISTICS, place_in_work(work / _STATISTICS))
                 shutil.rmtree(work / _SHARES)
         if options.check and ranks.leads:
             reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
@@ -225,7 +227,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
     done = [_quantize_component(job, plan, statistics, fittings.pop(plan.component, None), work) for plan in job.plans]
     if not ranks.leads:
         return None
-    with atomic_folder(job.output, work, overwrite=options.overwrite) as part:
+    with atomic_output(Output(job.output), work, overwrite=options.overwrite) as part:
         outcomes, hashes = [Outcome.read(files) for _, files, _ in done], dict[Path, str]()
         written = [_write(part, job, *one, outcome, hashes) for one, outcome in zip(done, outcomes, strict=True)]
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(job.plans, outcomes, strict=True)}
@@ -239,7 +241,6 @@ def _quantize(job: Job, work: Path) -> Record | None:
         record.seconds = round(time.perf_counter() - started, 1)
         write_json(part / PLAN_FILE, record.to_json())
         write_text(part / "README.md", card.model_card(record))
-        Output(job.output).require_still_free(overwrite=options.overwrite)
     return record
 
 
@@ -252,7 +253,10 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
     checkpoint.copy_rest(part, job.folder, quantized)
     copied = checkpoint.digest_rest(ModelFolder(job.output.name, part), quantized, hashes)
     meant = job.identity["copied"]
-    if differing := sorted(name for name in meant.keys() | copied if meant.get(name) != copied.get(name)):
+    differing = sorted(name for name in meant.keys() | copied if meant.get(name) != copied.get(name))
+    configs = {name: sha256_file(job.folder.path / name / "config.json") for name in quantized}
+    differing += [f"{name}/config.json" for name in quantized if configs[name] != job.configs.get(name, configs[name])]
+    if differing:
         raise RuntimeError(
             f"{job.folder.path}: {', '.join(differing)} changed since this run began, and the checkpoint would be "
             "recorded with what was there before. Put that back, or start again when nothing writes there any more"
@@ -380,7 +384,8 @@ def _kept_levels(file: Path) -> dict[str, float] | None:
 def _kept_statistics(work: Path) -> Statistics | None:
     """Read the statistics that an interrupted run gathered; None where there are none, or they were damaged."""
     try:
-        return Statistics.load(work / _STATISTICS) if (work / _STATISTICS).is_file() else None
+        file = work / _STATISTICS
+        return Statistics.load(file, place_in_work(file)) if file.is_file() else None
     except ValueError as error:
         logger.warning("%s: gathered again", without_cure(error))
         return None

@@ -12,6 +12,7 @@ import torch
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.devices import AUTO
+from fluxq.base.files import sha256_file
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
 from fluxq.base.output import Output
@@ -88,6 +89,7 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
         {},
         loras,
         updates,
+        configs={plan.component: sha256_file(folder.path / plan.component / "config.json") for plan in plans},
         stamps={plan.component: folder.stamps(plan.component) for plan in plans},
     )
     require_call(folder, job.call, options.call)

@@ -19,7 +19,7 @@ from fluxq.base import units
 from fluxq.base.console import did_you_mean, path_near
 from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder, check_weights, resolve_model
-from fluxq.base.output import Output
+from fluxq.base.output import Output, plain_path
 
 _SHOWN = 80  # characters of a value, and names
 _LONGEST_TEXT = 10_000  # characters; no text encoder reads a tenth of it
@@ -251,7 +251,7 @@ def scheduler_of(folder: ModelFolder) -> Any:
 
 def output_for(output: str | None, model: str, recipe: str, *, is_file: bool) -> Path:
     """Return the path of a checkpoint or a file of statistics: `output`, else a name made of model and recipe."""
-    return Path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
+    return plain_path(output or f"{Path(model).name}-{recipe}{'-statistics.safetensors' if is_file else ''}")
 
 
 def reads_of(model: Path, options: Mapping[str, Any]) -> dict[str, str | Path | None]:

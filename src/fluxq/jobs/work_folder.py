@@ -7,6 +7,7 @@ hidden folder named by it, with a manifest (`job.json`): a run with other option
 from __future__ import annotations
 
 import glob
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,7 +21,7 @@ import torch
 import fluxq
 from fluxq.base.console import logger
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
-from fluxq.base.output import ANY_JOB, Output, is_being_written, job_digest, recover, remove, sole_writer
+from fluxq.base.output import ANY_JOB, NEW, OLD, Output, is_being_written, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.job import Job
 from fluxq.jobs.requirements import existing_parent, require_free_space
@@ -151,12 +152,25 @@ def _begin(job: Job, work: Path) -> None:
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
+    _clear_obstacles(work)
     for folder in (work, *(path for path in work.rglob("*") if path.is_dir())):
         clear_parts(folder)
     if (work / _MANIFEST).is_file():
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
     write_json(work / _MANIFEST, identity)
+
+
+def _clear_obstacles(work: Path) -> None:
+    """Remove a folder, pipe or broken link in place of a file, and a file in place of a folder."""
+    for root, folders, files in os.walk(work):
+        for path in (Path(root, name) for name in (*folders, *files)):
+            is_file = path.suffix in (".json", ".safetensors", ".part")
+            if not (path.is_file() if is_file else path.is_dir()):
+                logger.warning("%s: in the way of fluxq's own work, and removed", path)
+                remove(path)
+        if Path(root) == work:
+            folders[:] = [name for name in folders if name not in (NEW, OLD)]  # outputs, not work
 
 
 def require_no_other(job: Job) -> None:
