@@ -36,9 +36,9 @@ from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, diffuser
 class ModelFile(Headers):
     """One model, that is one component, in one file or several.
 
-    container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN. evidence: what tells it; contradictions: what
-    speaks for another. names: of its modules, "diffusers", "original" or the dialect's own. family: None where no row
-    knows them.
+    container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN; rules: its own. evidence: what tells it;
+    contradictions: what speaks for another. unknown_method: the program that wrote the layers, where no dialect has it,
+    else "". names: of its modules, "diffusers", "original" or the dialect's own. family: None where no row knows them.
     disabled: module in 16 bit -> suffix -> tensor, of what calibration took out of its weight before its quantizer
     was disabled. groups: tensors that may be of a quantized layer, by module and suffix. layers: by name; plain:
     names of all other tensors. prefix: of the denoiser's names in a file that holds other components too; others:
@@ -56,6 +56,7 @@ class ModelFile(Headers):
         self.others = [name for name in self.stored if name not in own]
         self.groups = grouped(own)
         self.dialect, self.evidence, self.contradictions, self.undecided = dialect_of(self)
+        self.unknown_method = other_program(self)
         if self.others:
             self.container += f" with {', '.join(self.other_components())} beside the denoiser"
         self._take_apart()
@@ -63,14 +64,14 @@ class ModelFile(Headers):
     def read_as(self, dialect: str) -> ModelFile:
         """The same files, as of a dialect that a base proved."""
         other = copy(self)
-        for known in ("identity", "joined"):
-            vars(other).pop(known, None)
+        vars(other).pop("joined", None)
         other.dialect, other.contradictions, other.undecided = dialect, (), ()
         other.evidence = *self.evidence, "proved against the base"
         other._take_apart()
         return other
 
     def _take_apart(self) -> None:
+        self.rules: Dialect = RULES[self.dialect]
         is_ours = self.dialect == NATIVE
         self.schemes: dict[str, Scheme] = (
             dict(QuantizationConfig.from_dict(self.quantization).schemes) if is_ours else {}
@@ -87,6 +88,7 @@ class ModelFile(Headers):
                 self.disabled.setdefault(module, {})[suffix] = name
         apart = {name for parts in self.disabled.values() for name in parts.values()}
         self.plain = [name for name in plain if name not in apart]
+        self.family, self.names = _identify(self)
 
     def other_components(self) -> dict[str, tuple[int, int]]:
         """Name -> (tensors, bytes) of what lies beside the denoiser in its file."""
@@ -120,19 +122,9 @@ class ModelFile(Headers):
         return found
 
     @property
-    def unknown_method(self) -> str:
-        """The program that wrote the layers, where no dialect has it; "" otherwise."""
-        return other_program(self)
-
-    @property
     def files(self) -> list[Path]:
         """Of safetensors or GGUF, those that hold the model."""
         return list(dict.fromkeys(file.path for file in self._files.values()))
-
-    @property
-    def rules(self) -> Dialect:
-        """The dialect's own."""
-        return RULES[self.dialect]
 
     def read_plain(self, name: str) -> Tensor:
         """A tensor that is not quantized; a weight with what ModelOpt had taken out of it put back."""
@@ -147,19 +139,6 @@ class ModelFile(Headers):
     def decode(self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> Decoded:
         """Decode the tensors of a layer by the file's dialect; ValueError where they are not of it."""
         return self.rules.decode(tensors, shape or layer.shape, layer.entry)
-
-    @cached_property
-    def identity(self) -> tuple[Family | None, str]:
-        """The family, and whether modules go by "diffusers", "original" or the dialect's own names."""
-        return _identify(self)
-
-    @property
-    def family(self) -> Family | None:
-        return self.identity[0]
-
-    @property
-    def names(self) -> str:
-        return self.identity[1]
 
     @cached_property
     def joined(self) -> dict[str, Joined]:
