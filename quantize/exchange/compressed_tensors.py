@@ -317,7 +317,6 @@ DIALECT = Dialect(
     option="compressed-tensors",
     marks=(by_config("compressed-tensors"), by_tensor("weight_packed")),
     methods=("compressed-tensors",),
-    looks=lambda looks: looks.scales == "column",
     suffixes=(
         *("weight_packed", "weight_global_scale", "input_global_scale", "weight_shape", "weight_zero_point"),
         "weight_g_idx",

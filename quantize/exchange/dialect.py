@@ -68,19 +68,6 @@ Units = tuple[list[Unit], list[Joined]]  # and the other tensors
 
 
 @dataclass(frozen=True)
-class Looks:
-    """Facts that dtypes and shapes tell of a file that has no mark.
-
-    scales: "none"; "tiles" or "matrix", by the shapes of block scales; "column" (N, 1); "one level"; "undecided".
-    by_rows: some layer has one scale for each row. original: modules go by the names that models are published under.
-    """
-
-    scales: Literal["none", "tiles", "matrix", "column", "one level", "undecided"]
-    by_rows: bool
-    original: bool
-
-
-@dataclass(frozen=True)
 class Dialect:
     """The layout of one program's files, of which `encode` and `decode` are about one layer.
 
@@ -88,9 +75,9 @@ class Dialect:
         about: whose files. names: of the layers in a file, "diffusers", "original" or its own. option: as commands
         spell the dialect, where not by its name.
     Telling its files from others
-        marks: as `Mark` says. methods: values of quant_method. looks: whether a file without marks is one. doubts: what
-        speaks against it, given the dialects of other marks; unsettled: those of them that only a base can settle.
-        signs: tensors that are no part of the model. suffixes: of tensors that only its layers have.
+        marks: as `Mark` says. methods: values of quant_method. doubts: what speaks against it, given the dialects of
+        other marks; unsettled: those of them that only a base can settle. signs: tensors that are no part of the model.
+        suffixes: of tensors that only its layers have.
     Taking a file apart
         has_codes, entry, shape, format_of, row_of: of a layer. regroup: makes one layer of several of the file.
         removed, put_back: tensors that calibration took out of weights in 16 bit, and what makes the weight whole.
@@ -118,7 +105,6 @@ class Dialect:
 
     marks: tuple[Mark, ...] = ()
     methods: Names = ()
-    looks: Callable[[Looks], bool] = lambda looks: False
     doubts: Callable[[Headers, Iterable[str]], Iterator[str]] = lambda model, others: iter(())
     unsettled: Names = ()
     signs: Names = ()

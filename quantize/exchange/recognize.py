@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.dialect import Dialect, Looks
-from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.dialect import Dialect
+from fluxq.quantize.exchange.dialects import DIALECTS, unmarked
 from fluxq.quantize.exchange.layer import Decoded, QuantTensors
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, Headers, by_config, has_codes
@@ -42,22 +41,28 @@ def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tu
     ]
     if not quantized:
         return PLAIN, ("no tensor has codes",), (), ()
-    looks = _looks(quantized, any(map(_PACKED.search, model.groups)))
-    if looks.scales != "undecided":
-        words = f"no mark; {_TOLD.get(looks.scales)}"
-        if looks.scales == "none":
-            scales = sorted({suffix for parts in model.groups.values() for suffix in parts} - {"weight", "bias"})
-            known = f": {scales}" if scales else ""
-            words = f"8-bit floats, and nothing that is known as their scale{known}: a plain cast"
-        return _like(looks)[0], (words,), (), ()
-    among = *_like(replace(looks, scales="tiles")), *_like(replace(looks, scales="matrix"))
-    return _like(looks)[0], ("no mark; by names alone",), (UNDECIDED,), among
-
-
-def _looks(quantized: list[dict[str, Stored]], original: bool) -> Looks:
-    """Describe quantized layers by their scales."""
+    original = any(map(_PACKED.search, model.groups))
     scaled = [(stored["weight_scale"].shape, stored) for stored in quantized if "weight_scale" in stored]
     by_rows = any(len(shape) == 1 and shape[0] > 1 for shape, _ in scaled)
+    scales = _scales_of(quantized, scaled, original)
+    name = unmarked(scales, by_rows, original)
+    if scales == "undecided":
+        among = tuple(unmarked(either, by_rows, original) for either in ("tiles", "matrix"))
+        return name, ("no mark; by names alone",), (UNDECIDED,), among
+    words = f"no mark; {_TOLD.get(scales)}"
+    if scales == "none":
+        others = sorted({suffix for parts in model.groups.values() for suffix in parts} - {"weight", "bias"})
+        known = f": {others}" if others else ""
+        words = f"8-bit floats, and nothing that is known as their scale{known}: a plain cast"
+    return name, (words,), (), ()
+
+
+def _scales_of(
+    quantized: list[dict[str, Stored]], scaled: list[tuple[tuple[int, ...], dict[str, Stored]]], original: bool
+) -> str:
+    """The scales of layers, as `unmarked` takes them. scaled: the layers with scales, and their shapes."""
+    if not scaled:
+        return "none"
     tiles = matrix = False
     for scale, stored in scaled:
         weight = stored.get("weight")
@@ -65,19 +70,12 @@ def _looks(quantized: list[dict[str, Stored]], original: bool) -> Looks:
             rows, groups = weight.shape[0], weight.shape[1] // 8
             tiles |= scale != (rows, groups)
             matrix |= scale != (padded(rows, 128), padded(groups, 4))
-    if not scaled:
-        return Looks("none", by_rows, original)
     if tiles != matrix:
-        return Looks("tiles" if tiles else "matrix", by_rows, original)
+        return "tiles" if tiles else "matrix"
     columns = any(s["weight"].shape and shape == (s["weight"].shape[0], 1) for shape, s in scaled if "weight" in s)
     if columns and not original:
-        return Looks("column", by_rows, original)
-    is_one_level = not any("weight_scale_2" in stored for stored in quantized)
-    return Looks("one level" if is_one_level else "undecided", by_rows, original)
-
-
-def _like(looks: Looks) -> list[str]:
-    return [dialect.name for dialect in _BY_MARK if dialect.looks(looks)]
+        return "column"
+    return "undecided" if any("weight_scale_2" in stored for stored in quantized) else "one level"
 
 
 def other_program(model: Headers) -> str:
