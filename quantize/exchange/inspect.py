@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
+from fluxq.base.tensors import Stored
 from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
 from fluxq.quantize.exchange.beside import beside, other_settings
 from fluxq.quantize.exchange.files import ModelFile, open_models
@@ -28,7 +29,7 @@ from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, 
 from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
 from fluxq.quantize.exchange.marks import GLOBAL_SCALES, PLAIN, FileLayer
-from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
+from fluxq.quantize.exchange.proof import CASTS, DECLARED, FAR, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.exchange.rows import not_finite
 from fluxq.recipes.keymaps import Joined
@@ -146,10 +147,9 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
 def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     """Inspect one model; layers are read one at a time."""
     model = settled(model, base) if base is not None else model
-    weights = {name: layer.shape[0] * layer.shape[1] for name, layer in model.layers.items()}
     in_16_bit = model.linears_in_16_bit()
     stored = sum(layer.nbytes for layer in model.layers.values()) + sum(2 * n * k for n, k in in_16_bit.values())
-    count = sum(weights.values()) + sum(n * k for n, k in in_16_bit.values())
+    count = sum(n * k for n, k in (*(layer.shape for layer in model.layers.values()), *in_16_bit.values()))
     done = Inspection(
         str(model.path),
         model.container,
@@ -176,8 +176,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         done.layers.append(report)
         done.faults += faults
         if base is not None and report.against is not None:
-            stored = layer.stored.get("bias")
-            compared[name] = _linear(model, report.against, layer.shape, stored.dtype if stored else "", parts, base)
+            compared[name] = _linear(model, report.against, layer.shape, layer.stored.get("bias"), parts, base)
     scope: dict[str, Counter[str]] = defaultdict(Counter)
     for report in done.layers:
         scope[report.role or "unknown"][report.format] += 1
@@ -193,7 +192,9 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.faults += [*_no_numbers(model), *_integers(model, unreadable)]
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
-    done.unproved += _of_activations(model)
+    if count := sum(any(suffix in _OF_X for suffix in layer.parts) for layer in model.layers.values()):
+        what = f"input scales of {count} layers, which are of activations: no base tells whether they are right"
+        done.unproved.append(what)
     if base is not None:
         for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
             parts = joined.get(f"{name}.weight")
@@ -209,7 +210,10 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         if base.model.config and not model.config:
             done.unproved.append("config.json: the file has none, so the base's settings are taken for its own")
         done.proofs += _proofs(done)
-        done.faults += _other_base(done)
+        foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
+        if done.layers and len(foreign) > len(done.layers) / 2:
+            what = f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's"
+            done.faults.append(Fault("another base", "", what))
     return done
 
 
@@ -267,9 +271,9 @@ def _base_bias(base: Base, joined: Joined, shape: tuple[int, int]) -> Tensor:
 
 
 def _linear(
-    model: ModelFile, against: Against, shape: tuple[int, int], bias: str, joined: Joined, base: Base
+    model: ModelFile, against: Against, shape: tuple[int, int], bias: Stored | None, joined: Joined, base: Base
 ) -> Linear:
-    """A Linear for `not_taken_back`. bias: the dtype that its bias is stored in, "" for none."""
+    """A Linear for `not_taken_back`."""
     modules = _modules(joined)
     module = modules[0] if modules else joined.original
     located = model.family.locate(module) if model.family else None
@@ -281,7 +285,7 @@ def _linear(
         _block(module),
         x,
         lambda: _truth(base, shape, joined),
-        _cast_error(bias, _base_bias(base, joined, shape)),
+        _cast_error(bias.dtype if bias else "", _base_bias(base, joined, shape)),
         modules,
         (f"{located[1]}.{by.linear}", by) if located and by else None,
     )
@@ -318,7 +322,7 @@ def _compared_16_bit(model: ModelFile, name: str, shape: tuple[int, int], joined
     truth_of_bias = _base_bias(base, joined, shape)
     pair = (bias, truth_of_bias) if bias.shape == truth_of_bias.shape else None
     against = compare(model.read_plain(f"{name}.weight"), truth, orders, pair)
-    return _linear(model, against, shape, stored.dtype if stored else "", joined, base)
+    return _linear(model, against, shape, stored, joined, base)
 
 
 def _with_folding(
@@ -437,9 +441,10 @@ def _verdict(name: str, against: Against) -> Iterator[Fault]:
         bits = 8 if against.error < 0.05 else 4
         yield Fault("widened", name, f"error {against.error:.3g}, as codes of {bits} bits have")
         return
-    declared = "cannot be read" if against.declared is None else f"has an error of {against.declared:.3g}"
-    if against.best and (against.plausible or against.error < 0.6 * (against.declared or torch.inf)):
-        what = f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
+    declared = against.errors.get(DECLARED)
+    if against.best and (against.plausible or against.error < 0.6 * (declared or torch.inf)):
+        said = "cannot be read" if declared is None else f"has an error of {declared:.3g}"
+        what = f"as declared it {said}, with {' and '.join(against.best)} {against.error:.3g}"
         for order in against.best:
             yield Fault(order if order in FAULTS else "rows in another order", name, what)
     if against.strays:
@@ -526,13 +531,6 @@ def _scale_numbers(
             yield "reciprocal global scale", f"{suffix} is {float(values.max()):.4g}: weights would reach {largest:.3g}"
 
 
-def _of_activations(model: ModelFile) -> Iterator[str]:
-    """Scales that were measured on activations, of which a weight says nothing."""
-    count = sum(any(suffix in _OF_X for suffix in layer.parts) for layer in model.layers.values())
-    if count:
-        yield f"input scales of {count} layers, which are of activations: no base tells whether they are right"
-
-
 def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
     """fp32 scales that all are numbers of bf16: they were computed in that, 0.4 % off at most, and values saturate."""
     narrow: dict[str, int] = {}
@@ -608,36 +606,26 @@ def _finite(value: Any) -> Any:
 
 def _proofs(done: Inspection) -> list[str]:
     """Return what the errors of all layers decided, in words."""
-    found = []
-    compared = [layer.against for layer in done.layers if layer.against is not None]
+    compared = [(layer.name, layer.against) for layer in done.layers if layer.against is not None]
+    if not compared:
+        return []
     wrong = {fault.layer for fault in done.faults if fault.is_error}
-    right = [
-        layer.against
-        for layer in done.layers
-        if layer.against is not None and layer.against.plausible and not layer.against.best and layer.name not in wrong
-    ]
-    if compared:
-        found.append(f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows")
+    right = [own for name, own in compared if own.plausible and not own.best and name not in wrong]
+    found = [f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows"]
     tried = dict.fromkeys(name for against in right for name in against.errors)
     rows = tuple(name for name in tried if name.startswith("rows ordered"))
     kinds = {f"no {name}": (name,) for name in (*REPAIRS, "halves swapped") if name in tried}
     for words, names in (kinds | {"rows of q, k and v in their order": rows}).items():
-        asked = [against for against in right if any(name in against.errors for name in names)]
-        proved = [against for against in asked if all(against.proves(name) for name in names if name in against.errors)]
+        others = [[against.errors[name] for name in names if name in against.errors] for against in right]
+        asked = [(own.error, min(other)) for own, other in zip(right, others, strict=True) if other]
+        proved = [(error, other) for error, other in asked if other > FAR * error]
         if proved:
-            least = min(against.errors[name] for against in proved for name in names if name in against.errors)
-            most = max(against.error for against in proved)
+            most, least = max(error for error, _ in proved), min(other for _, other in proved)
             more = f"; {len(asked) - len(proved)} layers look the same either way" if len(asked) > len(proved) else ""
             found.append(
                 f"{words}: proved on {len(proved)} layers (error {most:.3g} at most, {least:.3g} otherwise){more}"
             )
     return found
-
-
-def _other_base(done: Inspection) -> Iterator[Fault]:
-    foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
-    if done.layers and len(foreign) > len(done.layers) / 2:
-        yield Fault("another base", "", f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's")
 
 
 # --- what can be wrong

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from fluxq.recipes.keymaps import Joined
 
 WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places
 DECLARED = "as declared"
-_FAR = 1.2  # a reading is told from another by so much more error
+FAR = 1.2  # a reading is told from another by so much more error
 # Of the error of rounding to nearest. Fitted codes are near in the output; of all layers of the embedded pipeline, as
 # the shipped recipes fit it, they had at most: nvfp4 1.49, nvfp4-max 1.39, int4 1.54, int4-svd 1.36, mxfp4 1.75,
 # mxfp4-max 1.77 (medians 1.11 to 1.48).
@@ -58,7 +59,7 @@ _FOLDED = 0.3  # the most error that factors of rows or columns leave
 
 
 class Repair(NamedTuple):
-    """A way in which files are wrong. proves: the property that its error decides, as it should be and as it is.
+    """A way in which files are wrong.
 
     mend: (tensors of rows, dialect, (N, K) of these) -> the tensors as the dialect means them, None where the layer has
     nothing of the kind. cures_shape: it changes shapes or dtypes, so that without it `decode` refuses the layer.
@@ -133,16 +134,6 @@ class Against:
     def error(self) -> float:
         """Of the best reading."""
         return self.errors[" and ".join(self.best) or DECLARED]
-
-    @property
-    def declared(self) -> float | None:
-        """As the file says it is; None where it cannot be read so."""
-        return self.errors.get(DECLARED)
-
-    def proves(self, name: str) -> bool:
-        """Tell whether the errors decide what the repair `name` would change."""
-        other = self.errors.get(name)
-        return self.plausible and not self.best and other is not None and other > _FAR * self.error
 
 
 class _Nearest(NamedTuple):
@@ -298,7 +289,7 @@ def prove(
     best = min(tried, key=tried.__getitem__)
     if best and () in tried:
         gain = tried[best] / tried[()]
-        if not gain * _FAR < 1 or (tried[best] > bound and gain > 0.6):  # chance, or nothing that is known
+        if not gain * FAR < 1 or (tried[best] > bound and gain > 0.6):  # chance, or nothing that is known
             best = ()
     found = whole.reading(tuple(name for name in best if name in REPAIRS))
     if found is None:  # the samples can be read, not all
@@ -665,14 +656,10 @@ def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int])
     return {**tensors, **codes, name: block_scales(linear.contiguous())}
 
 
-def _invert_global(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, value in _held(tensors, GLOBAL_SCALES):
-        return {**tensors, name: 1 / value} if value.dtype in FLOATS else None
-    return None
-
-
-def _invert(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, scale in _held(tensors, ("weight_scale", "scale_weight", "_weight_scale")):
+def _invert(
+    names: Sequence[str], tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]
+) -> dict[str, Tensor] | None:
+    for name, scale in _held(tensors, names):
         if scale.dtype in FLOATS:
             return {**tensors, name: (1 / scale.float()).to(scale.dtype)}
     return None
@@ -711,9 +698,12 @@ REPAIRS = {
         "block scales stand in tiles, and readers take them for the order of the matrix", _unswizzle, True
     ),
     "reciprocal global scale": Repair(
-        "readers multiply by the global scale where they should divide, or the reverse", _invert_global
+        "readers multiply by the global scale where they should divide, or the reverse", partial(_invert, GLOBAL_SCALES)
     ),
-    "reciprocal scale": Repair("readers multiply by the scale where they should divide", _invert),
+    "reciprocal scale": Repair(
+        "readers multiply by the scale where they should divide",
+        partial(_invert, ("weight_scale", "scale_weight", "_weight_scale")),
+    ),
     "scales padded to 16 columns": Repair(
         "ModelOpt's row_col padding, whose tiles are others than readers look for", _unpad, True
     ),
