@@ -48,9 +48,6 @@ class OwnLinear:
     after_gelu: bool = False
 
 
-AS_IT_IS = OwnLinear(())
-
-
 @dataclass(frozen=True)
 class Unit:
     """One quantized Linear of a file. parts: modules of diffusers whose rows follow each other in it.
@@ -61,7 +58,7 @@ class Unit:
     name: str
     parts: Names
     order: Order = "as they are"
-    own: OwnLinear = AS_IT_IS
+    own: OwnLinear = OwnLinear(())
 
 
 Units = tuple[list[Unit], list[Joined]]  # and the other tensors

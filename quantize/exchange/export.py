@@ -45,7 +45,6 @@ from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 
-How = Literal["codes", "16 bit", "rounded"]
 SideLayers = Literal["8bit", "16bit"]
 MOST_ADDED = 0.03  # ‖W' - W‖ / ‖W‖ that rounding a side layer again may add: what E4M3 has on any weight is 0.027
 
@@ -55,12 +54,12 @@ class Choice:
     """Decision on a Unit.
 
     schemes: that it may be written in, of which it takes the one that adds the least error; none for 16 bit. why: it
-    does not move as it is. most: the error that rounding it again may add; with more it is written in 16 bit.
+    does not move as it is, and is rounded again; empty where its codes move. most: the error that rounding it again may
+    add; with more it is written in 16 bit.
     """
 
     unit: Unit
-    how: How
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[Scheme, ...] = ()
     why: str = ""
     most: float = math.inf
 
@@ -187,8 +186,9 @@ def plan_export(
     if max_shard_bytes is not None and writer.is_file:
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
-    stay = partial(_factors_stay, dialect)
-    plans = [plan_of(NativeComponent(checkpoint, name, stay), dialect, requantize, side_layers) for name in names]
+    stay = {(row.weights, row.activations) for row in DIALECTS[dialect].rows if row.factors_stay}
+    sources = (NativeComponent(checkpoint, name, lambda scheme: _formats(scheme) in stay) for name in names)
+    plans = [plan_of(source, dialect, requantize, side_layers) for source in sources]
     if writer.is_pipeline:
         plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in _other_quantized(checkpoint, names)]
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
@@ -231,13 +231,13 @@ class ComponentPlan:
         for choice in progress(self.choices, f"exporting {source.component or source.folder.name}"):
             unit = choice.unit
             layers = [source.layer(name) for name in unit.parts]
-            layer = join(layers) if choice.how == "codes" else None
-            if choice.how == "rounded":
+            layer = join(layers) if choice.schemes and not choice.why else None
+            if choice.schemes and choice.why:
                 tried = [_rounded(layers, choice, scheme) for scheme in choice.schemes]
                 layer, changed = min(tried, key=lambda one: one[1].added_error)
                 if changed.added_error > choice.most:
                     why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
-                    layer, choice = None, replace(choice, how="16 bit", schemes=(), why=why)
+                    layer, choice = None, replace(choice, schemes=(), why=why)
                 else:
                     done.requantized.append(changed)
             if layer is None or rules is None:
@@ -292,7 +292,7 @@ def plan_of(
         cure += f"; recipes that fit: {', '.join(fits)}" if (fits := _recipes_that_fit(dialect, main)) else ""
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
     choices = _readable_together(source, choices, dialect, main)
-    if not any(choice.how != "16 bit" for choice in choices):
+    if not any(choice.schemes for choice in choices):
         raise ValueError(
             f"{dialect} holds no layer of {source.component or 'the model'}: everything would be in 16 bit"
         )
@@ -301,7 +301,7 @@ def plan_of(
 
 def _in_16_bit(source: NativeComponent) -> ComponentPlan:
     units, plain = _units(source, "")
-    return ComponentPlan(source, "", [Choice(unit, "16 bit", ()) for unit in units], plain)
+    return ComponentPlan(source, "", [Choice(unit) for unit in units], plain)
 
 
 def _units(source: NativeComponent, dialect: str) -> Units:
@@ -339,19 +339,19 @@ def _choice(
     has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
     is_side = has_16_bit and all(_is_side(source, name, main) for name in unit.parts)
     if is_side and side_layers == "16bit":
-        return Choice(unit, "16 bit", (), why or "--side-layers 16bit asks for it")
+        return Choice(unit, (), why or "--side-layers 16bit asks for it")
     if not why:
-        return Choice(unit, "codes", (source.scheme(unit.parts[0]),))
+        return Choice(unit, (source.scheme(unit.parts[0]),))
     if not (is_side or requantize):
         return why
     nearest = _nearest(source, unit, dialect)
     small = [scheme for scheme in nearest if scheme.weights.element.bits == 8]
     if is_side and small:
         alike = (scheme for scheme in small if (scheme.activations is None) == (small[0].activations is None))
-        return Choice(unit, "rounded", tuple(alike), why, MOST_ADDED)
+        return Choice(unit, tuple(alike), why, MOST_ADDED)
     if nearest and not is_side:
-        return Choice(unit, "rounded", nearest[:1], why)
-    return Choice(unit, "16 bit", (), why) if has_16_bit else why
+        return Choice(unit, nearest[:1], why)
+    return Choice(unit, (), why) if has_16_bit else why
 
 
 def _readable_together(
@@ -375,7 +375,7 @@ def _readable_together(
     for choice, name, is_side in zip(choices, names, sides, strict=True):
         is_modulation = any(_is_modulation(source, part) for part in choice.unit.parts)
         why = rules.unreadable(name, mains, is_modulation) if name and is_side else ""
-        done.append(replace(choice, how="16 bit", schemes=(), why=why) if why else choice)
+        done.append(replace(choice, schemes=(), why=why) if why else choice)
     return done
 
 
@@ -407,12 +407,6 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
         kept = source.why_not_folded.get(unit.parts[0], "")
         return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', kept)}"
     return why
-
-
-def _factors_stay(dialect: str, scheme: Scheme) -> bool:
-    """Tell whether layers under a scheme have factors of x in the file in any case, so that a fold gains nothing."""
-    rows = [row for row in DIALECTS[dialect].rows if (row.weights, row.activations) == _formats(scheme)]
-    return any(row.factors_stay for row in rows)
 
 
 def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
@@ -555,7 +549,7 @@ def _encode(plan: ComponentPlan, layer: QuantTensors, unit: Unit, rank: int) -> 
 
 def _rank(source: NativeComponent, choice: Choice) -> int:
     """Of the low-rank branch of a unit: parts that read x by other matrices have theirs side by side."""
-    if choice.how != "codes":
+    if choice.why or not choice.schemes:
         return 0
     ranks = [source.scheme(name).rank for name in choice.unit.parts]
     matrices = [source.small(name, "svdquant_lora_a") for name in choice.unit.parts] if max(ranks) else []
