@@ -21,10 +21,10 @@ from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder, require_harmless
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.exchange.dialect import Dialect
+from fluxq.quantize.exchange.dialects import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.layer import Decoded
 from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer, Headers
-from fluxq.quantize.exchange.recognize import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.family import Family
