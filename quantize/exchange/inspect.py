@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
+from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
 from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
-from fluxq.quantize.exchange.beside import beside, other_settings
-from fluxq.quantize.exchange.files import ModelFile, open_models
+from fluxq.quantize.exchange.beside import other_settings, other_small_files, shown
+from fluxq.quantize.exchange.files import ModelFile, open_component, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, not_taken_back
 from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
@@ -134,14 +135,43 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
 
     looked_at: components that are inspected themselves.
     """
+    if not (path / "model_index.json").is_file():
+        return [], []
+    own = ModelFolder(path.name, path)
+    others = [name for name in own.components if name not in looked_at and (path / name).is_dir()]
+    if not (base / "model_index.json").is_file():
+        said = f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared"
+        return [], [said] if others else []
+    whole, differences = ModelFolder(base.name, base), list[tuple[str, str]]()
+    for key in ("_class_name", *own.components):
+        mine, bases = (folder.index.get(key) for folder in (own, whole))
+        if mine != bases and bases is not None:
+            differences.append((key, f"model_index.json has {shown(mine)}, the base's {shown(bases)}"))
+    lacking = [name for name in others if not (base / name).is_dir()]
+    for name in others:
+        if name not in lacking:
+            differences += [(name, what) for what in _other_component(own, whole, name)]
+    faults = [Fault("another component", name, what) for name, what in differences]
+    return faults, [f"{', '.join(lacking)}: the base has none, so they were not compared"] if lacking else []
 
-    def compare(model: ModelFile, other: ModelFile) -> list[str]:
-        wrong = [fault for fault in inspect_model(model, Base(other)).faults if fault.is_error]
+
+def _other_component(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
+    """Yield the differences of a component from the base's: settings and weights, or a vocabulary."""
+    yield from other_small_files(own, base, name)
+    ours, theirs = own.path / name, base.path / name
+    if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
+        return
+    yield from other_settings(own.config(name), base.config(name))
+    if own.tensors_digest(name) == base.tensors_digest(name):
+        return
+    mine, bases = (open_component(folder, "component of a pipeline folder") for folder in (ours, theirs))
+    if bases.dialect != PLAIN:
+        yield f"the base's is quantized itself ({bases.dialect}), so they could not be compared; give the 16-bit model"
+        return
+    wrong = [fault for fault in inspect_model(mine, Base(bases)).faults if fault.is_error]
+    if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return [f"{wrong[0].layer}: {wrong[0].what}{more}"] if wrong else []
-
-    differences, unproved = beside(path, base, looked_at, compare)
-    return [Fault("another component", name, what) for name, what in differences], unproved
+        yield f"{wrong[0].layer}: {wrong[0].what}{more}"
 
 
 def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
