@@ -111,14 +111,10 @@ class ModelFile(Headers):
             if module not in self.layers and module not in self.faults and suffix not in ("weight", "bias")
         }
         for name in self.plain:
-            if name in alone:
-                found.setdefault(alone[name], []).append(name[len(alone[name]) + 1 :])
-                continue
-            module, _, _ = name.removesuffix("._data").rpartition(".")
-            for layer in (module, module.rpartition(".")[0]):  # some put a layer's tensors one level down
-                if layer in self.layers:
-                    found.setdefault(layer, []).append(name[len(layer) + 1 :])
-                    break
+            module = name.removesuffix("._data").rpartition(".")[0]
+            above = (each for each in (module, module.rpartition(".")[0]) if each in self.layers)  # some put it below
+            if owner := alone.get(name) or next(above, ""):
+                found.setdefault(owner, []).append(name[len(owner) + 1 :])
         return found
 
     @property
