@@ -144,7 +144,7 @@ class PlannedExport:
             of_job = [replace(each, job=self.job, written=hashes.__setitem__) for each in written]
             writer.write(made, output.place.name, self.checkpoint, of_job)
             own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
-            done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
+            done.checkpoint_bytes = sum(stored.nbytes for plan, _ in own for stored in plan.source.stored.values())
             done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
             done.hint = _hint(done, self.side_layers)
             remove(parts)
@@ -259,7 +259,7 @@ class ComponentPlan:
         for name, members, order in self.plain:
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
-                parts[name] = source.file_of(members[0]).path, source.stored(members[0])
+                parts[name] = source.file_of(members[0]).path, source.stored[members[0]]
             else:
                 keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
         for modulation, folds in source.folds.items():
@@ -390,7 +390,7 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
         return f"the file joins layers of {' and '.join(sorted({str(s) for s in schemes}))}"
     if any(name in source.pixelwise for name in unit.parts):
         return "a 1x1 convolution, of which the program quantizes none"
-    if any(f"{name}.bias" in source and name not in source.biases for name in unit.parts):
+    if any(f"{name}.bias" in source.stored and name not in source.biases for name in unit.parts):
         return "centring gave it a bias, which the model itself has not"
     of_layers = ("weight_scale_2", "input_scale", *(["weight_scale"] * (not schemes[0].weights.block[0])))
     for suffix in of_layers:

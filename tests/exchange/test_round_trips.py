@@ -238,7 +238,7 @@ def require_back(
             continue
         if name not in codes:
             weight, bias = layer.linear().collapsed()
-            expected[f"{name}.weight"] = weight.bfloat16().reshape(after.stored(f"{name}.weight").shape)
+            expected[f"{name}.weight"] = weight.bfloat16().reshape(after.stored[f"{name}.weight"].shape)
             expected |= {} if bias is None else {f"{name}.bias": bias.detach().bfloat16()}
             continue
         assert str(after.schemes[name]) == str(as_read(source.scheme(name), dialect)), name
