@@ -54,13 +54,14 @@ class Choice:
     """Decision on a Unit.
 
     schemes: that it may be written in, of which it takes the one that adds the least error; none for 16 bit. why: it
-    does not move as it is, and is rounded again; empty where its codes move. most: the error that rounding it again may
-    add; with more it is written in 16 bit.
+    does not move as it is, and is rounded again; empty where its codes move. is_side: modulation, or one of another
+    format than most. most: the error that rounding it again may add; with more it is written in 16 bit.
     """
 
     unit: Unit
     schemes: tuple[Scheme, ...] = ()
     why: str = ""
+    is_side: bool = False
     most: float = math.inf
 
 
@@ -291,7 +292,7 @@ def plan_of(
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
         cure += f"; recipes that fit: {', '.join(fits)}" if (fits := _recipes_that_fit(dialect, main)) else ""
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
-    choices = _readable_together(source, choices, dialect, main)
+    choices = _readable_together(source, choices, dialect)
     if not any(choice.schemes for choice in choices):
         raise ValueError(
             f"{dialect} holds no layer of {source.component or 'the model'}: everything would be in 16 bit"
@@ -337,26 +338,26 @@ def _choice(
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
     has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
-    is_side = has_16_bit and all(_is_side(source, name, main) for name in unit.parts)
+    is_side = has_16_bit and all(
+        _is_modulation(source, name) or _formats(source.schemes[name]) != main for name in unit.parts
+    )
     if is_side and side_layers == "16bit":
-        return Choice(unit, (), why or "--side-layers 16bit asks for it")
+        return Choice(unit, (), why or "--side-layers 16bit asks for it", is_side)
     if not why:
-        return Choice(unit, (source.scheme(unit.parts[0]),))
+        return Choice(unit, (source.scheme(unit.parts[0]),), "", is_side)
     if not (is_side or requantize):
         return why
     nearest = _nearest(source, unit, dialect)
     small = [scheme for scheme in nearest if scheme.weights.element.bits == 8]
     if is_side and small:
         alike = (scheme for scheme in small if (scheme.activations is None) == (small[0].activations is None))
-        return Choice(unit, tuple(alike), why, MOST_ADDED)
+        return Choice(unit, tuple(alike), why, is_side, MOST_ADDED)
     if nearest and not is_side:
         return Choice(unit, nearest[:1], why)
-    return Choice(unit, (), why) if has_16_bit else why
+    return Choice(unit, (), why, is_side) if has_16_bit else why
 
 
-def _readable_together(
-    source: NativeComponent, choices: list[Choice], dialect: str, main: tuple[str, str | None]
-) -> list[Choice]:
+def _readable_together(source: NativeComponent, choices: list[Choice], dialect: str) -> list[Choice]:
     """The same, with side layers in 16 bit that no reader of the dialect takes beside the main ones."""
     rules = DIALECTS[dialect]
     if rules.unreadable is None:
@@ -368,13 +369,11 @@ def _readable_together(
         layer = QuantTensors({}, _shape(source, choice.unit), choice.schemes[0])
         return row_for(layer, rules.rows, dialect)[0].name
 
-    names = [format_of(choice) for choice in choices]
-    sides = [all(_is_side(source, part, main) for part in choice.unit.parts) for choice in choices]
-    mains = {name for name, is_side in zip(names, sides, strict=True) if not is_side}
+    mains = {format_of(choice) for choice in choices if not choice.is_side}
     done = []
-    for choice, name, is_side in zip(choices, names, sides, strict=True):
-        is_modulation = any(_is_modulation(source, part) for part in choice.unit.parts)
-        why = rules.unreadable(name, mains, is_modulation) if name and is_side else ""
+    for choice in choices:
+        name, is_modulation = format_of(choice), any(_is_modulation(source, part) for part in choice.unit.parts)
+        why = rules.unreadable(name, mains, is_modulation) if name and choice.is_side else ""
         done.append(replace(choice, schemes=(), why=why) if why else choice)
     return done
 
@@ -430,10 +429,6 @@ def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
         weight = 0 if _is_modulation(source, name) else n * k
         sizes[_formats(source.schemes[name])] += weight
     return sizes.most_common(1)[0][0]
-
-
-def _is_side(source: NativeComponent, name: str, main: tuple[str, str | None]) -> bool:
-    return _is_modulation(source, name) or _formats(source.schemes[name]) != main
 
 
 def _is_modulation(source: NativeComponent, name: str) -> bool:
