@@ -413,10 +413,10 @@ def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
     return n, {"": k, "first": n, "rest": k - n}[unit.own.columns]
 
 
-def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str) -> str:
-    """Return the reason why no format of the dialect holds a layer; empty if one does."""
+def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str, rows: Sequence[Row] = ()) -> str:
+    """Return the reason why no format of the dialect, or none of `rows`, holds a layer; empty if one does."""
     try:
-        row, _ = row_for(QuantTensors({}, shape, scheme), DIALECTS[dialect].rows, dialect)
+        row, _ = row_for(QuantTensors({}, shape, scheme), rows or DIALECTS[dialect].rows, dialect)
     except ValueError as error:
         return str(error)
     return row.unread
@@ -461,13 +461,8 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
         if own.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
-        if k % (scheme.weights.group_size or 1):
-            continue
-        try:
-            row_for(QuantTensors({}, (n, k), scheme), [row], dialect)
-        except ValueError:
-            continue
-        found.append(scheme)
+        if k % (scheme.weights.group_size or 1) == 0 and not _misfit(scheme, (n, k), dialect, [row]):
+            found.append(scheme)
     return tuple(found)
 
 
