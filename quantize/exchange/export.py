@@ -159,11 +159,6 @@ class PlannedExport:
         return done
 
 
-def export(checkpoint: ModelFolder, dialect: str, target: Path, **how: Any) -> Exported:
-    """Write a checkpoint for another program. how: as `plan_export` takes it, whose errors it raises."""
-    return plan_export(checkpoint, dialect, target, **how).write()
-
-
 def plan_export(
     checkpoint: ModelFolder,
     dialect: str,
