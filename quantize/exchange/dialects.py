@@ -53,7 +53,6 @@ def dialect_of(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], t
 
 
 def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Find the dialect by names and shapes, where nothing else tells it."""
     quantized = [
         stored
         for parts in model.groups.values()

@@ -156,7 +156,6 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
 
 
 def _other_component(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
-    """Yield the differences of a component from the base's: settings and weights, or a vocabulary."""
     yield from other_small_files(own, base, name)
     ours, theirs = own.path / name, base.path / name
     if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
@@ -419,7 +418,6 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
 
 
 def _no_numbers(model: ModelFile) -> Iterator[Fault]:
-    """NaN and infinite numbers in tensors that are not quantized."""
     for name in model.plain:
         tensor = model.read(name)
         bad = not_finite(tensor)

@@ -204,7 +204,6 @@ def _regroup(model: Headers) -> None:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """Return the names in diffusers of a tensor."""
     module, _, suffix = name.rpartition(".")
     found = parts_of(module)
     return tuple(f"{part}.{suffix}" for part in found[0]) if found else (diffusers_name(name),)
