@@ -431,9 +431,7 @@ def _counted(notes: list[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for note in notes:
         kinds.setdefault(note.partition(": ")[2] or note, []).append(note)
-    return [
-        f"{found[0]} (and {len(found) - 1} more layers)" if len(found) > 1 else found[0] for found in kinds.values()
-    ]
+    return [f"{first} (and {len(rest)} more layers)" if rest else first for first, *rest in kinds.values()]
 
 
 _MENDED = (*REPAIRS, "disabled", "rows in another order", "halves swapped", "ignored though quantized")  # faults

@@ -9,6 +9,7 @@ FAULTS, at the end, has a row for everything that is found wrong: what it is cal
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -108,7 +109,8 @@ class Inspection:
                 said["against"] = layer.against.describe()
         for fault, said in zip(self.faults, found["faults"], strict=True):
             said |= {"is_error": fault.is_error, "about": FAULTS[fault.kind].about, "cure": FAULTS[fault.kind].cure}
-        return _finite(found)
+        # JSON has no infinite numbers and no NaN: here they are text.
+        return json.loads(json.dumps(found), parse_constant=lambda number: str(float(number)))
 
 
 def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
@@ -618,15 +620,6 @@ def _role(model: ModelFile, modules: tuple[str, ...]) -> str:
         return ""
     located = model.family.locate(modules[0])
     return located[0].role if located else "kept" if model.family.kept(modules[0]) else ""
-
-
-def _finite(value: Any) -> Any:
-    """The same with infinite and NaN numbers as text, which JSON has none of."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
 # --- the base
