@@ -136,18 +136,6 @@ class Against:
         return self.errors[" and ".join(self.best) or DECLARED]
 
 
-class _Nearest(NamedTuple):
-    """A layer that was rounded to nearest, by samples. error: of that, once all takes `factor`, which is its own."""
-
-    error: float
-    factor: float
-
-    def is_scaled(self, factor: float) -> bool:
-        """Tell whether a reading, nearest to the base by `factor`, is off by more than ways of rounding differ."""
-        most = _FACTOR_OF_PLAIN if self.error > _FOUR_BITS / _MARGIN else _OF_BF16
-        return not min(self.factor, 1) - most <= factor <= max(self.factor, 1) + most
-
-
 @dataclass
 class _Rows:
     """Rows of a layer, by window, and readings of them that were made already. at: which rows these are."""
@@ -192,23 +180,25 @@ class _Rows:
         """
         return max(_MARGIN * _relative(self.rounded(truth, by), truth), _CODED)
 
-    def plain(self, read: Tensor, truth: Tensor) -> _Nearest | None:
-        """Round the base's rows to nearest, and return the error if a reading of them is just that.
+    def plain(self, read: Tensor, truth: Tensor, by: float) -> tuple[float | None, bool]:
+        """Round the base's rows to nearest, and return the error if a reading of them is just that; None if it is not.
 
-        None where the reading was fitted. read, truth: of the whole layer.
+        Also whether `by`, by which the reading comes nearest to the base, is off by more than ways of rounding differ.
+        read, truth: of the whole layer.
         """
         if not isinstance(self.found, QuantTensors) or self.has_branch:
-            return None
+            return None, False
         read, truth = read[self.at], truth[self.at]
         nearest = self.rounded(truth)
-        (factor, _, left), (by, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
+        (factor, _, left), (near, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
         if own > _PLAIN * left:
-            return None
+            return None, False
         if own > _SURELY_PLAIN * left:  # in damaged parts, or fitted nearly everywhere
-            other = (read * by - nearest * factor).abs() > _OF_BF16 * nearest.abs()
+            other = (read * near - nearest * factor).abs() > _OF_BF16 * nearest.abs()
             if min(float(other.any(axis).float().mean()) for axis in (0, 1)) > _MOVED:
-                return None
-        return _Nearest(left, factor)
+                return None, False
+        most = _FACTOR_OF_PLAIN if left > _FOUR_BITS / _MARGIN else _OF_BF16
+        return left, not min(factor, 1) - most <= by <= max(factor, 1) + most
 
     @property
     def has_branch(self) -> bool:
@@ -356,8 +346,8 @@ def _against(
     """Compare a reading (N, K) with the base's rows. rows: the layer's, to round the base as it was; None in 16 bit."""
     error = errors[" and ".join(best) or DECLARED]
     factor, cosine, alone = _scale_of(read, truth)
-    plain = rows.plain(read, truth) if rows is not None else None
-    scaled = abs(factor - 1) > largest_factor(bound) or (plain is not None and plain.is_scaled(factor))
+    plain, scaled = rows.plain(read, truth, factor) if rows is not None else (None, False)
+    scaled = scaled or abs(factor - 1) > largest_factor(bound)
     plausible = error <= bound and not scaled and (rows is None or rows.explains_codes(read, truth))
     columns = _factors_of(read, truth, 0)
     wrong = _strays(read, truth, bound, rows, None, plain)
@@ -402,12 +392,12 @@ def _strays(
     bound: float,
     rows: _Rows | None,
     by: Tensor | None,
-    plain: _Nearest | None = None,
+    plain: float | None = None,
 ) -> Strays | None:
     """Find rows, columns or blocks of a row that are further from the base than rounding takes them; None without any.
 
-    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. plain: what
-    the layer is where it was rounded to nearest, which leaves every part as near as it can be.
+    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. plain: the
+    error of rounding to nearest where the layer is just that, which leaves every part as near as it can be.
     """
     unit = rows.smoothing(by).abs() if rows is not None else torch.ones((), dtype=torch.float32)
     unit = unit.mean(0) if unit.ndim == 2 else unit
@@ -418,7 +408,7 @@ def _strays(
         is_moved = plain is None and (name != "rows" or (rows is not None and rows.has_branch))
         common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
         # What rounded exactly differs by the base's bits.
-        own = 0.0 if plain is None else max(plain.error, _OF_BF16 / 2)
+        own = 0.0 if plain is None else max(plain, _OF_BF16 / 2)
         most = bound if plain is None else margin * own
         if (error <= torch.maximum(most * size, margin * common)).all():
             continue
