@@ -530,16 +530,15 @@ def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
     return Factors("rows" if axis else "columns", by.flatten(), _relative(read * by, truth))
 
 
-def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tensor]:
+def orders_of(joined: Joined, n: int, k: int) -> dict[str, Tensor]:
     """Orders of the N rows, other than that of `joined`, in which files are known to be wrong.
 
-    The base's rows are given as the file should have them. may_swap: whether they are a scale and a shift.
+    The base's rows are given as the file should have them. 2 K of them are a scale and a shift.
     """
     found, sizes = {}, part_sizes(joined, n, k)
     rows = torch.arange(n)
-    if joined.order == "halves swapped" or may_swap:
-        if n % 2 == 0:
-            found["halves swapped"] = in_order(rows, "halves swapped")
+    if n == 2 * k or (joined.order == "halves swapped" and n % 2 == 0):
+        found["halves swapped"] = in_order(rows, "halves swapped")
     alike = [i for i, size in enumerate(sizes) if size == sizes[0]][:3]
     parts = list(rows.split(sizes))
     names = [part.rpartition(".")[0].rpartition(".")[2] for part in joined.parts]
