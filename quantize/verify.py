@@ -374,10 +374,11 @@ def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
     sound = is_sound(tensor)
     if not sound.all():
         return _first_of(~sound, tensor, f"not {words}")
-    beyond = _numbers(tensor).abs() > most if most else None
-    if beyond is None or not beyond.any():
+    if most is None:
         return ""
-    return _first_of(beyond, tensor, f"larger than {most:.4g}, which no model needs")
+    values = torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()  # of E8M0, or as it is
+    beyond = values.abs() > most
+    return _first_of(beyond, tensor, f"larger than {most:.4g}, which no model needs") if beyond.any() else ""
 
 
 def _first_of(bad: Tensor, tensor: Tensor, words: str) -> str:
@@ -443,11 +444,6 @@ def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> tuple[str | 
 def _are_numbers(element: Element, codes: Tensor) -> Tensor:
     """Tell which codes of a float element of 8 bits are numbers, not infinity or NaN."""
     return (codes.view(torch.uint8) & 0x7F) < len(element.magnitudes)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return E8M0 bytes as powers of two, and other scales as they are."""
-    return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
 
 
 _OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that remain at a second look

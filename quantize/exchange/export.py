@@ -186,7 +186,7 @@ def plan_export(
     sources = (NativeComponent(checkpoint, name, lambda scheme: _formats(scheme) in stay) for name in names)
     plans = [plan_of(source, dialect, requantize, side_layers) for source in sources]
     if writer.is_pipeline:
-        plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in _other_quantized(checkpoint, names)]
+        plans += [plan_of(NativeComponent(checkpoint, name), "") for name in _other_quantized(checkpoint, names)]
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
     read = contents(checkpoint.path)
     job = job_digest([FLUXQ_VERSION, options, read])
@@ -271,8 +271,10 @@ class ComponentPlan:
 def plan_of(
     source: NativeComponent, dialect: str, requantize: bool = False, side_layers: SideLayers = "8bit"
 ) -> ComponentPlan:
-    """Decide on every layer; ValueError naming all that cannot be written."""
+    """Decide on every layer; ValueError naming all that cannot be written. dialect: "" for 16 bit."""
     units, plain = _units(source, dialect)
+    if not dialect:
+        return ComponentPlan(source, dialect, [Choice(unit) for unit in units], plain)
     main = _main_scheme(source)
     choices, problems = [], dict[str, dict[str, None]]()  # why -> modules; nunchaku has two layers of some
     for unit in units:
@@ -293,11 +295,6 @@ def plan_of(
             f"{dialect} holds no layer of {source.component or 'the model'}: everything would be in 16 bit"
         )
     return ComponentPlan(source, dialect, choices, plain)
-
-
-def _in_16_bit(source: NativeComponent) -> ComponentPlan:
-    units, plain = _units(source, "")
-    return ComponentPlan(source, "", [Choice(unit) for unit in units], plain)
 
 
 def _units(source: NativeComponent, dialect: str) -> Units:

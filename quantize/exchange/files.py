@@ -213,7 +213,9 @@ def open_model(path: Path) -> ModelFile:
 def open_component(path: Path, container: str) -> ModelFile:
     """The model in a folder of config.json and safetensors."""
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    files = _weight_files(path)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1 or list(path.glob("*.safetensors.index.json")):
+        files = ModelFolder(path.name, path.parent).weight_files(path.name)
     _require_inside(path, files)
     sharded = f", {len(files)} files" if len(files) > 1 else ""
     return ModelFile(path, [TensorFile(file) for file in files], container + sharded, config)
@@ -226,8 +228,7 @@ def _open_file(path: Path) -> ModelFile:
         head = stream.read(4)
     if head == b"GGUF":
         return ModelFile(path, [GGUFFile(path)], "GGUF file", {})
-    index = path.name.endswith(".safetensors.index.json")
-    if index:
+    if path.name.endswith(".safetensors.index.json"):
         stem = path.name.removesuffix(".safetensors.index.json")
         files = sorted(path.parent.glob(f"{stem}*.safetensors"))
         _require_inside(path.parent, files)
@@ -246,13 +247,6 @@ def _config_beside(path: Path) -> dict[str, Any]:
     require_harmless(beside)
     config = read_json(beside)
     return config if "_class_name" in config else {}
-
-
-def _weight_files(path: Path) -> list[Path]:
-    alone = sorted(path.glob("*.safetensors"))
-    if len(alone) == 1 and not list(path.glob("*.safetensors.index.json")):
-        return alone
-    return ModelFolder(path.name, path.parent).weight_files(path.name)
 
 
 def _require_inside(folder: Path, files: list[Path]) -> None:

@@ -185,7 +185,8 @@ class NativeComponent:
             readers = [path for path in members if path in self.linears]
             done.update(readers)
             fold: Fold | str = "no Linear modulates its input"
-            if self._stays(readers):
+            schemes = [self.schemes[path] for path in readers if path in self.schemes]
+            if all(not one.center and self._factors_stay(one) for one in schemes):
                 fold = "every layer has factors there"
             elif group is not None and group.modulation is not None:
                 fold = self._fold(readers, f"{block}.{group.modulation.linear}", group.modulation)
@@ -194,10 +195,6 @@ class NativeComponent:
             else:
                 self.why_not_folded |= {path: fold for path in readers if path in self.schemes}
         return folds
-
-    def _stays(self, readers: list[str]) -> bool:
-        schemes = [self.schemes[name] for name in readers if name in self.schemes]
-        return all(not scheme.center and self._factors_stay(scheme) for scheme in schemes)
 
     def _fold(self, readers: list[str], modulation: str, row: Modulation) -> Fold | str:
         """The fold of one input, or why there is none."""
