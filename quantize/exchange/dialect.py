@@ -14,14 +14,7 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Writer
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors
-from fluxq.quantize.exchange.marks import (
-    FileLayer,
-    Headers,
-    Mark,
-    format_in_entry,
-    has_codes,
-    matrix_shape,
-)
+from fluxq.quantize.exchange.marks import FileLayer, Headers, Mark, format_in_entry, has_codes, matrix_shape
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.rows import Row
 from fluxq.recipes.family import Family

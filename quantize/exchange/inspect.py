@@ -199,8 +199,11 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         base=str(base.model.path) if base else "",
     )
     done.faults += [Fault("unreadable", name, what) for name, what in model.faults.items()]
-    joined = _joined(model, done)
-    compared: dict[str, Linear] = {}
+    joined, compared = dict[str, Joined](), dict[str, Linear]()
+    try:
+        joined = model.joined
+    except ValueError as error:
+        done.faults.append(Fault("unknown names", "", str(error)))
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         parts = joined.get(f"{name}.weight", Joined(name, (f"{name}.weight",)))
         report, faults = _layer(model, layer, parts, base)
@@ -227,33 +230,32 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         what = f"input scales of {count} layers, which are of activations: no base tells whether they are right"
         done.unproved.append(what)
     if base is not None:
-        for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
-            parts = joined.get(f"{name}.weight")
-            if parts is None or name in {fault.layer for fault in done.faults}:
-                continue
-            if (found := _compared_16_bit(model, name, shape, parts, base)) is not None:
-                compared[name] = found
-                done.faults += _verdict(name, found.against)
-        done.faults = _with_folding(model, done.faults, compared, joined, base)
-        done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
-        if model.config and not base.model.config:
-            done.unproved.append("config.json: the base has none, so its settings were not compared")
-        if base.model.config and not model.config:
-            done.unproved.append("config.json: the file has none, so the base's settings are taken for its own")
-        done.proofs += _proofs(done)
-        foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
-        if done.layers and len(foreign) > len(done.layers) / 2:
-            what = f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's"
-            done.faults.append(Fault("another base", "", what))
+        _hold_against(base, model, done, joined, compared)
     return done
 
 
-def _joined(model: ModelFile, done: Inspection) -> dict[str, Joined]:
-    try:
-        return model.joined
-    except ValueError as error:
-        done.faults.append(Fault("unknown names", "", str(error)))
-        return {}
+def _hold_against(
+    base: Base, model: ModelFile, done: Inspection, joined: Mapping[str, Joined], compared: dict[str, Linear]
+) -> None:
+    """Add to a report what the base says of all but the quantized layers, and what it proves. compared: is added to."""
+    for name, shape in progress(list(done.in_16_bit.items()), "Reading 16-bit Linears"):
+        parts = joined.get(f"{name}.weight")
+        if parts is None or name in {fault.layer for fault in done.faults}:
+            continue
+        if (found := _compared_16_bit(model, name, shape, parts, base)) is not None:
+            compared[name] = found
+            done.faults += _verdict(name, found.against)
+    done.faults = _with_folding(model, done.faults, compared, joined, base)
+    done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
+    if model.config and not base.model.config:
+        done.unproved.append("config.json: the base has none, so its settings were not compared")
+    if base.model.config and not model.config:
+        done.unproved.append("config.json: the file has none, so the base's settings are taken for its own")
+    done.proofs += _proofs(done)
+    foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
+    if done.layers and len(foreign) > len(done.layers) / 2:
+        what = f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's"
+        done.faults.append(Fault("another base", "", what))
 
 
 def _layer(model: ModelFile, layer: FileLayer, joined: Joined, base: Base | None) -> tuple[LayerReport, list[Fault]]:
