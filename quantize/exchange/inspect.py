@@ -223,7 +223,7 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
     done.faults += _disabled(model)
     unreadable = {fault.layer for fault in done.faults if fault.kind == "unreadable"}
-    done.faults += [*_no_numbers(model), *_integers(model, unreadable)]
+    done.faults += _plain_numbers(model, unreadable)
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
     if count := sum(any(suffix in _OF_X for suffix in layer.parts) for layer in model.layers.values()):
@@ -421,26 +421,18 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
         yield Fault("missing", name, "the base has it, and the file does not")
 
 
-def _no_numbers(model: ModelFile) -> Iterator[Fault]:
+def _plain_numbers(model: ModelFile, unreadable: set[str]) -> Iterator[Fault]:
+    """Numbers of tensors that are not quantized which no model has. unreadable: layers that are faults already."""
+    integers = []
     for name in model.plain:
-        tensor = model.read(name)
-        bad = not_finite(tensor)
-        if bad:
+        tensor, dtype, (layer, _, what) = model.read(name), model.stored[name].dtype, name.rpartition(".")
+        if bad := not_finite(tensor):
             yield Fault("no numbers", name, f"{bad} are NaN or infinite")
         elif tensor.is_floating_point() and tensor.numel() and float(tensor.float().abs().max()) > LARGEST:
             yield Fault("too large", name, f"up to {float(tensor.float().abs().max()):.3g}, which no model needs")
-
-
-def _integers(model: ModelFile, unreadable: set[str]) -> Iterator[Fault]:
-    """Weights and biases that are not quantized and hold integers; positions, which classes make themselves, may.
-
-    unreadable: names of layers that are faults already.
-    """
-    for name in model.plain:
-        layer, _, what = name.rpartition(".")
-        if not model.stored[name].dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale"):
-            if layer not in unreadable:
-                yield Fault("integers", name, f"it holds {model.stored[name].dtype}")
+        elif not dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale") and layer not in unreadable:
+            integers.append(Fault("integers", name, f"it holds {dtype}"))  # of positions, which classes make, they may
+    yield from integers
 
 
 def _disabled(model: ModelFile) -> Iterator[Fault]:
