@@ -191,20 +191,18 @@ class _Checkpoint:
             dtypes = _PLAIN if tensor.is_floating_point() and not is_stored else (tensor.dtype,)
             shape = tuple(tensor.shape)
             shape = filed_shape(library, shape) if is_stored and parameter == "weight" else shape
-            tensors[name] = _Expected(shape, dtypes, _rule(tensor, parameter, scheme), id(tensor))
+            tensors[name] = _Expected(shape, dtypes, parameter, scheme, id(tensor))
         return tensors
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """A tensor that a file must hold.
-
-    rule: as `_rule` has it. identity: the same for names that are tied.
-    """
+    """A tensor that a file must hold. parameter, scheme: as `_rule` takes them. identity: the same for tied names."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    rule: _Rule
+    parameter: str
+    scheme: Scheme | None
     identity: int
 
 
@@ -361,30 +359,26 @@ def _mixed(dtypes: Mapping[str, str]) -> str:
 
 
 def _fault(tensor: Tensor, expected: _Expected) -> str:
-    """Return the fault of a tensor; "" if there is none."""
     if tensor.dtype not in expected.dtypes or tuple(tensor.shape) != expected.shape:
         dtypes = " or ".join(map(str, expected.dtypes))
         return f"{tensor.dtype} {(*tensor.shape,)}, expected {dtypes} {expected.shape}"
-    return _value_fault(tensor, expected.rule)
+    return stored_fault(tensor, expected.parameter, expected.scheme)
 
 
 def stored_fault(tensor: Tensor, parameter: str, scheme: Scheme | None) -> str:
     """Return the fault in the values of a tensor; "" if none. scheme: of its quantized layer, None for others."""
-    return _value_fault(tensor, _rule(tensor, parameter, scheme))
-
-
-def _value_fault(tensor: Tensor, rule: _Rule) -> str:
-    name, most = rule
+    name, most = _rule(tensor, parameter, scheme)
     if name is None:
         return ""
     is_sound, words = RULES[name]
     sound = is_sound(tensor)
     if not sound.all():
         return _first_of(~sound, tensor, f"not {words}")
-    beyond = _numbers(tensor).abs() > most if most else None
-    if beyond is None or not beyond.any():
+    if most is None:
         return ""
-    return _first_of(beyond, tensor, f"larger than {most:.4g}, which no model needs")
+    values = torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()  # of E8M0, or as it is
+    beyond = values.abs() > most
+    return _first_of(beyond, tensor, f"larger than {most:.4g}, which no model needs") if beyond.any() else ""
 
 
 def _first_of(bad: Tensor, tensor: Tensor, words: str) -> str:
@@ -425,15 +419,14 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _bits(checkpoint: _Checkpoint) -> str:
-    """Return the bits per weight of every quantized component, as text."""
     measured = {component: checkpoint.bits_per_weight(component) for component in checkpoint.quantized}
     return ", ".join(f"{component or 'the model'} {bits:.2f} bits per weight" for component, bits in measured.items())
 
 
-def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> _Rule:
-    """Return the rule for the values of a tensor. scheme: of its quantized layer, None for others.
+def _rule(tensor: Tensor, parameter: str, scheme: Scheme | None) -> tuple[str | None, float | None]:
+    """Return the rule for the values of a tensor: a key of RULES, None where every byte is a code; and the largest.
 
-    With the largest scale, the largest code is `LARGEST`.
+    scheme: of its quantized layer, None for others. With the largest scale, the largest code is `LARGEST`.
     """
     if scheme is None or parameter not in ("weight", *SCALE_NAMES):
         name = "positive" if parameter == "pre_quant_scale" else "finite"
@@ -453,15 +446,9 @@ def _are_numbers(element: Element, codes: Tensor) -> Tensor:
     return (codes.view(torch.uint8) & 0x7F) < len(element.magnitudes)
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return E8M0 bytes as powers of two, and other scales as they are."""
-    return torch.exp2(tensor.float() - 127) if tensor.dtype == torch.uint8 else tensor.float()
-
-
 _OF_THE_FOLDER = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that remain at a second look
 _ROUNDED = 1e-3  # bits per weight are recorded to four digits
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
-_Rule = tuple[str | None, float | None]  # key of RULES, None where every byte is a code; and the largest magnitude
 
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "finite": (torch.isfinite, "finite"),

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from tiny_configs import TINY_CONFIGS
 from torch import Tensor
 
+from fluxq.base.model import ModelFolder
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, nunchaku, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
+from fluxq.quantize.exchange.export import Exported, plan_export
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
@@ -45,6 +47,11 @@ def write_base(folder: Path, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(config, default=list))
     save_file(base_state(seed), folder / "diffusion_pytorch_model.safetensors")
     return folder
+
+
+def export(checkpoint: ModelFolder, dialect: str, target: Path, **how: Any) -> Exported:
+    """Write a checkpoint for another program. how: as `plan_export` takes it."""
+    return plan_export(checkpoint, dialect, target, **how).write()
 
 
 def tensors_of(weight: Tensor, scheme: Scheme, bias: Tensor | None) -> QuantTensors:

@@ -1,22 +1,19 @@
-"""Files beside the weights, held against the base too: settings, and a pipeline's other components.
+"""Files beside the weights, held against the base's too: settings, and vocabularies.
 
-A loader builds the model of config.json, and a pipeline calls all its components: with another one of them, weights
-that are the base's make images of another model. Values that one side leaves out are the class's defaults.
+A loader builds the model of config.json: with another one, weights that are the base's make images of another model.
+Values that one side leaves out are the class's defaults.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fluxq.base.files import read_json, sha256_file
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.digests import settings_of
-from fluxq.quantize.exchange.files import ModelFile, open_component
-from fluxq.quantize.exchange.marks import PLAIN
 
 _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model")
 _SCHEDULER, _SHOWN = "scheduler_config.json", 60
@@ -28,7 +25,7 @@ def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[
         return
     mine, bases = (side.get("_class_name") for side in (own, base))
     if mine and bases and mine != bases:
-        yield f"_class_name is {_shown(mine)}, the base's {_shown(bases)}"
+        yield f"_class_name is {shown(mine)}, the base's {shown(bases)}"
         return
     ours, theirs = _settings(own), _settings(base)
     defaults = _defaults(base) if ours.keys() != theirs.keys() else {}
@@ -37,34 +34,7 @@ def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[
             continue  # nothing that this version of the class takes
         mine, bases = (side.get(key, defaults.get(key)) for side in (ours, theirs))
         if mine != bases:
-            yield f"{key} is {_shown(mine)}, the base's {_shown(bases)}"
-
-
-def beside(
-    path: Path, base: Path, looked_at: Mapping[str, object], compare: Callable[[ModelFile, ModelFile], list[str]]
-) -> tuple[list[tuple[str, str]], list[str]]:
-    """The other components of a pipeline's folder. looked_at: components that were compared layer by layer.
-
-    compare: (model, the base's in 16 bit) -> what is wrong with it. Returns (component, what is not the base's) of
-    each difference, and in words what was compared with nothing.
-    """
-    if not (path / "model_index.json").is_file():
-        return [], []
-    own = ModelFolder(path.name, path)
-    others = {name: word for name, word in own.components.items() if name not in looked_at and (path / name).is_dir()}
-    if not (base / "model_index.json").is_file():
-        said = f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared"
-        return [], [said] if others else []
-    whole, differences = ModelFolder(base.name, base), list[tuple[str, str]]()
-    for key in ("_class_name", *own.components):
-        mine, bases = (folder.index.get(key) for folder in (own, whole))
-        if mine != bases and bases is not None:
-            differences.append((key, f"model_index.json has {_shown(mine)}, the base's {_shown(bases)}"))
-    lacking = [name for name in others if not (base / name).is_dir()]
-    for name in others:
-        if name not in lacking:
-            differences += [(name, what) for what in _component(own, whole, name, compare)]
-    return differences, [f"{', '.join(lacking)}: the base has none, so they were not compared"] if lacking else []
+            yield f"{key} is {shown(mine)}, the base's {shown(bases)}"
 
 
 def other_small_files(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
@@ -76,24 +46,6 @@ def other_small_files(own: ModelFolder, base: ModelFolder, name: str) -> Iterato
         both = [folder / file for folder in (ours, theirs)]
         if all(each.is_file() for each in both) and len(set(map(sha256_file, both))) > 1:
             yield f"{file} is not the base's"
-
-
-def _component(
-    own: ModelFolder, base: ModelFolder, name: str, compare: Callable[[ModelFile, ModelFile], list[str]]
-) -> Iterator[str]:
-    """Yield the differences of one component from the base's: settings and weights, or a vocabulary."""
-    yield from other_small_files(own, base, name)
-    ours, theirs = own.path / name, base.path / name
-    if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
-        return
-    yield from other_settings(own.config(name), base.config(name))
-    if own.tensors_digest(name) == base.tensors_digest(name):
-        return
-    mine, bases = (open_component(folder, "component of a pipeline folder") for folder in (ours, theirs))
-    if bases.dialect != PLAIN:
-        yield f"the base's is quantized itself ({bases.dialect}), so they could not be compared; give the 16-bit model"
-        return
-    yield from compare(mine, bases)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +67,7 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for people, a long one cut."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

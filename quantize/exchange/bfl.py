@@ -90,9 +90,6 @@ DIALECT = Dialect(
     "Black Forest Labs' fp8r and nvfp4, for stock diffusers",
     decode,
     marks=(_mark,),
-    looks=lambda looks: (
-        looks.original and (looks.scales == "matrix" or (looks.scales == "one level" and looks.by_rows))
-    ),
     format_of=lambda layer: "nvfp4" if "weight_scale_2" in layer.parts else "fp8r",
     rows=ROWS,
     needs_input_scale=True,

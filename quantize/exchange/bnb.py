@@ -68,7 +68,6 @@ def _state_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def _shape_of(state: Mapping[str, Any]) -> tuple[int, int]:
-    """(N, K) of the weight that a quant_state is of."""
     shape = state["shape"]
     if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 24 for size in shape):
         raise ValueError(

@@ -25,7 +25,7 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.quantize.exchange.containers import file_writer
-from fluxq.quantize.exchange.dialect import Dialect, Looks
+from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
@@ -201,11 +201,6 @@ def _said(model: Headers) -> dict[str, Any]:
     return layers if isinstance(layers, dict) else {}
 
 
-def _looks(looks: Looks) -> bool:
-    is_one_level = looks.scales == "one level" and not looks.by_rows
-    return looks.scales == "tiles" or (looks.original and (is_one_level or looks.scales == "undecided"))
-
-
 def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
     if any("comfy_quant" in parts for parts in model.groups.values()):
         if not _said(model):
@@ -250,7 +245,6 @@ DIALECT = Dialect(
     decode,
     "original",
     marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _said(model) else ""),
-    looks=_looks,
     doubts=_doubts,
     unsettled=(_LOW_NIBBLES,),
     suffixes=("comfy_quant", "weight_zeros", "weight_s_rel", "weight_s_channel", "weight_codebook"),

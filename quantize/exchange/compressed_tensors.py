@@ -47,16 +47,12 @@ def encode(layer: QuantTensors) -> Encoded:
     """
     row, notes = row_for(layer, ROWS, "compressed-tensors")
     tensors = dict(layer.tensors)
-    weight, scale = tensors.pop("weight"), tensors.pop("weight_scale")
+    weight, scale = tensors.pop("weight"), tensors["weight_scale"]
+    tensors["weight_scale"] = scale.unsqueeze(1) if scale.ndim == 1 else scale.reshape(1) if scale.ndim == 0 else scale
     if row.name == "pack-quantized":
-        words = _words(weight, layer.scheme.weights.element.bits)
-        scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
-        tensors |= {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(layer.shape)}
-    elif row.name.endswith("pack-quantized"):
-        tensors |= {"weight_packed": weight, "weight_scale": scale}
-    else:
-        column = scale.unsqueeze(1) if scale.ndim == 1 else scale.reshape(1) if scale.ndim == 0 else scale
-        tensors |= {"weight": weight, "weight_scale": column}
+        weight = _words(weight, layer.scheme.weights.element.bits)
+        tensors["weight_shape"] = torch.tensor(layer.shape)
+    tensors["weight_packed" if row.name.endswith("pack-quantized") else "weight"] = weight
     if layer.scheme.static_input and not layer.scheme.weights.two_level:
         tensors["input_scale"] = tensors["input_scale"].reshape(1)
     for ours, theirs in _RECIPROCALS.items():
@@ -317,7 +313,6 @@ DIALECT = Dialect(
     option="compressed-tensors",
     marks=(by_config("compressed-tensors"), by_tensor("weight_packed")),
     methods=("compressed-tensors",),
-    looks=lambda looks: looks.scales == "column",
     suffixes=(
         *("weight_packed", "weight_global_scale", "input_global_scale", "weight_shape", "weight_zero_point"),
         "weight_g_idx",

@@ -14,14 +14,7 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Writer
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Names, QuantTensors
-from fluxq.quantize.exchange.marks import (
-    FileLayer,
-    Headers,
-    Mark,
-    format_in_entry,
-    has_codes,
-    matrix_shape,
-)
+from fluxq.quantize.exchange.marks import FileLayer, Headers, Mark, format_in_entry, has_codes, matrix_shape
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.rows import Row
 from fluxq.recipes.family import Family
@@ -48,9 +41,6 @@ class OwnLinear:
     after_gelu: bool = False
 
 
-AS_IT_IS = OwnLinear(())
-
-
 @dataclass(frozen=True)
 class Unit:
     """One quantized Linear of a file. parts: modules of diffusers whose rows follow each other in it.
@@ -61,23 +51,10 @@ class Unit:
     name: str
     parts: Names
     order: Order = "as they are"
-    own: OwnLinear = AS_IT_IS
+    own: OwnLinear = OwnLinear(())
 
 
 Units = tuple[list[Unit], list[Joined]]  # and the other tensors
-
-
-@dataclass(frozen=True)
-class Looks:
-    """Facts that dtypes and shapes tell of a file that has no mark.
-
-    scales: "none"; "tiles" or "matrix", by the shapes of block scales; "column" (N, 1); "one level"; "undecided".
-    by_rows: some layer has one scale for each row. original: modules go by the names that models are published under.
-    """
-
-    scales: Literal["none", "tiles", "matrix", "column", "one level", "undecided"]
-    by_rows: bool
-    original: bool
 
 
 @dataclass(frozen=True)
@@ -88,9 +65,9 @@ class Dialect:
         about: whose files. names: of the layers in a file, "diffusers", "original" or its own. option: as commands
         spell the dialect, where not by its name.
     Telling its files from others
-        marks: as `Mark` says. methods: values of quant_method. looks: whether a file without marks is one. doubts: what
-        speaks against it, given the dialects of other marks; unsettled: those of them that only a base can settle.
-        signs: tensors that are no part of the model. suffixes: of tensors that only its layers have.
+        marks: as `Mark` says. methods: values of quant_method. doubts: what speaks against it, given the dialects of
+        other marks; unsettled: those of them that only a base can settle. signs: tensors that are no part of the model.
+        suffixes: of tensors that only its layers have.
     Taking a file apart
         has_codes, entry, shape, format_of, row_of: of a layer. regroup: makes one layer of several of the file.
         removed, put_back: tensors that calibration took out of weights in 16 bit, and what makes the weight whole.
@@ -118,7 +95,6 @@ class Dialect:
 
     marks: tuple[Mark, ...] = ()
     methods: Names = ()
-    looks: Callable[[Looks], bool] = lambda looks: False
     doubts: Callable[[Headers, Iterable[str]], Iterator[str]] = lambda model, others: iter(())
     unsettled: Names = ()
     signs: Names = ()

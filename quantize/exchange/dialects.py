@@ -1,7 +1,19 @@
-"""The dialects: which program reads which layout, what of ours each holds, and where a file says so."""
+"""The dialects: which program reads which layout, what of ours each holds, and which of them a file is.
+
+A file's is told by the marks of dialects, and by names, dtypes and shapes where there are none.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fluxq.base.tensors import Stored
+from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange import (
     bfl,
     bnb,
@@ -15,8 +27,159 @@ from fluxq.quantize.exchange import (
     nunchaku_file,
     torchao,
 )
+from fluxq.quantize.exchange.dialect import Dialect
+from fluxq.quantize.exchange.layer import Decoded, QuantTensors
+from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.marks import NATIVE, PLAIN, Headers, by_config, has_codes
+from fluxq.recipes.computing import QUANT_METHOD
+from fluxq.recipes.formats import Scheme
 
 # Of two marks in one file that of the dialect further on is the surer one.
 _MODULES = (bfl, modelopt, legacy, comfy, bnb, fp8_blocks, compressed_tensors, torchao, nunchaku, nunchaku_file, gguf)
 DIALECTS = {module.DIALECT.name: module.DIALECT for module in _MODULES}
 WRITERS = {name: dialect.writer for name, dialect in DIALECTS.items() if dialect.writer is not None}
+
+
+def dialect_of(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """(dialect, what tells it, what speaks for another, dialects among which nothing in the file decides)."""
+    found = [(each.name, words) for each in _BY_MARK for mark in each.marks if (words := mark(model))]
+    if not found:
+        return _unmarked(model)
+    rules = RULES[found[0][0]]
+    mine = tuple(words for other, words in found if other == rules.name)
+    against = tuple(f"{words}, as {other} has it" for other, words in found if other != rules.name)
+    doubts = tuple(rules.doubts(model, {other for other, _ in found}))
+    return rules.name, mine, against + doubts, (rules.name,) if set(rules.unsettled) & set(doubts) else ()
+
+
+def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    quantized = [
+        stored
+        for parts in model.groups.values()
+        if has_codes(stored := {suffix: model.stored[name] for suffix, name in parts.items()})
+    ]
+    if not quantized:
+        return PLAIN, ("no tensor has codes",), (), ()
+    original = any(map(_PACKED.search, model.groups))
+    scaled = [(stored["weight_scale"].shape, stored) for stored in quantized if "weight_scale" in stored]
+    by_rows = any(len(shape) == 1 and shape[0] > 1 for shape, _ in scaled)
+    scales = _scales_of(quantized, scaled, original)
+    words = f"no mark; {_TOLD.get(scales)}"
+    if scales == "none":
+        others = sorted({suffix for parts in model.groups.values() for suffix in parts} - {"weight", "bias"})
+        known = f": {others}" if others else ""
+        words = f"8-bit floats, and nothing that is known as their scale{known}: a plain cast"
+    among = ("tiles", "matrix") if scales == "undecided" else ()
+    against = (UNDECIDED,) if among else ()
+    return _like(scales, by_rows, original), (words,), against, tuple(_like(s, by_rows, original) for s in among)
+
+
+def _scales_of(
+    quantized: list[dict[str, Stored]], scaled: list[tuple[tuple[int, ...], dict[str, Stored]]], original: bool
+) -> str:
+    """The scales of layers, as `_like` takes them. scaled: the layers with scales, and their shapes."""
+    if not scaled:
+        return "none"
+    tiles = matrix = False
+    for scale, stored in scaled:
+        weight = stored.get("weight")
+        if "weight_scale_2" in stored and weight and len(scale) == len(weight.shape) == 2:
+            rows, groups = weight.shape[0], weight.shape[1] // 8
+            tiles |= scale != (rows, groups)
+            matrix |= scale != (padded(rows, 128), padded(groups, 4))
+    if tiles != matrix:
+        return "tiles" if tiles else "matrix"
+    columns = any(s["weight"].shape and shape == (s["weight"].shape[0], 1) for shape, s in scaled if "weight" in s)
+    if columns and not original:
+        return "column"
+    return "undecided" if any("weight_scale_2" in stored for stored in quantized) else "one level"
+
+
+def _like(scales: str, by_rows: bool, original: bool) -> str:
+    """The dialect of a file without a mark.
+
+    scales: "none"; "tiles" or "matrix", by the shapes of block scales; "column" (N, 1); "one level"; "undecided".
+    by_rows: some layer has one scale for each row. original: modules go by the names that models are published under.
+    """
+    if scales in ("none", "tiles", "column"):
+        return {"none": "legacy", "tiles": "comfy", "column": "compressed_tensors"}[scales]
+    if not original:
+        return "modelopt"
+    return "bfl" if scales == "matrix" or (scales == "one level" and by_rows) else "comfy"
+
+
+def other_program(model: Headers) -> str:
+    """The program whose layers no dialect has, by `quant_method` of config.json or by its tensors; "" if none is."""
+    method = model.quantization.get("quant_method")
+    if method is not None and not any(method in dialect.methods for dialect in RULES.values()):
+        return str(method)[:80]
+    for program, (first, *others) in _OTHERS:
+        layers = [name.removesuffix(first) for name in model.stored if name.endswith(first)]
+        if any(all(layer + other in model.stored for other in others) for layer in layers):
+            return program
+    return ""
+
+
+def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
+    """Module -> suffix -> name of the tensor, of all tensors that a quantized layer may have."""
+    found: dict[str, dict[str, str]] = {}
+    for name in stored:
+        hit = _NAME.fullmatch(name)
+        if hit:
+            found.setdefault(hit["module"], {})[hit["suffix"]] = name
+    return found
+
+
+# --- our own checkpoints, and models in 16 bit
+
+
+def _decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
+    held = dict(tensors)
+    if "weight" in held and held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
+        held["weight"] = held["weight"].squeeze(-1)
+    scheme = Scheme.parse(entry["scheme"])
+    for suffix, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
+        if suffix not in held or (tuple(held[suffix].shape), held[suffix].dtype) != (size, dtype):
+            raise ValueError(f"{entry['name']}: {scheme} asks for {suffix} {dtype} {size}; copy the file again")
+    return QuantTensors(held, shape, scheme)
+
+
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    scheme = model.schemes.get(name)
+    if scheme is None:
+        raise ValueError("has codes, and config.json names no scheme for it; copy both files again")
+    return {"scheme": str(scheme), "name": name}
+
+
+_OURS = Dialect(
+    NATIVE,
+    "a checkpoint of fluxq",
+    _decode,
+    marks=(by_config(QUANT_METHOD),),
+    methods=(QUANT_METHOD,),
+    has_codes=partial(has_codes, sizes=(2, 3)),  # text encoders' are (N, K, 1)
+    entry=_entry,
+)
+_IN_16_BIT = Dialect(PLAIN, "nothing in it is quantized", _decode, has_codes=lambda stored: False)
+RULES = {dialect.name: dialect for dialect in (*DIALECTS.values(), _OURS, _IN_16_BIT)}
+_BY_MARK = tuple(reversed([*DIALECTS.values(), _OURS]))  # the last is the surest
+_OTHERS = (  # programs whose layers are not read here, by what follows a layer's name
+    ("GPTQ or AWQ", (".qweight", ".qzeros")),
+    ("quanto", (".weight._data", ".weight._scale")),
+)
+UNDECIDED = "nothing in the file says the order of nibbles and block scales; `--base` proves them"
+SIGNS = {name for dialect in DIALECTS.values() for name in dialect.signs}
+_TOLD = {
+    "tiles": "block scales have the shapes of padded tiles",
+    "matrix": "block scales have the shapes of the weights",
+    "column": "scales have the shape of a column",
+    "one level": "by names and shapes alone",
+    "undecided": "by names alone",
+}
+_SUFFIXES = (
+    *("weight", "bias", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "pre_quant_mean"),
+    *("deflate_basis", "deflate_out", "svdquant_lora_a", "svdquant_lora_b"),
+    *(suffix for dialect in DIALECTS.values() for suffix in dialect.suffixes),
+)
+_NAME = re.compile(r"(?P<module>.+)\.(?P<suffix>" + "|".join(_SUFFIXES) + ")")
+_PACKED = re.compile(r"(?:^|\.)(?:double_blocks|single_blocks|joint_blocks)\.|\.qkv$")

@@ -45,7 +45,6 @@ from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 
-How = Literal["codes", "16 bit", "rounded"]
 SideLayers = Literal["8bit", "16bit"]
 MOST_ADDED = 0.03  # ‖W' - W‖ / ‖W‖ that rounding a side layer again may add: what E4M3 has on any weight is 0.027
 
@@ -55,13 +54,14 @@ class Choice:
     """Decision on a Unit.
 
     schemes: that it may be written in, of which it takes the one that adds the least error; none for 16 bit. why: it
-    does not move as it is. most: the error that rounding it again may add; with more it is written in 16 bit.
+    does not move as it is, and is rounded again; empty where its codes move. is_side: modulation, or one of another
+    format than most. most: the error that rounding it again may add; with more it is written in 16 bit.
     """
 
     unit: Unit
-    how: How
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[Scheme, ...] = ()
     why: str = ""
+    is_side: bool = False
     most: float = math.inf
 
 
@@ -145,7 +145,7 @@ class PlannedExport:
             of_job = [replace(each, job=self.job, written=hashes.__setitem__) for each in written]
             writer.write(made, output.place.name, self.checkpoint, of_job)
             own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
-            done.checkpoint_bytes = sum(plan.source.nbytes for plan, _ in own)
+            done.checkpoint_bytes = sum(stored.nbytes for plan, _ in own for stored in plan.source.stored.values())
             done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
             done.hint = _hint(done, self.side_layers)
             remove(parts)
@@ -157,11 +157,6 @@ class PlannedExport:
             done.nbytes = sum(path.stat().st_size for path in files)
             done.files = [path.relative_to(made).as_posix() for path in files]
         return done
-
-
-def export(checkpoint: ModelFolder, dialect: str, target: Path, **how: Any) -> Exported:
-    """Write a checkpoint for another program. how: as `plan_export` takes it, whose errors it raises."""
-    return plan_export(checkpoint, dialect, target, **how).write()
 
 
 def plan_export(
@@ -187,10 +182,11 @@ def plan_export(
     if max_shard_bytes is not None and writer.is_file:
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
-    stay = partial(_factors_stay, dialect)
-    plans = [plan_of(NativeComponent(checkpoint, name, stay), dialect, requantize, side_layers) for name in names]
+    stay = {(row.weights, row.activations) for row in DIALECTS[dialect].rows if row.factors_stay}
+    sources = (NativeComponent(checkpoint, name, lambda scheme: _formats(scheme) in stay) for name in names)
+    plans = [plan_of(source, dialect, requantize, side_layers) for source in sources]
     if writer.is_pipeline:
-        plans += [_in_16_bit(NativeComponent(checkpoint, name)) for name in _other_quantized(checkpoint, names)]
+        plans += [plan_of(NativeComponent(checkpoint, name), "") for name in _other_quantized(checkpoint, names)]
     options = [dialect, names, requantize, side_layers, max_shard_bytes]
     read = contents(checkpoint.path)
     job = job_digest([FLUXQ_VERSION, options, read])
@@ -231,13 +227,13 @@ class ComponentPlan:
         for choice in progress(self.choices, f"exporting {source.component or source.folder.name}"):
             unit = choice.unit
             layers = [source.layer(name) for name in unit.parts]
-            layer = join(layers) if choice.how == "codes" else None
-            if choice.how == "rounded":
+            layer = join(layers) if choice.schemes and not choice.why else None
+            if choice.schemes and choice.why:
                 tried = [_rounded(layers, choice, scheme) for scheme in choice.schemes]
                 layer, changed = min(tried, key=lambda one: one[1].added_error)
                 if changed.added_error > choice.most:
                     why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
-                    layer, choice = None, replace(choice, how="16 bit", schemes=(), why=why)
+                    layer, choice = None, replace(choice, schemes=(), why=why)
                 else:
                     done.requantized.append(changed)
             if layer is None or rules is None:
@@ -259,7 +255,7 @@ class ComponentPlan:
         for name, members, order in self.plain:
             plain.append(name)
             if len(members) == 1 and order == "as they are" and not source.is_changed(members[0]):
-                parts[name] = source.file_of(members[0]).path, source.stored(members[0])
+                parts[name] = source.file_of(members[0]).path, source.stored[members[0]]
             else:
                 keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
         for modulation, folds in source.folds.items():
@@ -275,8 +271,10 @@ class ComponentPlan:
 def plan_of(
     source: NativeComponent, dialect: str, requantize: bool = False, side_layers: SideLayers = "8bit"
 ) -> ComponentPlan:
-    """Decide on every layer; ValueError naming all that cannot be written."""
+    """Decide on every layer; ValueError naming all that cannot be written. dialect: "" for 16 bit."""
     units, plain = _units(source, dialect)
+    if not dialect:
+        return ComponentPlan(source, dialect, [Choice(unit) for unit in units], plain)
     main = _main_scheme(source)
     choices, problems = [], dict[str, dict[str, None]]()  # why -> modules; nunchaku has two layers of some
     for unit in units:
@@ -291,17 +289,12 @@ def plan_of(
         cure = "" if requantize else "; --requantize rounds them again, into the nearest format that fits"
         cure += f"; recipes that fit: {', '.join(fits)}" if (fits := _recipes_that_fit(dialect, main)) else ""
         raise ValueError(f"{dialect} cannot hold {count} of {len(source.schemes)} layers{cure}:\n" + "\n".join(lines))
-    choices = _readable_together(source, choices, dialect, main)
-    if not any(choice.how != "16 bit" for choice in choices):
+    choices = _readable_together(source, choices, dialect)
+    if not any(choice.schemes for choice in choices):
         raise ValueError(
             f"{dialect} holds no layer of {source.component or 'the model'}: everything would be in 16 bit"
         )
     return ComponentPlan(source, dialect, choices, plain)
-
-
-def _in_16_bit(source: NativeComponent) -> ComponentPlan:
-    units, plain = _units(source, "")
-    return ComponentPlan(source, "", [Choice(unit, "16 bit", ()) for unit in units], plain)
 
 
 def _units(source: NativeComponent, dialect: str) -> Units:
@@ -337,26 +330,26 @@ def _choice(
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
     has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
-    is_side = has_16_bit and all(_is_side(source, name, main) for name in unit.parts)
+    is_side = has_16_bit and all(
+        _is_modulation(source, name) or _formats(source.schemes[name]) != main for name in unit.parts
+    )
     if is_side and side_layers == "16bit":
-        return Choice(unit, "16 bit", (), why or "--side-layers 16bit asks for it")
+        return Choice(unit, (), why or "--side-layers 16bit asks for it", is_side)
     if not why:
-        return Choice(unit, "codes", (source.scheme(unit.parts[0]),))
+        return Choice(unit, (source.scheme(unit.parts[0]),), "", is_side)
     if not (is_side or requantize):
         return why
     nearest = _nearest(source, unit, dialect)
     small = [scheme for scheme in nearest if scheme.weights.element.bits == 8]
     if is_side and small:
         alike = (scheme for scheme in small if (scheme.activations is None) == (small[0].activations is None))
-        return Choice(unit, "rounded", tuple(alike), why, MOST_ADDED)
+        return Choice(unit, tuple(alike), why, is_side, MOST_ADDED)
     if nearest and not is_side:
-        return Choice(unit, "rounded", nearest[:1], why)
-    return Choice(unit, "16 bit", (), why) if has_16_bit else why
+        return Choice(unit, nearest[:1], why)
+    return Choice(unit, (), why, is_side) if has_16_bit else why
 
 
-def _readable_together(
-    source: NativeComponent, choices: list[Choice], dialect: str, main: tuple[str, str | None]
-) -> list[Choice]:
+def _readable_together(source: NativeComponent, choices: list[Choice], dialect: str) -> list[Choice]:
     """The same, with side layers in 16 bit that no reader of the dialect takes beside the main ones."""
     rules = DIALECTS[dialect]
     if rules.unreadable is None:
@@ -368,14 +361,12 @@ def _readable_together(
         layer = QuantTensors({}, _shape(source, choice.unit), choice.schemes[0])
         return row_for(layer, rules.rows, dialect)[0].name
 
-    names = [format_of(choice) for choice in choices]
-    sides = [all(_is_side(source, part, main) for part in choice.unit.parts) for choice in choices]
-    mains = {name for name, is_side in zip(names, sides, strict=True) if not is_side}
+    mains = {format_of(choice) for choice in choices if not choice.is_side}
     done = []
-    for choice, name, is_side in zip(choices, names, sides, strict=True):
-        is_modulation = any(_is_modulation(source, part) for part in choice.unit.parts)
-        why = rules.unreadable(name, mains, is_modulation) if name and is_side else ""
-        done.append(replace(choice, how="16 bit", schemes=(), why=why) if why else choice)
+    for choice in choices:
+        name, is_modulation = format_of(choice), any(_is_modulation(source, part) for part in choice.unit.parts)
+        why = rules.unreadable(name, mains, is_modulation) if name and choice.is_side else ""
+        done.append(replace(choice, schemes=(), why=why) if why else choice)
     return done
 
 
@@ -390,7 +381,7 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
         return f"the file joins layers of {' and '.join(sorted({str(s) for s in schemes}))}"
     if any(name in source.pixelwise for name in unit.parts):
         return "a 1x1 convolution, of which the program quantizes none"
-    if any(f"{name}.bias" in source and name not in source.biases for name in unit.parts):
+    if any(f"{name}.bias" in source.stored and name not in source.biases for name in unit.parts):
         return "centring gave it a bias, which the model itself has not"
     of_layers = ("weight_scale_2", "input_scale", *(["weight_scale"] * (not schemes[0].weights.block[0])))
     for suffix in of_layers:
@@ -409,21 +400,15 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
     return why
 
 
-def _factors_stay(dialect: str, scheme: Scheme) -> bool:
-    """Tell whether layers under a scheme have factors of x in the file in any case, so that a fold gains nothing."""
-    rows = [row for row in DIALECTS[dialect].rows if (row.weights, row.activations) == _formats(scheme)]
-    return any(row.factors_stay for row in rows)
-
-
 def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
     n, k = sum(source.shapes[name][0] for name in unit.parts), source.shapes[unit.parts[0]][1]
     return n, {"": k, "first": n, "rest": k - n}[unit.own.columns]
 
 
-def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str) -> str:
-    """Return the reason why no format of the dialect holds a layer; empty if one does."""
+def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str, rows: Sequence[Row] = ()) -> str:
+    """Return the reason why no format of the dialect, or none of `rows`, holds a layer; empty if one does."""
     try:
-        row, _ = row_for(QuantTensors({}, shape, scheme), DIALECTS[dialect].rows, dialect)
+        row, _ = row_for(QuantTensors({}, shape, scheme), rows or DIALECTS[dialect].rows, dialect)
     except ValueError as error:
         return str(error)
     return row.unread
@@ -436,10 +421,6 @@ def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
         weight = 0 if _is_modulation(source, name) else n * k
         sizes[_formats(source.schemes[name])] += weight
     return sizes.most_common(1)[0][0]
-
-
-def _is_side(source: NativeComponent, name: str, main: tuple[str, str | None]) -> bool:
-    return _is_modulation(source, name) or _formats(source.schemes[name]) != main
 
 
 def _is_modulation(source: NativeComponent, name: str) -> bool:
@@ -472,13 +453,8 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
         if own.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
-        if k % (scheme.weights.group_size or 1):
-            continue
-        try:
-            row_for(QuantTensors({}, (n, k), scheme), [row], dialect)
-        except ValueError:
-            continue
-        found.append(scheme)
+        if k % (scheme.weights.group_size or 1) == 0 and not _misfit(scheme, (n, k), dialect, [row]):
+            found.append(scheme)
     return tuple(found)
 
 
@@ -555,7 +531,7 @@ def _encode(plan: ComponentPlan, layer: QuantTensors, unit: Unit, rank: int) -> 
 
 def _rank(source: NativeComponent, choice: Choice) -> int:
     """Of the low-rank branch of a unit: parts that read x by other matrices have theirs side by side."""
-    if choice.how != "codes":
+    if choice.why or not choice.schemes:
         return 0
     ranks = [source.scheme(name).rank for name in choice.unit.parts]
     matrices = [source.small(name, "svdquant_lora_a") for name in choice.unit.parts] if max(ranks) else []

@@ -21,10 +21,10 @@ from fluxq.base.files import read_json
 from fluxq.base.model import PICKLES, ModelFolder, require_harmless
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.exchange.dialect import Dialect
+from fluxq.quantize.exchange.dialects import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.quantize.exchange.gguf_file import GGUFFile
 from fluxq.quantize.exchange.layer import Decoded
 from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer, Headers
-from fluxq.quantize.exchange.recognize import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.family import Family
@@ -36,9 +36,9 @@ from fluxq.recipes.keymaps import CHECKPOINT_PREFIX, ORIGINALS, Joined, diffuser
 class ModelFile(Headers):
     """One model, that is one component, in one file or several.
 
-    container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN. evidence: what tells it; contradictions: what
-    speaks for another. names: of its modules, "diffusers", "original" or the dialect's own. family: None where no row
-    knows them.
+    container: in words. dialect: a key of DIALECTS, NATIVE or PLAIN; rules: its own. evidence: what tells it;
+    contradictions: what speaks for another. unknown_method: the program that wrote the layers, where no dialect has it,
+    else "". names: of its modules, "diffusers", "original" or the dialect's own. family: None where no row knows them.
     disabled: module in 16 bit -> suffix -> tensor, of what calibration took out of its weight before its quantizer
     was disabled. groups: tensors that may be of a quantized layer, by module and suffix. layers: by name; plain:
     names of all other tensors. prefix: of the denoiser's names in a file that holds other components too; others:
@@ -56,6 +56,7 @@ class ModelFile(Headers):
         self.others = [name for name in self.stored if name not in own]
         self.groups = grouped(own)
         self.dialect, self.evidence, self.contradictions, self.undecided = dialect_of(self)
+        self.unknown_method = other_program(self)
         if self.others:
             self.container += f" with {', '.join(self.other_components())} beside the denoiser"
         self._take_apart()
@@ -63,14 +64,14 @@ class ModelFile(Headers):
     def read_as(self, dialect: str) -> ModelFile:
         """The same files, as of a dialect that a base proved."""
         other = copy(self)
-        for known in ("identity", "joined"):
-            vars(other).pop(known, None)
+        vars(other).pop("joined", None)
         other.dialect, other.contradictions, other.undecided = dialect, (), ()
         other.evidence = *self.evidence, "proved against the base"
         other._take_apart()
         return other
 
     def _take_apart(self) -> None:
+        self.rules: Dialect = RULES[self.dialect]
         is_ours = self.dialect == NATIVE
         self.schemes: dict[str, Scheme] = (
             dict(QuantizationConfig.from_dict(self.quantization).schemes) if is_ours else {}
@@ -87,6 +88,7 @@ class ModelFile(Headers):
                 self.disabled.setdefault(module, {})[suffix] = name
         apart = {name for parts in self.disabled.values() for name in parts.values()}
         self.plain = [name for name in plain if name not in apart]
+        self.family, self.names = _identify(self)
 
     def other_components(self) -> dict[str, tuple[int, int]]:
         """Name -> (tensors, bytes) of what lies beside the denoiser in its file."""
@@ -109,30 +111,16 @@ class ModelFile(Headers):
             if module not in self.layers and module not in self.faults and suffix not in ("weight", "bias")
         }
         for name in self.plain:
-            if name in alone:
-                found.setdefault(alone[name], []).append(name[len(alone[name]) + 1 :])
-                continue
-            module, _, _ = name.removesuffix("._data").rpartition(".")
-            for layer in (module, module.rpartition(".")[0]):  # some put a layer's tensors one level down
-                if layer in self.layers:
-                    found.setdefault(layer, []).append(name[len(layer) + 1 :])
-                    break
+            module = name.removesuffix("._data").rpartition(".")[0]
+            above = (each for each in (module, module.rpartition(".")[0]) if each in self.layers)  # some put it below
+            if owner := alone.get(name) or next(above, ""):
+                found.setdefault(owner, []).append(name[len(owner) + 1 :])
         return found
-
-    @property
-    def unknown_method(self) -> str:
-        """The program that wrote the layers, where no dialect has it; "" otherwise."""
-        return other_program(self)
 
     @property
     def files(self) -> list[Path]:
         """Of safetensors or GGUF, those that hold the model."""
         return list(dict.fromkeys(file.path for file in self._files.values()))
-
-    @property
-    def rules(self) -> Dialect:
-        """The dialect's own."""
-        return RULES[self.dialect]
 
     def read_plain(self, name: str) -> Tensor:
         """A tensor that is not quantized; a weight with what ModelOpt had taken out of it put back."""
@@ -147,19 +135,6 @@ class ModelFile(Headers):
     def decode(self, layer: FileLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> Decoded:
         """Decode the tensors of a layer by the file's dialect; ValueError where they are not of it."""
         return self.rules.decode(tensors, shape or layer.shape, layer.entry)
-
-    @cached_property
-    def identity(self) -> tuple[Family | None, str]:
-        """The family, and whether modules go by "diffusers", "original" or the dialect's own names."""
-        return _identify(self)
-
-    @property
-    def family(self) -> Family | None:
-        return self.identity[0]
-
-    @property
-    def names(self) -> str:
-        return self.identity[1]
 
     @cached_property
     def joined(self) -> dict[str, Joined]:
@@ -238,7 +213,9 @@ def open_model(path: Path) -> ModelFile:
 def open_component(path: Path, container: str) -> ModelFile:
     """The model in a folder of config.json and safetensors."""
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    files = _weight_files(path)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1 or list(path.glob("*.safetensors.index.json")):
+        files = ModelFolder(path.name, path.parent).weight_files(path.name)
     _require_inside(path, files)
     sharded = f", {len(files)} files" if len(files) > 1 else ""
     return ModelFile(path, [TensorFile(file) for file in files], container + sharded, config)
@@ -251,8 +228,7 @@ def _open_file(path: Path) -> ModelFile:
         head = stream.read(4)
     if head == b"GGUF":
         return ModelFile(path, [GGUFFile(path)], "GGUF file", {})
-    index = path.name.endswith(".safetensors.index.json")
-    if index:
+    if path.name.endswith(".safetensors.index.json"):
         stem = path.name.removesuffix(".safetensors.index.json")
         files = sorted(path.parent.glob(f"{stem}*.safetensors"))
         _require_inside(path.parent, files)
@@ -271,13 +247,6 @@ def _config_beside(path: Path) -> dict[str, Any]:
     require_harmless(beside)
     config = read_json(beside)
     return config if "_class_name" in config else {}
-
-
-def _weight_files(path: Path) -> list[Path]:
-    alone = sorted(path.glob("*.safetensors"))
-    if len(alone) == 1 and not list(path.glob("*.safetensors.index.json")):
-        return alone
-    return ModelFolder(path.name, path.parent).weight_files(path.name)
 
 
 def _require_inside(folder: Path, files: list[Path]) -> None:

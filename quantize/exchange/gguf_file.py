@@ -111,7 +111,7 @@ class _Header:
         shape = tuple(self.take("Q") for _ in range(count))[::-1]
         kind, offset = self.take("I"), self.take("Q")
         if kind not in TYPES:
-            raise _Unread(
+            raise NotImplementedError(
                 f"tensor {name!r} is of type {_UNREAD.get(kind, kind)}, which is not read here; get it in 16 bit"
             )
         word, elements, nbytes = TYPES[kind]
@@ -162,15 +162,11 @@ class _Header:
         return self.data[self.at - length : self.at].decode()
 
 
-class _Unread(ValueError):
-    """A type of tensors that ggml has, and this has not."""
-
-
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except _Unread as error:
+    except NotImplementedError as error:  # a type of tensors that ggml has, and this has not
         raise ValueError(f"{path}: {error}") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: truncated or damaged GGUF file ({error}); copy it again") from None

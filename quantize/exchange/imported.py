@@ -13,8 +13,6 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from fluxq.base import FLUXQ_VERSION
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.linears import linear_size, linears_of
@@ -27,7 +25,6 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.record import Identity, Layer, Origin, Record, RecordedComponent, RecordedModel, RecordedRecipe
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
-from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan
 
@@ -149,7 +146,10 @@ def _described(
     config = read_json(folder / "config.json")
     schemes = _schemes(config)
     model = build_on_meta(library, class_name, {key: config[key] for key in config if key != "quantization_config"})
-    family = _family(model)
+    try:
+        family = model_family(model)
+    except ValueError:  # a text encoder without a row
+        family = None
     layers = []
     for name, module in linears_of(model).items():
         located = family.locate(name) if family else None
@@ -176,16 +176,8 @@ def _described(
 
 
 def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:
-    """Of a component's quantized layers; none in 16 bit."""
     said = quantization_of(config)
     return QuantizationConfig.from_dict(said).schemes if said is not None else {}
-
-
-def _family(model: nn.Module) -> Family | None:
-    try:
-        return model_family(model)
-    except ValueError:  # a text encoder without a row
-        return None
 
 
 def _dtype(made: Path) -> str:

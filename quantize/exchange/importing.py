@@ -49,18 +49,16 @@ _NAMED = 4  # layers in an error, before it says how many more
 
 @dataclass(frozen=True)
 class _Target:
-    """Target of an import: a model of `library`, and the pipeline that the rest is copied from, if any."""
+    """Target of an import: a model of `library`, and the pipeline that the rest is copied from, if any.
+
+    settings: config.json of the model in 16 bit.
+    """
 
     component: str
     library: str
     class_name: str
-    config: dict[str, Any]
+    settings: dict[str, Any]
     pipeline: ModelFolder | None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Of the model in 16 bit."""
-        return {key: value for key, value in self.config.items() if key != "quantization_config"}
 
 
 def import_model(
@@ -94,7 +92,12 @@ def import_model(
     if not models:
         raise ValueError(f"{path}: nothing in it was quantized by another program; `fluxq inspect` says what it is")
     targets = {name: _target(path, place, name, model) for name, model in models.items()}
-    unproved = _beside(path, place, models) if place else []
+    unproved = list[str]()
+    if place is not None:
+        faults, unproved = beside_weights(path, place, models)
+        if faults:
+            wrong = {fault.layer: f"{fault.kind}: {fault.what}" for fault in faults}
+            raise ValueError(f"{path}: {_several(wrong)}; copy the base's, or give the model that it was made from")
     hashes = {
         name: {file.name: sha256_file(file) for file in progress(model.files, "Hashing files")}
         for name, model in models.items()
@@ -139,18 +142,6 @@ def _contents(place: Path | None) -> Any:
     return contents(place, ModelFolder(place.name, place).components if is_pipeline else None)
 
 
-def _beside(path: Path, base: Path, models: Mapping[str, ModelFile]) -> list[str]:
-    """Compare the other components with the base's, and return notes on those that could not be compared.
-
-    ValueError where one is not the base's.
-    """
-    faults, unproved = beside_weights(path, base, models)
-    if faults:
-        wrong = {fault.layer: f"{fault.kind}: {fault.what}" for fault in faults}
-        raise ValueError(f"{path}: {_several(wrong)}; copy the base's, or give the model that it was made from")
-    return unproved
-
-
 def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> _Target:
     """Find what the component becomes, by its own config.json, or else the base's."""
     if component:
@@ -181,6 +172,7 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
     if class_name is None:
         raise ValueError(f"{model.path}: does not say the model's configuration; give the 16-bit model as --base")
     library = "diffusers" if hasattr(importlib.import_module("diffusers"), class_name) else "transformers"
+    config.pop("quantization_config", None)
     return _Target(component, library, class_name, config, None)
 
 
@@ -190,8 +182,9 @@ def _class_name(config: Mapping[str, Any]) -> str | None:
 
 
 def _of_pipeline(folder: ModelFolder, component: str) -> _Target:
-    library = library_of(folder, component)
-    return _Target(component, library, folder.components[component], folder.config(component), folder)
+    library, config = library_of(folder, component), folder.config(component)
+    config.pop("quantization_config", None)
+    return _Target(component, library, folder.components[component], config, folder)
 
 
 @dataclass(frozen=True)
@@ -240,7 +233,7 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
 
 def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, dequantize: bool) -> None:
     """Write a component's weights and config.json into `folder`; fills in the report."""
-    model, base, found, config = checked.model, checked.base, checked.found, target.settings
+    model, base, found, config = checked.model, checked.base, checked.found, dict(target.settings)
     report.dialect = model.dialect
     expected, linears = checked.network.state_dict(keep_vars=True), linears_of(checked.network)
     own_name = names_in_model(checked.network)
@@ -391,7 +384,6 @@ def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) 
 
 
 def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weight and bias in 16 bit."""
     weight, bias = layer.collapsed()
     found = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
     return found | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
@@ -439,9 +431,7 @@ def _counted(notes: list[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for note in notes:
         kinds.setdefault(note.partition(": ")[2] or note, []).append(note)
-    return [
-        f"{found[0]} (and {len(found) - 1} more layers)" if len(found) > 1 else found[0] for found in kinds.values()
-    ]
+    return [f"{first} (and {len(rest)} more layers)" if rest else first for first, *rest in kinds.values()]
 
 
 _MENDED = (*REPAIRS, "disabled", "rows in another order", "halves swapped", "ignored though quantized")  # faults

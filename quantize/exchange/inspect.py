@@ -9,6 +9,7 @@ FAULTS, at the end, has a row for everything that is found wrong: what it is cal
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -21,14 +22,16 @@ import torch
 from torch import Tensor
 
 from fluxq.base.console import progress
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import Stored
 from fluxq.quantize.checkpoint import ACTIVATIONS, LARGEST
-from fluxq.quantize.exchange.beside import beside, other_settings
-from fluxq.quantize.exchange.files import ModelFile, open_models
+from fluxq.quantize.exchange.beside import other_settings, other_small_files, shown
+from fluxq.quantize.exchange.files import ModelFile, open_component, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, not_taken_back
 from fluxq.quantize.exchange.layer import Plain
 from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
 from fluxq.quantize.exchange.marks import GLOBAL_SCALES, PLAIN, FileLayer
-from fluxq.quantize.exchange.proof import CASTS, REPAIRS, Against, compare, prove
+from fluxq.quantize.exchange.proof import CASTS, DECLARED, FAR, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.exchange.rows import not_finite
 from fluxq.recipes.keymaps import Joined
@@ -106,7 +109,8 @@ class Inspection:
                 said["against"] = layer.against.describe()
         for fault, said in zip(self.faults, found["faults"], strict=True):
             said |= {"is_error": fault.is_error, "about": FAULTS[fault.kind].about, "cure": FAULTS[fault.kind].cure}
-        return _finite(found)
+        # JSON has no infinite numbers and no NaN: here they are text.
+        return json.loads(json.dumps(found), parse_constant=lambda number: str(float(number)))
 
 
 def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
@@ -133,23 +137,50 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
 
     looked_at: components that are inspected themselves.
     """
+    if not (path / "model_index.json").is_file():
+        return [], []
+    own = ModelFolder(path.name, path)
+    others = [name for name in own.components if name not in looked_at and (path / name).is_dir()]
+    if not (base / "model_index.json").is_file():
+        said = f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared"
+        return [], [said] if others else []
+    whole, differences = ModelFolder(base.name, base), list[tuple[str, str]]()
+    for key in ("_class_name", *own.components):
+        mine, bases = (folder.index.get(key) for folder in (own, whole))
+        if mine != bases and bases is not None:
+            differences.append((key, f"model_index.json has {shown(mine)}, the base's {shown(bases)}"))
+    lacking = [name for name in others if not (base / name).is_dir()]
+    for name in others:
+        if name not in lacking:
+            differences += [(name, what) for what in _other_component(own, whole, name)]
+    faults = [Fault("another component", name, what) for name, what in differences]
+    return faults, [f"{', '.join(lacking)}: the base has none, so they were not compared"] if lacking else []
 
-    def compare(model: ModelFile, other: ModelFile) -> list[str]:
-        wrong = [fault for fault in inspect_model(model, Base(other)).faults if fault.is_error]
+
+def _other_component(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
+    yield from other_small_files(own, base, name)
+    ours, theirs = own.path / name, base.path / name
+    if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
+        return
+    yield from other_settings(own.config(name), base.config(name))
+    if own.tensors_digest(name) == base.tensors_digest(name):
+        return
+    mine, bases = (open_component(folder, "component of a pipeline folder") for folder in (ours, theirs))
+    if bases.dialect != PLAIN:
+        yield f"the base's is quantized itself ({bases.dialect}), so they could not be compared; give the 16-bit model"
+        return
+    wrong = [fault for fault in inspect_model(mine, Base(bases)).faults if fault.is_error]
+    if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return [f"{wrong[0].layer}: {wrong[0].what}{more}"] if wrong else []
-
-    differences, unproved = beside(path, base, looked_at, compare)
-    return [Fault("another component", name, what) for name, what in differences], unproved
+        yield f"{wrong[0].layer}: {wrong[0].what}{more}"
 
 
 def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     """Inspect one model; layers are read one at a time."""
     model = settled(model, base) if base is not None else model
-    weights = {name: layer.shape[0] * layer.shape[1] for name, layer in model.layers.items()}
     in_16_bit = model.linears_in_16_bit()
     stored = sum(layer.nbytes for layer in model.layers.values()) + sum(2 * n * k for n, k in in_16_bit.values())
-    count = sum(weights.values()) + sum(n * k for n, k in in_16_bit.values())
+    count = sum(n * k for n, k in (*(layer.shape for layer in model.layers.values()), *in_16_bit.values()))
     done = Inspection(
         str(model.path),
         model.container,
@@ -168,16 +199,18 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
         base=str(base.model.path) if base else "",
     )
     done.faults += [Fault("unreadable", name, what) for name, what in model.faults.items()]
-    joined = _joined(model, done)
-    compared: dict[str, Linear] = {}
+    joined, compared = dict[str, Joined](), dict[str, Linear]()
+    try:
+        joined = model.joined
+    except ValueError as error:
+        done.faults.append(Fault("unknown names", "", str(error)))
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         parts = joined.get(f"{name}.weight", Joined(name, (f"{name}.weight",)))
         report, faults = _layer(model, layer, parts, base)
         done.layers.append(report)
         done.faults += faults
         if base is not None and report.against is not None:
-            stored = layer.stored.get("bias")
-            compared[name] = _linear(model, report.against, layer.shape, stored.dtype if stored else "", parts, base)
+            compared[name] = _linear(model, report.against, layer.shape, layer.stored.get("bias"), parts, base)
     scope: dict[str, Counter[str]] = defaultdict(Counter)
     for report in done.layers:
         scope[report.role or "unknown"][report.format] += 1
@@ -190,35 +223,39 @@ def inspect_model(model: ModelFile, base: Base | None = None) -> Inspection:
     done.faults += [Fault("unread", name, f"nothing reads {', '.join(left)}") for name, left in model.unread.items()]
     done.faults += _disabled(model)
     unreadable = {fault.layer for fault in done.faults if fault.kind == "unreadable"}
-    done.faults += [*_no_numbers(model), *_integers(model, unreadable)]
+    done.faults += _plain_numbers(model, unreadable)
     if model.unknown_method:
         done.faults.append(Fault("another program's", "", f"it is {model.unknown_method}'s"))
-    done.unproved += _of_activations(model)
+    if count := sum(any(suffix in _OF_X for suffix in layer.parts) for layer in model.layers.values()):
+        what = f"input scales of {count} layers, which are of activations: no base tells whether they are right"
+        done.unproved.append(what)
     if base is not None:
-        for name, shape in progress(list(in_16_bit.items()), "Reading 16-bit Linears"):
-            parts = joined.get(f"{name}.weight")
-            if parts is None or name in {fault.layer for fault in done.faults}:
-                continue
-            if (found := _compared_16_bit(model, name, shape, parts, base)) is not None:
-                compared[name] = found
-                done.faults += _verdict(name, found.against)
-        done.faults = _with_folding(model, done.faults, compared, joined, base)
-        done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
-        if model.config and not base.model.config:
-            done.unproved.append("config.json: the base has none, so its settings were not compared")
-        if base.model.config and not model.config:
-            done.unproved.append("config.json: the file has none, so the base's settings are taken for its own")
-        done.proofs += _proofs(done)
-        done.faults += _other_base(done)
+        _hold_against(base, model, done, joined, compared)
     return done
 
 
-def _joined(model: ModelFile, done: Inspection) -> dict[str, Joined]:
-    try:
-        return model.joined
-    except ValueError as error:
-        done.faults.append(Fault("unknown names", "", str(error)))
-        return {}
+def _hold_against(
+    base: Base, model: ModelFile, done: Inspection, joined: Mapping[str, Joined], compared: dict[str, Linear]
+) -> None:
+    """Add to a report what the base says of all but the quantized layers, and what it proves. compared: is added to."""
+    for name, shape in progress(list(done.in_16_bit.items()), "Reading 16-bit Linears"):
+        parts = joined.get(f"{name}.weight")
+        if parts is None or name in {fault.layer for fault in done.faults}:
+            continue
+        if (found := _compared_16_bit(model, name, shape, parts, base)) is not None:
+            compared[name] = found
+            done.faults += _verdict(name, found.against)
+    done.faults = _with_folding(model, done.faults, compared, joined, base)
+    done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
+    if model.config and not base.model.config:
+        done.unproved.append("config.json: the base has none, so its settings were not compared")
+    if base.model.config and not model.config:
+        done.unproved.append("config.json: the file has none, so the base's settings are taken for its own")
+    done.proofs += _proofs(done)
+    foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
+    if done.layers and len(foreign) > len(done.layers) / 2:
+        what = f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's"
+        done.faults.append(Fault("another base", "", what))
 
 
 def _layer(model: ModelFile, layer: FileLayer, joined: Joined, base: Base | None) -> tuple[LayerReport, list[Fault]]:
@@ -267,9 +304,9 @@ def _base_bias(base: Base, joined: Joined, shape: tuple[int, int]) -> Tensor:
 
 
 def _linear(
-    model: ModelFile, against: Against, shape: tuple[int, int], bias: str, joined: Joined, base: Base
+    model: ModelFile, against: Against, shape: tuple[int, int], bias: Stored | None, joined: Joined, base: Base
 ) -> Linear:
-    """A Linear for `not_taken_back`. bias: the dtype that its bias is stored in, "" for none."""
+    """A Linear for `not_taken_back`."""
     modules = _modules(joined)
     module = modules[0] if modules else joined.original
     located = model.family.locate(module) if model.family else None
@@ -281,7 +318,7 @@ def _linear(
         _block(module),
         x,
         lambda: _truth(base, shape, joined),
-        _cast_error(bias, _base_bias(base, joined, shape)),
+        _cast_error(bias.dtype if bias else "", _base_bias(base, joined, shape)),
         modules,
         (f"{located[1]}.{by.linear}", by) if located and by else None,
     )
@@ -318,7 +355,7 @@ def _compared_16_bit(model: ModelFile, name: str, shape: tuple[int, int], joined
     truth_of_bias = _base_bias(base, joined, shape)
     pair = (bias, truth_of_bias) if bias.shape == truth_of_bias.shape else None
     against = compare(model.read_plain(f"{name}.weight"), truth, orders, pair)
-    return _linear(model, against, shape, stored.dtype if stored else "", joined, base)
+    return _linear(model, against, shape, stored, joined, base)
 
 
 def _with_folding(
@@ -384,27 +421,18 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
         yield Fault("missing", name, "the base has it, and the file does not")
 
 
-def _no_numbers(model: ModelFile) -> Iterator[Fault]:
-    """NaN and infinite numbers in tensors that are not quantized."""
+def _plain_numbers(model: ModelFile, unreadable: set[str]) -> Iterator[Fault]:
+    """Numbers of tensors that are not quantized which no model has. unreadable: layers that are faults already."""
+    integers = []
     for name in model.plain:
-        tensor = model.read(name)
-        bad = not_finite(tensor)
-        if bad:
+        tensor, dtype, (layer, _, what) = model.read(name), model.stored[name].dtype, name.rpartition(".")
+        if bad := not_finite(tensor):
             yield Fault("no numbers", name, f"{bad} are NaN or infinite")
         elif tensor.is_floating_point() and tensor.numel() and float(tensor.float().abs().max()) > LARGEST:
             yield Fault("too large", name, f"up to {float(tensor.float().abs().max()):.3g}, which no model needs")
-
-
-def _integers(model: ModelFile, unreadable: set[str]) -> Iterator[Fault]:
-    """Weights and biases that are not quantized and hold integers; positions, which classes make themselves, may.
-
-    unreadable: names of layers that are faults already.
-    """
-    for name in model.plain:
-        layer, _, what = name.rpartition(".")
-        if not model.stored[name].dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale"):
-            if layer not in unreadable:
-                yield Fault("integers", name, f"it holds {model.stored[name].dtype}")
+        elif not dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale") and layer not in unreadable:
+            integers.append(Fault("integers", name, f"it holds {dtype}"))  # of positions, which classes make, they may
+    yield from integers
 
 
 def _disabled(model: ModelFile) -> Iterator[Fault]:
@@ -437,9 +465,10 @@ def _verdict(name: str, against: Against) -> Iterator[Fault]:
         bits = 8 if against.error < 0.05 else 4
         yield Fault("widened", name, f"error {against.error:.3g}, as codes of {bits} bits have")
         return
-    declared = "cannot be read" if against.declared is None else f"has an error of {against.declared:.3g}"
-    if against.best and (against.plausible or against.error < 0.6 * (against.declared or torch.inf)):
-        what = f"as declared it {declared}, with {' and '.join(against.best)} {against.error:.3g}"
+    declared = against.errors.get(DECLARED)
+    if against.best and (against.plausible or against.error < 0.6 * (declared or torch.inf)):
+        said = "cannot be read" if declared is None else f"has an error of {declared:.3g}"
+        what = f"as declared it {said}, with {' and '.join(against.best)} {against.error:.3g}"
         for order in against.best:
             yield Fault(order if order in FAULTS else "rows in another order", name, what)
     if against.strays:
@@ -526,13 +555,6 @@ def _scale_numbers(
             yield "reciprocal global scale", f"{suffix} is {float(values.max()):.4g}: weights would reach {largest:.3g}"
 
 
-def _of_activations(model: ModelFile) -> Iterator[str]:
-    """Scales that were measured on activations, of which a weight says nothing."""
-    count = sum(any(suffix in _OF_X for suffix in layer.parts) for layer in model.layers.values())
-    if count:
-        yield f"input scales of {count} layers, which are of activations: no base tells whether they are right"
-
-
 def _narrow_scales(model: ModelFile) -> Iterator[Fault]:
     """fp32 scales that all are numbers of bf16: they were computed in that, 0.4 % off at most, and values saturate."""
     narrow: dict[str, int] = {}
@@ -594,50 +616,31 @@ def _role(model: ModelFile, modules: tuple[str, ...]) -> str:
     return located[0].role if located else "kept" if model.family.kept(modules[0]) else ""
 
 
-def _finite(value: Any) -> Any:
-    """The same with infinite and NaN numbers as text, which JSON has none of."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
 # --- the base
 
 
 def _proofs(done: Inspection) -> list[str]:
     """Return what the errors of all layers decided, in words."""
-    found = []
-    compared = [layer.against for layer in done.layers if layer.against is not None]
+    compared = [(layer.name, layer.against) for layer in done.layers if layer.against is not None]
+    if not compared:
+        return []
     wrong = {fault.layer for fault in done.faults if fault.is_error}
-    right = [
-        layer.against
-        for layer in done.layers
-        if layer.against is not None and layer.against.plausible and not layer.against.best and layer.name not in wrong
-    ]
-    if compared:
-        found.append(f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows")
+    right = [own for name, own in compared if own.plausible and not own.best and name not in wrong]
+    found = [f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows"]
     tried = dict.fromkeys(name for against in right for name in against.errors)
     rows = tuple(name for name in tried if name.startswith("rows ordered"))
     kinds = {f"no {name}": (name,) for name in (*REPAIRS, "halves swapped") if name in tried}
     for words, names in (kinds | {"rows of q, k and v in their order": rows}).items():
-        asked = [against for against in right if any(name in against.errors for name in names)]
-        proved = [against for against in asked if all(against.proves(name) for name in names if name in against.errors)]
+        others = [[against.errors[name] for name in names if name in against.errors] for against in right]
+        asked = [(own.error, min(other)) for own, other in zip(right, others, strict=True) if other]
+        proved = [(error, other) for error, other in asked if other > FAR * error]
         if proved:
-            least = min(against.errors[name] for against in proved for name in names if name in against.errors)
-            most = max(against.error for against in proved)
+            most, least = max(error for error, _ in proved), min(other for _, other in proved)
             more = f"; {len(asked) - len(proved)} layers look the same either way" if len(asked) > len(proved) else ""
             found.append(
                 f"{words}: proved on {len(proved)} layers (error {most:.3g} at most, {least:.3g} otherwise){more}"
             )
     return found
-
-
-def _other_base(done: Inspection) -> Iterator[Fault]:
-    foreign = {fault.layer for fault in done.faults if fault.kind == "another model's layer"}
-    if done.layers and len(foreign) > len(done.layers) / 2:
-        yield Fault("another base", "", f"{len(foreign)} of {len(done.layers)} layers are nothing like the base's")
 
 
 # --- what can be wrong

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -121,19 +121,26 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
             raise ValueError(f"cannot join layers whose {name} differ; quantize them as one group")
     if not all(all_equal([layer.beside.get(name) for layer in layers]) for layer in layers for name in layer.beside):
         raise ValueError("cannot join layers whose input_scale differ; quantize them as one group")
-    pairs = [layer for layer in layers if layer.scheme.rank]
-    if pairs:
-        a = [layer.tensors["svdquant_lora_a"] for layer in pairs]
-        b = [
-            layer.tensors.get("svdquant_lora_b", torch.zeros(layer.shape[0], 0, dtype=torch.float32)).to(a[0])
-            for layer in layers
-        ]
-        shared = len(pairs) == len(layers) and all_equal(a)
-        joined["svdquant_lora_a"] = a[0] if shared else torch.cat(a)
-        joined["svdquant_lora_b"] = torch.cat(b) if shared else torch.block_diag(*b)
-    rank = joined["svdquant_lora_a"].shape[0] if pairs else 0
+    joined |= joined_pairs(layers, 0)
+    rank = joined["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in joined else 0
     shape = sum(layer.shape[0] for layer in layers), first.shape[1]
     return QuantTensors(joined, shape, replace(first.scheme, rank=rank), first.beside)
+
+
+def joined_pairs(layers: Sequence[QuantTensors], axis: Literal[0, 1]) -> dict[str, Tensor]:
+    """The low-rank pair of layers behind one another along N (axis 0) or K (axis 1); nothing where none has one."""
+    pairs = [layer for layer in layers if layer.scheme.rank]
+    if not pairs:
+        return {}
+    name_a, name_b = LOW_RANK
+    like = pairs[0].tensors[name_a]
+    a = [layer.tensors.get(name_a, torch.zeros(0, layer.shape[1], dtype=like.dtype)).to(like) for layer in layers]
+    b = [layer.tensors.get(name_b, torch.zeros(layer.shape[0], 0, dtype=like.dtype)).to(like) for layer in layers]
+    if axis == 0:
+        shared = all_equal(a)
+        return {name_a: a[0] if shared else torch.cat(a), name_b: torch.cat(b) if shared else torch.block_diag(*b)}
+    shared = all_equal(b)
+    return {name_a: torch.cat(a, 1) if shared else torch.block_diag(*a), name_b: b[0] if shared else torch.cat(b, 1)}
 
 
 def split(layer: QuantTensors, sizes: Sequence[int]) -> list[QuantTensors]:

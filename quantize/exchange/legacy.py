@@ -62,7 +62,6 @@ DIALECT = Dialect(
     decode,
     "original",
     marks=(_by_sign, by_tensor("scale_weight")),
-    looks=lambda looks: looks.scales == "none",
     signs=_SIGNS,
     suffixes=("scale_weight", "scale_input"),
     entry=_entry,

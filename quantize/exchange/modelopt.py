@@ -275,7 +275,6 @@ DIALECT = Dialect(
     decode,
     marks=(by_config(*_METHODS), _by_producer),
     methods=_METHODS,
-    looks=lambda looks: not looks.original and looks.scales in ("matrix", "one level", "undecided"),
     entry=_entry,
     shape=_shape,
     removed=("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "input_scale"),

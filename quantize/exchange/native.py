@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
-from fluxq.base.tensors import Stored, TensorFile, by_tensor, word_for
+from fluxq.base.tensors import TensorFile, by_tensor, word_for
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import QuantPointwise
 from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
@@ -54,8 +54,8 @@ class NativeComponent:
     """One component of a checkpoint. ValueError for one that is not quantized, or whose files are not as it says.
 
     schemes, shapes: of quantized layers by module name. biases: names of modules whose 16-bit original has one.
-    pixelwise: 1x1 convolutions among the quantized layers. linears: (N, K) of every Linear. plain: other tensors.
-    why_not_folded: layer -> why it keeps its mean and factors.
+    pixelwise: 1x1 convolutions among the quantized layers. linears: (N, K) of every Linear. stored: all tensors;
+    plain: those of no quantized layer. why_not_folded: layer -> why it keeps its mean and factors.
     factors_stay: whether factors of layers under a scheme are left to them where no mean has to be folded.
     """
 
@@ -80,11 +80,12 @@ class NativeComponent:
         self.biases = {name for name, module in linears.items() if getattr(module, "bias", None) is not None}
         self._model = original
         self._files = by_tensor(map(TensorFile, folder.weight_files(component)))
+        self.stored = {name: file.stored[name] for name, file in self._files.items()}
         self._require_stored()
         quantized = {
             f"{name}.{suffix}" for name, layer in self._layers.items() for suffix, _ in layer.named_parameters()
         }
-        self.plain = [name for name in self._files if name not in quantized]
+        self.plain = [name for name in self.stored if name not in quantized]
         self._factors_stay = factors_stay
         self.why_not_folded: dict[str, str] = {}
         self.folds = self._find_folds()
@@ -96,22 +97,11 @@ class NativeComponent:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype that most of the other tensors have."""
-        words = [self.stored(name).dtype for name in self.plain]
+        words = [self.stored[name].dtype for name in self.plain]
         return torch.float16 if words.count("F16") > words.count("BF16") else torch.bfloat16
-
-    def stored(self, name: str) -> Stored:
-        return self._files[name].stored[name]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.stored(name).nbytes for name in self._files)
 
     def file_of(self, name: str) -> TensorFile:
         return self._files[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
 
     def _read(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
@@ -125,7 +115,7 @@ class NativeComponent:
 
     def small(self, name: str, suffix: str) -> Tensor | None:
         """One of a layer's tensors, None if it has none of that name."""
-        return self._read(f"{name}.{suffix}") if f"{name}.{suffix}" in self else None
+        return self._read(f"{name}.{suffix}") if f"{name}.{suffix}" in self.stored else None
 
     def layer(self, name: str) -> QuantTensors:
         """A quantized layer, folds applied."""
@@ -171,9 +161,9 @@ class NativeComponent:
         for name, layer in self._layers.items():
             for suffix, parameter in layer.named_parameters():
                 key = f"{name}.{suffix}"
-                if key not in self._files:
+                if key not in self.stored:
                     raise ValueError(f"{where}: the weights lack {key!r}, which config.json implies; copy it again")
-                stored, shape = self.stored(key), tuple(parameter.shape)
+                stored, shape = self.stored[key], tuple(parameter.shape)
                 shape = filed_shape(self.library, shape) if suffix == "weight" else shape
                 exact = suffix in layer.stored_names
                 if stored.shape != shape or (exact and stored.dtype != word_for(parameter.dtype)):
@@ -195,7 +185,8 @@ class NativeComponent:
             readers = [path for path in members if path in self.linears]
             done.update(readers)
             fold: Fold | str = "no Linear modulates its input"
-            if self._stays(readers):
+            schemes = [self.schemes[path] for path in readers if path in self.schemes]
+            if all(not one.center and self._factors_stay(one) for one in schemes):
                 fold = "every layer has factors there"
             elif group is not None and group.modulation is not None:
                 fold = self._fold(readers, f"{block}.{group.modulation.linear}", group.modulation)
@@ -205,10 +196,6 @@ class NativeComponent:
                 self.why_not_folded |= {path: fold for path in readers if path in self.schemes}
         return folds
 
-    def _stays(self, readers: list[str]) -> bool:
-        schemes = [self.schemes[name] for name in readers if name in self.schemes]
-        return all(not scheme.center and self._factors_stay(scheme) for scheme in schemes)
-
     def _fold(self, readers: list[str], modulation: str, row: Modulation) -> Fold | str:
         """The fold of one input, or why there is none."""
         if modulation not in self.linears:
@@ -216,13 +203,13 @@ class NativeComponent:
         own = self.schemes.get(modulation)
         if own is not None and (own.weights.block != (1, 0) or own.is_transformed or own.rank):
             return f"{modulation}, which modulates its input, is {own} and has no plain scale for each row"
-        if f"{modulation}.bias" not in self:
+        if f"{modulation}.bias" not in self.stored:
             return f"{modulation}, which modulates its input, has no bias"
         quantized = [name for name in readers if name in self.schemes]
         plain = [name for name in readers if name not in self.schemes]
         if any(self.schemes[name].rank for name in quantized):
             return "its low-rank branch reads the input as it was"
-        if lacking := [name for name in plain if f"{name}.bias" not in self]:
+        if lacking := [name for name in plain if f"{name}.bias" not in self.stored]:
             return f"{lacking[0]}, which reads the same input in 16 bit, has no bias"
         if lacking := [name for name in quantized if self.schemes[name].center and name not in self.biases]:
             return f"{lacking[0]} has a bias here, which the model itself has not"

@@ -21,7 +21,7 @@ from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Unit, Units
-from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, all_equal
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, all_equal, joined_pairs
 from fluxq.quantize.exchange.layouts import concatenated
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
@@ -125,26 +125,12 @@ def side_by_side(first: Decoded, rest: Decoded) -> Decoded:
         tensors["pre_quant_scale"] = torch.cat(
             [torch.ones(side.shape[1], dtype=dtype) if held is None else held for held, side in sides]
         )
-    pair = _low_rank(first, rest)
+    pair = joined_pairs((first, rest), 1)
     biases = [layer.tensors["bias"] for layer in (first, rest) if "bias" in layer.tensors]
     rank = pair[LOW_RANK[0]].shape[0] if pair else 0
     scheme = replace(schemes[0], rank=rank, smooth="pre_quant_scale" in tensors)
     shape = rest.shape[0], first.shape[1] + rest.shape[1]
     return QuantTensors(tensors | pair | _sum(biases), shape, scheme, rest.beside)
-
-
-def _low_rank(first: QuantTensors, rest: QuantTensors) -> dict[str, Tensor]:
-    """The low-rank pair of both, or nothing."""
-    pairs = [layer for layer in (first, rest) if layer.scheme.rank]
-    if not pairs:
-        return {}
-    name_a, name_b = LOW_RANK
-    dtype, both = pairs[0].tensors[name_a].dtype, (first, rest)
-    a = [layer.tensors.get(name_a, torch.zeros(0, layer.shape[1], dtype=dtype)).to(dtype) for layer in both]
-    b = [layer.tensors.get(name_b, torch.zeros(layer.shape[0], 0, dtype=dtype)).to(dtype) for layer in both]
-    if all_equal(b):
-        return {name_a: torch.cat(a, dim=1), name_b: b[0]}
-    return {name_a: torch.block_diag(*a), name_b: torch.cat(b, dim=1)}
 
 
 def _sum(biases: list[Tensor]) -> dict[str, Tensor]:
@@ -218,7 +204,6 @@ def _regroup(model: Headers) -> None:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """Return the names in diffusers of a tensor."""
     module, _, suffix = name.rpartition(".")
     found = parts_of(module)
     return tuple(f"{part}.{suffix}" for part in found[0]) if found else (diffusers_name(name),)

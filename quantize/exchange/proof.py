@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from fluxq.recipes.keymaps import Joined
 
 WINDOW, WINDOWS = 128, 6  # rows that are read together, a tile of swizzled scales; and from how many places
 DECLARED = "as declared"
-_FAR = 1.2  # a reading is told from another by so much more error
+FAR = 1.2  # a reading is told from another by so much more error
 # Of the error of rounding to nearest. Fitted codes are near in the output; of all layers of the embedded pipeline, as
 # the shipped recipes fit it, they had at most: nvfp4 1.49, nvfp4-max 1.39, int4 1.54, int4-svd 1.36, mxfp4 1.75,
 # mxfp4-max 1.77 (medians 1.11 to 1.48).
@@ -58,7 +59,7 @@ _FOLDED = 0.3  # the most error that factors of rows or columns leave
 
 
 class Repair(NamedTuple):
-    """A way in which files are wrong. proves: the property that its error decides, as it should be and as it is.
+    """A way in which files are wrong.
 
     mend: (tensors of rows, dialect, (N, K) of these) -> the tensors as the dialect means them, None where the layer has
     nothing of the kind. cures_shape: it changes shapes or dtypes, so that without it `decode` refuses the layer.
@@ -134,28 +135,6 @@ class Against:
         """Of the best reading."""
         return self.errors[" and ".join(self.best) or DECLARED]
 
-    @property
-    def declared(self) -> float | None:
-        """As the file says it is; None where it cannot be read so."""
-        return self.errors.get(DECLARED)
-
-    def proves(self, name: str) -> bool:
-        """Tell whether the errors decide what the repair `name` would change."""
-        other = self.errors.get(name)
-        return self.plausible and not self.best and other is not None and other > _FAR * self.error
-
-
-class _Nearest(NamedTuple):
-    """A layer that was rounded to nearest, by samples. error: of that, once all takes `factor`, which is its own."""
-
-    error: float
-    factor: float
-
-    def is_scaled(self, factor: float) -> bool:
-        """Tell whether a reading, nearest to the base by `factor`, is off by more than ways of rounding differ."""
-        most = _FACTOR_OF_PLAIN if self.error > _FOUR_BITS / _MARGIN else _OF_BF16
-        return not min(self.factor, 1) - most <= factor <= max(self.factor, 1) + most
-
 
 @dataclass
 class _Rows:
@@ -201,23 +180,25 @@ class _Rows:
         """
         return max(_MARGIN * _relative(self.rounded(truth, by), truth), _CODED)
 
-    def plain(self, read: Tensor, truth: Tensor) -> _Nearest | None:
-        """Round the base's rows to nearest, and return the error if a reading of them is just that.
+    def plain(self, read: Tensor, truth: Tensor, by: float) -> tuple[float | None, bool]:
+        """Round the base's rows to nearest, and return the error if a reading of them is just that; None if it is not.
 
-        None where the reading was fitted. read, truth: of the whole layer.
+        Also whether `by`, by which the reading comes nearest to the base, is off by more than ways of rounding differ.
+        read, truth: of the whole layer.
         """
         if not isinstance(self.found, QuantTensors) or self.has_branch:
-            return None
+            return None, False
         read, truth = read[self.at], truth[self.at]
         nearest = self.rounded(truth)
-        (factor, _, left), (by, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
+        (factor, _, left), (near, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
         if own > _PLAIN * left:
-            return None
+            return None, False
         if own > _SURELY_PLAIN * left:  # in damaged parts, or fitted nearly everywhere
-            other = (read * by - nearest * factor).abs() > _OF_BF16 * nearest.abs()
+            other = (read * near - nearest * factor).abs() > _OF_BF16 * nearest.abs()
             if min(float(other.any(axis).float().mean()) for axis in (0, 1)) > _MOVED:
-                return None
-        return _Nearest(left, factor)
+                return None, False
+        most = _FACTOR_OF_PLAIN if left > _FOUR_BITS / _MARGIN else _OF_BF16
+        return left, not min(factor, 1) - most <= by <= max(factor, 1) + most
 
     @property
     def has_branch(self) -> bool:
@@ -298,7 +279,7 @@ def prove(
     best = min(tried, key=tried.__getitem__)
     if best and () in tried:
         gain = tried[best] / tried[()]
-        if not gain * _FAR < 1 or (tried[best] > bound and gain > 0.6):  # chance, or nothing that is known
+        if not gain * FAR < 1 or (tried[best] > bound and gain > 0.6):  # chance, or nothing that is known
             best = ()
     found = whole.reading(tuple(name for name in best if name in REPAIRS))
     if found is None:  # the samples can be read, not all
@@ -365,8 +346,8 @@ def _against(
     """Compare a reading (N, K) with the base's rows. rows: the layer's, to round the base as it was; None in 16 bit."""
     error = errors[" and ".join(best) or DECLARED]
     factor, cosine, alone = _scale_of(read, truth)
-    plain = rows.plain(read, truth) if rows is not None else None
-    scaled = abs(factor - 1) > largest_factor(bound) or (plain is not None and plain.is_scaled(factor))
+    plain, scaled = rows.plain(read, truth, factor) if rows is not None else (None, False)
+    scaled = scaled or abs(factor - 1) > largest_factor(bound)
     plausible = error <= bound and not scaled and (rows is None or rows.explains_codes(read, truth))
     columns = _factors_of(read, truth, 0)
     wrong = _strays(read, truth, bound, rows, None, plain)
@@ -411,12 +392,12 @@ def _strays(
     bound: float,
     rows: _Rows | None,
     by: Tensor | None,
-    plain: _Nearest | None = None,
+    plain: float | None = None,
 ) -> Strays | None:
     """Find rows, columns or blocks of a row that are further from the base than rounding takes them; None without any.
 
-    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. plain: what
-    the layer is where it was rounded to nearest, which leaves every part as near as it can be.
+    bound: the most relative error of the whole. rows: the layer, None in 16 bit. by: as `rounded` has it. plain: the
+    error of rounding to nearest where the layer is just that, which leaves every part as near as it can be.
     """
     unit = rows.smoothing(by).abs() if rows is not None else torch.ones((), dtype=torch.float32)
     unit = unit.mean(0) if unit.ndim == 2 else unit
@@ -427,7 +408,7 @@ def _strays(
         is_moved = plain is None and (name != "rows" or (rows is not None and rows.has_branch))
         common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
         # What rounded exactly differs by the base's bits.
-        own = 0.0 if plain is None else max(plain.error, _OF_BF16 / 2)
+        own = 0.0 if plain is None else max(plain, _OF_BF16 / 2)
         most = bound if plain is None else margin * own
         if (error <= torch.maximum(most * size, margin * common)).all():
             continue
@@ -549,16 +530,15 @@ def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
     return Factors("rows" if axis else "columns", by.flatten(), _relative(read * by, truth))
 
 
-def orders_of(joined: Joined, n: int, k: int, may_swap: bool) -> dict[str, Tensor]:
+def orders_of(joined: Joined, n: int, k: int) -> dict[str, Tensor]:
     """Orders of the N rows, other than that of `joined`, in which files are known to be wrong.
 
-    The base's rows are given as the file should have them. may_swap: whether they are a scale and a shift.
+    The base's rows are given as the file should have them. 2 K of them are a scale and a shift.
     """
     found, sizes = {}, part_sizes(joined, n, k)
     rows = torch.arange(n)
-    if joined.order == "halves swapped" or may_swap:
-        if n % 2 == 0:
-            found["halves swapped"] = in_order(rows, "halves swapped")
+    if n == 2 * k or (joined.order == "halves swapped" and n % 2 == 0):
+        found["halves swapped"] = in_order(rows, "halves swapped")
     alike = [i for i, size in enumerate(sizes) if size == sizes[0]][:3]
     parts = list(rows.split(sizes))
     names = [part.rpartition(".")[0].rpartition(".")[2] for part in joined.parts]
@@ -665,14 +645,10 @@ def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int])
     return {**tensors, **codes, name: block_scales(linear.contiguous())}
 
 
-def _invert_global(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, value in _held(tensors, GLOBAL_SCALES):
-        return {**tensors, name: 1 / value} if value.dtype in FLOATS else None
-    return None
-
-
-def _invert(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, scale in _held(tensors, ("weight_scale", "scale_weight", "_weight_scale")):
+def _invert(
+    names: Sequence[str], tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]
+) -> dict[str, Tensor] | None:
+    for name, scale in _held(tensors, names):
         if scale.dtype in FLOATS:
             return {**tensors, name: (1 / scale.float()).to(scale.dtype)}
     return None
@@ -711,9 +687,12 @@ REPAIRS = {
         "block scales stand in tiles, and readers take them for the order of the matrix", _unswizzle, True
     ),
     "reciprocal global scale": Repair(
-        "readers multiply by the global scale where they should divide, or the reverse", _invert_global
+        "readers multiply by the global scale where they should divide, or the reverse", partial(_invert, GLOBAL_SCALES)
     ),
-    "reciprocal scale": Repair("readers multiply by the scale where they should divide", _invert),
+    "reciprocal scale": Repair(
+        "readers multiply by the scale where they should divide",
+        partial(_invert, ("weight_scale", "scale_weight", "_weight_scale")),
+    ),
     "scales padded to 16 columns": Repair(
         "ModelOpt's row_col padding, whose tiles are others than readers look for", _unpad, True
     ),

@@ -51,7 +51,7 @@ class Base:
             turned = " transposed" if tuple(weight.shape) == (k, n) else ""
             return None, {}, f"the layer is {n}×{k}{turned}, the base's weight {size}"
         weight = in_order(weight, joined.order)
-        return weight, orders_of(joined, n, k, n == 2 * k), ""
+        return weight, orders_of(joined, n, k), ""
 
     def other(self, joined: Joined, k: int) -> Tensor | None:
         """Return a tensor that is no Linear's weight, as a file should hold it, in fp32; None if the base lacks it.

@@ -260,7 +260,6 @@ def _object(name: str, version: int | None = None, **data: Any) -> dict[str, Any
 
 
 def _word(name: str, value: str) -> dict[str, Any]:
-    """One of an enumeration's values."""
     return {"_type": name, "_data": value}
 
 

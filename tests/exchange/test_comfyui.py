@@ -16,6 +16,7 @@ import diffusers
 import pytest
 import torch
 import yaml
+from exchange_files import export
 from exchange_readers import READERS
 from safetensors.torch import load_file, save_file
 from shared import said_by
@@ -26,7 +27,6 @@ import fluxq
 from fluxq.base.model import resolve_model
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange import comfy
-from fluxq.quantize.exchange.export import export
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.keymaps import original_names
 from fluxq.recipes.recipe import find_recipe

@@ -6,8 +6,7 @@ import pytest
 from exchange_readers import READERS, WIDENED
 
 from fluxq.commands.exchanging import EXPORTS
-from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.recognize import RULES
+from fluxq.quantize.exchange.dialects import DIALECTS, RULES, WRITERS
 from tests.house.test_house import our_modules
 
 NAMED_ELSEWHERE = {  # module -> dialects that it names, outside comments and docstrings

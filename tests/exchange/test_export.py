@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from exchange_files import export
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shared import copy_of, said_by
@@ -29,7 +30,7 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange import native
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.export import MOST_ADDED, export, plan_of
+from fluxq.quantize.exchange.export import MOST_ADDED, plan_of
 from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
-from exchange_files import base_state, write_base, write_model
+from exchange_files import base_state, export, write_base, write_model
 from safetensors.torch import load_file, save_file
 
 import fluxq
@@ -19,7 +19,6 @@ from fluxq.eval.report.card import model_card
 from fluxq.jobs import judge
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.layouts import swap_nibbles

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
-from exchange_files import base_state, write_base, write_model
+from exchange_files import base_state, export, write_base, write_model
 from safetensors.torch import load_file, save_file
 from tiny_configs import TINY_CONFIGS
 from torch import Tensor
@@ -24,7 +24,6 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import PLAN_FILE, list_linears
 from fluxq.quantize.exchange import comfy, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.files import open_model
 from fluxq.quantize.exchange.gguf import TYPES
 from fluxq.quantize.exchange.gguf_file import GGUFFile

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from exchange_files import export
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
-from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 from tests.exchange.test_layers import same_bytes

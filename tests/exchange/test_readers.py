@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from exchange_files import export
 from exchange_readers import READERS
 from safetensors.torch import load_file
 from shared import said_by
@@ -18,7 +19,6 @@ from fluxq.kernels.encode import input_scale_for
 from fluxq.kernels.ops import quantize_activation
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from fluxq.recipes.formats import FORMATS
 from tests.exchange.test_layers import (

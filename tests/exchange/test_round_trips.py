@@ -19,6 +19,7 @@ import diffusers
 import pytest
 import torch
 from click.testing import CliRunner
+from exchange_files import export
 from exchange_readers import rounds
 from safetensors.torch import load_file, save_file
 from tiny_configs import TINY_CONFIGS
@@ -32,7 +33,7 @@ from fluxq.jobs import making
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import WEIGHTS_NAME, filed_shape, library_of, list_linears
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.export import MOST_ADDED, Exported, SideLayers, export
+from fluxq.quantize.exchange.export import MOST_ADDED, Exported, SideLayers
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
@@ -238,7 +239,7 @@ def require_back(
             continue
         if name not in codes:
             weight, bias = layer.linear().collapsed()
-            expected[f"{name}.weight"] = weight.bfloat16().reshape(after.stored(f"{name}.weight").shape)
+            expected[f"{name}.weight"] = weight.bfloat16().reshape(after.stored[f"{name}.weight"].shape)
             expected |= {} if bias is None else {f"{name}.bias": bias.detach().bfloat16()}
             continue
         assert str(after.schemes[name]) == str(as_read(source.scheme(name), dialect)), name

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from exchange_files import export
 from exchange_readers import READERS
 from safetensors.torch import load_file
 from shared import said_by
 
 from fluxq.base.model import resolve_model
-from fluxq.quantize.exchange.export import export
 
 PYTHON = os.environ.get("FLUXQ_SGLANG_PYTHON", "")
 given = pytest.mark.skipif(not PYTHON, reason="FLUXQ_SGLANG_PYTHON names no interpreter that has SGLang-Diffusion")

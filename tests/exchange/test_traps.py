@@ -22,14 +22,13 @@ from diffusers import FluxTransformer2DModel
 from diffusers.quantizers.bfl.bfl_quantizer import BFLQuantizer
 from diffusers.quantizers.bfl.utils import _dequantize_weight
 from diffusers.quantizers.quantization_config import BFLQuantizationConfig
-from exchange_files import Tensors, write_base
+from exchange_files import Tensors, export, write_base
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.export import export
 from fluxq.quantize.exchange.inspect import FAULTS, inspect_path
 from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, pad, swap_nibbles, unblock_scales

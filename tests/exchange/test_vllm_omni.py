@@ -15,6 +15,7 @@ import diffusers
 import pytest
 import torch
 import yaml
+from exchange_files import export
 from exchange_readers import READERS
 from safetensors.torch import load_file
 from shared import quick, said_by
@@ -24,7 +25,6 @@ import fluxq
 from fluxq.base.model import resolve_model
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.exchange.export import export
 from fluxq.recipes.all_families import FAMILIES
 
 PYTHON = os.environ.get("FLUXQ_VLLM_OMNI_PYTHON", "")

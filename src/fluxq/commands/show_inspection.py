@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from fluxq.base import units
@@ -39,9 +39,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
         console.print(f"  because {escape(words)}")
     for words in report.contradictions:
         console.print(f"  [yellow]but[/] {escape(words)}")
-    formats: dict[str, int] = defaultdict(int)
-    for layer in report.layers:
-        formats[layer.format] += 1
+    formats = Counter(layer.format for layer in report.layers)
     counts = escape(", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none")
     bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
     console.print(
@@ -49,7 +47,9 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
         f"{bits}, {units.size(report.nbytes)}"
     )
     if report.metadata:
-        console.print(f"header: {escape(', '.join(_short(key, value) for key, value in _first(report.metadata)))}")
+        first = list(report.metadata.items())[:12]
+        said = (f"{key}={value if len(value) <= 60 else value[:57] + '…'}" for key, value in first)
+        console.print(f"header: {escape(', '.join(said))}")
     if report.layers:
         _scope(report)
         if every_layer:
@@ -60,7 +60,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
         console.print(line)
     for words in report.unproved:
         console.print(f"[yellow]not proved[/]  {escape(words)}")
-    if not any(fault.is_error for fault in report.faults):
+    if report.is_sound:
         console.print(f"[green]{_sound(report)}[/]")
 
 
@@ -109,14 +109,6 @@ def _faults(faults: Iterable[Fault]) -> Iterable[str]:
             yield f"          … and {len(kind_faults) - _NAMED} more"
         if row.cure != "none is needed":
             yield f"          cure: {escape(row.cure)}"
-
-
-def _first(metadata: dict[str, str]) -> list[tuple[str, str]]:
-    return list(metadata.items())[:12]
-
-
-def _short(key: str, value: str) -> str:
-    return f"{key}={value if len(value) <= 60 else value[:57] + '…'}"
 
 
 def imported(reports: Iterable[Imported]) -> None:
