@@ -426,12 +426,6 @@ FAULTS: dict[str, Fault] = {
         "            right = tl.load(w_rows + ks[None, :])\n",
         _in("kernels/test_scaled_matmul_kernel.py", "test_int8_gives_the_bits_of_the_reference[shape1]"),
     ),
-    "swizzle_scales: lines and quarters exchanged": Fault(
-        "kernels/swizzle_scales/kernel.py",
-        "place // 4 % 4 * 32 + place // 16 % 32",
-        "place // 4 % 32 + place // 128 % 4 * 32",
-        _in("kernels/test_swizzle_scales_kernel.py", "test_tiles_of_every_width[4]"),
-    ),
     "tensor: scales swizzled by other quarters": Fault(
         "kernels/tensor.py",
         "    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)",

@@ -318,20 +318,15 @@ def swizzle_scales(scale: Tensor) -> Tensor:
 
     Tiles of 128 rows and 4 groups follow one another, each as 32 lines of 4 quarters (rows 32 apart) of 4 groups.
     """
-    check_block_scales(scale)
-    rows, groups = scale.shape
-    padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
-    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
-
-
-def check_block_scales(scale: Tensor) -> None:
-    """Raise ValueError unless `swizzle_scales` can take a tensor as block scales."""
     if scale.ndim != 2 or scale.element_size() != 1:
         raise ValueError(
             f"swizzle_scales: scale is {scale.dtype} {(*scale.shape,)}, expected block scales (rows, G) of one byte "
             "each, as nvfp4, mxfp8 and mxfp4 have them"
         )
+    rows, groups = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
+    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
 
 def swizzled_size(rows: int, groups: int) -> int:

@@ -34,7 +34,6 @@ from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.reencode import op as reencoding
 from fluxq.kernels.reencode.kernel import reencode
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
-from fluxq.kernels.swizzle_scales.kernel import swizzle_scales as swizzle_scales_kernel
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile
 from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul
@@ -347,18 +346,6 @@ def _reencode(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
     return Work(call, lambda: reencoding.reencode(w, target).dequantize(), 0.0, _size(w, call()), None)
 
 
-def _swizzle(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
-    """The block scales of an nvfp4 weight (N, K), as bytes."""
-    _, n, k = shape
-    scale = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8, device=device)
-    tile = _plain_tile("swizzle_scales", case.scheme, chip, n)
-
-    def call() -> Tensor:
-        return swizzle_scales_kernel(scale, tile=tile)
-
-    return Work(call, lambda: swizzle_scales(scale).float(), 0.0, _size(scale, call()), None)
-
-
 def _plain_tile(kernel: str, name: str, chip: str, m: int) -> Tile:
     tile = find_tile(kernel, name, chip, m)
     if not isinstance(tile, Tile):
@@ -397,7 +384,6 @@ BUILDERS: dict[str, Callable[[Case, Shape, torch.device, str], Work]] = {
     "attention": _attention,
     "dequantize": _dequantize,
     "reencode": _reencode,
-    "swizzle_scales": _swizzle,
 }
 
 BASELINE = Case("linear", "16bit", "F.linear")
@@ -438,7 +424,6 @@ ATTENTIONS = (
 DECODERS = (
     *(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),
     *(Case("reencode", f"nvfp4-{name}", "reencode") for name in ("int8", "fp8")),
-    Case("swizzle_scales", "8bit", "swizzle_scales"),
 )
 CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS)
 

@@ -25,7 +25,7 @@ NAMED_ELSEWHERE = {
     # What fuses blocks, lays layers out and compiles ahead.
     "fluxq.runtime.fused_forms": {"adaln_quantize", "qk_norm_rope", "quantize_activation"},
     "fluxq.runtime.optimize": {"quantize_activation"},
-    "fluxq.runtime.layout": {"reencode", "swizzle_scales"},
+    "fluxq.runtime.layout": {"reencode"},
     "fluxq.runtime.attention_choice": {"attention_fp8"},
     # Of what a layer holds, its steps to codes are compared by value.
     "fluxq.runtime.graphs": {"quantize_activation"},

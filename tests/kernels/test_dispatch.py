@@ -31,7 +31,6 @@ from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.reencode.op import row_scales
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
-from fluxq.kernels.swizzle_scales.op import swizzle_scales as swizzle_scales_op
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
@@ -429,11 +428,6 @@ def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
     check_op(weight_only_matmul, launch.launcher("weight_only_matmul"), arguments, exact=False)
     check_op(dequantize, launch.launcher("dequantize"), (*stored, kind, torch.bfloat16))
     check_op(reencode.reencode_op, launch.launcher("reencode"), (*stored, kind, "int8"))
-
-
-def test_scales_are_swizzled_on_a_gpu(offers) -> None:
-    offers(**ALL)
-    check_op(swizzle_scales_op, launch.launcher("swizzle_scales"), (matrices("nvfp4")[1].scale,))
 
 
 def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:

@@ -212,6 +212,9 @@ def test_swizzled_scales_lie_where_the_matrix_unit_reads_them(rows: int, groups:
             expected[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + g % 4] = scale[r, g]
     assert flat.shape == (-(-rows // 128) * 128 * -(-groups // 4) * 4,) and torch.equal(flat, expected)
     assert torch.equal(unswizzle_scales(flat, rows, groups), scale)
+    for bad, what in ((scale.bfloat16(), r"bfloat16 \(\d+, \d+\)"), (scale.flatten(), r"uint8 \(\d+,\)")):
+        with pytest.raises(ValueError, match=rf"scale is torch\.{what}, expected block scales \(rows, G\) of one byte"):
+            swizzle_scales(bad)
     encoded = swizzle_scales(scale.view(torch.float8_e4m3fn))
     assert encoded.dtype == torch.float8_e4m3fn and torch.equal(encoded.view(torch.uint8), expected)
 

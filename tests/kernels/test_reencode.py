@@ -16,7 +16,7 @@ from triton.runtime.errors import InterpreterError
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.reencode import kernel as kernels
 from fluxq.kernels.reencode import op as reencode
-from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
@@ -193,23 +193,6 @@ def test_the_ops_compile_in_one_graph() -> None:
     plain, rows = run(w.codes, w.scale, w.global_scale)
     assert torch.equal(plain, w.dequantize())
     assert torch.equal(rows, reencode.reencode(w, "int8").dequantize())
-
-
-@pytest.mark.parametrize("shape", [(6, 5), (130, 8), (128, 4)])
-def test_the_op_that_swizzles_scales(shape: tuple[int, int]) -> None:
-    scale = torch.arange(shape[0] * shape[1]).reshape(shape).to(torch.uint8)
-    torch.library.opcheck(torch.ops.fluxq.swizzle_scales.default, (scale,))
-    compiled = torch.compile(torch.ops.fluxq.swizzle_scales, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(scale), swizzle_scales(scale))
-    encoded = torch.ops.fluxq.swizzle_scales(scale.view(torch.float8_e4m3fn))
-    assert encoded.dtype == torch.float8_e4m3fn
-    assert torch.equal(encoded.view(torch.uint8), swizzle_scales(scale))
-    for bad, what in ((scale.bfloat16(), r"bfloat16 \(\d+, \d\)"), (scale.flatten(), r"uint8 \(\d+,\)")):
-        for device in ("cpu", "meta"):
-            with pytest.raises(
-                ValueError, match=rf"scale is torch\.{what}, expected block scales \(rows, G\) of one byte"
-            ):
-                torch.ops.fluxq.swizzle_scales(bad.to(device))
 
 
 def test_a_missing_global_scale_is_named() -> None:
