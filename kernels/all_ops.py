@@ -12,7 +12,6 @@ from fluxq.kernels.dequantize.op import OP as DEQUANTIZE
 from fluxq.kernels.op import Op
 from fluxq.kernels.qk_norm_rope.op import OP as QK_NORM_ROPE
 from fluxq.kernels.quantize_activation.op import OP as QUANTIZE_ACTIVATION
-from fluxq.kernels.reencode.op import OP as REENCODE
 from fluxq.kernels.scaled_matmul.op import OP as SCALED_MATMUL
 from fluxq.kernels.w4a8_matmul.op import OP as W4A8_MATMUL
 from fluxq.kernels.weight_only_matmul.op import OP as WEIGHT_ONLY_MATMUL
@@ -29,7 +28,6 @@ OPS = {
         W4A8_MATMUL,
         WEIGHT_ONLY_MATMUL,
         DEQUANTIZE,
-        REENCODE,
     )
 }
 

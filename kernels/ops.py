@@ -35,7 +35,7 @@ from fluxq.base import memory
 from fluxq.kernels import encode
 from fluxq.kernels.op import launches_on_gpu
 from fluxq.kernels.packing import read, unpack
-from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import fp32, no_autocast, scaled_int8_product
 from fluxq.kernels.packing import unpack
-from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Format, find_format
 

@@ -35,7 +35,6 @@ from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
-from fluxq.kernels.reencode.kernel import reencode
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import NoTile, find_tile
@@ -151,10 +150,6 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
     for name in KERNEL_FORMATS:
         w = QuantizedTensor.quantize(weights, name)
         yield Exact(f"dequantize {name}", partial(_dequantize, w))
-    for source in ("nvfp4", "mxfp4", "int4"):
-        w = QuantizedTensor.quantize(weights, source)
-        for target in ("int8", "fp8"):
-            yield Exact(f"reencode {source}-{target}", partial(_reencode, w, target))
     yield Exact("attention_fp8 codes", partial(_attention_codes, torch.nan_to_num(x, 0.0, 0.0, 0.0)))
     yield Exact("scaled_matmul int8", partial(_int8, ops.quantize_activation(weights, FORMATS["int8"])))
 
@@ -175,11 +170,6 @@ def _quantize(x: Tensor, name: str, options: dict[str, Any], chip: str) -> Quant
 
 def _dequantize(w: QuantizedTensor, chip: str) -> Tensor:
     return dequantize(w, tile=find_tile("dequantize", w.format.name, chip, w.shape[0]))  # pyright: ignore
-
-
-def _reencode(w: QuantizedTensor, target: str, chip: str) -> QuantizedTensor:
-    tile = find_tile("reencode", f"{w.format.name}-{target}", chip, w.shape[0])
-    return reencode(w, target, tile=tile)  # pyright: ignore[reportArgumentType]
 
 
 def _attention_codes(x: Tensor, chip: str) -> tuple[Tensor, ...]:

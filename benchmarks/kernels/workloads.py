@@ -31,8 +31,7 @@ from fluxq.kernels.qk_norm_rope.kernel import tuned_name as qk_tile_name
 from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.quantize_activation.kernel import quantize_activation, quantize_tuned, tuned_name
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
-from fluxq.kernels.reencode import op as reencoding
-from fluxq.kernels.reencode.kernel import reencode
+from fluxq.kernels.reencode import reencode, row_scales
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile
@@ -214,7 +213,7 @@ def _layer(scheme: str, n: int, k: int, device: torch.device, chip: str) -> tupl
     if parsed.activations is None or parsed.weights == parsed.activations:
         swizzled = parsed.activations is not None and parsed.weights.group_size and chip in dispatch.SWIZZLED
         return replace(w, scale=swizzle_scales(w.scale)) if swizzled else w, None
-    return w, reencoding.row_scales(w, parsed.activations.name)
+    return w, row_scales(w, parsed.activations.name)
 
 
 def _multiplied(w: Any, row_scale: Tensor | None, activations: Format | None) -> Tensor:
@@ -222,7 +221,7 @@ def _multiplied(w: Any, row_scale: Tensor | None, activations: Format | None) ->
     if isinstance(w, Tensor):
         return w.float()
     if row_scale is not None and activations is not None:
-        return reencoding.reencode(w, activations.name, row_scale).dequantize()
+        return reencode(w, activations.name, row_scale).dequantize()
     return w.unswizzled().dequantize()
 
 
@@ -335,17 +334,6 @@ def _dequantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Wo
     return Work(call, lambda: w.dequantize(), 0.0, _size(w, call()), None)
 
 
-def _reencode(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
-    (_, n, k), (source, target) = shape, case.scheme.split("-")
-    w = QuantizedTensor.quantize(_normal(n, k, device=device), source)
-    tile = _plain_tile("reencode", case.scheme, chip, n)
-
-    def call() -> QuantizedTensor:
-        return reencode(w, target, tile=tile)
-
-    return Work(call, lambda: reencoding.reencode(w, target).dequantize(), 0.0, _size(w, call()), None)
-
-
 def _plain_tile(kernel: str, name: str, chip: str, m: int) -> Tile:
     tile = find_tile(kernel, name, chip, m)
     if not isinstance(tile, Tile):
@@ -383,7 +371,6 @@ BUILDERS: dict[str, Callable[[Case, Shape, torch.device, str], Work]] = {
     "qk_norm_rope": _qk,
     "attention": _attention,
     "dequantize": _dequantize,
-    "reencode": _reencode,
 }
 
 BASELINE = Case("linear", "16bit", "F.linear")
@@ -421,10 +408,7 @@ ATTENTIONS = (
     Case("attention", "16bit", "F.scaled_dot_product_attention"),
     Case("attention", "fp8", "attention_fp8"),
 )
-DECODERS = (
-    *(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),
-    *(Case("reencode", f"nvfp4-{name}", "reencode") for name in ("int8", "fp8")),
-)
+DECODERS = (*(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),)
 CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS)
 
 TOKENS = (4096, 4608, 16384, 512, 1024, 1, 16)  # what matters most first: time may run out

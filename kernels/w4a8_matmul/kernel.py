@@ -4,7 +4,7 @@
     w8   = RNE(code · m)                                  int8 or e4m3, as x is
     v    = (float(xq · w8^T) · x_scale) · row_scale       int8 accumulates in int32, exactly; fp8 in fp32
 
-w8 are the bytes that `reencode` gives (kernels/reencode/op.py says why it rounds once), so this is `reencode`
+w8 are the bytes that `reencode` gives (kernels/reencode.py says why it rounds once), so this is `reencode`
 and then `scaled_matmul`; for int8 the result is their bits. It reads half the bytes, and nothing in 8 bits is kept.
 
 Decoding is what such a kernel spends its time on, so it is cheap: eight codes of a word are moved, two at a time, to
@@ -26,7 +26,6 @@ from torch import Tensor
 from fluxq.kernels.checks import EXACT, check_codes, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import decode_scale, stored_arguments, times_groups, unpack_words, word_unit
 from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
-from fluxq.kernels.reencode.kernel import eight_bit_multiplier
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
@@ -43,7 +42,7 @@ def w4a8_matmul(
 ) -> Tensor:
     """Return x (M, K), int8 or fp8 with a scale per row, times w (N, K), nvfp4, mxfp4 or int4: (M, N).
 
-    row_scale (N,) fp32: `row_scales` in kernels/reencode/op.py of w for x's format; with smaller ones codes overflow
+    row_scale (N,) fp32: `row_scales` in kernels/reencode.py of w for x's format; with smaller ones codes overflow
     their 8 bits. tile: its k a multiple of w's group. Raises ValueError for operands that do not fit.
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
@@ -172,6 +171,13 @@ def w4a8_matmul_kernel(
     value = acc.to(tl.float32) * tl.load(x_scale + rows, mask=rows < M, other=0.0)[:, None]
     value = value * step[None, :]
     finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+
+
+@triton.jit
+def eight_bit_multiplier(multiplier, inverse):
+    """Return the factor that makes 8-bit codes of codes: so few bits that the product is exact; 0 for NaN."""
+    m = (multiplier * inverse).to(tl.bfloat16).to(tl.float32)
+    return tl.where(m == m, m, 0.0)
 
 
 @triton.jit

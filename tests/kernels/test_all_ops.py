@@ -20,12 +20,10 @@ NAMED_ELSEWHERE = {
     "fluxq.kernels.launch": {"quantize_activation"},
     "fluxq.kernels.linear": {"quantize_activation"},
     # References that are those of others, and more.
-    "fluxq.kernels.ops": {"quantize_activation", "reencode"},
-    "fluxq.kernels.products": {"reencode"},
+    "fluxq.kernels.ops": {"quantize_activation"},
     # What fuses blocks, lays layers out and compiles ahead.
     "fluxq.runtime.fused_forms": {"adaln_quantize", "qk_norm_rope", "quantize_activation"},
     "fluxq.runtime.optimize": {"quantize_activation"},
-    "fluxq.runtime.layout": {"reencode"},
     "fluxq.runtime.attention_choice": {"attention_fp8"},
     # Of what a layer holds, its steps to codes are compared by value.
     "fluxq.runtime.graphs": {"quantize_activation"},
@@ -57,7 +55,8 @@ def test_no_op_is_named_outside_its_folder_and_the_table() -> None:
             if names and not any(module.startswith(folder_of(op)) for op in OPS.values()):
                 found[module] = names
     assert found == NAMED_ELSEWHERE
-    assert named('offer("reencode", "fp8", chip)') == named("from fluxq.kernels.reencode.op import OP") == {"reencode"}
+    offered, imported = 'offer("scaled_matmul", "fp8", chip)', "from fluxq.kernels.scaled_matmul.op import OP"
+    assert named(offered) == named(imported) == {"scaled_matmul"}
 
 
 @pytest.mark.parametrize("name", OPS)

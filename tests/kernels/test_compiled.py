@@ -23,7 +23,6 @@ EXACT = (
     "key_statistics_kernel 64 quantize",
     "quantize_tokens_kernel 128 quantize",
     "quantize_values_kernel 64 quantize",
-    "reencode_kernel nvfp4-int8",
 )
 INEXACT = r"\b(?:div\.full|div\.approx|rcp\.approx|fma)\b[\w.]*|\b\w+(?:\.\w+)*\.ftz\b[\w.]*"
 

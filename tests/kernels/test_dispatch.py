@@ -28,8 +28,7 @@ from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import op as quantizer
-from fluxq.kernels.reencode import op as reencode
-from fluxq.kernels.reencode.op import row_scales
+from fluxq.kernels.reencode import row_scales
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
@@ -427,7 +426,6 @@ def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
     arguments = (tokens, *pack(given._replace(x_scale=None, row_scale=None), kind), False, tokens.dtype)
     check_op(weight_only_matmul, launch.launcher("weight_only_matmul"), arguments, exact=False)
     check_op(dequantize, launch.launcher("dequantize"), (*stored, kind, torch.bfloat16))
-    check_op(reencode.reencode_op, launch.launcher("reencode"), (*stored, kind, "int8"))
 
 
 def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.kernels import ops
+from fluxq.kernels import ops, reencode
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
 from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
-from fluxq.kernels.reencode import op as reencode
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul

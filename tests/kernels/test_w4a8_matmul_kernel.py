@@ -15,13 +15,11 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.kernels import ops
+from fluxq.kernels import ops, reencode
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.reencode import kernel as reencode
-from fluxq.kernels.reencode import op as reference
 from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, Tile
+from fluxq.kernels.tiles import MatmulTile
 from fluxq.kernels.w4a8_matmul import kernel as w4a8_matmul
 from fluxq.recipes.formats import FORMATS
 
@@ -69,7 +67,7 @@ def check_composed(
     """int8 to the bit; fp8 within what its sums may lose, and to the bit here, where both add in the same order."""
     x, w = operands(weights, activations, shape)
     n = w.shape[0]
-    w8 = reencode.reencode(w, activations, tile=Tile(8, 128, 4))
+    w8 = reencode.reencode(w, activations)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     a, b = x.dequantize().double(), w8.dequantize().double()
     sizes = a @ b.T, a.abs() @ b.abs().T, x.shape[1], bias, torch.float32
@@ -124,7 +122,7 @@ def test_every_code_under_many_scales_is_the_references_byte(weights: str, activ
     eye = torch.eye(k)
     one = eye.to(torch.int8) if activations == "int8" else eye.to(torch.float8_e4m3fn)
     x = QuantizedTensor(one, torch.ones(k), None, (k, k), FORMATS[activations])
-    expected = reference.reencode(w, activations)
+    expected = reencode.reencode(w, activations)
     y = w4a8_matmul.w4a8_matmul(x, w, expected.scale, epilogue=FP32, tile=TILE)
     assert_within(y, expected.dequantize().T, torch.zeros_like(y))
 
@@ -132,7 +130,7 @@ def test_every_code_under_many_scales_is_the_references_byte(weights: str, activ
 def test_a_row_that_is_nan_stays_apart() -> None:
     x, w = operands("nvfp4", "int8", (5, 40, 128))
     w.scale.view(torch.uint8)[7, 2] = 0x7F
-    w8 = reference.reencode(w, "int8")
+    w8 = reencode.reencode(w, "int8")
     y = w4a8_matmul.w4a8_matmul(x, w, w8.scale, epilogue=FP32, tile=TILE)
     assert y.isnan().all(0).nonzero().flatten().tolist() == [7] == y.isnan().any(0).nonzero().flatten().tolist()
 
@@ -140,7 +138,7 @@ def test_a_row_that_is_nan_stays_apart() -> None:
 def test_a_global_scale_of_each_row_is_taken() -> None:
     x, w = operands("nvfp4", "int8", (5, 40, 128))
     w = replace(w, global_scale=torch.linspace(0.001, 0.1, 40)[:, None])
-    w8 = reference.reencode(w, "int8")
+    w8 = reencode.reencode(w, "int8")
     y, expected = (
         w4a8_matmul.w4a8_matmul(x, w, w8.scale, epilogue=FP32, tile=TILE),
         scaled_matmul.scaled_matmul(x, w8, epilogue=FP32, tile=TILE),
@@ -150,7 +148,7 @@ def test_a_global_scale_of_each_row_is_taken() -> None:
 
 def bad_input() -> dict[str, tuple[Callable, str]]:
     x, w = operands("nvfp4", "int8", (4, 8, 128))
-    scale = reference.row_scales(w, "int8")
+    scale = reencode.row_scales(w, "int8")
     call = partial(w4a8_matmul.w4a8_matmul, tile=TILE)
     _, group = operands("int4_g128", "int8", (4, 8, 128))
     wide, narrow = operands("nvfp4", "fp8", (4, 8, 192))
@@ -158,7 +156,7 @@ def bad_input() -> dict[str, tuple[Callable, str]]:
     long_w = QuantizedTensor(w.codes.repeat(1, 1024), w.scale.repeat(1, 1024), w.global_scale, (8, 2**17), w.format)
     small = replace(TILE, k=64)
     return {
-        "formats": (partial(call, x, reference.reencode(w, "int8"), scale), "x is int8 and w int8, expected x in int8"),
+        "formats": (partial(call, x, reencode.reencode(w, "int8"), scale), "x is int8 and w int8, expected x in int8"),
         "activations": (partial(call, w, w, scale), "x is nvfp4 and w nvfp4"),
         "no rows": (partial(call, replace(x, codes=x.codes[:0], shape=(0, 128)), w, scale), "has no rows"),
         "K": (partial(call, x, narrow, scale), "K differs"),
@@ -182,13 +180,13 @@ SHAPE = (17, 40, 320)
 int8 = partial(check_composed, weights="nvfp4", activations="int8", shape=SHAPE)
 fp8 = partial(check_composed, weights="mxfp4", activations="fp8", shape=SHAPE)
 int4 = partial(check_composed, weights="int4", activations="int8", shape=SHAPE)
-OURS, SHARED, MULTIPLIER = "w4a8_matmul.py", "dequantize.py", "reencode.py"
+OURS, SHARED = "w4a8_matmul.py", "dequantize.py"
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "nibbles out of order": (SHARED, "tl.join(c0, c4), tl.join(c2, c6)", "tl.join(c4, c0), tl.join(c2, c6)", int8),
     "odd and even": (SHARED, "tl.join(even, odd)", "tl.join(odd, even)", int4),
     "int4 is unsigned": (SHARED, "codes - 1032.0", "codes - 1024.0", int4),
     "unit of codes": (SHARED, "return 2.0**14", "return 2.0**13", int8),
-    "multiplier not rounded": (MULTIPLIER, ".to(tl.bfloat16).to(tl.float32)", "", int8),
+    "multiplier not rounded": (OURS, ".to(tl.bfloat16).to(tl.float32)", "", int8),
     "global scale ignored": (OURS, "SCALE) * g[:, None]", "SCALE)", int8),
     "row scale ignored": (OURS, "value * step[None, :]", "value", int8),
     "row scale not inverted": (OURS, "tl.div_rn(1.0, step)", "step", int8),
@@ -209,7 +207,5 @@ def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, m
     if file == SHARED:
         for name in ("unpack_words", "word_unit"):
             monkeypatch.setattr(w4a8_matmul, name, getattr(faulty, name))
-    elif file == MULTIPLIER:
-        monkeypatch.setattr(w4a8_matmul, "eight_bit_multiplier", faulty.eight_bit_multiplier)
     with pytest.raises((AssertionError, InterpreterError), match=r"differ|outside every argument tensor"):
         check(faulty if file == OURS else w4a8_matmul)

@@ -43,7 +43,7 @@ from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import kernel as producer
 from fluxq.kernels.quantize_activation import op as quantizer
-from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
 from fluxq.kernels.weight_only_matmul import kernel as weight_only

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fluxq import tiny
 from fluxq.kernels import ops
 from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.reencode.op import reencode
+from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes

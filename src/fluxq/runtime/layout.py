@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fluxq.kernels import ops
 from fluxq.kernels.all_ops import BLOCK_SCALED_MATMUL, SCALED_MATMUL, W4A8_MATMUL, product_of
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, Layout, QuantLinear, StoredLayer, branch_shapes
-from fluxq.kernels.reencode.op import choose_target, reencode, row_scales
+from fluxq.kernels.reencode import choose_target, reencode, row_scales
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzle_scales
 from fluxq.recipes.formats import FORMATS, Scheme
 

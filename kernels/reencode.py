@@ -20,16 +20,10 @@ import torch
 from torch import Tensor
 
 from fluxq.kernels import encode
-from fluxq.kernels.op import Op, launches_on_gpu
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
-from fluxq.recipes.formats import FORMATS, Format, find_format
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.recipes.formats import FORMATS, Format
 
 TARGETS = ("int8", "fp8")
-OP = Op(
-    "reencode",
-    (*(f"{source}-{target}" for source in ("nvfp4", "mxfp4", "mxfp8", "int4") for target in TARGETS), "fp8-int8"),
-    "memory",
-)
 
 
 def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -> QuantizedTensor:
@@ -79,26 +73,6 @@ def choose_target(w: QuantizedTensor | Tensor, candidates: Sequence[str] = TARGE
         target = QuantizedTensor.quantize(w, name) if isinstance(w, Tensor) else reencode(w, name)
         errors[name] = added_error(w, target)
     return min(errors, key=lambda name: errors[name]), errors
-
-
-@torch.library.custom_op("fluxq::reencode", mutates_args=())
-def reencode_op(
-    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, source: str, target: str
-) -> tuple[Tensor, Tensor]:
-    """Return the codes (N, K) and scales (N,) of `reencode`, for weight tensors stored as `source`."""
-    q = reencode(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)), target)
-    return q.codes, q.scale
-
-
-@reencode_op.register_fake
-def _(w, w_scale, w_scale_2, source, target):
-    n, k = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(source)).shape
-    stored = stored_shapes(find_target(target), n, k).values()
-    codes, scale = (w.new_empty(shape, dtype=dtype) for shape, dtype in stored)
-    return codes, scale
-
-
-launches_on_gpu(OP.name, reencode_op)
 
 
 def find_target(format: str) -> Format:
