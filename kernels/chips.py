@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
-KB = 1024
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Properties of a chip for the compiler and the checks. shared: bytes of shared memory that one block may use."""
-
-    backend: str
-    architecture: int | str
-    shared: int
-    warp_size: int = 32
-
-
-# Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's LDS: CDNA 3,
-# CDNA 4 and RDNA 4 instruction set guides.
-CHIPS = {
-    "sm_80": Chip("cuda", 80, 163 * KB),  # A100
-    "sm_86": Chip("cuda", 86, 99 * KB),  # RTX 30, A40
-    "sm_89": Chip("cuda", 89, 99 * KB),  # RTX 40, L40S
-    "sm_90": Chip("cuda", 90, 227 * KB),  # H100, H200
-    "sm_100": Chip("cuda", 100, 227 * KB),  # B200
-    "sm_103": Chip("cuda", 103, 227 * KB),  # B300
-    "sm_120": Chip("cuda", 120, 99 * KB),  # RTX 50
-    "gfx942": Chip("hip", "gfx942", 64 * KB, warp_size=64),  # MI300
-    "gfx950": Chip("hip", "gfx950", 160 * KB, warp_size=64),  # MI350
-    "gfx1201": Chip("hip", "gfx1201", 64 * KB),  # RX 9070
-}
+# A100; RTX 30 and A40; RTX 40 and L40S; H100 and H200; B200; B300; RTX 50; MI300; MI350; RX 9070.
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "gfx1201")
 # Chips with the instructions and no less shared memory than another, which stands for them.
 SAME_AS = {"sm_87": "sm_86", "sm_121": "sm_120", "gfx1200": "gfx1201"}
 

@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +39,16 @@ from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.tiles import TUNED
 
 
+@dataclass(frozen=True)
+class Target:
+    """What the compiler and the checks know of a chip. shared: bytes of shared memory that one block may use."""
+
+    backend: str
+    architecture: int | str
+    shared: int
+    warp_size: int = 32
+
+
 @click.command()
 @click.option("--target", "targets", multiple=True, help="Only this chip (repeatable).")
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel file (repeatable).")
@@ -48,7 +58,7 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | N
     """Compile kernels ahead of time and compare with kernels/compiled."""
     _check_names("--target", targets, CHIPS)
     _check_names("--kernel", kernels, KERNEL_FILES)
-    chips = targets or REQUIRED.get(minor(triton.__version__), tuple(CHIPS))
+    chips = targets or REQUIRED.get(minor(triton.__version__), CHIPS)
     accepted = accepted_rows(triton.__version__)
     rows, worse = [], []
     click.echo(f"triton {triton.__version__}\n{HEADING}")
@@ -160,7 +170,7 @@ def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
 
 
 def _compile(cell: Cell, target: str) -> Any:
-    chip = CHIPS[target]
+    chip = TARGETS[target]
     names = cell.kernel.arg_names
     unknown = [name for name in names if name not in cell.arguments and name not in cell.constants]
     if unknown:
@@ -178,7 +188,7 @@ def _compile(cell: Cell, target: str) -> Any:
 
 
 def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
-    chip = CHIPS[target]
+    chip = TARGETS[target]
     if chip.backend == "cuda":
         instructions, registers, spills = _read_sass(compiled.asm["cubin"])
     else:
@@ -260,6 +270,21 @@ MATRIX_INSTRUCTIONS = {
 }
 
 REQUIRED = {"3.6": ("sm_80", "sm_86", "sm_89", "sm_90")}  # of other Triton versions all
+# Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's LDS: CDNA 3,
+# CDNA 4 and RDNA 4 instruction set guides.
+KB = 1024
+TARGETS = {
+    "sm_80": Target("cuda", 80, 163 * KB),
+    "sm_86": Target("cuda", 86, 99 * KB),
+    "sm_89": Target("cuda", 89, 99 * KB),
+    "sm_90": Target("cuda", 90, 227 * KB),
+    "sm_100": Target("cuda", 100, 227 * KB),
+    "sm_103": Target("cuda", 103, 227 * KB),
+    "sm_120": Target("cuda", 120, 99 * KB),
+    "gfx942": Target("hip", "gfx942", 64 * KB, warp_size=64),
+    "gfx950": Target("hip", "gfx950", 160 * KB, warp_size=64),
+    "gfx1201": Target("hip", "gfx1201", 64 * KB),
+}
 KERNEL_FILES = tuple(sorted(file.stem for file in TUNED.glob("*.json")))  # each holds CELLS
 LINE = "{:<28} {:<22} {:<8} {:>5} {:>6} {:>7}  {:<34} {}"
 HEADING = LINE.format("kernel", "format", "target", "regs", "spills", "shared", "instruction", "").rstrip()

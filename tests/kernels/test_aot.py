@@ -69,7 +69,7 @@ def test_a_matmul_uses_the_matrix_unit(cell, target, instruction):
     assert row.ok, row.reason
     assert row.instruction and row.instruction.startswith(instruction)
     assert row.spills == 0 and 16 < (row.registers or 0) <= 255
-    assert row.shared is not None and 0 < row.shared <= CHIPS[target].shared
+    assert row.shared is not None and 0 < row.shared <= aot.TARGETS[target].shared
 
 
 @compiles
@@ -192,12 +192,13 @@ def test_an_unknown_name_lists_the_known_ones(accepted, option, cure):
 
 
 def test_every_cell_is_accepted_for_every_chip_it_is_meant_for():
+    assert tuple(aot.TARGETS) == CHIPS
     cells = aot.all_cells()
     names = [(cell.name, cell.format, target) for cell in cells for target in cell.targets or CHIPS]
     assert len(names) == len(set(names)), "two cells of a kernel need two formats"
     for version in PROVEN:
         accepted = aot.accepted_rows(version)
-        chips = aot.REQUIRED.get(version, tuple(CHIPS))
+        chips = aot.REQUIRED.get(version, CHIPS)
         assert {name for name in names if name[2] in chips} <= set(accepted), "python -m benchmarks.kernels.aot --write"
         assert set(accepted) <= set(names), "python -m benchmarks.kernels.aot --write drops cells that are gone"
         for row in accepted.values():
@@ -205,7 +206,7 @@ def test_every_cell_is_accepted_for_every_chip_it_is_meant_for():
             assert not row.ok or row.spills == 0
 
 
-REQUIRED = aot.REQUIRED.get(minor(triton.__version__), tuple(CHIPS))
+REQUIRED = aot.REQUIRED.get(minor(triton.__version__), CHIPS)
 ONE_CELL_EACH = {
     f"{file} {target}": cell
     for file in aot.KERNEL_FILES
