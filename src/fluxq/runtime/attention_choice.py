@@ -24,6 +24,7 @@ from fluxq.base.settings import is_strict
 from fluxq.kernels.attention.op import FLOATS, OP, attention_fp8
 from fluxq.recipes.computing import BACKEND
 from fluxq.recipes.patterns import matches
+from fluxq.runtime.placed import models_of
 
 if TYPE_CHECKING:
     from fluxq.recipes.family import Family
@@ -137,9 +138,8 @@ def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
     from fluxq.recipes.all_families import FAMILIES
 
     families = {family.model: family for family in FAMILIES.values() if family.kind == "transformer"}
-    for part in [model] if isinstance(model, nn.Module) else model.components.values():
-        part = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
-        if isinstance(part, nn.Module) and type(part).__name__ in families:
+    for part in models_of(model).values():
+        if type(part).__name__ in families:
             yield part, families[type(part).__name__]
 
 

@@ -7,7 +7,7 @@ the kernels of the device that will compute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -19,10 +19,11 @@ from fluxq.base.console import logger
 from fluxq.kernels.all_ops import ADALN_QUANTIZE, QK_NORM_ROPE, QUANTIZE_ACTIVATION
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Family, Maker
+from fluxq.recipes.family import Maker
 from fluxq.runtime import fused
 from fluxq.runtime.fused import FusedPart
 from fluxq.runtime.fused_forms import product_of
+from fluxq.runtime.placed import models_of
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 
@@ -37,13 +38,16 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. Raises
     ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels.
     """
-    denoisers = dict(_transformers(model))
+    families = {family.model: family for family in FAMILIES.values() if family.fusable}
+    models = models_of(model)
+    denoisers = {name: part for name, part in models.items() if type(part).__name__ in families}
     if not denoisers:
-        raise ValueError(f"{_classes(model)}: no fused form is known, only of {fused.fusable_models()}")
+        classes = ", ".join(type(part).__name__ for part in models.values()) or type(model).__name__
+        raise ValueError(f"{classes}: no fused form is known, only of {fused.fusable_models()}")
     parts: list[FusedPart] = []
-    for name, (part, family) in denoisers.items():
+    for name, part in denoisers.items():
         target = _device(part, device)
-        done = fused.optimize(part, family, target.type, _lacks(target))
+        done = fused.optimize(part, families[type(part).__name__], target.type, _lacks(target))
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
     _report(parts)
     return parts
@@ -51,22 +55,7 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
 
 def restore(model: Any) -> int:
     """Give the blocks that `optimize` changed their own forward back; return how many there were. It always works."""
-    parts = [model] if isinstance(model, nn.Module) else model.components.values()
-    return sum(fused.restore(part) for part in parts if isinstance(part, nn.Module))
-
-
-def _transformers(model: Any) -> Iterator[tuple[str, tuple[nn.Module, Family]]]:
-    """Yield (component's name, empty for a model by itself; (model, family)) of models that have a fused form."""
-    families = {family.model: family for family in FAMILIES.values() if family.fusable}
-    for name, part in ({"": model} if isinstance(model, nn.Module) else dict(model.components)).items():
-        part = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
-        if isinstance(part, nn.Module) and type(part).__name__ in families:
-            yield name, (part, families[type(part).__name__])
-
-
-def _classes(model: Any) -> str:
-    parts = [model] if isinstance(model, nn.Module) else model.components.values()
-    return ", ".join(type(part).__name__ for part in parts if isinstance(part, nn.Module)) or type(model).__name__
+    return sum(map(fused.restore, models_of(model).values()))
 
 
 def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:

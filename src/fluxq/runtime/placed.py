@@ -1,4 +1,4 @@
-"""Base classes of things that are put into a pipeline for a while, and taken out again."""
+"""Models of a pipeline, and base classes of things that are put into one for a while, and taken out again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from torch import nn
+
+
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return component's name, empty for a model by itself -> model, without what torch.compile puts around it."""
+    parts = {"": pipe} if isinstance(pipe, nn.Module) else dict(pipe.components)
+    return {name: getattr(part, "_orig_mod", part) for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 class Handle:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +22,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.linear import Layout, QuantLinear, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD
 from fluxq.runtime.layout import StoredLayer, add_decoded, lay_out, reencode_layer, targets_on_cpu
+from fluxq.runtime.placed import models_of
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 Prefer = Literal["speed", "memory", "decoded"]
@@ -63,7 +63,7 @@ def prepare(
     """
     if prefer not in get_args(Prefer):
         raise ValueError(f"prefer is {prefer!r}, expected 'speed', 'memory' or 'decoded'")
-    models = dict(_quantized_models(model))
+    models = {name: part for name, part in models_of(model).items() if quant_layers(part)}
     if not models:
         raise ValueError(f"this {type(model).__name__} holds no layer that fluxq quantized")
     _require_present(models)
@@ -93,14 +93,6 @@ def prepare(
     _report(changed, target)
     _warn_of_fallbacks(models, target, chip)
     return changed
-
-
-def _quantized_models(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (component's name, empty for a model by itself; model) of all that hold a QuantLinear."""
-    parts = {"": model} if isinstance(model, nn.Module) else dict(model.components)
-    for name, part in parts.items():
-        if isinstance(part, nn.Module) and quant_layers(part):
-            yield name, getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
 
 
 def _require_present(models: dict[str, nn.Module]) -> None:
