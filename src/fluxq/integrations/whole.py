@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import quant_layers
 from fluxq.recipes.computing import BACKEND
 
 _LOADING = threading.RLock()
@@ -37,7 +37,7 @@ def register_with_diffusers() -> None:
 
     @functools.wraps(stock)
     def enable_layerwise_casting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for name, layer in _layers(self):
+        for name, layer in quant_layers(self):
             raise ValueError(
                 f"{name} is quantized as {layer.scheme}, and layerwise casting would turn its codes and scales into "
                 "other numbers: leave it out; the weights are small already"
@@ -84,7 +84,7 @@ def _teach(model_class: Any) -> None:
 
     @functools.wraps(stock_apply)
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for _, layer in _layers(self) if recurse else ():
+        for _, layer in quant_layers(self) if recurse else ():
             layer.require_kept(fn)
         return stock_apply(self, fn, recurse)
 
@@ -93,7 +93,8 @@ def _teach(model_class: Any) -> None:
         count = stock_count(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
         if only_trainable:  # nothing of a quantized layer is
             return count
-        return count + sum(layer.weights - sum(t.numel() for t in layer.parameters()) for _, layer in _layers(self))
+        layers = [layer for _, layer in quant_layers(self)]
+        return count + sum(layer.weights - sum(t.numel() for t in layer.parameters()) for layer in layers)
 
     model_class._apply, model_class.num_parameters = _apply, num_parameters
     stock_state = model_class.load_state_dict
@@ -137,7 +138,7 @@ def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
 
 def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise ValueError for a state dict whose tensors torch would cast to a quantized layer's codes or scales."""
-    for path, layer in _layers(model):
+    for path, layer in quant_layers(model):
         for name in layer.stored_names:
             value, stored = state.get(f"{path}.{name}"), getattr(layer, name)
             if isinstance(value, Tensor) and value.dtype != stored.dtype:
@@ -153,7 +154,7 @@ def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
     diffusers casts none of its own that is quantized, not even to the dtype that it has.
     """
     for name, model in models.items():
-        for _, layer in _layers(model):
+        for _, layer in quant_layers(model):
             if layer.compute_dtype != dtype or (_is_diffusers(model) and getattr(model, "is_quantized", False)):
                 raise ValueError(
                     f"{name} is quantized and computes in {layer.compute_dtype}: the pipeline cannot be cast to "
@@ -177,7 +178,7 @@ def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
         for name, part in self.named_modules():
             if hasattr(part, "fuse_projections") and getattr(part, "_supports_qkv_fusion", True):
                 for projection in _FUSED:
-                    for _, layer in _layers(getattr(part, projection, None)):
+                    for _, layer in quant_layers(getattr(part, projection, None) or nn.Module()):
                         raise ValueError(
                             f"{stock.__name__}: {f'{name}.{projection}'.strip('.')} is quantized as {layer.scheme}, "
                             "and codes are not joined; nothing was fused. Leave this call out, or keep the projections "
@@ -187,11 +188,6 @@ def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     fuse.asks_first = True  # pyright: ignore[reportAttributeAccessIssue]
     return fuse
-
-
-def _layers(module: nn.Module | None) -> list[tuple[str, QuantLinear]]:
-    modules = module.named_modules() if module is not None else ()
-    return [(name, layer) for name, layer in modules if isinstance(layer, QuantLinear)]
 
 
 def _is_diffusers(model: nn.Module) -> bool:
