@@ -710,14 +710,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "prepare: another file is saved as the codes": Fault(
         "src/fluxq/runtime/layout.py",
-        '    if digest_of(stored["weight"]) != prepared.digest:\n',
-        '    if not digest_of(stored["weight"]):\n',
+        '    if fingerprint_of(stored["weight"]) != prepared.digest:\n',
+        '    if not fingerprint_of(stored["weight"]):\n',
         _in("runtime/test_prepare.py", "test_files_that_are_gone_or_changed_are_named_when_saving"),
     ),
     "modulation: an edited weight is not seen": Fault(
         "src/fluxq/runtime/modulation.py",
-        "if layer_outputs is None or layer_outputs.weight_state != state:",
-        "if layer_outputs is None:",
+        "if outputs is None or made_with != state:",
+        "if outputs is None:",
         _in(
             "runtime/test_modulation.py",
             "test_weights_changed_between_calls_are_seen_by_the_next_one_and_merged_or_copied_ones_at_once",

@@ -57,7 +57,7 @@ class Layout:
         "decoded"), or the weight was replaced ("re-encoded").
     how: the same in words.
     added_error: of the 8-bit weight, relative to the stored one, ||w' - w|| / ||w||, both as z multiplies them.
-    origin, digest: place of the stored tensors and SHA-256 of the codes, for a re-encoded layer.
+    origin, digest: place of the stored tensors and fingerprint of the codes, for a re-encoded layer.
     chip, prefer: arguments of `fluxq.prepare`; without a GPU, chip is the type of device.
     """
 
@@ -316,25 +316,9 @@ class QuantLinear(nn.Linear):
     @property
     def tensors(self) -> ops.LinearTensors:
         """Stored tensors of the layer, under the names of its op."""
-        weight: Any = self.stored("weight")
-        scale: Any = self.stored("weight_scale")
-        a, b = self.low_rank or (None, None)
-        mean, smooth, basis, out = map(self._parameters.get, TRANSFORMS)
-        return ops.LinearTensors(
-            weight,
-            scale,
-            self.stored("weight_scale_2"),
-            self.stored("input_scale") if self.scheme.static_input else None,
-            self._parameters["bias"],
-            a,
-            b,
-            self.stored("weight_row_scale"),
-            mean,
-            smooth,
-            basis,
-            out,
-            self.stored("weight_decoded"),
-        )
+        tensors: Any = [self.stored(name) for name in OPERANDS]
+        named = ops.LinearTensors(*tensors)
+        return named if self.scheme.static_input else named._replace(input_scale=None)
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Compute (…, N) of x (…, K), whatever input `forward` takes."""
@@ -419,6 +403,8 @@ SCALE_NAMES = ("weight_scale", "weight_scale_2", "input_scale")
 TRANSFORMS = ("pre_quant_mean", "pre_quant_scale", "deflate_basis", "deflate_out")  # in the order of the op
 LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
 BRANCHES = (*TRANSFORMS, *LOW_RANK)
+# Parameters, whether a layer has them or not, in the order of `ops.LinearTensors`.
+OPERANDS = ("weight", *SCALE_NAMES, "bias", *LOW_RANK, "weight_row_scale", *TRANSFORMS, "weight_decoded")
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -171,7 +171,7 @@ def quantize_blocks(
     four_over_six: nvfp4's choice of scales, `encode.four_over_six`.
     steps: applied to rows of x in fp32 first, in place; before the call where a scale follows from all of x.
     """
-    how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
+    how = _Rounding(x, format, global_scale, name, row_scale, four_over_six)
     done = QuantizedTensor.empty(format, x.shape[0], x.shape[1], how.global_scale, x.device)
     for start, scaled, scale in how.scaled_rows(x, steps):
         codes = encode.encode(scaled, format.element, used_up=True).reshape(len(scaled), -1)
@@ -193,7 +193,7 @@ def round_blocks(
     steps: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Return the decoded `quantize_blocks` of the same arguments, (M, K) in fp32, without storing the codes."""
-    how = _Rounding.of(x, format, global_scale, name, row_scale, four_over_six)
+    how = _Rounding(x, format, global_scale, name, row_scale, four_over_six)
     done = memory.scratch(x.shape, torch.float32, x.device)
     for start, scaled, scale in how.scaled_rows(x, steps):
         step = encode.decode_scale(scale, format, how.global_of(start, len(scaled))).unsqueeze(-1)
@@ -202,29 +202,21 @@ def round_blocks(
     return done
 
 
-@dataclass(frozen=True)
 class _Rounding:
-    """Settings for rounding a matrix.
+    """Settings for rounding a matrix, with the scales that follow from all of it.
 
     global_scale: () or (M, 1), of two-level formats. row_scale: for formats whose scales do not follow from blocks.
     """
 
-    format: Format
-    global_scale: Tensor | None
-    row_scale: Tensor | None
-    four_over_six: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         x: Tensor,
         format: Format,
         global_scale: Tensor | None,
         name: str,
         row_scale: Tensor | None,
         four_over_six: bool,
-    ) -> _Rounding:
-        """Return the settings, with the scales that follow from all of x (M, K); ValueError for an unfit shape."""
+    ) -> None:
         format.check_shape(x.shape[0], x.shape[1], name)
         if row_scale is not None and format.group_size:
             raise ValueError(f"{name}: {format.name} takes its scales from each block; leave out row_scale")
@@ -232,7 +224,8 @@ class _Rounding:
             global_scale = encode.global_scale_for(largest(x), format, four_over_six)
         if row_scale is None and format.block[0] == 0:
             row_scale = encode.block_scale(largest(x).reshape(1, 1, 1), format, None)
-        return cls(format, global_scale, row_scale, four_over_six)
+        self.format, self.global_scale, self.row_scale = format, global_scale, row_scale
+        self.four_over_six = four_over_six
 
     def scaled_rows(self, x: Tensor, steps: Callable[[Tensor], object] | None) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of a few rows.

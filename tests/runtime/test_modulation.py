@@ -94,7 +94,7 @@ def only(rows: dict[str, list[int]]) -> list[int]:
 
 
 def table_bytes(hoisted) -> int:
-    outputs = [layer.outputs for table in hoisted._tables for layer in table.by_layer.values()]
+    outputs = [made for table in hoisted._tables for made, _ in table.by_layer.values()]
     return sum(tensor.nbytes for tensor in outputs)
 
 

@@ -12,12 +12,11 @@ moves and copies need to know nothing of it.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
+from fluxq.base.tensors import fingerprint_of
 from fluxq.kernels import ops
 from fluxq.kernels.all_ops import BLOCK_SCALED_MATMUL, SCALED_MATMUL, W4A8_MATMUL, product_of
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, Layout, QuantLinear, StoredLayer, branch_shapes
@@ -94,7 +93,7 @@ def reencode_layer(layer: QuantLinear, targets: tuple[str, ...], origin: StoredL
     way. origin: from where `as_stored` reads the stored tensors again; without one the layer cannot be saved any more.
     """
     stored = _scheme_to_prepare(layer)
-    digest = digest_of(layer.quantized_weight.codes) if origin else ""
+    digest = fingerprint_of(layer.quantized_weight.codes) if origin else ""
     w: QuantizedTensor | Tensor = layer.quantized_weight
     if stored.deflate or stored.hadamard or stored.rank:
         w, bias = layer.merged()
@@ -148,17 +147,12 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
     if _changes_bias(prepared.scheme):
         names.append("bias")
     stored = {name: prepared.origin.read(name) for name in names}
-    if digest_of(stored["weight"]) != prepared.digest:
+    if fingerprint_of(stored["weight"]) != prepared.digest:
         raise ValueError(
             f"{prepared.origin.layer}.weight in {prepared.origin.folder} is not what this model was loaded from: put "
             "the original files back, or load the model again and name its folder, fluxq.prepare(..., source=FOLDER)"
         )
     return {name: value for name, value in tensors.items() if name == "bias"} | stored
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _changes_bias(stored: Scheme) -> bool:

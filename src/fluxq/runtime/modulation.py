@@ -169,21 +169,16 @@ class HoistedModulation(Handle):
         return _Step(table, index, temb)
 
 
-@dataclass(frozen=True)
-class _LayerOutputs:
-    """Outputs (S, B, N) of one Linear, made while its weight was as `weight_state` says."""
-
-    outputs: Tensor
-    weight_state: tuple
-
-
 @dataclass
 class _Table:
-    """Embeddings (S, B, K) of all S steps and one prompt's B rows; by_layer: outputs that layers made of them."""
+    """Embeddings (S, B, K) of all S steps and one prompt's B rows.
+
+    by_layer: outputs (S, B, N) that layers made of them, and what `_weight_state` said meanwhile.
+    """
 
     embeddings: Tensor
     inputs: Tensor = field(init=False)  # (S B, K)
-    by_layer: dict[str, _LayerOutputs] = field(default_factory=dict)
+    by_layer: dict[str, tuple[Tensor, tuple]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inputs = nn.functional.silu(self.embeddings).flatten(0, 1)
@@ -256,11 +251,11 @@ class _Modulation(Placed):
     def _outputs(self, table: _Table) -> Tensor:
         """Return (S, B, N), made at this layer's first call: its weights are there then, wherever they are kept."""
         state = self._weight_state()
-        layer_outputs = table.by_layer.get(self.path)
-        if layer_outputs is None or layer_outputs.weight_state != state:
+        outputs, made_with = table.by_layer.get(self.path, (None, ()))
+        if outputs is None or made_with != state:
             outputs = self._product(table.inputs).unflatten(0, table.embeddings.shape[:2])
-            layer_outputs = table.by_layer[self.path] = _LayerOutputs(outputs, state)
-        return layer_outputs.outputs
+            table.by_layer[self.path] = outputs, state
+        return outputs
 
     def _product(self, x: Tensor) -> Tensor:
         with _brought(self.module, x.device) if self.hoisted.offload and self.hoisted.on else nullcontext():
