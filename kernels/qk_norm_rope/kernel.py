@@ -25,7 +25,7 @@ from torch import Tensor
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.packing import unpack
-from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors
+from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors, check_positions
 from fluxq.kernels.tiles import Tile, find_memory_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -119,11 +119,7 @@ def _check_input(q: Tensor, k: Tensor, tensors: RopeTensors, position: int, tile
     positions = cos.shape[0] if cos.ndim == 2 else 0
     check_tensor("qk_norm_rope: cos", cos, (positions, d), (torch.float32,), q.device)
     check_tensor("qk_norm_rope: sin", sin, (positions, d), (torch.float32,), q.device)
-    if not 0 <= position <= positions - s:
-        raise ValueError(
-            f"qk_norm_rope: {s} tokens from position {position} on, but cos and sin are for {positions} positions: "
-            "pass a longer table"
-        )
+    check_positions(q, cos, position)
     if tile.columns < d:
         raise ValueError(f"qk_norm_rope: tile.columns is {tile.columns}, expected a power of two from D = {d} on")
     check_device("qk_norm_rope", q.device)

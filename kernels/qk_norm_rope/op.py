@@ -55,11 +55,7 @@ def qk_norm_rope(
     round_before_weight: as diffusers' RMSNorm; torch.nn.RMSNorm rounds once.
     """
     (cos, sin, q_weight, k_weight), _ = unpack(RopeTensors, tensors, names)
-    if not 0 <= position <= cos.shape[0] - q.shape[1]:
-        raise ValueError(
-            f"qk_norm_rope: {q.shape[1]} tokens from position {position} on, but cos and sin are for {cos.shape[0]} "
-            "positions: pass a longer table"
-        )
+    check_positions(q, cos, position)
     rows = slice(position, position + q.shape[1])
     cos, sin = cos[rows, None], sin[rows, None]  # (S, 1, D)
     with no_autocast(q):
@@ -74,6 +70,15 @@ def _(q, k, tensors, names, eps, interleaved, round_before_weight, position):
 
 
 launches_on_gpu(OP.name, qk_norm_rope)
+
+
+def check_positions(q: Tensor, cos: Tensor, position: int) -> None:
+    """Raise ValueError unless cos has a row for each token of q, the first one's at `position`."""
+    if not 0 <= position <= cos.shape[0] - q.shape[1]:
+        raise ValueError(
+            f"qk_norm_rope: {q.shape[1]} tokens from position {position} on, but cos and sin are for {cos.shape[0]} "
+            "positions: pass a longer table"
+        )
 
 
 def _head_norm(x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 
 from fluxq.base.console import logger
 from fluxq.kernels.all_ops import ADALN_QUANTIZE, QK_NORM_ROPE, QUANTIZE_ACTIVATION
@@ -23,7 +22,7 @@ from fluxq.recipes.family import Maker
 from fluxq.runtime import fused
 from fluxq.runtime.fused import FusedPart
 from fluxq.runtime.fused_forms import product_of
-from fluxq.runtime.placed import models_of
+from fluxq.runtime.placed import models_of, target_device
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 
@@ -46,7 +45,7 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
         raise ValueError(f"{classes}: no fused form is known, only of {fused.fusable_models()}")
     parts: list[FusedPart] = []
     for name, part in denoisers.items():
-        target = _device(part, device)
+        target = target_device(next(part.parameters()).device, device)
         done = fused.optimize(part, families[type(part).__name__], target.type, _lacks(target))
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
     _report(parts)
@@ -56,13 +55,6 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
 def restore(model: Any) -> int:
     """Give the blocks that `optimize` changed their own forward back; return how many there were. It always works."""
     return sum(map(fused.restore, models_of(model).values()))
-
-
-def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    present = next(model.parameters()).device
-    return torch.device("cuda", 0) if present.type in ("cpu", "meta") and torch.cuda.is_available() else present
 
 
 def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 
@@ -12,6 +13,13 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     """Return component's name, empty for a model by itself -> model, without what torch.compile puts around it."""
     parts = {"": pipe} if isinstance(pipe, nn.Module) else dict(pipe.components)
     return {name: getattr(part, "_orig_mod", part) for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def target_device(present: torch.device, device: str | torch.device | None) -> torch.device:
+    """Return the device that will compute: as it was asked for, else the present one, or of the CPU the first GPU."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", 0) if present.type in ("cpu", "meta") and torch.cuda.is_available() else present
 
 
 class Handle:

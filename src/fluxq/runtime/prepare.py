@@ -22,7 +22,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.linear import Layout, QuantLinear, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD
 from fluxq.runtime.layout import StoredLayer, add_decoded, lay_out, reencode_layer, targets_on_cpu
-from fluxq.runtime.placed import models_of
+from fluxq.runtime.placed import models_of, target_device
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 Prefer = Literal["speed", "memory", "decoded"]
@@ -67,7 +67,7 @@ def prepare(
     if not models:
         raise ValueError(f"this {type(model).__name__} holds no layer that fluxq quantized")
     _require_present(models)
-    target = _device(next(iter(models.values())), device)
+    target = target_device(quant_layers(next(iter(models.values())))[0][1].weight.device, device)
     if target.type == "cuda" and prefer == "decoded":
         raise ValueError(
             f"prefer='decoded' keeps fp32 weights for products of a CPU; kernels on {target} decode on their way: take "
@@ -105,13 +105,6 @@ def _require_present(models: dict[str, nn.Module]) -> None:
                 f"this {type(part).__name__} is offloaded, and what is done to it would be lost: load it again, call "
                 "fluxq.prepare first, then offload"
             )
-
-
-def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    present = quant_layers(model)[0][1].weight.device
-    return torch.device("cuda", 0) if present.type == "cpu" and torch.cuda.is_available() else present
 
 
 def _chip(device: torch.device) -> str:
