@@ -34,18 +34,6 @@ from fluxq.recipes.formats import FORMATS, Scheme
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Offer of a kernel for a format on a chip.
-
-    how: that of its Op, None where the kernel is not offered.
-    reason: of a kernel that is not offered.
-    """
-
-    how: str | None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Choice:
     """Implementation of a Linear.
 
@@ -62,28 +50,27 @@ class Choice:
 
 
 @functools.cache
-def offer(op: str, format: str, chip: str) -> Offer:
-    """Return the offer of an op's kernel on a chip, by the compiled cells of this Triton version."""
+def refusal(op: str, format: str, chip: str) -> str:
+    """Return why an op has no kernel for a format on a chip, by the compiled cells of this Triton; empty if it has."""
     row = OPS[op]
     if format in FORMATS and format not in KERNEL_FORMATS:
-        return Offer(None, f"no kernel was written for {format}")
+        return f"no kernel was written for {format}"
     if format not in row.formats:
-        return Offer(None, f"{op} has no {format}")
+        return f"{op} has no {format}"
     if chip not in CHIPS:
-        return Offer(None, f"never compiled for {chip}")
+        return f"never compiled for {chip}"
     rows = _cells(compiled_with()).get((row.file, format, chip), ())
     if not rows:
-        return Offer(None, row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}")
+        return row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}"
     bad = next((cell for cell in rows if not cell.ok), None)
-    return Offer(row.how) if bad is None else Offer(None, bad.reason or "it did not compile")
+    return "" if bad is None else bad.reason or "it did not compile"
 
 
 def require(op: str, format: str, chip: str) -> None:
-    """Raise ValueError unless a chip is offered an op's kernel for a format."""
-    offered = offer(op, format, chip)
-    if not offered.how:
+    """Raise ValueError unless an op has a kernel for a format on a chip."""
+    if why := refusal(op, format, chip):
         raise ValueError(
-            f"{op}: no kernel for {format} on {chip} ({offered.reason}); encode the operands anew with fluxq.prepare, "
+            f"{op}: no kernel for {format} on {chip} ({why}); encode the operands anew with fluxq.prepare, "
             "or compute with their dequantized form"
         )
 
@@ -143,11 +130,11 @@ def _why_not(
         row_bytes = k * scheme.weights.element.bits // 8
         if m > LARGEST_GEMV or row_bytes % 4:
             return "matrix units would round float32 activations"
-    offered = offer(op.name, name, chip)
+    refused = refusal(op.name, name, chip)
     if choice.implementation == op.name:
-        return offered.reason
-    if not offered.how:
-        return f"activations cannot be quantized there: {offered.reason}"
+        return refused
+    if refused:
+        return f"activations cannot be quantized there: {refused}"
     if choice.implementation == INT_MM:
         fits = chip.startswith("sm_") and m > 16 and n % 8 == 0 and k % 8 == 0
         return "" if fits else "only for CUDA, more than 16 tokens, and N and K in multiples of 8"

@@ -17,6 +17,7 @@ from benchmarks.kernels.workloads import ATTENTIONS, BASELINE, FLUX_STEP, LAYERS
 from fluxq.kernels import dispatch
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.chips import CHIPS
+from fluxq.kernels.op import Op
 
 KIND = "fluxq kernels on a GPU"  # of result files
 CASE_FIELDS = ("op", "scheme", "implementation", "shared")
@@ -277,25 +278,25 @@ def offered_table() -> str:
     """
     lines: dict[tuple[str, ...], list[str]] = {}
     refused: dict[tuple[str, str, str], list[str]] = {}  # (op, reason, chips) -> formats
-    for op, name, offers in offered():
-        lines.setdefault((op, *(offers[chip].how or "-" for chip in CHIPS)), []).append(name)
+    for op, name, why_not in offered():
+        lines.setdefault((op.name, *("-" if why_not[chip] else op.how for chip in CHIPS)), []).append(name)
         reasons: dict[str, list[str]] = {}
-        for chip, chip_offer in offers.items():
-            if not chip_offer.how:
-                reasons.setdefault(_in_short(chip_offer.reason), []).append(chip)
+        for chip, reason in why_not.items():
+            if reason:
+                reasons.setdefault(_in_short(reason), []).append(chip)
         for reason, chips in reasons.items():
-            refused.setdefault((op, reason, ", ".join(chips)), []).append(name)
+            refused.setdefault((op.name, reason, ", ".join(chips)), []).append(name)
     table = [f"| op | formats | {' | '.join(CHIPS)} |", "|---|---|" + "---|" * len(CHIPS)]
     table += [f"| {op} | {', '.join(names)} | {' | '.join(hows)} |" for (op, *hows), names in lines.items()]
     why = [f"- `{op}` {', '.join(names)} on {chips}: {reason}" for (op, reason, chips), names in refused.items()]
     return "\n".join([*table, "", "Not offered:", "", *why])
 
 
-def offered() -> Iterator[tuple[str, str, dict[str, dispatch.Offer]]]:
-    """(op, format, chip -> Offer) of all ops."""
+def offered() -> Iterator[tuple[Op, str, dict[str, str]]]:
+    """(op, format, chip -> why it is not offered there, or empty) of all ops."""
     for op in OPS.values():
         for name in op.formats:
-            yield op.name, name, {chip: dispatch.offer(op.name, name, chip) for chip in CHIPS}
+            yield op, name, {chip: dispatch.refusal(op.name, name, chip) for chip in CHIPS}
 
 
 def _in_short(reason: str) -> str:

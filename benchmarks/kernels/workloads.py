@@ -101,9 +101,9 @@ def why_not(case: Case, chip: str) -> str:
     if case.op in ("linear", "matmul") and case.implementation.endswith("_matmul"):
         scheme = Scheme.parse(case.scheme)
         decoded = f"-{scheme.activations.name}" if case.implementation == "w4a8_matmul" and scheme.activations else ""
-        return dispatch.offer(case.implementation, scheme.weights.name + decoded, chip).reason
+        return dispatch.refusal(case.implementation, scheme.weights.name + decoded, chip)
     if case.implementation == "attention_fp8":
-        return dispatch.offer("attention_fp8", "128", chip).reason
+        return dispatch.refusal("attention_fp8", "128", chip)
     return ""
 
 

@@ -53,10 +53,9 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -
     if not q.numel():
         return q.new_empty(q.shape)
     d = str(q.shape[3])
-    offered = dispatch.offer(OP.name, d, chip)
-    if not offered.how:
+    if why := dispatch.refusal(OP.name, d, chip):
         raise ValueError(
-            f"attention_fp8: no kernel for heads of {d} elements on {chip} ({offered.reason}); compute attention in "
+            f"attention_fp8: no kernel for heads of {d} elements on {chip} ({why}); compute attention in "
             "16 bit: fluxq.set_attention(model, '16bit')"
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

@@ -295,7 +295,7 @@ def test_the_dispatcher_chooses_by_what_was_measured(monkeypatch):
     rows = report.measured_rows(made_up(FAST))
     assert {row["implementation"] for row in rows} == {"scaled_matmul", "F.scaled_mm", "weight_only_matmul"}
     monkeypatch.setattr(dispatch, "_measured", lambda: tuple(rows))
-    monkeypatch.setattr(dispatch, "offer", lambda *_: dispatch.Offer("native"))
+    monkeypatch.setattr(dispatch, "refusal", lambda *_: "")
     dispatch.choose.cache_clear()
     choice = dispatch.choose(Scheme.parse("fp8-fp8"), "sm_90", 4000, 3072, 3072)
     dispatch.choose.cache_clear()

@@ -55,7 +55,7 @@ def test_no_op_is_named_outside_its_folder_and_the_table() -> None:
             if names and not any(module.startswith(folder_of(op)) for op in OPS.values()):
                 found[module] = names
     assert found == NAMED_ELSEWHERE
-    offered, imported = 'offer("scaled_matmul", "fp8", chip)', "from fluxq.kernels.scaled_matmul.op import OP"
+    offered, imported = 'refusal("scaled_matmul", "fp8", chip)', "from fluxq.kernels.scaled_matmul.op import OP"
     assert named(offered) == named(imported) == {"scaled_matmul"}
 
 

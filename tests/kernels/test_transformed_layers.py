@@ -555,10 +555,10 @@ ON_CHIPS = [
 def everything_is_offered(monkeypatch):
     formats = {op.name: op.formats for op in OPS.values()}
 
-    def offer(op: str, name: str, chip: str) -> dispatch.Offer:
-        return dispatch.Offer("native") if name in formats[op] else dispatch.Offer(None, "no unit")
+    def refusal(op: str, name: str, chip: str) -> str:
+        return "" if name in formats[op] else "no unit"
 
-    monkeypatch.setattr(dispatch, "offer", offer)
+    monkeypatch.setattr(dispatch, "refusal", refusal)
     monkeypatch.setattr(dispatch, "_measured", tuple)
     dispatch.choose.cache_clear()
     yield

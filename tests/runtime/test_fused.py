@@ -521,13 +521,13 @@ def test_on_a_gpu_attention_is_read_beside_the_feed_forward_where_a_kernel_can(
     pytest.importorskip("triton", reason="what a chip offers is in the tables of the Triton kernels")
     from fluxq.kernels import dispatch
 
-    def without_beside(op: str, name: str, chip: str) -> dispatch.Offer:
-        return dispatch.Offer(None, "no such kernel") if "beside" in name else offer(op, name, chip)
+    def without_beside(op: str, name: str, chip: str) -> str:
+        return "no such kernel" if "beside" in name else refusal(op, name, chip)
 
-    offer = dispatch.offer
+    refusal = dispatch.refusal
     if chip == "without it":
         chip = "sm_90"
-        monkeypatch.setattr(dispatch, "offer", without_beside)
+        monkeypatch.setattr(dispatch, "refusal", without_beside)
     monkeypatch.setattr("fluxq.kernels.chips.chip_of", lambda device: chip)
     monkeypatch.setattr("fluxq.kernels.quantize_activation.kernel.LARGEST_RANK", 4)
     rows = {row.part: row for row in fluxq.optimize(quantized(scheme), device="cuda")}

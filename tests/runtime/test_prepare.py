@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import fluxq
 from fluxq import tiny
 from fluxq.kernels import chips, dispatch, ops
-from fluxq.kernels.dispatch import Offer
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.kernels.packing import pack
 from fluxq.kernels.tensor import QuantizedTensor
@@ -220,10 +219,10 @@ def offers(monkeypatch):
     """offers(matmul=formats, …): only these matmuls are offered, whatever was compiled."""
 
     def use(**offered: tuple[str, ...]) -> None:
-        def fake(op: str, name: str, chip: str) -> Offer:
-            return Offer("native") if name in offered.get(op, ()) else Offer(None, "no unit")
+        def fake(op: str, name: str, chip: str) -> str:
+            return "" if name in offered.get(op, ()) else "no unit"
 
-        monkeypatch.setattr(dispatch, "offer", fake)
+        monkeypatch.setattr(dispatch, "refusal", fake)
         dispatch.choose.cache_clear()
 
     yield use

@@ -10,7 +10,6 @@ from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels import dispatch, launch
 from fluxq.kernels.attention import kernel as attention
-from fluxq.kernels.dispatch import Offer
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import warmup
 from fluxq.runtime.warmup import AttentionKind, LayerKind, kinds_of
@@ -42,15 +41,15 @@ def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, 
 
 @pytest.mark.parametrize("prefer", ["speed", "memory"])
 def test_each_kind_is_launched_at_each_number_of_tokens(monkeypatch, prefer: str) -> None:
-    def fake(op: str, name: str, chip: str) -> Offer:
-        return Offer("native") if name in offered.get(op, ()) else Offer(None, "no unit")
+    def fake(op: str, name: str, chip: str) -> str:
+        return "" if name in offered.get(op, ()) else "no unit"
 
     offered = {
         "scaled_matmul": ("int8",),
         "w4a8_matmul": ("nvfp4-int8",),
         "weight_only_matmul": ("fp8",),
     }
-    monkeypatch.setattr(dispatch, "offer", fake)
+    monkeypatch.setattr(dispatch, "refusal", fake)
     dispatch.choose.cache_clear()
     launched = []
     computed = launch.computed

@@ -110,11 +110,11 @@ def _lacks(head_size: int, device: torch.device) -> str:
         why = f"no Triton for {device}"
     else:
         from fluxq.kernels.chips import chip_of
-        from fluxq.kernels.dispatch import offer
+        from fluxq.kernels.dispatch import refusal
 
         chip = chip_of(device)
-        offered = offer(OP.name, str(head_size), chip)
-        why = "" if offered.how else f"no kernel for heads of {head_size} elements on {chip} ({offered.reason})"
+        refused = refusal(OP.name, str(head_size), chip)
+        why = f"no kernel for heads of {head_size} elements on {chip} ({refused})" if refused else ""
     if why and is_strict():
         raise ValueError(
             f"attention in fp8: {why}. Strict mode takes no other arithmetic than the one chosen: choose 16 bit "

@@ -34,20 +34,20 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: StoredLayer | No
     prefer: "speed" encodes formats that the chip's matrix units do not know anew, as int8 or fp8, with the least added
     error; "memory" keeps 4-bit weights in 4 bits. origin: where the stored tensors can be read again, for saving.
     """
-    from fluxq.kernels.dispatch import SWIZZLED, offer  # only here: it needs Triton
+    from fluxq.kernels.dispatch import SWIZZLED, refusal  # only here: it needs Triton
 
     scheme = layer.scheme
     if scheme.activations is None:
         return False  # the recipe asked for 16-bit activations
     weights = scheme.weights.name
     op, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
-    if op and offer(op.name, weights, chip).how:
+    if op and not refusal(op.name, weights, chip):
         swizzled = op is BLOCK_SCALED_MATMUL and chip in SWIZZLED
         if swizzled:
             swizzle(layer)
         return swizzled
-    targets = tuple(name for name in ("int8", "fp8") if offer(SCALED_MATMUL.name, name, chip).how)
-    decodable = tuple(name for name in targets if offer(W4A8_MATMUL.name, f"{weights}-{name}", chip).how)
+    targets = tuple(name for name in ("int8", "fp8") if not refusal(SCALED_MATMUL.name, name, chip))
+    decodable = tuple(name for name in targets if not refusal(W4A8_MATMUL.name, f"{weights}-{name}", chip))
     if prefer == "memory" and decodable:
         add_row_scale(layer, decodable)
     elif targets:

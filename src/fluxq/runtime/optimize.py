@@ -72,9 +72,8 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
 
     chip = chip_of(device)
     for op in (ADALN_QUANTIZE, QK_NORM_ROPE):
-        offered = dispatch.offer(op.name, "16bit", chip)
-        if not offered.how:
-            raise ValueError(f"fluxq.optimize needs {op.name}, which is not to be had on {chip}: {offered.reason}")
+        if why := dispatch.refusal(op.name, "16bit", chip):
+            raise ValueError(f"fluxq.optimize needs {op.name}, which is not to be had on {chip}: {why}")
 
     def lacks(layer: QuantLinear, made_by: Maker) -> str:
         scheme, with_rows = layer.scheme, hasattr(layer, "weight_row_scale")
@@ -95,8 +94,7 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
             if rank > LARGEST_RANK:
                 return f"its low-rank branch has {rank} ranks, the quantizers take {LARGEST_RANK}"
             needed.append((QUANTIZE_ACTIVATION, "down"))
-        refused = (dispatch.offer(op.name, name, chip) for op, name in needed)
-        return next((offered.reason for offered in refused if not offered.how), "")
+        return next(filter(None, (dispatch.refusal(op.name, name, chip) for op, name in needed)), "")
 
     return lacks
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fluxq.kernels.all_ops import ATTENTION_FP8
-from fluxq.kernels.dispatch import choose, offer
+from fluxq.kernels.dispatch import choose, refusal
 from fluxq.kernels.launch import quantized_linear
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.computing import BACKEND
@@ -87,7 +87,7 @@ def warm_up(
     done = []
     for kind in kinds:
         if isinstance(kind, AttentionKind):
-            if offer(ATTENTION_FP8.name, str(kind.head_size), chip).how:
+            if not refusal(ATTENTION_FP8.name, str(kind.head_size), chip):
                 done += [_warm_attention(kind, m, device, chip, dtype) for m in dict.fromkeys(tokens)]
             continue
         layer = _random_layer(kind, device, dtype)
