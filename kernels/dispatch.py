@@ -23,7 +23,7 @@ import torch
 import triton
 
 from fluxq.base.console import logger
-from fluxq.kernels.accepted import PROVEN, CompiledCell, accepted_files, minor
+from fluxq.kernels.accepted import PROVEN, accepted_files, minor
 from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.op import Op
@@ -59,11 +59,10 @@ def refusal(op: str, format: str, chip: str) -> str:
         return f"{op} has no {format}"
     if chip not in CHIPS:
         return f"never compiled for {chip}"
-    rows = _cells(compiled_with()).get((row.file, format, chip), ())
-    if not rows:
+    why = _refusals(compiled_with()).get((row.file, format, chip))
+    if why is None:
         return row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}"
-    bad = next((cell for cell in rows if not cell.ok), None)
-    return "" if bad is None else bad.reason or "it did not compile"
+    return why
 
 
 def require(op: str, format: str, chip: str) -> None:
@@ -174,13 +173,17 @@ def compiled_with() -> str:
 
 
 @functools.cache
-def _cells(version: str) -> dict[tuple[str, str, str], tuple[CompiledCell, ...]]:
-    """Return the compiled cells by kernel file, format and chip; a cell's format may go on, as in "nvfp4 swizzled"."""
-    cells: dict[tuple[str, str, str], tuple[CompiledCell, ...]] = {}
+def _refusals(version: str) -> dict[tuple[str, str, str], str]:
+    """Return why a cell is not ok, or empty, by kernel file, format and chip.
+
+    A cell's format may go on, as in "nvfp4 swizzled": the first that is not ok counts.
+    """
+    refusals: dict[tuple[str, str, str], str] = {}
     for file, cell in accepted_files(version):
-        key = file, cell.format.split()[0], cell.target
-        cells[key] = (*cells.get(key, ()), cell)
-    return cells
+        key = file, cell["format"].split()[0], cell["target"]
+        why = "" if cell["ok"] else cell["reason"] or "it did not compile"
+        refusals[key] = refusals.get(key) or why
+    return refusals
 
 
 @functools.cache

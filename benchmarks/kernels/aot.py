@@ -34,9 +34,31 @@ from triton.compiler import ASTSource
 
 from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
-from fluxq.kernels.accepted import COMPILED, CompiledCell, accepted_files, minor
+from fluxq.kernels.accepted import COMPILED, accepted_files, minor
 from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.tiles import TUNED
+
+
+@dataclass(frozen=True)
+class CompiledCell:
+    """Outcome of compiling a cell, a kernel at one of its tiles, for one chip.
+
+    instruction: the most frequent matrix instruction.
+    registers: per thread.
+    spills: loads and stores of spilled registers.
+    shared: bytes of shared memory.
+    reason: of a cell that is not ok.
+    """
+
+    kernel: str
+    format: str
+    target: str
+    instruction: str | None = None
+    registers: int | None = None
+    spills: int | None = None
+    shared: int | None = None
+    ok: bool = False
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +151,7 @@ def compare(row: CompiledCell, accepted: CompiledCell | None) -> list[str]:
 
 def accepted_rows(version: str) -> dict[tuple[str, str, str], CompiledCell]:
     """The rows of kernels/compiled for a Triton version, by kernel, format and target."""
-    return {key(row): row for _, row in accepted_files(version)}
+    return {key(row): row for row in (CompiledCell(**fields) for _, fields in accepted_files(version))}
 
 
 def write_accepted(version: str, rows: list[CompiledCell], files: Iterable[str]) -> None:

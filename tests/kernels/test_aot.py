@@ -12,9 +12,9 @@ import triton.language as tl
 from click.testing import CliRunner
 
 from benchmarks.kernels import aot
-from benchmarks.kernels.aot import compile_cell
+from benchmarks.kernels.aot import CompiledCell, compile_cell
 from benchmarks.kernels.cells.cell import Cell
-from fluxq.kernels.accepted import PROVEN, CompiledCell, minor
+from fluxq.kernels.accepted import PROVEN, minor
 from fluxq.kernels.chips import CHIPS
 
 compiles = pytest.mark.slow

@@ -143,7 +143,7 @@ def fresh_rows():
 
     def forget() -> None:
         dispatch.refusal.cache_clear()
-        dispatch._cells.cache_clear()
+        dispatch._refusals.cache_clear()
 
     forget()
     yield forget
