@@ -106,7 +106,8 @@ class Replay:
 
     def skip_to(self, index: int) -> None:
         """Go on at block `index`; those before it do not run again. ValueError if their outputs are missing."""
-        missing = [self.blocks[i] for i in sorted(self._kept_for(index)) if not self._outputs.has(i)]
+        kept = sorted(self._kept_for(index)) if self.ranks.leads else ()  # others would look at all files again
+        missing = [self.blocks[i] for i in kept if not self._outputs.has(i)]
         if missing:
             raise ValueError(f"{missing[0]}: its outputs are not there, or another job's; go on at an earlier block")
         self.turn = index

@@ -283,7 +283,7 @@ def read_block(folder: Path) -> None:
 
 
 def unsealed(file: Path) -> dict:
-    """What a file says of itself, whole or damaged: the readers behind the hash have to stand that too."""
+    """The content of a file, whole or damaged: the readers behind the hash have to stand that too."""
     from fluxq.base.files import read_json
 
     said = read_json(file)

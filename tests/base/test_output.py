@@ -318,6 +318,24 @@ def test_what_is_put_there_while_all_is_brought_to_the_disk_is_not_replaced(tmp_
     assert left == before and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_what_is_put_there_while_the_old_is_judged_is_not_replaced(tmp_path, monkeypatch):
+    """Between the look at its place and the move: it is looked at again where nobody finds it."""
+    photo, foreign = checkpoint(tmp_path / "out", "ours") / "photo.png", module._foreign
+
+    def judged(output: Output) -> str:
+        what = foreign(output)
+        if output.place == photo.parent:
+            photo.write_text("theirs")
+        return what
+
+    with (
+        pytest.raises(RuntimeError, match=r"photo\.png as fluxq's \(it was put there meanwhile\)"),
+        writing(Output(tmp_path / "out"), A_JOB, overwrite=True),
+    ):
+        monkeypatch.setattr(module, "_foreign", judged)
+    assert photo.read_text() == "theirs" and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_file_in_place_of_a_folder_is_not_replaced(tmp_path):
     (tmp_path / "out").write_text("theirs")
     with (
@@ -349,6 +367,44 @@ def test_what_is_put_there_while_a_file_is_made_is_not_replaced(tmp_path, overwr
             (new / place.name).write_text("new")
         output.places[0].write_text("theirs")
     assert tree(tmp_path) == {"x.json": "theirs"}
+
+
+def test_what_was_moved_aside_comes_back_where_the_new_files_were_removed(tmp_path):
+    """By somebody who cleared away, after a kill in the middle of a swap."""
+    old = tmp_path / f".out.{A_JOB[:16]}.old"
+    checkpoint(old / "out", "ours")
+    with pytest.raises(ValueError, match="exists"), writing(Output(tmp_path / "out"), A_JOB, overwrite=False):
+        pytest.fail("begun")
+    assert (tmp_path / "out" / "ours").is_file() and not old.exists()
+
+
+def test_an_empty_folder_in_place_of_a_file_that_a_kill_left_is_nothing(tmp_path, monkeypatch):
+    output = Output(tmp_path / "x.yaml", True)
+
+    def killed(path: Path) -> None:
+        raise SystemExit
+
+    def write() -> None:
+        with writing(output, A_JOB, overwrite=True) as new:
+            (new / "x.yaml").write_text(written("new", ".yaml", A_JOB)) if new else None
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(module, "sync", lambda *_, **__: os.path.lexists(output.place) or output.place.mkdir())
+        patch.setattr(module, "remove", killed)  # behind the swap
+        write()
+    assert output.place.is_file()
+    write()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.yaml"]
+
+
+def test_judging_an_old_output_again_reads_nothing_again(tmp_path, monkeypatch):
+    """While signals are held back, that is: an old checkpoint's files may be large, and touched since."""
+    checkpoint(tmp_path / "out", "a", "b")
+    hashed: list[Path] = []
+    monkeypatch.setattr(module, "sha256_file", lambda path: hashed.append(path) or sha256_file(path))
+    with writing(Output(tmp_path / "out"), A_JOB, overwrite=True) as new:
+        (new / "new").write_text("new") if new else None
+    assert len(hashed) == 2 and [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
 def test_what_was_put_there_after_a_kill_is_not_replaced(tmp_path):

@@ -42,7 +42,7 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
 
 def without_cure(error: Exception) -> str:
     """Return an error's message up to the cure, where fluxq itself cures it."""
-    return str(error).partition(";")[0]
+    return str(error).rpartition("; ")[0] or str(error)
 
 
 class _News:

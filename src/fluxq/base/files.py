@@ -77,7 +77,7 @@ def place_in_work(path: Path) -> str:
     """Return a path from the work folder around it, whose name is that of the job; else the file's name."""
     parts = path.parts
     begin = max((i for i, part in enumerate(parts) if part.endswith(".work")), default=len(parts) - 1)
-    return "/".join(parts[begin:])
+    return "/".join(parts[begin:]).casefold()  # as some disks have it
 
 
 def write_sealed_json(target: Path, value: dict) -> None:
@@ -92,7 +92,7 @@ def read_sealed_json(path: Path) -> dict:
     with suppress(RecursionError):  # of what is nested a thousandfold
         found = sha256_json([place_in_work(path), {name: each for name, each in value.items() if name != _SEAL}])
     if value.pop(_SEAL, None) != found or found is None:
-        raise ValueError(f"{path}: damaged since it was written")
+        raise ValueError(f"{path}: damaged since it was written, or of another place")
     return value
 
 

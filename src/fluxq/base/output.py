@@ -27,14 +27,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
 from fluxq.base.console import logger
-from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, stamps, sync, write_text
+from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, sync, write_text
 from fluxq.base.tensors import TensorFile
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
@@ -55,6 +54,7 @@ _SEAL = re.compile(r"(?:<!--|#) written by fluxq(?:, job ([0-9a-f]{64}))?, SHA-2
 _KIND = re.compile(rb'\{\s*("kind":\s*"fluxq [a-z]+"|"schema_version":\s*\d+,\s*"(created|checkpoint)":)')
 _WEIGHTS = (".safetensors", ".gguf", ".sft", ".bin", ".ckpt", ".pt", ".pth")
 NEW, OLD = "new", "old"
+_HASHES: dict[tuple[int, ...], str] = {}  # (device, inode, size, mtime, ctime) -> SHA-256
 ANY_JOB = "[0-9a-f]" * 16  # glob pattern of the part of a name that `job_digest` gave
 Pairs = Sequence[tuple[Path, Path]]  # new file or folder, and its place; people look for the last one
 
@@ -214,9 +214,9 @@ class Output:
 
 
 def plain_path(path: str | Path) -> Path:
-    """Return a path that means the same before and after its folders are made: without `~`, and without `..`."""
+    """Return a path that means the same before and after its folders are made: no `~`, no `..` of missing folders."""
     path = Path(os.path.expanduser(path))
-    return path.resolve() if ".." in path.parts else path
+    return path.resolve() if ".." in path.parts and not path.exists() else path
 
 
 def require_own(folder: Path, names: Iterable[str]) -> None:
@@ -341,12 +341,12 @@ def _is_as_recorded(file: Path, digest: str, folder: Path) -> bool:
 
 
 def _hash_of(file: Path) -> str:
-    return _hash_as_stamped(file, tuple(stamps([file])), file.stat().st_ctime_ns)
-
-
-@lru_cache(1 << 14)
-def _hash_as_stamped(file: Path, *_: Any) -> str:
-    return sha256_file(file)
+    """Return the SHA-256 of a file; of one that has only been moved since, without reading it again."""
+    status = file.stat()
+    key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    if key not in _HASHES:
+        _HASHES[key] = sha256_file(file)
+    return _HASHES[key]
 
 
 def contents(folder: Path, within: Iterable[str] | None = None) -> dict[str, str]:
@@ -529,14 +529,18 @@ def put(pairs: Pairs, aside: Path, output: Output | None = None, *, overwrite: b
     """
     for source, _ in pairs:
         sync(source)
+    if output is not None:
+        _require_replaceable(output, output.target, overwrite)  # hashes what it must before signals are held back
     with _signals_wait():
         aside.mkdir(parents=True)
         try:
             for _, place in pairs:
-                if os.path.lexists(place):
+                if _is_empty(place) and not place.is_symlink():
+                    place.rmdir()
+                elif os.path.lexists(place):
                     place.rename(aside / place.name)
             if output is not None:
-                _require_replaceable(output, aside, overwrite)
+                _require_replaceable(output, aside / output.place.name, overwrite)
             for source, place in pairs:
                 source.rename(place)
             for folder in dict.fromkeys(place.parent for _, place in pairs):
@@ -547,12 +551,12 @@ def put(pairs: Pairs, aside: Path, output: Output | None = None, *, overwrite: b
             raise
 
 
-def _require_replaceable(output: Output, aside: Path, overwrite: bool) -> None:
-    """Raise RuntimeError for files in `aside` that `output` does not replace."""
-    moved = replace(output, target=aside / output.place.name)
-    links = [path for path in aside.iterdir() if path.is_symlink()]
-    if links or any(path.exists() and not _is_empty(path) for path in moved.places):
-        what = _not_ours(links[0].name) if links else _foreign(moved) if overwrite else "it exists"
+def _require_replaceable(output: Output, at: Path, overwrite: bool) -> None:
+    """Raise RuntimeError if `output` may not be replaced. at: the place of its old files, moved or not."""
+    old = replace(output, target=at)
+    links = [path for path in at.parent.iterdir() if path.is_symlink()] if at != output.target else []
+    if links or any(os.path.lexists(path) and not _is_empty(path) for path in old.places):
+        what = _not_ours(links[0].name) if links else _foreign(old) if overwrite else "it exists"
         if what:
             raise RuntimeError(f"output {output.target} is not replaced: {what} (it was put there meanwhile)")
 
@@ -588,8 +592,9 @@ def _pairs(place: Path, new: Path, old: Path) -> Pairs:
 
 
 def put_back(pairs: Pairs, aside: Path) -> None:
-    """Undo a `put` that a kill ended before its last move."""
-    if aside.is_dir() and any(source.exists() for source, _ in pairs):
+    """Undo a `put` that a kill ended before its last move, or whose new files are gone."""
+    is_whole = not any(source.exists() for source, _ in pairs) and any(os.path.lexists(place) for _, place in pairs)
+    if aside.is_dir() and not is_whole:
         with _signals_wait():
             _undo(pairs, aside)
 

@@ -135,7 +135,7 @@ class TensorFile:
         metadata = self.metadata()
         described = {name: [each.dtype, each.shape, self.fingerprint(name)] for name, each in self.stored.items()}
         if metadata.pop(_SEAL, None) != _seal(self.path, metadata, described):
-            raise ValueError(f"{self.path}: damaged since it was written")
+            raise ValueError(f"{self.path}: damaged since it was written, or of another place")
 
 
 class _Holder(Protocol):
@@ -343,6 +343,8 @@ def _opened(path: Path) -> FileIO:
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise ValueError("it is no regular file")
+    if os.name != "nt":
+        os.set_blocking(stream.fileno(), True)
     return stream
 
 

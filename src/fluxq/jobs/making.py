@@ -30,6 +30,7 @@ from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest
 from fluxq.base.processor import versions
+from fluxq.base.ranks import Ranks
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import Item, Sampling, capture_statistics, number_of_steps, steps_to_see
@@ -150,6 +151,8 @@ def calibrate(job: Job) -> Path:
     identity = job.run.ranks.agree(identity_of(job) if job.run.ranks.leads else None)
     job = replace(job, identity=identity)
     with memory.within(job.run.limit, job.run.device), work_of(job) as work:
+        if job.run.ranks.leads:
+            _require_own_statistics(job)
         statistics = _calibrate(job, job.load_reference(), work)
         if job.run.ranks.leads:
             _write_statistics(job, statistics, work)
@@ -158,15 +161,21 @@ def calibrate(job: Job) -> Path:
 
 def _write_statistics(job: Job, statistics: Statistics, work: Path) -> None:
     """Write the output; RuntimeError for one that appeared since this job began and may not be replaced."""
-    output, overwrite = Output(job.output, True), job.options.overwrite
-    if job.output.exists() and not overwrite:
-        try:
-            require_same_statistics(job)
-        except ValueError as error:
-            raise RuntimeError(f"{error} (it was put there meanwhile)") from None
-        return
-    with atomic_output(output, work, overwrite=overwrite) as part:
-        statistics.save(part / output.place.name, job_digest(decisive(job)))
+    output = Output(job.output, True)
+    if not _require_own_statistics(job):
+        with atomic_output(output, work, overwrite=job.options.overwrite) as part:
+            statistics.save(part / output.place.name, job_digest(decisive(job)))
+
+
+def _require_own_statistics(job: Job) -> bool:
+    """Tell whether the output stands already; RuntimeError if it is another run's, and not to be replaced."""
+    if job.options.overwrite or not job.output.exists():
+        return False
+    try:
+        require_same_statistics(job)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
+    return True
 
 
 def quantize(job: Job) -> Record:
@@ -205,7 +214,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
     if ranks.leads:
         require_space(job, work)
     reference: Generated | None = None
-    statistics = job.statistics or _kept_statistics(work)
+    statistics = job.statistics or _kept_statistics(work, ranks)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in job.plans if plan.static_groups() and plan.component not in job.fitted]
     if job.fitted or (options.check and ranks.leads) or (static and statistics is None):
@@ -381,14 +390,15 @@ def _kept_levels(file: Path) -> dict[str, float] | None:
     return None
 
 
-def _kept_statistics(work: Path) -> Statistics | None:
+def _kept_statistics(work: Path, ranks: Ranks) -> Statistics | None:
     """Read the statistics that an interrupted run gathered; None where there are none, or they were damaged."""
+    file, statistics = work / _STATISTICS, None
     try:
-        file = work / _STATISTICS
-        return Statistics.load(file, place_in_work(file)) if file.is_file() else None
+        statistics = Statistics.load(file, place_in_work(file)) if ranks.leads and file.is_file() else None
     except ValueError as error:
         logger.warning("%s: gathered again", without_cure(error))
-        return None
+    are_kept = ranks.agree(statistics is not None)  # as the first process finds
+    return statistics or (Statistics.load(file) if are_kept else None)
 
 
 def _quantize_component(

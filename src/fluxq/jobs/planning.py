@@ -110,6 +110,8 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
     Output(output, not writes).require(
         reads_of(folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True
     )
+    if not writes and output.suffix in (".html", ".json", ".md", ".yaml"):  # which fluxq reads as such
+        raise ValueError(f"output {output} would hold safetensors; call it {output.stem}.safetensors, say")
     if not writes and not job.calibrated:
         planned = ", ".join(plan.component for plan in plans)
         raise ValueError(f"{planned}: quantized weight-only, which needs no statistics; give --components transformer")

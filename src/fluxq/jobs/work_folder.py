@@ -139,6 +139,8 @@ def _begin(job: Job, work: Path) -> None:
     Raises ValueError for the folder of another job, naming the differences; with `overwrite` that is removed.
     """
     output, identity = job.output.resolve(), decisive(job)
+    for other in _beside(output):
+        _clear_obstacles(other)
     Output(output).put_back()  # of any killed command
     Output(output).clear()
     for other in _beside(output):
@@ -152,7 +154,6 @@ def _begin(job: Job, work: Path) -> None:
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
-    _clear_obstacles(work)
     for folder in (work, *(path for path in work.rglob("*") if path.is_dir())):
         clear_parts(folder)
     if (work / _MANIFEST).is_file():
@@ -163,6 +164,9 @@ def _begin(job: Job, work: Path) -> None:
 
 def _clear_obstacles(work: Path) -> None:
     """Remove a folder, pipe or broken link in place of a file, and a file in place of a folder."""
+    if not work.is_dir():
+        logger.warning("%s: in the way of fluxq's own work, and removed", work)
+        remove(work)
     for root, folders, files in os.walk(work):
         for path in (Path(root, name) for name in (*folders, *files)):
             is_file = path.suffix in (".json", ".safetensors", ".part")
@@ -219,10 +223,10 @@ def clear_leftovers(job: Job) -> None:
         return
     stamps = {component: job.folder.stamp(component) for component in job.identity["model"]}
     with suppress(RuntimeError), sole_writer(output):  # another holder of the lock clears away itself
-        for model in (job.identity["model"], stamps):
-            remove(work_folder(replace(job, identity={**job.identity, "model": model})))
         Output(output).put_back()
         Output(output).clear()
+        for model in (job.identity["model"], stamps):
+            remove(work_folder(replace(job, identity={**job.identity, "model": model})))
 
 
 def _keep_what_is_done(work: Path, error: BaseException) -> None:
