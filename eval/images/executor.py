@@ -47,7 +47,7 @@ from fluxq.base.output import atomic_folder, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
-from fluxq.eval.images.generate import Batch, Lazy, as_picture, device_name, generate_batch, images_digest
+from fluxq.eval.images.generate import Generated, Lazy, as_picture, device_name, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
 
 WORK_FILE = "work.json"
@@ -308,7 +308,7 @@ class Worker:
                     finite=bool(finite),
                     seconds=round(seconds, 4),
                     device=self.device,
-                    frames=batch.images.shape[1] if batch.images.ndim == 5 else None,
+                    frames=batch.frames,
                 )
                 for name, (prompt, seed), (image, latents), finite in zip(
                     chunk.names, chunk.items, hashes, batch.finite, strict=True
@@ -349,9 +349,9 @@ def _read_latents(path: Path) -> Tensor:
         return stored.get_tensor("latents")
 
 
-def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, str]]:
+def _write_files(folder: Path, chunk: Chunk, batch: Generated) -> list[tuple[str, str]]:
     """Write an image or a folder of frames, and latents, of each item durably; return the SHA-256 of both."""
-    is_video = batch.images.ndim == 5
+    is_video = batch.frames is not None
     pairs = [(_picture_path(folder, name, is_video), _latents(folder, name)) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
         if is_video:

@@ -13,7 +13,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE
 from fluxq.eval.debug.debug import Search, debug, debug_pipelines
 from fluxq.eval.debug.patch import Added
-from fluxq.eval.images.generate import items_for
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, quantized_layers
 from fluxq.eval.metrics.schema import Debug
 from fluxq.kernels import ops
@@ -25,7 +25,7 @@ from fluxq.recipes.formats import FORMATS
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import Recipe, load_recipe
 
-ITEMS = tuple(items_for(list(tiny.PROMPTS[:2]), 2, 0))
+ITEMS = tuple(items_of(list(tiny.PROMPTS[:2]), 2, first_seed=0))
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 4}
 SHORT_CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 BLOCKS_ONLY = Search(steps=1, budget=10)  # two runs for each of five blocks

@@ -13,7 +13,8 @@ from torch import nn
 
 from fluxq import tiny
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
-from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.generate import generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 from fluxq.eval.metrics import drift as drift_module
 from fluxq.eval.metrics.drift import drift, floor_attention, follow, with_floor
@@ -207,7 +208,7 @@ def test_a_floor_of_another_path_is_refused():
 
 # The embedded pipeline.
 
-TINY_ITEMS = items_for(tiny.PROMPTS, 4, seed=3)
+TINY_ITEMS = items_of(tiny.PROMPTS, 4, first_seed=3)
 CALL = tiny.CALL_KWARGS | {"num_inference_steps": 4}
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.eval.images.generate import Generated, generate, items_for
+from fluxq.eval.images.generate import Generated, generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 from fluxq.eval.metrics.evaluate import Candidate, judge_gates, measure_floor, measure_runs
 from fluxq.eval.metrics.fidelity import psnr
@@ -17,7 +18,7 @@ from fluxq.eval.metrics.schema import CheckpointSize
 from fluxq.eval.metrics.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
-ITEMS = items_for(tiny.PROMPTS, 5, seed=3)
+ITEMS = items_of(tiny.PROMPTS, 5, first_seed=3)
 SIZE = CheckpointSize(
     components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5, bits_per_quantized_weight=4.5
 )

@@ -29,7 +29,8 @@ from fluxq.base.model import load_pipeline, resolve_model
 from fluxq.base.output import sole_writer
 from fluxq.eval.images import executor
 from fluxq.eval.images.executor import WORK_FILE, Work, audit, ensure_images, open_engine
-from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.generate import generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 
 COUNT, BATCH = 11, 2
@@ -81,7 +82,7 @@ SIDES = {"fake": FAKE, "tiny": TINY}
 @pytest.fixture
 def work(tmp_path) -> Work:
     CALLS.clear()
-    return Work(FAKE, tuple(items_for(["a", "b", "c"], COUNT, 3)), {}, BATCH, tmp_path)
+    return Work(FAKE, tuple(items_of(["a", "b", "c"], COUNT, first_seed=3)), {}, BATCH, tmp_path)
 
 
 @pytest.fixture(params=["fake", pytest.param("tiny", marks=pytest.mark.slow)])
@@ -105,7 +106,7 @@ def whole(tmp_path_factory):
 
 
 def work_in(root, side) -> Work:
-    return Work(side, tuple(items_for(tiny.PROMPTS, COUNT, 5)), CALL, BATCH, root)
+    return Work(side, tuple(items_of(tiny.PROMPTS, COUNT, first_seed=5)), CALL, BATCH, root)
 
 
 def contents(folder):
@@ -220,7 +221,7 @@ class FakeVideoSide(FakeSide):
 @pytest.fixture
 def films(tmp_path) -> Work:
     CALLS.clear()
-    return Work(FakeVideoSide("fake", "", ""), tuple(items_for(["a", "b", "c"], 5, 3)), {}, BATCH, tmp_path)
+    return Work(FakeVideoSide("fake", "", ""), tuple(items_of(["a", "b", "c"], 5, first_seed=3)), {}, BATCH, tmp_path)
 
 
 def test_a_video_is_a_folder_of_frames_in_their_order(films):
@@ -331,7 +332,7 @@ def test_leftovers_of_a_killed_worker_are_cleared_away(work):
 
 def test_a_longer_list_keeps_the_chunks_that_are_the_same(work):
     ensure_images(work)
-    longer = replace(work, items=tuple(items_for(["a", "b", "c"], 14, 3)))
+    longer = replace(work, items=tuple(items_of(["a", "b", "c"], 14, first_seed=3)))
     CALLS.clear()
     ensure_images(longer)
     assert [len(call) for call in CALLS] == [2, 2]  # the eleventh image has company now
