@@ -181,12 +181,17 @@ class ImageFolder:
     def images(self) -> Sequence[Tensor]:
         """uint8 (3, H, W) each, or (F, 3, H, W)."""
         read = read_image if self.frames is None else read_video
-        return Lazy(len(self.rows), lambda index: read(_picture(self.folder, self.rows[index])))
+        return Lazy(len(self.rows), lambda index: read(_picture(self.folder, self.rows[index].item, self.frames)))
 
     @property
     def latents(self) -> Sequence[Tensor]:
         """fp32, as they left the last denoising step."""
-        return Lazy(len(self.rows), lambda index: _read_latents(_latents(self.folder, self.rows[index].item)))
+
+        def read(index: int) -> Tensor:
+            with TensorFile(_latents(self.folder, self.rows[index].item)) as stored:
+                return stored.get_tensor("latents")
+
+        return Lazy(len(self.rows), read)
 
     @property
     def finite(self) -> Tensor:
@@ -344,17 +349,11 @@ def read_video(folder: Path) -> Tensor:
     return torch.stack([read_image(path) for path in paths])
 
 
-def _read_latents(path: Path) -> Tensor:
-    with TensorFile(path) as stored:
-        return stored.get_tensor("latents")
-
-
 def _write_files(folder: Path, chunk: Chunk, batch: Generated) -> list[tuple[str, str]]:
     """Write an image or a folder of frames, and latents, of each item durably; return the SHA-256 of both."""
-    is_video = batch.frames is not None
-    pairs = [(_picture_path(folder, name, is_video), _latents(folder, name)) for name in chunk.names]
+    pairs = [(_picture(folder, name, batch.frames), _latents(folder, name)) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
-        if is_video:
+        if batch.frames is not None:
             aside = folder / f".{image_path.name}{_PART}"
             with atomic_folder(image_path, aside, overwrite=True) as part:
                 for index, frame in enumerate(image):
@@ -466,7 +465,7 @@ def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -
     problems, sizes = [], Counter()
     for name in (name for chunk in work.chunks for name in chunk.names if name in rows and name not in pending):
         row = rows[name]
-        picture = _picture(work.folder, row)
+        picture = _picture(work.folder, name, row.frames)
         for path, expected in ((picture, row.image), (_latents(work.folder, name), row.latents)):
             if not path.exists():
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is missing")
@@ -696,8 +695,9 @@ def _ray(workers: int | None, address: str | None) -> Iterator[Engine]:
         # Ray tells of dead workers on standard output, which belongs to what a program was asked for.
         stack.enter_context(redirect_stdout(sys.stderr))
         if is_ours:
-            if address is None:
-                stack.enter_context(_without_usage_reports())
+            if address is None and _USAGE not in os.environ:
+                os.environ[_USAGE] = "0"
+                stack.callback(os.environ.pop, _USAGE, None)
             stack.callback(ray.shutdown)
             _join(ray, workers, address)
         yield _Ray(ray, workers)
@@ -718,19 +718,6 @@ def _join(ray: Any, workers: int | None, address: str | None) -> None:
         ray.init(address, **quiet)
     except OSError as error:
         raise ConnectionError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
-
-
-@contextmanager
-def _without_usage_reports() -> Iterator[None]:
-    """Turn Ray's usage reports off by the environment for a while; a setting of the user stays."""
-    is_ours = _USAGE not in os.environ
-    if is_ours:
-        os.environ[_USAGE] = "0"
-    try:
-        yield
-    finally:
-        if is_ours:
-            os.environ.pop(_USAGE, None)
 
 
 def _doing(work: Work, index: int | None) -> str:
@@ -755,12 +742,8 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _picture(folder: Path, row: ManifestLine) -> Path:
-    return _picture_path(folder, row.item, row.frames is not None)
-
-
-def _picture_path(folder: Path, name: str, is_video: bool) -> Path:
-    return folder / (name if is_video else f"{name}.png")
+def _picture(folder: Path, name: str, frames: int | None) -> Path:
+    return folder / (f"{name}.png" if frames is None else name)
 
 
 def _latents(folder: Path, name: str) -> Path:
