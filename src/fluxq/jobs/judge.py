@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from fluxq.eval.images.executor import ImageFolder
     from fluxq.eval.metrics.evaluate import Candidate
     from fluxq.eval.metrics.networks import Networks
+    from fluxq.eval.speed.speed import Timing
     from fluxq.jobs.forecast import Forecast
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
@@ -365,16 +366,16 @@ def bench(
     from fluxq.eval.speed.speed import Timing, measure_speed
 
     require_own(subject.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
-    device = subject.options.device
-    if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
+    device, timing = subject.options.device, Timing(**how)
+    if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in timing.sizes):
         raise ValueError(f"{subject.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
     plain = [subject.reference, *_in_fp32(subject)]
     served = [_Served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in subject.items]
-    on_start(_forecast_of_bench(subject, len(plain), len(served), how))
+    on_start(_forecast_of_bench(subject, len(plain), len(served), timing))
     if (subject.output / EVAL_FOLDER / SPEED_FILE).exists():
         logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
-    speed = measure_speed([*plain, *served], prompts, subject.call, Timing(**how), device=device, references=len(plain))
+    speed = measure_speed([*plain, *served], prompts, subject.call, timing, device=device, references=len(plain))
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
     offloaded = [side.name for side in (subject.reference, subject.quantized) if side.offload]
     if offloaded:
@@ -385,13 +386,12 @@ def bench(
     return speed
 
 
-def _forecast_of_bench(subject: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
+def _forecast_of_bench(subject: Subject, plain: int, served: int, timing: Timing) -> Forecast:
     """Return the forecast of every setting together; images of the first size stand for all."""
-    calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
-    count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
+    count = (1 + timing.warmup + timing.rounds) * len(timing.modes) * max(1, len(timing.sizes))
     names = ("height", "width", frames_argument(subject.folder.pipeline_class or object) or "num_frames")
-    call = {**subject.call, **dict(zip(names, (how.get("sizes") or [()])[0], strict=False))}
-    items = [item for size in how.get("batches") or (1,) for item in (subject.items * size)[:size]]
+    call = {**subject.call, **dict(zip(names, (timing.sizes or [()])[0], strict=False))}
+    items = [item for size in timing.batches for item in (subject.items * size)[:size]]
     runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
     return _forecast(replace(subject, call=call), runs, sides=plain + served)
 
@@ -598,17 +598,13 @@ def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
         why = missing(key, networks, is_video=is_video)
         if why is not None:
             raise ValueError(f"{key} cannot be measured: {why}")
-    needed = ["psnr"]  # orders pictures and runs
-    return list(dict.fromkeys([*needed, *keys, *gated]))
+    return list(dict.fromkeys(["psnr", *keys, *gated]))  # PSNR orders pictures and runs
 
 
 def _gates(subject: Subject) -> tuple[str, ...]:
     """Return the gates of the recipe, the protocol and the command line."""
-    return tuple(
-        dict.fromkeys(
-            [*subject.record.recipe.gates, *PROTOCOLS[subject.options.protocol].gates, *subject.options.gates]
-        )
-    )
+    options = subject.options
+    return tuple(dict.fromkeys([*subject.record.recipe.gates, *PROTOCOLS[options.protocol].gates, *options.gates]))
 
 
 def _backends(record: Record) -> tuple[str, ...]:
@@ -638,10 +634,8 @@ def _opened(
     from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
     from fluxq.eval.speed.served import served
 
-    items, device = (
-        subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES],
-        subject.options.device,
-    )
+    items = subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES]
+    device = subject.options.device
     followed = follow(subject.reference.open(device), items, subject.call, min(batch, len(items)))
     floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
     drifts, served_sides = {}, {}
