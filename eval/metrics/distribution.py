@@ -113,35 +113,6 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Fid:
-    """A FID and everything it depends on.
-
-    n, n_reference: images on either side, None if a statistics file does not say.
-    features: width D of the network's output.
-    reference: images of the other side, in words.
-    """
-
-    value: float
-    n: int
-    n_reference: int | None
-    features: int
-    network: str
-    variant: str
-    reference: str
-
-    @property
-    def bias(self) -> str:
-        """Effect of this number of images on the value, in words (Chong & Forsyth, 2020)."""
-        fewest = min(self.n, self.n_reference or self.n)
-        if fewest > self.features:
-            return f"biased upwards by a finite number of images: compare only at N = {self.n}"
-        return (
-            f"{fewest} images cannot fill a covariance of {self.features} features, which adds more to the FID than "
-            f"recipes differ by: use well over {self.features}"
-        )
-
-
-@dataclass(frozen=True)
 class Extrapolated:
     """A FID at infinitely many images.
 
@@ -188,8 +159,8 @@ def extract(
     return Features(torch.cat(values), network.name, network.variant, digest.hexdigest(), network.digest)
 
 
-def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
-    """Compute the FID between generated images and a reference, called `label` in words, such as "held-out images".
+def fid(images: Features, reference: Features | Moments, label: str) -> float:
+    """Return the FID between generated images and a reference, called `label` in words, such as "held-out images".
 
     Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
     """
@@ -197,15 +168,17 @@ def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
     for n, what in ((images.n, "generated"), (reference.n, label)):
         if n is not None and n < 2:
             raise Incomparable(f"FID needs at least two images a side, got {n} {what}: raise the image count")
-    against = reference.moments if isinstance(reference, Features) else reference
-    return Fid(
-        value=frechet_distance(images.moments, against),
-        n=images.n,
-        n_reference=reference.n,
-        features=images.values.shape[1],
-        network=str(images.network),
-        variant=f"{images.variant}, float64 statistics",
-        reference=label,
+    return frechet_distance(images.moments, reference.moments if isinstance(reference, Features) else reference)
+
+
+def fid_bias(images: Features, reference: Features | Moments) -> str:
+    """Return the effect of this number of images on the FID, in words (Chong & Forsyth, 2020)."""
+    fewest, width = min(images.n, reference.n or images.n), images.values.shape[1]
+    if fewest > width:
+        return f"biased upwards by a finite number of images: compare only at N = {images.n}"
+    return (
+        f"{fewest} images cannot fill a covariance of {width} features, which adds more to the FID than recipes differ "
+        f"by: use well over {width}"
     )
 
 

@@ -20,11 +20,11 @@ from fluxq.eval.metrics import distribution, perceptual
 from fluxq.eval.metrics.alignment import ClipScorer
 from fluxq.eval.metrics.distribution import (
     Features,
-    Fid,
     Incomparable,
     Moments,
     extract,
     fid,
+    fid_bias,
     fid_infinity,
 )
 from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
@@ -260,11 +260,9 @@ def _video_distance(sample: Sample) -> Measured:
     before, after = sample.both(
         "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
-    distance = fid(after, before, "16-bit videos")
-    how = f"{_fid_how(distance, 'videos')}; FVD is defined with I3D and does not compare"
-    return Measured(
-        _alone(distance.value, distance.n), notes=(_SHARED, distance.bias.replace("images", "videos")), how=how
-    )
+    how = f"{_fid_how(after, before, 'videos', '16-bit videos')}; FVD is defined with I3D and does not compare"
+    notes = (_SHARED, fid_bias(after, before).replace("images", "videos"))
+    return Measured(_alone(fid(after, before, "16-bit videos"), after.n), notes=notes, how=how)
 
 
 def _ssim(sample: Sample) -> Measured:
@@ -297,18 +295,19 @@ def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: st
 def _fid(sample: Sample) -> Measured:
     label = sample.networks.reference_name
     before, after = _against_reference(sample, "FID", lambda side, reference: fid(side, reference, label))
+    reference, features = _reference(sample), _sides(sample)[1]
     return Measured(
-        *_of_sets(before.value, after.value, after.n),
-        notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
-        how=_fid_how(after, _picture_noun(sample)),
+        *_of_sets(before, after, features.n),
+        notes=(fid_bias(features, reference), *_frames_alike(sample), *_unchecked(sample)),
+        how=_fid_how(features, reference, _picture_noun(sample), label),
     )
 
 
 def _fid_to_16bit(sample: Sample) -> Measured:
-    before, after = _sides(sample)
-    distance = fid(after, before, f"16-bit {_picture_noun(sample)}")
-    notes = (_SHARED, distance.bias, *_frames_alike(sample))
-    return Measured(_alone(distance.value, distance.n), notes=notes, how=_fid_how(distance, _picture_noun(sample)))
+    (before, after), noun = _sides(sample), _picture_noun(sample)
+    label = f"16-bit {noun}"
+    notes = (_SHARED, fid_bias(after, before), *_frames_alike(sample))
+    return Measured(_alone(fid(after, before, label), after.n), notes=notes, how=_fid_how(after, before, noun, label))
 
 
 def _fid_infinity(sample: Sample) -> Measured:
@@ -492,10 +491,11 @@ def _frames_alike(sample: Sample) -> tuple[str, ...]:
     return (f"of frames one by one, {sample.frames} of each of {len(sample.quantized.items)} videos, which are alike",)
 
 
-def _fid_how(distance: Fid, noun: str) -> str:
-    count = "an unknown number of" if distance.n_reference is None else str(distance.n_reference)
-    network = f"{distance.network} ({distance.features} features; {distance.variant})"
-    return f"{network}; {distance.n} {noun} to {count} {distance.reference}"
+def _fid_how(images: Features, reference: Features | Moments, noun: str, label: str) -> str:
+    """Return all that a FID depends on."""
+    count = "an unknown number of" if reference.n is None else str(reference.n)
+    network = f"{images.network} ({images.values.shape[1]} features; {images.variant}, float64 statistics)"
+    return f"{network}; {images.n} {noun} to {count} {label}"
 
 
 METRICS: dict[str, MetricRow] = {

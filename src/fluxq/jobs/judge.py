@@ -592,7 +592,6 @@ def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
     row, options = PROTOCOLS[subject.options.protocol], subject.options
     table, is_video = metric_rows(), makes_video(subject.folder)
     keys = list(options.metrics or [key for key in row.metrics or table if is_video or not table[key].only_video])
-    _require_known("metric", keys, table)
     gated = [metric for gate in _gates(subject) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
     for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
         why = missing(key, networks, is_video=is_video)
