@@ -215,7 +215,7 @@ def _foreign_row(source: PluginSource) -> MetricRow:
         plugin = load_class(source)
     except PluginError as error:
         return MetricRow(source.key, "", ".4g", "higher", str(error), take, by_frame=True)
-    how = f"{plugin.how}; {source.origin}"
+    how = plugin.how if source.key in ADAPTERS else f"{plugin.how}; {source.origin}"
     return MetricRow(plugin.name, plugin.unit, plugin.digits, plugin.better, how, take, by_frame=True)
 
 
@@ -580,12 +580,5 @@ METRICS: dict[str, MetricRow] = {
         needs=("clip",),
         by_frame=True,
     ),
-    "image_reward": MetricRow(
-        *("ImageReward", "", ".3f", "higher", "ImageReward-v1.0, image-reward", _plugin(ADAPTERS["image_reward"])),
-        by_frame=True,
-    ),
-    "hpsv2": MetricRow(
-        *("HPSv2.1", "", ".2f", "higher", "100 × HPSv2.1, hpsv2", _plugin(ADAPTERS["hpsv2"])),
-        by_frame=True,
-    ),
+    **{key: _foreign_row(source) for key, source in ADAPTERS.items()},
 }

@@ -121,12 +121,13 @@ def scores(
 class ImageReward:
     """ImageReward 1.0 (Xu et al., 2023), package `image-reward`; it fetches its weights from THUDM/ImageReward.
 
-    The adapter was written from the package's source and has not been run against the real weights.
+    It reads 35 tokens of a prompt. The adapter was written from the package's source and has not been run against the
+    real weights.
     """
 
     name, unit, digits = "ImageReward", "", ".3f"
     better: Literal["higher", "lower"] = "higher"
-    how = "ImageReward-v1.0, image-reward's own code; it reads 35 tokens of a prompt"
+    how = "ImageReward-v1.0, image-reward"
 
     def __init__(self, device: str = "cpu") -> None:
         self.model: Any = import_module("ImageReward").load("ImageReward-v1.0", device=device)
@@ -148,17 +149,19 @@ class HPSv2:
 
     name, unit, digits = "HPSv2.1", "", ".2f"
     better: Literal["higher", "lower"] = "higher"
-    how = "100 × HPSv2.1, hpsv2's own code"
+    how = "100 × HPSv2.1, hpsv2"
 
     def __init__(self, device: str = "cpu") -> None:
         self.package: Any = import_module("hpsv2")
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
         """Return 100 × its score of each uint8 image (3, H, W) for its prompt."""
+        from fluxq.eval.images.generate import as_picture
+
         values = [0.0] * len(prompts)
         for prompt in dict.fromkeys(prompts):
             places = [index for index, other in enumerate(prompts) if other == prompt]
-            pictures = [_pil(images[index]) for index in places]
+            pictures = [as_picture(images[index]) for index in places]
             for index, value in zip(places, self.package.score(pictures, prompt, hps_version="v2.1"), strict=True):
                 values[index] = 100 * float(value)
         return values
@@ -180,16 +183,12 @@ def _error_text(error: Exception) -> str:
 
 
 def _png(image: Tensor) -> io.BytesIO:
+    from fluxq.eval.images.generate import as_picture
+
     stream = io.BytesIO()
-    _pil(image).save(stream, "PNG")
+    as_picture(image).save(stream, "PNG")
     stream.seek(0)
     return stream
-
-
-def _pil(image: Tensor) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 ADAPTERS: dict[str, PluginSource] = {
