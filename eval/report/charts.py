@@ -16,12 +16,11 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from fluxq.eval.metrics.figures import duration, plain, share
+from fluxq.eval.metrics.figures import duration, plain, share, stated
 from fluxq.eval.metrics.schema import (
     SPREAD,
     Curve,
     Debug,
-    Drift,
     Estimate,
     LayerDamage,
     Metric,
@@ -116,8 +115,10 @@ def drift_charts(report: Report) -> list[Drawing]:
     shown: dict[str, list[_Along]] = {}
     for run in report.runs:
         if run.drift is not None:
+            steps = zip(run.drift.steps, run.drift.sigmas, strict=True)
+            places = [{"step": step, "sigma": f"{sigma:.3g}"} for step, sigma in steps]
             for key, curve in run.drift.curves.items():
-                shown.setdefault(key, []).append((run.name, _steps(run.drift), curve))
+                shown.setdefault(key, []).append((run.name, places, curve))
     return drawn(_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
 
 
@@ -308,7 +309,7 @@ def _cost_points(
             "high": value.high,
             "front": "no" if is_behind else "yes",
             "side": "left" if at <= middle else "right",
-            "quality": f"{metric.name} {_words(value, metric.digits)}",
+            "quality": f"{metric.name} {stated(value, metric.digits)}",
             "at": plain(at, digits),
             "remark": "dominated: another run is as good or better and costs no more" if is_behind else "not dominated",
         }
@@ -346,7 +347,7 @@ def _reference_point(
         return []
     where = {"metric": name, "run": "16 bit", "cost": at, "at": plain(at, digits), "front": "16 bit", "side": "none"}
     value = {"value": baseline.mean, "low": baseline.low, "high": baseline.high}
-    return [{**where, **value, "quality": f"{metric.name} {_words(baseline, metric.digits)}", "remark": "16 bit"}]
+    return [{**where, **value, "quality": f"{metric.name} {stated(baseline, metric.digits)}", "remark": "16 bit"}]
 
 
 def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
@@ -390,10 +391,6 @@ def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
         }
         for rank in ranks
     ]
-
-
-def _steps(drift: Drift) -> list[dict[str, Any]]:
-    return [{"step": step, "sigma": f"{s:.3g}"} for step, s in zip(drift.steps, drift.sigmas, strict=True)]
 
 
 def _curve_chart(key: str, axis: str, curves: Sequence[_Along], *, wide: bool = False) -> Drawing | None:
@@ -445,7 +442,7 @@ def _curve_rows(
             "value": value.mean,
             "low": value.mean if value.low is None else value.low,
             "high": value.mean if value.high is None else value.high,
-            "figure": f"{_words(value, curve.digits)} {curve.unit}".strip(),
+            "figure": f"{stated(value, curve.digits)} {curve.unit}".strip(),
         }
         for place, value in zip(places, values, strict=True)
         if value.mean is not None
@@ -610,11 +607,6 @@ def _palette(count: int) -> list[str]:
 
 def _tip(name: str) -> alt.Tooltip:
     return alt.Tooltip(f"{name}:N", title=name)
-
-
-def _words(value: Estimate, digits: str) -> str:
-    limits = "" if value.low is None else f" ({plain(value.low, digits)} to {plain(value.high, digits)})"
-    return plain(value.mean, digits) + limits
 
 
 def _short(text: str) -> str:

@@ -11,7 +11,6 @@ from fluxq.eval.metrics import figures
 from fluxq.eval.metrics.figures import (
     NONE,
     bits,
-    both,
     computed,
     duration,
     durations,
@@ -21,6 +20,7 @@ from fluxq.eval.metrics.figures import (
     shape,
     share,
     size,
+    stated,
 )
 from fluxq.eval.metrics.schema import Debug, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
@@ -80,7 +80,7 @@ def facts(run: Run) -> list[str]:
         if each.ratio is not None:
             than = "" if each.over == "16-bit" else f" as {each.over}"
             sentences.append(
-                f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}"
+                f"{stated(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}"
             )
         else:
             sentences.append(f"no speed-up is given: {each.refused}")
@@ -95,9 +95,9 @@ def summary_table(report: Report) -> list[str]:
     rows = [
         (
             *(row.name, row.computed, row.verdict or NONE),
-            *(both(row.psnr, ".2f"), size(row.disk), size(row.resident), bits(row.bits, row.resident_bits)),
+            *(stated(row.psnr, ".2f"), size(row.disk), size(row.resident), bits(row.bits, row.resident_bits)),
             f"{durations(row.seconds)}, {row.about_time}" if row.seconds else row.unmeasured,
-            f"{both(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
+            f"{stated(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
         )
         for row in summary(report)
     ]
@@ -124,9 +124,9 @@ def _metric_row(row: SummaryMetric) -> tuple[str, ...]:
     hows = dict.fromkeys(text for cell in measured for text in (cell.how, *cell.notes))
     return (
         f"{named.name}{f', {named.unit}' if named.unit else ''} {arrow}",
-        both(row.baseline, named.digits),
+        stated(row.baseline, named.digits),
         *(_cell(cell) for cell in row.cells),
-        both(row.floor, named.digits),
+        stated(row.floor, named.digits),
         row.count,
         "; ".join(hows or [named.how]),
     )
@@ -138,11 +138,11 @@ def _cell(metric: Metric | None) -> str:
     if metric.missing:
         return f"not measured: {metric.missing}"
     value = metric.value
-    text = both(value, metric.digits)
+    text = stated(value, metric.digits)
     if value is not None and value.infinite and value.mean is not None:
         text += f" + {value.infinite} identical"
     if metric.change is not None:
-        text += f"; change {both(metric.change, metric.digits, '+')}"
+        text += f"; change {stated(metric.change, metric.digits, sign='+')}"
     return text
 
 
@@ -166,7 +166,7 @@ def _comparisons(report: Report) -> list[str]:
     if not report.comparisons:
         return []
     rows = [
-        (each.first, each.second, both(each.difference, ".2f", "+"), f"{each.p:.2g}", f"{each.p_holm:.2g}")
+        (each.first, each.second, stated(each.difference, ".2f", sign="+"), f"{each.p:.2g}", f"{each.p_holm:.2g}")
         for each in report.comparisons
     ]
     head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
@@ -202,7 +202,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
     ratios = [
         (
             *(each.stage, each.mode, shape(each), each.baseline),
-            both(each.ratio, ".3g") if each.ratio else f"not given: {each.refused or ''}",
+            stated(each.ratio, ".3g") if each.ratio else f"not given: {each.refused or ''}",
         )
         for each in speed.speedups
     ]
