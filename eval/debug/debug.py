@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, n
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, multiplies_integers
 from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, replaced, squared_error
 from fluxq.eval.debug.findings import findings, listed
-from fluxq.eval.debug.patch import Added, make_patch
+from fluxq.eval.debug.patch import make_patch
 from fluxq.eval.debug.stored import stored_fault
 from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
 from fluxq.eval.images.sides import Side, quantized_layers
@@ -48,12 +48,12 @@ class Search:
 
     steps: number of denoising steps whose layers are looked at.
     budget: runs of the items for the damages, see `measure_damage`.
-    patch: bits and format that a recipe may add; None makes no recipe.
+    growth: bits that a recipe may add, as a share of all that is stored.
     """
 
     steps: int = 4
     budget: int = 256
-    patch: Added | None = field(default_factory=Added)
+    growth: float = 0.05
 
 
 def debug(
@@ -75,7 +75,7 @@ def debug(
         raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and search.patch is not None and "imported" not in record:  # no recipe made an imported one
+    if record is not None and "imported" not in record:  # no recipe made an imported one
         fields = dict(record["recipe"])
         recipe = str(fields.pop("name")), Recipe.model_validate(fields)
     pipes = reference.open(), quantized.open()
@@ -113,14 +113,14 @@ def debug_pipelines(
         reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=search.budget
     )
     patch, why_not = None, ""
-    if recipe is not None and search.patch is not None:
+    if recipe is not None:
 
         def error(kept: Mapping[str, nn.Linear | nn.Conv2d]) -> float:
             with placed(quantized, device), replaced(quantized, kept):
                 return squared_error(run(quantized), traces.latents)
 
         try:
-            patch = make_patch(reference, quantized, layers, damages, recipe, search.patch, error)
+            patch = make_patch(reference, quantized, layers, damages, recipe, search.growth, error)
         except ValueError as refused:
             why_not = str(refused)
     rows = [

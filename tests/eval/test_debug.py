@@ -12,7 +12,6 @@ from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE
 from fluxq.eval.debug.debug import Search, debug, debug_pipelines
-from fluxq.eval.debug.patch import Added
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, quantized_layers
 from fluxq.eval.metrics.schema import Debug
@@ -41,7 +40,7 @@ def folder(plain_checkpoint) -> Path:
 @pytest.fixture(scope="module")
 def sound(folder) -> Debug:
     """All that there is to know about a checkpoint without faults."""
-    return debug(SIXTEEN_BIT, Side("nvfp4", str(folder), ""), ITEMS, CALL, Search(2, patch=Added(0.1)))
+    return debug(SIXTEEN_BIT, Side("nvfp4", str(folder), ""), ITEMS, CALL, Search(2, growth=0.1))
 
 
 @pytest.fixture
@@ -156,7 +155,7 @@ def test_weights_times_one_and_a_half(pipe, plain_checkpoint):
     """Conformance case Q2."""
     quantized = Side("int8", str(plain_checkpoint("int8")), "").open()
     quantized_layers(quantized)[LAYER].weight_scale.data.mul_(1.5)
-    found = broken(pipe, quantized, search=Search(1, 22, Added(0.1)), recipe=("int8", load_recipe("int8")[1]))
+    found = broken(pipe, quantized, search=Search(1, 22, 0.1), recipe=("int8", load_recipe("int8")[1]))
     worst, block = found.layers[0], LAYER.rpartition(".")[0]
     assert worst.name == LAYER
     assert worst.gain > 0.9 and worst.damage > 0.9
@@ -246,8 +245,6 @@ def test_a_library_that_saturates_int8_products(pipe, plain_checkpoint, monkeypa
 def test_refusals(pipe, quantized, folder):
     with pytest.raises(ValueError, match="step cache"):
         debug(SIXTEEN_BIT, Side("q", str(folder), "", cache=0.1), ITEMS, CALL)
-    with pytest.raises(ValueError, match="give a share above 0 and one of fp8, int8, mxfp8"):
-        debug(SIXTEEN_BIT, Side("q", str(folder), ""), ITEMS, CALL, Search(patch=Added(format="nvfp4")))
     with pytest.raises(ValueError, match="is empty"):
         debug_pipelines(pipe, quantized, (), CALL)
     with pytest.raises(ValueError, match="a budget of 9 runs is too small for 5 blocks: give 10"):

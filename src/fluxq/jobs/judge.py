@@ -454,7 +454,6 @@ def debug(
     """
     from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
-    from fluxq.eval.debug.patch import Added
 
     options = subject.options
     inputs = [
@@ -485,7 +484,7 @@ def debug(
         subject.quantized,
         subject.items,
         subject.call,
-        Search(budget=budget, patch=Added(growth)),
+        Search(budget=budget, growth=growth),
         device=device,
         batch_size=options.batch_size,
     )
