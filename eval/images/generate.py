@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -45,14 +45,7 @@ class Generated:
 
     def head(self, count: int) -> Generated:
         """Return the first `count` images."""
-        first = slice(count)
-        return replace(
-            self,
-            items=self.items[first],
-            images=self.images[first],
-            latents=self.latents[first],
-            finite=self.finite[first],
-        )
+        return Generated(self.items[:count], self.images[:count], self.latents[:count], self.finite[:count])
 
 
 class Lazy(Sequence[Tensor]):

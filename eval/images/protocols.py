@@ -46,7 +46,6 @@ class ProtocolRow:
     videos: number of prompts for a model that makes video, None for `count`.
     frames: most frames of a video where nobody says, None for the pipeline's own number.
     seeds: images of each prompt.
-    first_seed: seed of the first image, see `items_of`.
     shuffle: seed of the prompts' order, None for their own.
     own_prompts: whether a model that brings prompts gets those instead.
     metrics: keys, None for all that can be taken.
@@ -63,7 +62,6 @@ class ProtocolRow:
     videos: int | None = None
     frames: int | None = None
     seeds: int = 1
-    first_seed: int = 0
     shuffle: int | None = None
     own_prompts: bool = False
     metrics: tuple[str, ...] | None = None

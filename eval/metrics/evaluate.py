@@ -54,14 +54,17 @@ class Candidate:
     provenance: Mapping[str, str] | None = None
 
 
-def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> dict[str, Interval]:
+def measure_floor(
+    reference: Any, again: Any, keys: Sequence[str], networks: Networks
+) -> tuple[dict[str, Interval], tuple[Estimate, ...] | None]:
     """Measure paired metrics between two 16-bit runs that differ in batch size and attention backend only.
 
-    again: the second run, of the first items of `reference`. A metric without values per image has no floor.
+    again: the second run, of the first items of `reference`. A metric without values per image has no floor. The second
+    result is the PSNR of each frame of videos, None for images.
     """
     sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
     measurements = {key: _take(rows[key], sample) for key in keys}
-    return {
+    floor = {
         key: measurement.value
         for key, measurement in measurements.items()
         if isinstance(measurement, Measured)
@@ -69,6 +72,7 @@ def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Net
         and measurement.value
         and measurement.baseline is None
     }
+    return floor, None if sample.frames is None else _by_frame(sample)
 
 
 def measure_runs(
@@ -85,9 +89,8 @@ def measure_runs(
     """Measure all metrics of every side and judge them together.
 
     sets: images or videos of each candidate.
-    floor: see `measure_floor`.
+    floor, frame_floor: see `measure_floor`.
     drifts: side's name -> errors along its steps.
-    frame_floor: see `measure_frame_floor`.
 
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
@@ -122,7 +125,8 @@ def _measure(
 ) -> Run:
     rows = metric_rows()
     measurements = {key: _take(rows[key], sample) for key in keys}
-    status = _status(sample, measurements)
+    taken = {key: each for key, each in measurements.items() if isinstance(each, Measured)}
+    is_identical = all(map(math.isinf, taken["psnr"].per_image or ()))
     is_video = sample.frames is not None
     metrics = {key: _row(rows[key], measurement, floor.get(key), is_video) for key, measurement in measurements.items()}
     if drift is not None:
@@ -135,24 +139,18 @@ def _measure(
         recipe_digest=candidate.recipe_digest,
         backend=side.backend,
         cache=side.cache,
-        status=status,
+        status="broken" if sample.broken else "identical" if is_identical else "measured",
         size=candidate.size,
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
-        gates=judge_gates(candidate.gates, _means(measurements, drift)),
+        gates=judge_gates(candidate.gates, _means(taken, drift)),
         metrics=metrics,
-        images=_images(sample, measurements),
+        images=_images(sample, taken),
         frames=_frame_curve(sample, frame_floor),
         drift=drift,
         served=candidate.served,
         wall=None,
         provenance=dict(candidate.provenance or {}),
     )
-
-
-def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple[Estimate, ...] | None:
-    """Measure the PSNR of each frame between two 16-bit runs; None for images. again: as in `measure_floor`."""
-    sample = Sample(reference.head(len(again.items)), again, networks)
-    return None if sample.frames is None else _by_frame(sample)
 
 
 def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateOutcome, ...]:
@@ -163,9 +161,8 @@ def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateO
     )
 
 
-def _means(measurements: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
-    intervals = {key: each.value for key, each in measurements.items() if isinstance(each, Measured)}
-    means = {key: value.mean for key, value in intervals.items() if value is not None}
+def _means(taken: Mapping[str, Measured], drift: Drift | None) -> dict[str, float]:
+    means = {key: each.value.mean for key, each in taken.items() if each.value is not None}
     if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
         means[VELOCITY_ERROR] = drift.velocity_error.mean
     return means
@@ -188,16 +185,6 @@ def _take(row: MetricRow, sample: Sample) -> Measured | str:
         return row.measure(sample)
     except Unmeasured as reason:
         return str(reason)
-
-
-def _status(sample: Sample, measurements: Mapping[str, Measured | str]) -> Any:
-    if not sample.quantized.finite.all():
-        return "broken"
-    return "identical" if all(math.isinf(value) for value in _values(measurements["psnr"])) else "measured"
-
-
-def _values(measurement: Measured | str) -> tuple[float, ...]:
-    return () if isinstance(measurement, str) else measurement.per_image or ()
 
 
 def _row(row: MetricRow, measurement: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
@@ -261,13 +248,10 @@ def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
     )
 
 
-def _images(sample: Sample, measurements: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+def _images(sample: Sample, taken: Mapping[str, Measured]) -> tuple[Image, ...]:
     quantized, frames = sample.quantized, sample.frames
-    per_image = {key: values for key, measurement in measurements.items() if (values := _values(measurement))}
-    measured = {key: measurement for key, measurement in measurements.items() if isinstance(measurement, Measured)}
-    changes = {
-        key: measurement.change_per_image for key, measurement in measured.items() if measurement.change_per_image
-    }
+    per_image = {key: each.per_image for key, each in taken.items() if each.per_image}
+    changes = {key: each.change_per_image for key, each in taken.items() if each.change_per_image}
     return tuple(
         Image(
             finite=bool(quantized.finite[index]),

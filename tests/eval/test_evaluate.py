@@ -114,7 +114,7 @@ def test_a_model_against_itself(sides, networks):  # Q1 of the conformance cases
 
 
 def test_the_noise_floor_has_what_is_paired_and_nothing_else(sides, networks):
-    floor = measure_floor(sides[0], sides[1].head(3), tuple(METRICS), networks)
+    floor, _ = measure_floor(sides[0], sides[1].head(3), tuple(METRICS), networks)
     assert set(floor) == {"psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance"}
     assert floor["psnr"].n == 3
     (run,) = measure(*sides, networks=networks, floor=floor)

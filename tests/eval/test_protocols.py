@@ -53,7 +53,7 @@ def test_smoke_is_a_few_images_of_the_model_s_own_prompts():
     tiny, row = resolve_model("tiny"), PROTOCOLS["smoke"]
     assert row.call(tiny) == {}
     found = load_prompts(row.source(tiny), tiny, shuffle=row.shuffle)
-    items = items_of(found.prompts, row.count, row.seeds, row.first_seed)
+    items = items_of(found.prompts, row.count, row.seeds)
     assert (
         items == [(prompt, seed) for seed, prompt in enumerate(found.prompts[:8])]
         and len({prompt for prompt, _ in items}) == 8

@@ -180,7 +180,6 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
     usual = (makes_video(folder) and protocol.videos) or protocol.count
     count, seeds = options.count or usual, options.seeds or protocol.seeds
-    first = protocol.first_seed if options.seed is None else options.seed
     for name in quantized.components:
         for what in other_small_files(quantized, folder, name):
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
@@ -214,7 +213,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             seeds=seeds,
             dataset=next((row.repo for name, row in DATASETS.items() if prompts.source in (name, row.file)), None),
         ),
-        items=tuple(items_of(prompts.prompts, count, seeds, first)),
+        items=tuple(items_of(prompts.prompts, count, seeds, options.seed or 0)),
         call=call,
     )
 
@@ -258,7 +257,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     """
     from fluxq.eval.images.executor import Work, ensure_images, one_thread, open_engine
     from fluxq.eval.metrics.drift import floor_attention
-    from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
+    from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
     from fluxq.eval.report.report import compare_runs
 
     options, started = subject.options, time.perf_counter()
@@ -287,7 +286,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
     with one_thread(torch.device(options.device).type):  # as the images were made: equal bits from every engine
-        floor = measure_floor(reference, again, keys, networks)
+        floor, frame_floor = measure_floor(reference, again, keys, networks)
         drifts, served = _opened(subject, list(shown), floor_side, batch, floor_batch)
         runs = measure_runs(
             _candidates(subject, list(shown), served),
@@ -297,7 +296,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
             networks=networks,
             floor=floor,
             drifts=drifts,
-            frame_floor=measure_frame_floor(reference, again, networks),
+            frame_floor=frame_floor,
         )
     noun = "image" if reference.frames is None else "video"
     report = Report(
