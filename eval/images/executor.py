@@ -203,11 +203,6 @@ class ImageFolder:
         """Device that made the images; several names, separated by commas, if there were several."""
         return ", ".join(sorted({row.device for row in self.rows}))
 
-    @property
-    def items_digest(self) -> str:
-        """SHA-256 of prompts and seeds in order."""
-        return sha256_json(self.items)
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the pixels, see `generate.images_digest`."""

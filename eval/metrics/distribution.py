@@ -14,7 +14,6 @@ hold them against torchmetrics, torch-fidelity, pytorch-fid and scipy.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from fluxq.base.files import sha256_file
 
 INCEPTION_SIZE = 299
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
@@ -63,8 +60,7 @@ class FeatureNetwork:
 class Moments:
     """Mean (D,) and covariance (D, D) of features, float64; n is None where a statistics file does not say.
 
-    network, variant, extractor: of the `FeatureNetwork` that made them, None where a file does not say. digest:
-    SHA-256 of the images, or of the file that these were read from.
+    network, variant, extractor: of the `FeatureNetwork` that made them, None where a file does not say.
     """
 
     mu: Tensor
@@ -72,7 +68,6 @@ class Moments:
     n: int | None
     network: str | None
     variant: str | None
-    digest: str
     extractor: str | None = None
 
     @cached_property
@@ -89,7 +84,6 @@ class Features:
     values: Tensor
     network: str | None
     variant: str | None
-    digest: str
     extractor: str | None = None
 
     @cached_property
@@ -102,7 +96,6 @@ class Features:
             n=len(values),
             network=self.network,
             variant=self.variant,
-            digest=self.digest,
             extractor=self.extractor,
         )
 
@@ -144,19 +137,16 @@ def extract(
     features that are not finite.
     """
     module = network.module.eval().to(device)
-    digest = hashlib.sha256(repr(len(images)).encode())
     values: list[Tensor] = []
     for start in range(0, len(images), batch_size):
         batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
         for image in batch:
             if image.dtype != torch.uint8:
                 raise ValueError(f"FID and its kin are taken of uint8 images, got {image.dtype}")
-            digest.update(repr(tuple(image.shape)).encode())
-            digest.update(image.contiguous().numpy().data)
         values.append(_forward(module, network, batch, device))
     if not values:
         raise ValueError("there are no images to take features of")
-    return Features(torch.cat(values), network.name, network.variant, digest.hexdigest(), network.digest)
+    return Features(torch.cat(values), network.name, network.variant, network.digest)
 
 
 def fid(images: Features, reference: Features | Moments, label: str) -> float:
@@ -289,7 +279,6 @@ def read_statistics(path: Path) -> Features | Moments:
     facts: dict[str, Any] = {
         "network": None,
         "variant": resize and inception_variant(resize),
-        "digest": sha256_file(path),
         "extractor": str(stored["extractor_sha256"]) if "extractor_sha256" in stored else None,
     }
     if "features" in stored:

@@ -416,11 +416,12 @@ def _against_reference(
     sample: Sample, what: str, measure: Callable[[Features, Any], _Result]
 ) -> tuple[_Result, _Result]:
     """Return a distance of either side to the reference; of the 16-bit images it is the same in every run."""
-    reference = _reference(sample)
-    _sides(sample)  # refuses too few images
-    return sample.both(
-        f"{what} to {reference.digest}", lambda side: measure(sample.features(side.images, side), reference)
+    reference, results = _reference(sample), sample.networks.results
+    before, after = (  # features are kept in the results too, so that no others take their ids
+        results.get(reference, f"{what} of {id(features)}", lambda features=features: measure(features, reference))
+        for features in _sides(sample)
     )
+    return before, after
 
 
 def _sides(sample: Sample) -> tuple[Features, Features]:

@@ -31,7 +31,7 @@ from fluxq.eval.metrics.distribution import (
 
 def seen(values, **changes):
     """Features as if a network had given them."""
-    features = Features(torch.as_tensor(np.ascontiguousarray(values)), "table", "as they are", f"sha of {len(values)}")
+    features = Features(torch.as_tensor(np.ascontiguousarray(values)), "table", "as they are")
     return replace(features, **changes)
 
 
@@ -167,7 +167,7 @@ def test_B1_fid_at_infinity_undoes_the_bias():
     assert found.value == pytest.approx(truth, abs=0.05) and 0 < found.error < 0.05
     assert found == fid_infinity(a, b) and found.value != fid_infinity(a, b, seed=1).value
     assert found.sizes[0] == 1000 and found.sizes[-1] == n
-    exact = Moments(torch.from_numpy(shift), torch.diag(torch.from_numpy(sd**2)), None, None, None, "")
+    exact = Moments(torch.from_numpy(shift), torch.diag(torch.from_numpy(sd**2)), None, None, None)
     assert fid_infinity(a, exact).value == pytest.approx(truth, abs=0.05)
     with pytest.raises(Incomparable, match="more than 256 images a side, got 200"):
         fid_infinity(replace(a, values=a.values[:200]), b)
@@ -228,7 +228,6 @@ def test_features_are_taken_in_batches_of_any_sequence():
     network = FeatureNetwork(Mean(), "mean")
     whole, batched = extract(images, network), extract(list(images), network, batch_size=3)
     assert torch.equal(whole.values, images.double().mean((2, 3))) and torch.equal(whole.values, batched.values)
-    assert whole.digest == batched.digest != extract(images[:9], network).digest
     with pytest.raises(ValueError, match="uint8"):
         extract(images / 255, network)
     with pytest.raises(ValueError, match=r"one size, got \(3, 4, 5\) and \(3, 5, 5\)"):

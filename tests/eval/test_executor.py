@@ -141,7 +141,7 @@ def test_images_on_disk_are_those_of_generate(whole):
     assert torch.equal(torch.stack(list(made.images)), expected.images) and made.images[0].dtype == torch.uint8
     assert torch.equal(torch.stack(list(made.latents)), expected.latents) and made.latents[0].dtype == torch.float32
     assert torch.equal(made.finite, expected.finite) and made.device == "cpu"
-    assert made.digest == expected.digest and made.items_digest == executor.sha256_json(expected.items)
+    assert made.digest == expected.digest
     assert made.head(3).items == work.items[:3] and made.head(3).digest == expected.head(3).digest
     assert torch.equal(made.images[2:4][1], expected.images[3])
 

@@ -186,7 +186,7 @@ def test_features_are_taken_once_for_all_metrics_and_runs(pictures, networks, mo
 
 def test_statistics_of_a_file_stand_for_images(sample, networks):
     features = sample.features(networks.reference_images)
-    moments = Moments(features.moments.mu, features.moments.sigma, None, None, None, "digest")
+    moments = Moments(features.moments.mu, features.moments.sigma, None, None, None)
     bare = replace(networks, reference_images=None, reference_statistics=moments, reference_name="val.npz")
     held = Sample(sample.reference, sample.quantized, bare)
     found = METRICS["fid"].measure(held)
@@ -196,9 +196,7 @@ def test_statistics_of_a_file_stand_for_images(sample, networks):
     assert "stays in it" in METRICS["fid_infinity"].measure(held).notes[-1]
     with pytest.raises(Unmeasured, match="a mean and a covariance only"):
         METRICS["kid"].measure(held)
-    wrong = replace(
-        bare, reference_statistics=replace(moments, mu=moments.mu[:3], sigma=moments.sigma[:3, :3], digest="w")
-    )
+    wrong = replace(bare, reference_statistics=replace(moments, mu=moments.mu[:3], sigma=moments.sigma[:3, :3]))
     with pytest.raises(Unmeasured, match="64 and 3 dimensions"):
         METRICS["fid"].measure(Sample(sample.reference, sample.quantized, wrong))
 

@@ -309,7 +309,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
             "dtype": subject.reference.dtype,
             "pipeline call (SHA-256)": sha256_json(subject.call),
             f"{noun}s in a batch": str(batch),
-            "prompts and seeds (SHA-256)": reference.items_digest,
+            "prompts and seeds (SHA-256)": sha256_json(reference.items),
             f"16-bit {noun}s (SHA-256)": reference.digest,
         },
         noise_floor=(
