@@ -90,14 +90,8 @@ class Features:
     def moments(self) -> Moments:
         """Mean and covariance over N - 1, in two passes, which large offsets do not cancel."""
         values = self.values.double()
-        return Moments(
-            mu=values.mean(0),
-            sigma=torch.cov(values.T).reshape(values.shape[1], values.shape[1]),
-            n=len(values),
-            network=self.network,
-            variant=self.variant,
-            extractor=self.extractor,
-        )
+        sigma = torch.cov(values.T).reshape(values.shape[1], values.shape[1])
+        return Moments(values.mean(0), sigma, len(values), self.network, self.variant, self.extractor)
 
     @property
     def n(self) -> int:

@@ -100,10 +100,6 @@ def _of(part: RecordedComponent) -> str:
     return part.component or "model"
 
 
-def _tag(record: Record) -> str:
-    return record.recipe.name if record.imported is None else "imported"
-
-
 def _title(record: Record) -> str:
     name = escaped(record.recipe.name)
     return f"quantized with fluxq ({name})" if record.imported is None else name
@@ -156,7 +152,6 @@ def eval_results(report: Report) -> dict[str, str]:
 
     These files name a data set of the hub, so an evaluation on other prompts has none.
     """
-    import yaml
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     dataset = report.protocol.dataset
@@ -257,7 +252,8 @@ def license_text(fields: dict[str, str]) -> str:
 def _front_matter(record: Record) -> list[str]:
     model, first = record.model, record.components[0]
     library = "diffusers" if first.component else first.library
-    fields = {"library_name": library, "tags": ["quantization", "fluxq", _tag(record)], **model.license}
+    made_by = record.recipe.name if record.imported is None else "imported"
+    fields = {"library_name": library, "tags": ["quantization", "fluxq", made_by], **model.license}
     if HUB_ID.fullmatch(model.name):  # a local folder's name would point at a stranger's model
         fields |= {"base_model": model.name, "base_model_relation": "quantized"}
     written = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 16)
@@ -265,13 +261,11 @@ def _front_matter(record: Record) -> list[str]:
 
 
 def _scope(parts: list[RecordedComponent]) -> str:
-    counts = []
-    for part in parts:
-        counts.append(
-            f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized"
-            + (f", its self-attention is computed in {part.attention}" if part.attention != "16bit" else "")
-        )
-    return "; ".join(counts)
+    return "; ".join(
+        f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized"
+        + (f", its self-attention is computed in {part.attention}" if part.attention != "16bit" else "")
+        for part in parts
+    )
 
 
 def _size_row(part: RecordedComponent) -> str:

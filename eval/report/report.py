@@ -197,15 +197,6 @@ class PictureRow:
     frames: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PictureGroup:
-    """Rows that were chosen for one reason. shown: so many are seen at once, the rest when asked for."""
-
-    title: str
-    rows: tuple[PictureRow, ...]
-    shown: int
-
-
 def _page(report: Report) -> dict[str, Any]:
     runs = report.runs
     kept = _pictures_kept(runs)
@@ -240,7 +231,6 @@ def _page(report: Report) -> dict[str, Any]:
         "pictures_full": max((len(group) for run in runs if run.wall for group in run.wall.groups.values()), default=0),
         "wall": next((run.wall for run in runs if run.wall is not None), None),
         "image_rows": _image_rows(report),
-        "image_limit": _TABLE_IMAGES,
         "time": list(_flat(report.time)),
         "run_provenance": _run_provenance(runs),
         "glossary": GLOSSARY,
@@ -262,8 +252,11 @@ def _bytes(picture: Picture) -> int:
     return sum(map(len, (picture.reference, picture.quantized, picture.difference, picture.motion or "")))
 
 
-def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
-    """Return the groups of all runs' walls: a row for each item, with the pictures of all runs that have it."""
+def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[PictureRow], int]]:
+    """Return the groups of all runs' walls: a row for each item, with the pictures of all runs that have it.
+
+    Of each group its title, its rows, and how many of them are seen at once, the rest when asked for.
+    """
     walls: dict[str, dict[int, Picture]] = {run.name: {} for run in report.runs}
     groups: dict[str, dict[int, None]] = {}
     for run in report.runs:
@@ -276,8 +269,7 @@ def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
         rows = [row for index in indices for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
-            title = PICTURE_GROUPS.get(name, name)
-            shown.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not shown else 0))
+            shown.append((PICTURE_GROUPS.get(name, name), rows, 0 if shown else _SHOWN_ROWS))
     return shown
 
 
@@ -288,14 +280,11 @@ def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], in
         for run in report.runs
     )
     shown = {shot.picture.frames: shot.picture.reference for shot in reversed(shots) if shot.picture is not None}
-    return [
-        PictureRow(report.items[index], reference, tuple(shot for shot in shots if _has(shot, frames, shown)), frames)
-        for frames, reference in shown.items()
-    ]
-
-
-def _has(shot: Shot, frames: tuple[int, ...], shown: Mapping[tuple[int, ...], str]) -> bool:
-    return len(shown) == 1 or (shot.picture is not None and shot.picture.frames == frames)
+    rows = []
+    for frames, reference in shown.items():
+        pictured = [shot for shot in shots if len(shown) == 1 or (shot.picture and shot.picture.frames == frames)]
+        rows.append(PictureRow(report.items[index], reference, tuple(pictured), frames))
+    return rows
 
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
