@@ -53,11 +53,9 @@ class Side:
         return facts
 
     def open(self, device: str = "cpu") -> Any:
-        """Open the pipeline, ready to be called. ValueError for a backend, cache or attention that it cannot have."""
+        """Open the pipeline, ready to be called. ValueError for a cache or attention that it cannot have."""
         from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # it imports torch's compiler
 
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
         folder = ModelFolder(self.name, Path(self.folder))
         with about_to_keep():
             pipe: Any = load_pipeline(folder, self.dtype, "cpu" if self.offload else device)

@@ -58,8 +58,6 @@ def follow(
     pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None = None
 ) -> Followed:
     """Run the 16-bit pipeline on a few (prompt, seed) and keep its path; ValueError where that is not finite."""
-    if not items:
-        raise ValueError("nothing to follow: the list of (prompt, seed) is empty")
     size = batch_size or images_per_batch(call)
     velocities: list[list[list[Tensor]]] = [[] for _ in items]
     latents: list[list[Tensor]] = [[] for _ in items]
@@ -113,9 +111,7 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
 
 
 def with_floor(quantized: Drift, floor: Drift) -> Drift:
-    """Return `quantized` beside the drift of a second 16-bit pipeline; ValueError if the two followed other paths."""
-    if (quantized.steps, quantized.sigmas, quantized.images) != (floor.steps, floor.sigmas, floor.images):
-        raise ValueError("the noise floor was measured on other images or steps: take both from one `follow`")
+    """Return `quantized` beside the drift of a second 16-bit pipeline from the same path."""
     curves = {
         key: curve.model_copy(update={"floor": floor.curves[key].values}) for key, curve in quantized.curves.items()
     }

@@ -72,7 +72,6 @@ def clustered_interval(
     prompts: the prompt of each value, in any order and with any number of images each. For a comparison pass
     per-image differences: pairing is what makes the interval narrow. Raises ValueError if the two differ in length.
     """
-    _check_lengths(values, prompts)
     if not values or any(math.isnan(value) for value in values):
         return Interval(math.nan, math.nan, math.nan, n=0)
     sums, counts = _by_prompt(values, prompts)
@@ -107,7 +106,6 @@ def p_value(differences: Sequence[float], prompts: Sequence[Hashable]) -> float:
     that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / 10,000.
     Infinite differences are left out. NaN if any is NaN or fewer than two prompts remain.
     """
-    _check_lengths(differences, prompts)
     sums, counts = _by_prompt(differences, prompts)
     if any(math.isnan(value) for value in differences) or len(sums) < 2:
         return math.nan
@@ -187,7 +185,6 @@ def more_images(
     N that is needed it equals the distance from the mean to the nearest end of the margin. None where the mean lies on
     that end, or where fewer than two prompts tell a spread.
     """
-    _check_lengths(values, prompts)
     sums, counts = _by_prompt(values, prompts)
     if any(math.isnan(value) for value in values) or len(sums) < 2:
         return None
@@ -200,11 +197,6 @@ def more_images(
     variance = len(sums) / (len(sums) - 1) * math.fsum(value**2 for value in residuals) / n**2
     half_width = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance)
     return max(1, math.ceil(n * ((half_width / distance) ** 2 - 1)))
-
-
-def _check_lengths(values: Sequence[float], prompts: Sequence[Hashable]) -> None:
-    if len(values) != len(prompts):
-        raise ValueError(f"{len(values)} values and {len(prompts)} prompts: every value needs the prompt of its image")
 
 
 def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[list[float], list[float]]:

@@ -79,8 +79,6 @@ def merge(reports: Sequence[Report]) -> Report:
     Raises ValueError naming what differs if they were not measured on the same 16-bit images, or if two runs share a
     name. What was measured in different ways (another FID variant) stays, but is warned of and not drawn together.
     """
-    if not reports:
-        raise ValueError("nothing to merge: give at least one report")
     first = reports[0]
     for other in reports[1:]:
         _require_same_reference(first, other)

@@ -67,7 +67,7 @@ class Timing:
     modes: keys of MODES.
     batches: numbers of images in a call.
     sizes: (height, width) in pixels, of videos with frames too; none for the pipeline's own.
-    warmup: rounds that are not timed.
+    warmup, rounds: at least 1 that is not timed, and 3 that are, to know how much they spread.
     """
 
     modes: Sequence[str] = ("eager",)
@@ -93,10 +93,12 @@ def measure_speed(
     machine: clock and sensors in place of the device's own.
     references: number of unquantized sides; one may have `dtype` "float32".
 
-    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for
-    invalid settings, and RuntimeError if no side runs at all.
+    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for two
+    sides of one name, and RuntimeError if no side runs at all.
     """
-    _check(sides, prompts, timing)
+    names = [side.name for side in sides]
+    if len({*names}) != len(names):
+        raise ValueError(f"sides to time are {', '.join(names)}: give at least one, each with its own name")
     sizes = timing.sizes
     machine = machine or machine_of(device)
     before = machine.conditions()
@@ -150,7 +152,6 @@ class Opened:
 
     name: str
     is_reference: bool
-    has_cache: bool
     is_fp32: bool = False
     pipe: Any = None
     missing: str | None = None
@@ -185,7 +186,7 @@ class Entry:
     peak_bytes: int | None = None
 
     def times(self, stage: str) -> Times:
-        """Return the times of a stage; ValueError if no round had it."""
+        """Return the times of a stage."""
         return summarize([each.stages[stage] for each in self.rounds])
 
     @property
@@ -198,9 +199,7 @@ class Entry:
 
 
 def summarize(values: Sequence[float]) -> Times:
-    """Return percentiles of times by linear interpolation. ValueError for no values."""
-    if not values:
-        raise ValueError("no times to summarize: no round was run")
+    """Return percentiles of times by linear interpolation."""
     ordered = torch.tensor(values, dtype=torch.float64)
     at = torch.tensor([0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
     low, middle, high, late = torch.quantile(ordered, at).tolist()
@@ -281,7 +280,7 @@ class _Bench:
         for index in reversed(range(len(sides))):
             side = sides[index]
             is_fp32 = 0 < index < references and getattr(side, "dtype", None) == "float32"
-            opened = Opened(side.name, index < references, getattr(side, "cache", None) is not None, is_fp32)
+            opened = Opened(side.name, index < references, is_fp32)
             if not self._load(opened, side, size) and self._make_room(opened):
                 self._load(opened, side, size)
             self.opened.insert(0, opened)
@@ -596,9 +595,9 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
 
 
 def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
-    """Return `step_at_peak`; None on a CPU, on a GPU without a row, and where a step cache skips an unknown part."""
+    """Return `step_at_peak`; None on a CPU and on a GPU without a row."""
     device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
-    if device is None or entry.opened.has_cache:
+    if device is None:
         return None
     return step_at_peak(entry.opened.pipe, entry.setting, bench.call, entry.rounds[0].sequences, device)
 
@@ -670,22 +669,6 @@ def _out_of_memory(problem: BaseException) -> str | None:
 
 def _ran_out(missing: str | None) -> bool:
     return missing is not None and missing.startswith(_OUT_OF_MEMORY)
-
-
-def _check(sides: Sequence[Any], prompts: Sequence[str], timing: Timing) -> None:
-    modes, batches, rounds, warmup = timing.modes, timing.batches, timing.rounds, timing.warmup
-    names = [side.name for side in sides]
-    if not names or len({*names}) != len(names):
-        raise ValueError(f"sides to time are {', '.join(names) or 'none'}: give at least one, each with its own name")
-    if not prompts:
-        raise ValueError("no prompts to time with: give at least one")
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown or not modes:
-        raise ValueError(f"mode {(unknown or ['none'])[0]!r} is unknown; known: {', '.join(MODES)}")
-    if not batches or min(batches) < 1:
-        raise ValueError(f"batches {tuple(batches)}: at least one, each of at least one image")
-    if rounds < 3 or warmup < 1:
-        raise ValueError(f"{rounds} rounds after {warmup} of warm-up: at least 3 after 1, to know how much they spread")
 
 
 # mode -> function from a transformer to the one that runs.

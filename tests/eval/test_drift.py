@@ -176,11 +176,6 @@ def test_fewer_or_more_steps_are_refused():
         drift(shorter, FakePipe())
 
 
-def test_nothing_to_follow():
-    with pytest.raises(ValueError, match="nothing to follow"):
-        follow(FakePipe(), [], {})
-
-
 def test_hooks_are_gone_afterwards_and_after_a_fault():
     pipe = FakePipe()
     followed = follow(pipe, ITEMS, {}, 2)
@@ -198,12 +193,6 @@ def test_what_runs_at_every_step_is_found_by_name():
     assert list(denoisers(SimpleNamespace(components=components))) == ["transformer", "transformer_2"]
     with pytest.raises(ValueError, match="no transformer: its components are vae"):
         denoisers(SimpleNamespace(components={"vae": part}))
-
-
-def test_a_floor_of_another_path_is_refused():
-    short = drift(follow(FakePipe(), ITEMS[:2], {}, 2), FakePipe(1.1))
-    with pytest.raises(ValueError, match="other images or steps"):
-        with_floor(drift(follow(FakePipe(), ITEMS, {}, 2), FakePipe(1.1)), short)
 
 
 # The embedded pipeline.

@@ -185,15 +185,6 @@ def test_versions_decide_bits(work, monkeypatch):
         executor.Worker(work, "x", "cpu")
 
 
-def test_nothing_and_twice_the_same_are_refused(work):
-    with pytest.raises(ValueError, match=r"list of .* is empty"):
-        replace(work, items=())
-    with pytest.raises(ValueError, match="'a' with seed 3 is asked for 2 times"):
-        replace(work, items=(*work.items, work.items[0]))
-    with pytest.raises(ValueError, match="batch_size 0"):
-        replace(work, batch_size=0)
-
-
 def test_a_broken_image_is_kept_as_broken(work):
     made = ensure_images(replace(work, side=FakeSide("fake", "", "", bad=("b",))))
     assert made.finite.tolist() == [prompt != "b" for prompt, _ in work.items]
