@@ -42,6 +42,7 @@ class Candidate:
     checkpoint: name of its folder.
     served: arithmetic and memory of its layers.
     gates: conditions such as `psnr>=30`.
+    drift: errors along its steps.
     """
 
     side: Side
@@ -52,6 +53,7 @@ class Candidate:
     served: Served | None = None
     gates: tuple[str, ...] = ()
     provenance: Mapping[str, str] | None = None
+    drift: Drift | None = None
 
 
 def measure_floor(
@@ -83,23 +85,19 @@ def measure_runs(
     keys: Sequence[str],
     networks: Networks,
     floor: Mapping[str, Interval],
-    drifts: Mapping[str, Drift],
     frame_floor: Sequence[Estimate] | None = None,
 ) -> tuple[Run, ...]:
     """Measure all metrics of every side and judge them together.
 
     sets: images or videos of each candidate.
     floor, frame_floor: see `measure_floor`.
-    drifts: side's name -> errors along its steps.
 
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
     for images in sets:
         _require_comparable(reference, images)
     runs = [
-        _measure(
-            candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name), frame_floor
-        )
+        _measure(candidate, Sample(reference, images, networks), keys, floor, frame_floor)
         for candidate, images in zip(candidates, sets, strict=True)
     ]
     shown = _worst_of(runs)
@@ -120,10 +118,9 @@ def _measure(
     sample: Sample,
     keys: Sequence[str],
     floor: Mapping[str, Interval],
-    drift: Drift | None,
     frame_floor: Sequence[Estimate] | None,
 ) -> Run:
-    rows = metric_rows()
+    rows, side, drift = metric_rows(), candidate.side, candidate.drift
     measurements = {key: _take(rows[key], sample) for key in keys}
     taken = {key: each for key, each in measurements.items() if isinstance(each, Measured)}
     is_identical = all(map(math.isinf, taken["psnr"].per_image or ()))
@@ -131,7 +128,6 @@ def _measure(
     metrics = {key: _row(rows[key], measurement, floor.get(key), is_video) for key, measurement in measurements.items()}
     if drift is not None:
         metrics[VELOCITY_ERROR] = _velocity_error(drift)
-    side = candidate.side
     return Run(
         name=side.name,
         checkpoint=candidate.checkpoint,

@@ -51,9 +51,7 @@ def measure(reference, *sets, networks=None, gates=(), floor=None, keys=OF_IMAGE
     candidates = [
         Candidate(Side(f"side {k}", "", "d"), "made", "noise", "digest", SIZE, gates=gates) for k in range(len(sets))
     ]
-    return measure_runs(
-        candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {}, drifts={}
-    )
+    return measure_runs(candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {})
 
 
 def test_every_metric_is_a_row_with_its_interval(sides, networks):

@@ -313,7 +313,7 @@ def run_of(before: Generated, after: Generated, again: Generated | None = None):
     floor, by_frame = measure_floor(before, again, keys, Networks()) if again else ({}, None)
     candidate = Candidate(Side("side", "", "d"), "made", "noise", "digest", size)
     (run,) = measure_runs(
-        [candidate], before, [after], keys=keys, networks=Networks(), floor=floor, drifts={}, frame_floor=by_frame
+        [candidate], before, [after], keys=keys, networks=Networks(), floor=floor, frame_floor=by_frame
     )
     return run
 

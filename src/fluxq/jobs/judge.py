@@ -35,12 +35,10 @@ from fluxq.eval.metrics.schema import (
     SCHEMA_VERSION,
     CheckpointSize,
     Debug,
-    Drift,
     Item,
     Protocol,
     Report,
     Run,
-    Served,
     Speed,
     Timed,
     read_report,
@@ -287,15 +285,13 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     generated = time.perf_counter()
     with one_thread(torch.device(options.device).type):  # as the images were made: equal bits from every engine
         floor, frame_floor = measure_floor(reference, again, keys, networks)
-        drifts, served = _opened(subject, list(shown), floor_side, batch, floor_batch)
         runs = measure_runs(
-            _candidates(subject, list(shown), served),
+            _candidates(subject, list(shown), floor_side, batch, floor_batch),
             reference,
             list(shown.values()),
             keys=keys,
             networks=networks,
             floor=floor,
-            drifts=drifts,
             frame_floor=frame_floor,
         )
     noun = "image" if reference.frames is None else "video"
@@ -620,31 +616,21 @@ def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str
     return {name: other for name, other in same_as.items() if name != other}
 
 
-def _opened(
+def _candidates(
     subject: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
-) -> tuple[dict[str, Drift], dict[str, Served | None]]:
-    """Return two tables by side's name, opening each side once: errors along its steps, and its arithmetic.
+) -> list[Candidate]:
+    """Return the sides with facts for the report, opening each once: errors along its steps, and its arithmetic.
 
     Errors are of the first few prompts, each beside the noise floor.
     """
     from fluxq.eval.metrics.drift import drift, follow, with_floor
-    from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
+    from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS, Candidate
     from fluxq.eval.speed.served import served
 
     items = subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES]
     device = subject.options.device
     followed = follow(subject.reference.open(device), items, subject.call, min(batch, len(items)))
     floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
-    drifts, served_sides = {}, {}
-    for side in sides:
-        pipe = side.open(device)
-        drifts[side.name], served_sides[side.name] = with_floor(drift(followed, pipe), floor), served(pipe, device)
-    return drifts, served_sides
-
-
-def _candidates(subject: Subject, sides: Sequence[Side], served: Mapping[str, Served | None]) -> list[Candidate]:
-    from fluxq.eval.metrics.evaluate import Candidate
-
     record = subject.record
     provenance = {
         **{f"{part} weights (SHA-256)": digest for part, digest in record.model.digests.items()},
@@ -652,7 +638,12 @@ def _candidates(subject: Subject, sides: Sequence[Side], served: Mapping[str, Se
         **_origin(record),
     }
     identity = _named(subject), record.recipe.name, record.identity.recipe, _size(record)
-    return [Candidate(side, *identity, served[side.name], _gates(subject), provenance) for side in sides]
+    candidates = []
+    for side in sides:
+        pipe = side.open(device)
+        along = with_floor(drift(followed, pipe), floor)
+        candidates.append(Candidate(side, *identity, served(pipe, device), _gates(subject), provenance, along))
+    return candidates
 
 
 def _size(record: Record) -> CheckpointSize:
