@@ -620,7 +620,6 @@ class _Crew:
 
     @property
     def busy(self) -> bool:
-        """Flag that is true while any actor makes a chunk."""
         return any(hand.index is not None for hand in self.hands.values())
 
     def hire(self) -> None:

@@ -300,7 +300,7 @@ class _Bench:
         for entry in entries:
             if entry.missing is None:
                 self._attempt(entry, lambda entry=entry: self._warm_up(entry, warmup))
-                if _ran_out(entry.missing) and self._make_room(entry.opened):
+                if (entry.missing or "").startswith(_OUT_OF_MEMORY) and self._make_room(entry.opened):
                     for captured in [other for other in entries if other.mode == "captured" and other.models]:
                         captured.missing, captured.models = _GRAPHS_STAY, {}
                     self.machine.release()
@@ -441,9 +441,6 @@ class _StageTimer:
     def end(self, stage: str) -> None:
         self.marks.setdefault(stage, []).append((self.begun, self.machine.mark()))
 
-    def end_text(self, *_: Any) -> None:
-        self.end(TEXT)
-
     def end_step(self, model: nn.Module, _args: Any, output: Any) -> None:
         self.end(STEP)
         self.rows += len(prediction(output, model))
@@ -466,7 +463,7 @@ def _watched(pipe: Any, timer: _StageTimer) -> Iterator[None]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
     with ExitStack() as stack:
-        stack.enter_context(hooked(encoders, before=timer.begin, after=timer.end_text))
+        stack.enter_context(hooked(encoders, before=timer.begin, after=lambda *_: timer.end(TEXT)))
         stack.enter_context(hooked(denoisers(pipe).values(), before=timer.begin, after=timer.end_step))
         if "vae" in parts:
             stack.enter_context(_watched_decoding(parts["vae"], timer))
@@ -665,10 +662,6 @@ def _out_of_memory(problem: BaseException) -> str | None:
         each in message for each in _ALLOCATORS_SAY
     )
     return f"{_OUT_OF_MEMORY}: {message}" if is_it else None
-
-
-def _ran_out(missing: str | None) -> bool:
-    return missing is not None and missing.startswith(_OUT_OF_MEMORY)
 
 
 # mode -> function from a transformer to the one that runs.
