@@ -78,7 +78,7 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
     by_run: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
     for (run, key, _), decision in zip(cases, decisions, strict=True):
         by_run[run.name][key] = decision
-    judged = [_fixed(run) or _judged(run, _Decided(by_run[run.name], bool(published(run)))) for run in runs]
+    judged = [_fixed(run) or _judged(run, by_run[run.name]) for run in runs]
     return tuple(run.model_copy(update={"verdict": verdict}) for run, verdict in zip(runs, judged, strict=True))
 
 
@@ -159,36 +159,6 @@ def _values(run: Run, key: str, margin: Margin) -> list[float]:
 # from decisions to words
 
 
-@dataclass(frozen=True)
-class _Decided:
-    """Decisions on a run's metrics, by key."""
-
-    decisions: Mapping[str, Decision]
-    has_published: bool
-
-    @property
-    def worse(self) -> list[str]:
-        """Worse metrics; without published figures no paired one, as any quantizer is farther off than noise."""
-        return [key for key in self._of("worse") if self.has_published or key not in TOLERANCE]
-
-    @property
-    def beyond_noise(self) -> list[str]:
-        """Paired metrics beyond the noise, with no published figure to compare them with."""
-        return [key for key in self._of("worse") if key not in self.worse]
-
-    @property
-    def inside(self) -> list[str]:
-        """Paired metrics within their margins, which alone can say that a run is good."""
-        return [key for key in TOLERANCE if key in self._of("equivalent")]
-
-    @property
-    def undecided(self) -> list[str]:
-        return self._of("inconclusive")
-
-    def _of(self, outcome: str) -> list[str]:
-        return [key for key, decision in self.decisions.items() if decision.outcome == outcome]
-
-
 def _fixed(run: Run) -> Verdict | None:
     """Return a verdict that needs no interval, else None."""
     count = len(run.images)
@@ -223,34 +193,40 @@ def _look(run: Run) -> Verdict:
     return Verdict(outcome="alike" if is_near else "unlike", text=text)
 
 
-def _judged(run: Run, decided: _Decided) -> Verdict:
+def _judged(run: Run, decisions: Mapping[str, Decision]) -> Verdict:
     size = f"{_bits(run)}-bit models"
-    if decided.worse:
-        than = f"published {size}" if any(key in TOLERANCE for key in decided.worse) else "16 bit"
-        shown = "; ".join(f"{_shown(run, key)}, {_margin_text(run, key)} asked" for key in decided.worse)
+    outside, within, still_open = (
+        {key: each for key, each in decisions.items() if each.outcome == outcome}
+        for outcome in ("worse", "equivalent", "inconclusive")
+    )
+    # Without published figures no paired metric is worse: any quantizer is farther off than noise.
+    worse = [key for key in outside if published(run) or key not in TOLERANCE]
+    if worse:
+        than = f"published {size}" if any(key in TOLERANCE for key in worse) else "16 bit"
+        shown = "; ".join(f"{_shown(run, key)}, {_margin_text(run, key)} asked" for key in worse)
         return Verdict(outcome="worse", text=f"Worse than {than}: {shown}.{_missing(run)}")
-    undecided = _undecided(run, decided)
-    if decided.inside:
-        if _is_noise(run, decided):
-            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.inside)
+    undecided = _undecided(run, still_open)
+    inside = [key for key in TOLERANCE if key in within]  # paired metrics alone can say that a run is good
+    if inside:
+        if _is_noise(run, inside[0], within[inside[0]].interval):
+            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in inside)
             return Verdict(outcome="equivalent", text=f"Equivalent to 16 bit: {shown}{undecided}.{_missing(run)}")
-        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in decided.inside)
+        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in inside)
         text = f"As good as published {size}: {shown}{undecided}.{_missing(run)}"
         return Verdict(outcome="comparable", text=text)
-    if decided.beyond_noise:
-        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.beyond_noise)
+    if outside:
+        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in outside)
         text = f"Undecided: {shown}; {_UNPUBLISHED}{undecided}.{_missing(run)}"
         return Verdict(outcome="inconclusive", text=text)
-    needed = [more for key in decided.undecided if (more := decided.decisions[key].more_images) is not None]
+    needed = [each.more_images for each in still_open.values() if each.more_images is not None]
     what = undecided.replace("; undecided", "", 1) or ": no metric with a margin was measured"
     text = f"Undecided{what}.{_missing(run)}"
     return Verdict(outcome="inconclusive", text=text, more_images=max(needed, default=None))
 
 
-def _is_noise(run: Run, decided: _Decided) -> bool:
+def _is_noise(run: Run, key: str, interval: Interval) -> bool:
     """Tell whether PSNR, or else LPIPS, lies within the noise of a second 16-bit run, with all of its interval."""
-    key = decided.inside[0]
-    metric, interval = run.metrics[key], decided.decisions[key].interval
+    metric = run.metrics[key]
     if metric.floor is None:
         return False
     if metric.better == "higher":
@@ -258,10 +234,10 @@ def _is_noise(run: Run, decided: _Decided) -> bool:
     return interval.high <= _noise(metric) + NOISE[key]
 
 
-def _undecided(run: Run, decided: _Decided) -> str:
+def _undecided(run: Run, still_open: Mapping[str, Decision]) -> str:
     parts = []
-    for key in decided.undecided:
-        more = decided.decisions[key].more_images
+    for key, decision in still_open.items():
+        more = decision.more_images
         about = f", about {more} more {run.noun}s would decide" if more and key in TOLERANCE else ""
         alone = ", which it would be alone on a page" if _decided_alone(run, key) else ""
         parts.append(f"{_shown(run, key)}, {_margin_text(run, key)} asked{about}{alone}")
