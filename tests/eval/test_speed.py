@@ -17,7 +17,7 @@ from fluxq.eval.report import markdown
 from fluxq.eval.report.report import render
 from fluxq.eval.report.summary import first_speed
 from fluxq.eval.speed import speed
-from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu, Machine
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Machine, machine_of
 from fluxq.eval.speed.speed import (
     STEP,
     TEXT,
@@ -227,7 +227,8 @@ def test_a_sleep_of_100_ms_is_reported_as_that():
 
     machine = Sleeper()
     _, pair = sides(machine, {"step": 0.1, "text": 0, "vae": 0, "load": 0})
-    found = measure_speed(pair[:1], ["a"], CALL | {"num_inference_steps": 1}, Timing(rounds=3, warmup=1), machine=Cpu())
+    call, timing = CALL | {"num_inference_steps": 1}, Timing(rounds=3, warmup=1)
+    found = measure_speed(pair[:1], ["a"], call, timing, machine=machine_of("cpu"))
     times = found.rows[0].stages[STEP]
     assert times.n == 3 and min(times.values) >= 0.1
     assert times.p50 < 0.15  # within 3 ms on a quiet machine
