@@ -47,7 +47,7 @@ from fluxq.base.output import atomic_folder, sole_writer
 from fluxq.base.ranks import Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
-from fluxq.eval.images.generate import Generated, Lazy, as_picture, device_name, generate_batch, images_digest
+from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
 
 WORK_FILE = "work.json"
@@ -278,7 +278,8 @@ class Worker:
             raise RuntimeError(f"{platform.node()}: {work.folder} is not here; use a folder that every worker can see")
         self.work, self.manifest = work, _manifest_path(work, name)
         self.pipe = work.side.open(device)
-        self.device = device_name(torch.device(device))
+        place = torch.device(device)
+        self.device = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
 
     def make(self, index: int) -> None:
         """Make a chunk: its files, then its rows. OSError naming the folder if the disk is full."""

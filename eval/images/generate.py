@@ -138,9 +138,4 @@ def images_digest(images: Sequence[Tensor] | Tensor) -> str:
     return digest.hexdigest()
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the type of any other device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 PICTURES = ("images", "image", "frames")  # fields of pipelines' outputs that can be compared

@@ -170,12 +170,11 @@ class Sample:
 
         owner: the set they belong to, if it is not themselves.
         """
-        network, device = self.networks.features, self.networks.device
-        if network is None:
-            raise Unmeasured(str(self.networks.lacks("features")))
-        what = f"features by {network.name}, {network.variant}"
+        network: Any = self.networks.features
         return self.networks.results.get(
-            images if owner is None else owner, what, lambda: extract(all_frames(images), network, device=device)
+            images if owner is None else owner,
+            f"features by {network.name}, {network.variant}",
+            lambda: extract(all_frames(images), network, device=self.networks.device),
         )
 
     def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:

@@ -30,7 +30,6 @@ DEFAULT_RESIZE = "clean"  # that of published tables of quantized diffusion mode
 _Result = TypeVar("_Result")
 _NO_CLIP = "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-_CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def find_networks(
     distribution.inception_variant(resize)  # refuses an unknown one
     wanted = [key for key in WEIGHTS if key != "video" or is_video]
     files = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
-    folders = {key: str(weights / name) for key, name in _CLIP_FOLDERS.items() if weights and (weights / name).is_dir()}
+    folders = {name: str(weights / name) for name in ("clip", "cmmd_clip") if weights and (weights / name).is_dir()}
     is_in_folder = weights is not None and files["inception"] is not None and files["inception"].parent == weights
     networks = replace(
         defaults,
