@@ -184,7 +184,6 @@ def _with_others(group: Promotion, makes: str) -> str:
 
 
 def _reason(name: str, group: Promotion, damages: Damages) -> str:
-    """Return the reason for taking a layer, for the recipe."""
     alone = f"quantized alone it made {damages.damage((name,)) or 0.0:.1%} of the error"
     return f"{alone}; {_with_others(group, 'made')}" if len(group.schemes) > 1 else alone
 

@@ -714,7 +714,6 @@ def _doing(work: Work, index: int | None) -> str:
 
 
 def _size(path: Path, frames: int | None) -> str:
-    """Return the size of an image, or of a video of so many frames, in words."""
     with Image.open(_frames(path)[0]) as picture:
         width, height = picture.size
     return f"{width} x {height}" + ("" if frames is None else f", {frames} frames")

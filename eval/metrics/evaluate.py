@@ -176,7 +176,6 @@ def _require_comparable(reference: Any, quantized: Any) -> None:
 
 
 def _take(row: MetricRow, sample: Sample) -> Measured | str:
-    """Return the measurement of a metric, or the reason why there is none."""
     try:
         return row.measure(sample)
     except Unmeasured as reason:
@@ -218,7 +217,6 @@ def _velocity_error(drift: Drift) -> Metric:
 
 
 def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
-    """Return the PSNR along a video; None for images."""
     if sample.frames is None:
         return None
     return Curve(

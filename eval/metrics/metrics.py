@@ -279,7 +279,6 @@ def _lpips(sample: Sample) -> Measured:
 
 
 def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: str | None = None) -> Measured:
-    """Return a value for each pair of images."""
     whole = whole_only(values, sample.reference, sample.quantized)
     value = None if sample.broken else clustered_interval(whole, sample.prompts)
     return Measured(value, per_image=whole, notes=notes, how=how, broken=sample.broken)
@@ -373,8 +372,6 @@ def _clip_score(sample: Sample) -> Measured:
 
 
 def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
-    """Return the function that takes a metric of another package."""
-
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
         networks = sample.networks
@@ -399,7 +396,6 @@ def _scored(
     notes: tuple[str, ...] = (),
     how: str | None = None,
 ) -> Measured:
-    """Return a value for each image of either side."""
     change = tuple(b - a for a, b in zip(before, after, strict=True))
     value, baseline, difference = (clustered_interval(each, sample.prompts) for each in (after, before, change))
     return Measured(value, baseline, difference, after, change, notes, how)

@@ -149,7 +149,6 @@ def _reduced(pixels: np.ndarray, largest: int) -> Image.Image:
 
 
 def _gap(picture: Image.Image) -> int:
-    """Return the pixels between frames."""
     return max(1, picture.height // 40)
 
 

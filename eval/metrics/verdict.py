@@ -254,7 +254,6 @@ def _decided_alone(run: Run, key: str) -> bool:
 
 
 def _estimate(metric: Metric) -> Estimate | None:
-    """Return the figure that the margin is on."""
     return metric.change if metric.margin and metric.margin.on == "change" else metric.value
 
 

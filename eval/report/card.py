@@ -15,9 +15,9 @@ from fluxq.base.console import first_line
 from fluxq.base.download import HUB_ID
 from fluxq.base.modest_yaml import front_matter
 from fluxq.base.output import is_sealed, seal, unsealed
-from fluxq.eval.metrics.figures import amount, limits, mark
+from fluxq.eval.metrics.figures import amount, limits
 from fluxq.eval.metrics.schema import Metric, Report, Run
-from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
+from fluxq.eval.report.markdown import code, escaped, metric_table, summary_table, verdict_lines
 from fluxq.quantize.record import (
     Check,
     Layer,
@@ -208,8 +208,7 @@ def _note(metric: Metric, run: Run) -> str:
 def _section(report: Report) -> list[str]:
     lines = [_BEGIN, "## Evaluation", ""]
     for run in report.runs:
-        lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
-        lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
+        lines += [*verdict_lines(run), ""]
     lines += [*summary_table(report), "", *metric_table(report.runs), ""]
     count = f"{len(report.items)} {report.noun}s of each run"
     lines += [f"{count} against 16 bit, with the same prompts and noise; 95 % intervals."]

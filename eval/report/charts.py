@@ -356,7 +356,6 @@ def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def _padded(values: Sequence[float]) -> list[float]:
-    """Return the lowest and the highest value with room around them."""
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return [low - room, high + room]

@@ -22,7 +22,7 @@ from fluxq.eval.metrics.figures import (
     size,
     stated,
 )
-from fluxq.eval.metrics.schema import Debug, Metric, Patch, Report, Run, Speed
+from fluxq.eval.metrics.schema import Debug, GateOutcome, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
 from fluxq.eval.report.summary import SummaryMetric, speeds, summary, summary_metrics, undebugged, untimed
 
@@ -38,7 +38,7 @@ def markdown(report: Report) -> str:
         "",
         *summary_table(report),
         "",
-        *(line for run in report.runs for line in _verdict(run)),
+        *(line for run in report.runs for line in (*verdict_lines(run), *map(_gate, run.gates), "")),
         *(f"> **Warning:** {escaped(warning)}\n" for warning in report.warnings),
         "## Quality",
         "",
@@ -146,20 +146,15 @@ def _cell(metric: Metric | None) -> str:
     return text
 
 
-def _verdict(run: Run) -> list[str]:
-    gates = [f"- gate `{code(gate.gate)}`: {_gate(gate.value, gate.passed)}" for gate in run.gates]
-    return [
-        f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}",
-        "",
-        *(f"- {escaped(fact)}" for fact in facts(run)),
-        *gates,
-        "",
-    ]
+def verdict_lines(run: Run) -> list[str]:
+    """Return a run's verdict and its gains."""
+    opening = f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}"
+    return [opening, "", *(f"- {escaped(fact)}" for fact in facts(run))]
 
 
-def _gate(value: float | None, passed: bool) -> str:
-    text = "not measured" if value is None else f"{value:.5g}"
-    return f"{'passed' if passed else '**FAILED**'} ({text})"
+def _gate(gate: GateOutcome) -> str:
+    text = "not measured" if gate.value is None else f"{gate.value:.5g}"
+    return f"- gate `{code(gate.gate)}`: {'passed' if gate.passed else '**FAILED**'} ({text})"
 
 
 def _comparisons(report: Report) -> list[str]:
@@ -276,7 +271,6 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table of plain text."""
     return _lines([*map(escaped, head)], [[*map(escaped, row)] for row in rows])
 
 

@@ -304,7 +304,6 @@ def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
-    """Yield label and text of nested plain data."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(each, f"{path}, {key}" if path else str(key))

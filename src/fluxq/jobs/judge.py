@@ -658,7 +658,6 @@ def _size(record: Record) -> CheckpointSize:
 
 
 def _origin(record: Record) -> dict[str, str]:
-    """Return the origin of the codes."""
     if record.imported is not None:
         files = [file for part in record.imported for file in part.files.items()]
         return {"imported files (SHA-256)": ", ".join(f"{name} ({digest[:16]})" for name, digest in files)}
