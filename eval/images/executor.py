@@ -44,7 +44,7 @@ from torch import Tensor
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, room_left, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.output import atomic_folder, sole_writer
-from fluxq.base.ranks import Ranks, connected
+from fluxq.base.ranks import ALONE, Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
 from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
@@ -221,7 +221,7 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
     files that are not as their rows say (both before anything is made, and naming them) and where another process is
     making the same images, and OSError if the disk is too small. Whatever stops it, the next call goes on from there.
     """
-    engine = engine or _Local()
+    engine = engine or _Processes(ALONE)
     work = replace(work, root=work.root.resolve())  # workers may run in another folder
     if not engine.leads:
         for _ in engine.make(work, ()):
@@ -244,8 +244,6 @@ def open_engine(name: str, *, workers: int | None = None, address: str | None = 
     workers: at most so many Ray actors, by default one for each GPU or core. address: of a running Ray cluster;
     without, one is started on this machine.
     """
-    if name not in ENGINES:
-        raise ValueError(f"engine {name!r} is unknown; known: {', '.join(ENGINES)}")
     if name != "ray" and (workers is not None or address is not None):
         raise ValueError(f"a number of workers and an address are for engine ray, not for {name}: leave them out")
     return ENGINES[name](workers, address)
@@ -501,35 +499,22 @@ def one_thread(device_type: str) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Local:
-    """This process."""
-
-    leads = True
-
-    def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
-        return _make_here(work, "local", work.device, pending)
-
-
-def _make_here(work: Work, name: str, device: str, pending: Sequence[int]) -> Iterator[int]:
-    """Make chunks in this process, as the worker of that name."""
-    if pending:
-        with one_thread(work.device_type):
-            worker = Worker(work, name, device)
-            for index in pending:
-                worker.make(index)
-                yield index
-
-
-class _Torchrun:
-    """The processes that torchrun started, or `accelerate launch` on several GPUs; each makes its share of chunks."""
+class _Processes:
+    """This process alone, or those that torchrun or `accelerate launch` started; each makes its share of chunks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.leads = ranks, ranks.leads
+        self.name = "local" if ranks.group is None else f"rank-{ranks.rank}"
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         pending = self.ranks.agree(list(pending))  # the first rank's list
-        share = self.ranks.share(pending)
-        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), share)
+        share, device = self.ranks.share(pending), self.ranks.device(work.device)
+        if share:
+            with one_thread(work.device_type):
+                worker = Worker(work, self.name, device)
+                for index in share:
+                    worker.make(index)
+                    yield index
         self.ranks.meet()
         yield from (index for index in pending if index not in set(share))
 
@@ -543,7 +528,7 @@ def _torchrun(_workers: int | None, _address: str | None) -> Iterator[Engine]:
             f"{unset[0]} is not set: `torchrun --nproc-per-node 2 -m fluxq eval OUT --engine torchrun`"
         )
     with connected() as ranks:
-        yield _Torchrun(ranks)
+        yield _Processes(ranks)
 
 
 class _Actor:
@@ -748,7 +733,7 @@ def _version(package: str) -> str | None:
 
 # name -> function from the largest number of workers and the address of a cluster to an open engine
 ENGINES: dict[str, Callable[[int | None, str | None], AbstractContextManager[Engine]]] = {
-    "local": lambda _workers, _address: nullcontext(_Local()),
+    "local": lambda _workers, _address: nullcontext(_Processes(ALONE)),
     "torchrun": _torchrun,
     "ray": _ray,
 }
