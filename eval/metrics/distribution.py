@@ -26,16 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fluxq.eval.metrics.plugins import Unmeasured
+
 INCEPTION_SIZE = 299
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 
 _POINTS = 12  # of the line that FID∞ is read from
 _KID_SUBSETS, _KID_SUBSET = 20, 1000
 _BLOCK = 2048  # rows of a kernel matrix that exist at a time
-
-
-class Incomparable(ValueError):
-    """Two sets have no such distance: too few images, too small ones, or features that were made in different ways."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +144,12 @@ def extract(
 def fid(images: Features, reference: Features | Moments, label: str) -> float:
     """Return the FID between generated images and a reference, called `label` in words, such as "held-out images".
 
-    Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
+    Raises Unmeasured for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
     for n, what in ((images.n, "generated"), (reference.n, label)):
         if n is not None and n < 2:
-            raise Incomparable(f"FID needs at least two images a side, got {n} {what}: raise the image count")
+            raise Unmeasured(f"FID needs at least two images a side, got {n} {what}: raise the image count")
     return frechet_distance(images.moments, reference.moments if isinstance(reference, Features) else reference)
 
 
@@ -169,7 +167,7 @@ def fid_bias(images: Features, reference: Features | Moments) -> str:
 def frechet_distance(first: Moments, second: Moments) -> float:
     """Return the squared Fréchet distance of two Gaussians, by eigenvalues of Σ₂^½ Σ₁ Σ₂^½, never below 0."""
     if first.mu.shape != second.mu.shape:
-        raise Incomparable(f"features of {len(first.mu)} and {len(second.mu)} dimensions have no Fréchet distance")
+        raise Unmeasured(f"features of {len(first.mu)} and {len(second.mu)} dimensions have no Fréchet distance")
     cross = torch.linalg.eigvalsh(second.root @ first.sigma @ second.root).clamp(min=0).sqrt().sum()
     distance = (first.mu - second.mu).square().sum() + first.sigma.trace() + second.sigma.trace() - 2 * cross
     return max(0.0, float(distance))  # rounding may leave -1e-11 where the two are equal
@@ -180,7 +178,7 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
 
     Subsets are a fifth of the images to all of them. A reference whose features are at hand is cut to the same
     share, so that its own bias falls with 1/N too; that of bare statistics stays in the value.
-    Raises Incomparable unless there are more images than features: below, the bias is no line over 1/N.
+    Raises Unmeasured unless there are more images than features: below, the bias is no line over 1/N.
     """
     from scipy.stats import linregress
 
@@ -188,7 +186,7 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
     total, width = images.values.shape
     others = reference.n or math.inf
     if min(total, others) <= width:
-        raise Incomparable(f"FID∞ in {width} features needs more than {width} images a side, got {min(total, others)}")
+        raise Unmeasured(f"FID∞ in {width} features needs more than {width} images a side, got {min(total, others)}")
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.linspace(total / 5, total, _POINTS).round().long().tolist()
     values = []
@@ -210,12 +208,12 @@ def _drawn(images: Features, count: int, generator: torch.Generator) -> Features
 def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
     """Compute the KID of all images, and its spread over seeded subsets of 1,000, or of half the images if fewer.
 
-    Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
+    Raises Unmeasured for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
     fewest = min(images.n, reference.n)
     if fewest < 2:
-        raise Incomparable(f"KID needs at least two images a side, got {fewest}: raise the image count")
+        raise Unmeasured(f"KID needs at least two images a side, got {fewest}: raise the image count")
     size = min(_KID_SUBSET, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
     drawn = [
@@ -346,7 +344,7 @@ def unlike(
 def _require_alike(images: Features, reference: Features | Moments) -> None:
     reason = unlike(images.network, images.variant, images.extractor, reference)
     if reason is not None:
-        raise Incomparable(reason)
+        raise Unmeasured(reason)
 
 
 def _kernel_sum(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> float:

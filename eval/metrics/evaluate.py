@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fluxq.eval.images.sides import Side
-from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
+from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, metric_rows
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.pictures import wall
+from fluxq.eval.metrics.plugins import Unmeasured
 from fluxq.eval.metrics.schema import (
     CheckpointSize,
     Curve,

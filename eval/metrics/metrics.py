@@ -20,7 +20,6 @@ from fluxq.eval.metrics import distribution, perceptual
 from fluxq.eval.metrics.alignment import ClipScorer
 from fluxq.eval.metrics.distribution import (
     Features,
-    Incomparable,
     Moments,
     extract,
     fid,
@@ -31,8 +30,8 @@ from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, w
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.plugins import (
     ADAPTERS,
-    PluginError,
     PluginSource,
+    Unmeasured,
     find_plugins,
     load_class,
     open_plugin,
@@ -44,10 +43,6 @@ from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_
 _Result = TypeVar("_Result")
 _KID_SCALE = 1000
 _SHARED = "both sides share prompts and noise, so far below what two independent sets would give"
-
-
-class Unmeasured(Exception):
-    """Raised by a metric that cannot be taken; its text names the cure and goes into the report."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +105,7 @@ class MetricRow:
         reason = self.lacks(sample.networks, sample.frames is not None)
         if reason is not None:
             raise Unmeasured(reason)
-        try:
-            return self.take(sample)
-        except (Incomparable, PluginError) as error:
-            raise Unmeasured(str(error)) from error
+        return self.take(sample)
 
     def lacks(self, networks: Networks, is_video: bool) -> str | None:
         """Return the reason why it cannot be taken of any images or videos, or None."""
@@ -206,7 +198,7 @@ def _foreign_row(source: PluginSource) -> MetricRow:
     take = _plugin(source)
     try:
         plugin = load_class(source)
-    except PluginError as error:
+    except Unmeasured as error:
         return MetricRow(source.key, "", ".4g", "higher", str(error), take, by_frame=True)
     how = plugin.how if source.key in ADAPTERS else f"{plugin.how}; {source.origin}"
     return MetricRow(plugin.name, plugin.unit, plugin.digits, plugin.better, how, take, by_frame=True)
@@ -219,7 +211,7 @@ def _missing_plugin(key: str) -> str | None:
         return source and source.absent
     try:
         load_class(source)
-    except PluginError as error:
+    except Unmeasured as error:
         return str(error)
     return None
 

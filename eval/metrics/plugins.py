@@ -61,8 +61,8 @@ class PluginSource:
         return f"the package {self.package[1]} is not installed: pip install {self.package[1]}"
 
 
-class PluginError(RuntimeError):
-    """Failure of a plug-in; the text names it and quotes its message."""
+class Unmeasured(ValueError):
+    """Raised where a metric cannot be taken; its text names the reason or the cure, and goes into the report."""
 
 
 def find_plugins() -> dict[str, PluginSource]:
@@ -79,42 +79,42 @@ def find_plugins() -> dict[str, PluginSource]:
 
 
 def load_class(source: PluginSource) -> Any:
-    """Import the plug-in's class; PluginError if it lacks an attribute of `MetricPlugin`."""
+    """Import the plug-in's class; Unmeasured if it lacks an attribute of `MetricPlugin`."""
     try:
         plugin_class = source.load()
     except Exception as error:  # whatever a foreign package raises when it is imported
-        raise PluginError(f"{_named(source)} cannot be imported: {_error_text(error)}") from error
+        raise Unmeasured(f"{_named(source)} cannot be imported: {_error_text(error)}") from error
     absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(plugin_class, name)]
     if absent:
-        raise PluginError(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
+        raise Unmeasured(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
     if plugin_class.better not in ("higher", "lower"):
-        raise PluginError(f"{_named(source)}: `better` is {plugin_class.better!r}, expected 'higher' or 'lower'")
+        raise Unmeasured(f"{_named(source)}: `better` is {plugin_class.better!r}, expected 'higher' or 'lower'")
     return plugin_class
 
 
 def open_plugin(source: PluginSource, device: str) -> MetricPlugin:
-    """Make the plug-in, its weights loaded; PluginError if that fails."""
+    """Make the plug-in, its weights loaded; Unmeasured if that fails."""
     if source.absent:
-        raise PluginError(source.absent)
+        raise Unmeasured(source.absent)
     plugin_class = load_class(source)
     try:
         return plugin_class(device=device)
     except Exception as error:  # whatever a foreign package raises
-        raise PluginError(f"{_named(source)} cannot be loaded: {_error_text(error)}") from error
+        raise Unmeasured(f"{_named(source)} cannot be loaded: {_error_text(error)}") from error
 
 
 def scores(
     source: PluginSource, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]
 ) -> tuple[float, ...]:
-    """Return the plug-in's score of each image; PluginError if it fails, or returns another count, NaN or infinity."""
+    """Return the plug-in's score of each image; Unmeasured if it fails, or returns another count, NaN or infinity."""
     try:
         values = tuple(float(value) for value in plugin.score(images, prompts))
     except Exception as error:  # whatever a foreign package raises
-        raise PluginError(f"{_named(source)} failed: {_error_text(error)}") from error
+        raise Unmeasured(f"{_named(source)} failed: {_error_text(error)}") from error
     if len(values) != len(images):
-        raise PluginError(f"{_named(source)} gave {len(values)} scores for {len(images)} images")
+        raise Unmeasured(f"{_named(source)} gave {len(values)} scores for {len(images)} images")
     if not all(math.isfinite(value) for value in values):
-        raise PluginError(f"{_named(source)} gave a score that is NaN or infinite")
+        raise Unmeasured(f"{_named(source)} gave a score that is NaN or infinite")
     return values
 
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.eval.images.generate import Lazy
-from fluxq.eval.metrics.distribution import FeatureNetwork, Incomparable
+from fluxq.eval.metrics.distribution import FeatureNetwork
 from fluxq.eval.metrics.fidelity import per_pair
+from fluxq.eval.metrics.plugins import Unmeasured
 
 VIDEO_FRAMES = 14  # that S3D needs
 
@@ -33,7 +34,7 @@ VIDEO_FRAMES = 14  # that S3D needs
 def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
     """Return dB per pair of uint8 videos (F, 3, H, W), float64 (N,); infinite where both change alike.
 
-    Raises Incomparable for videos of one frame.
+    Raises Unmeasured for videos of one frame.
     """
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] 
 
 
 def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return the mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), float64 (N,); Incomparable for one frame."""
+    """Return the mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), float64 (N,); Unmeasured for one frame."""
 
     def measure(video: Tensor) -> Tensor:
         _require_changes(video)
@@ -62,7 +63,7 @@ def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _require_changes(video: Tensor) -> None:
     if video.ndim != 4 or len(video) < 2:
-        raise Incomparable("a video of one frame has no change in time")
+        raise Unmeasured("a video of one frame has no change in time")
 
 
 def all_frames(images: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:

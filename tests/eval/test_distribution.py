@@ -14,7 +14,6 @@ from fluxq.eval.metrics.distribution import (
     RESIZES,
     FeatureNetwork,
     Features,
-    Incomparable,
     Moments,
     cmmd,
     extract,
@@ -27,6 +26,7 @@ from fluxq.eval.metrics.distribution import (
     kid,
     read_statistics,
 )
+from fluxq.eval.metrics.plugins import Unmeasured
 
 
 def seen(values, **changes):
@@ -149,7 +149,7 @@ def test_more_images_than_features_are_compared_at_their_number():
 def test_B3_features_made_in_different_ways_have_no_distance(field):
     values = np.random.default_rng(6).normal(size=(20, 4))
     for measure in (lambda a, b: fid(a, b, "x"), kid, fid_infinity):
-        with pytest.raises(Incomparable, match=f"{field} is "):
+        with pytest.raises(Unmeasured, match=f"{field} is "):
             measure(seen(values), seen(values, **{field: "another"}))
     assert fid(seen(values), seen(values, **{field: None}), "x") < 1e-9  # a file that does not say
 
@@ -169,7 +169,7 @@ def test_B1_fid_at_infinity_undoes_the_bias():
     assert found.sizes[0] == 1000 and found.sizes[-1] == n
     exact = Moments(torch.from_numpy(shift), torch.diag(torch.from_numpy(sd**2)), None, None, None)
     assert fid_infinity(a, exact).value == pytest.approx(truth, abs=0.05)
-    with pytest.raises(Incomparable, match="more than 256 images a side, got 200"):
+    with pytest.raises(Unmeasured, match="more than 256 images a side, got 200"):
         fid_infinity(replace(a, values=a.values[:200]), b)
 
 
@@ -199,7 +199,7 @@ def test_kid_spread_is_seeded_and_shrinks_with_the_subsets():
     assert found == kid(seen(x), seen(y)) and found.sd != kid(seen(x), seen(y), seed=1).sd
     assert found.subset_size == 150 and 0 < found.sd < kid(seen(x[:40]), seen(y[:40])).sd
     assert math.isnan(kid(seen(x[:3]), seen(y[:3])).sd)
-    with pytest.raises(Incomparable, match="at least two images a side, got 1"):
+    with pytest.raises(Unmeasured, match="at least two images a side, got 1"):
         kid(seen(x), seen(y[:1]))
 
 
@@ -247,11 +247,11 @@ def test_a_damaged_network_gives_an_error_and_no_zero():
 
 def test_one_image_or_other_features_are_refused():
     points = np.random.default_rng(8).normal(size=(20, 4))
-    with pytest.raises(Incomparable, match="got 1 generated"):
+    with pytest.raises(Unmeasured, match="got 1 generated"):
         fid(seen(points[:1]), seen(points), "held-out images")
-    with pytest.raises(Incomparable, match="got 1 held-out images"):
+    with pytest.raises(Unmeasured, match="got 1 held-out images"):
         fid(seen(points), seen(points[:1]), "held-out images")
-    with pytest.raises(Incomparable, match="4 and 3 dimensions"):
+    with pytest.raises(Unmeasured, match="4 and 3 dimensions"):
         fid(seen(points), seen(points[:, :3]), "held-out images")
 
 
@@ -264,7 +264,7 @@ def test_statistics_files_of_other_tools(tmp_path):
     np.savez(file, features=b, resize="clean", extractor_sha256="abc", n=50)
     known = read_statistics(file)
     assert isinstance(known, Features) and known.variant == "uint8 input, clean resize to 299 x 299"
-    with pytest.raises(Incomparable, match="variant is 'as they are' for one"):
+    with pytest.raises(Unmeasured, match="variant is 'as they are' for one"):
         fid(seen(a), known, "val.npz")
     ours = seen(a, variant=known.variant, extractor="abc")
     assert fid(ours, known, "val.npz") == pytest.approx(score(a, b), rel=1e-12)

@@ -14,10 +14,10 @@ from fluxq.eval.metrics import metrics as module
 from fluxq.eval.metrics import plugins
 from fluxq.eval.metrics.distribution import Moments
 from fluxq.eval.metrics.fidelity import psnr
-from fluxq.eval.metrics.metrics import METRICS, Measured, MetricRow, Sample, Unmeasured, metric_rows, missing
+from fluxq.eval.metrics.metrics import METRICS, Measured, MetricRow, Sample, metric_rows, missing
 from fluxq.eval.metrics.networks import NEEDS, Networks
 from fluxq.eval.metrics.perceptual import Lpips
-from fluxq.eval.metrics.plugins import PluginSource
+from fluxq.eval.metrics.plugins import PluginSource, Unmeasured
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.recipes.recipe import GATE_METRICS
 
