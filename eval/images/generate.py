@@ -18,6 +18,8 @@ from torch import Tensor
 from fluxq.base.console import progress
 from fluxq.calibrate.capture import batches, run_pipeline
 
+Images = Sequence[Tensor] | Tensor  # images or videos of a set, read one by one or stacked
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -129,7 +131,7 @@ def as_picture(image: Tensor) -> Any:
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
-def images_digest(images: Sequence[Tensor] | Tensor) -> str:
+def images_digest(images: Images) -> str:
     """Return the SHA-256 of the shape (N, ...) and bytes of N uint8 images or videos, read one at a time."""
     shape = (len(images), *images[0].shape) if len(images) else (0,)
     digest = hashlib.sha256(repr(shape).encode())

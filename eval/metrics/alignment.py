@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fluxq.base.files import read_json, sha256_file
-from fluxq.eval.images.generate import as_picture
+from fluxq.eval.images.generate import Images, as_picture
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
@@ -47,7 +47,7 @@ class ClipScorer:
         self.warnings = loaded.warnings
 
     @torch.no_grad()
-    def embed(self, images: Sequence[Tensor] | Tensor, batch_size: int = 64) -> Tensor:
+    def embed(self, images: Images, batch_size: int = 64) -> Tensor:
         """Return normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
         embeddings = []
         for start in range(0, len(images), batch_size):

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics.plugins import Unmeasured
 
 INCEPTION_SIZE = 299
@@ -120,9 +121,7 @@ class Kid:
     subset_size: int
 
 
-def extract(
-    images: Sequence[Tensor] | Tensor, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64
-) -> Features:
+def extract(images: Images, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64) -> Features:
     """Extract features of uint8 images (3, H, W), `batch_size` of them in memory at a time.
 
     Raises ValueError for images that are not uint8, for images that the network cannot take together, and for

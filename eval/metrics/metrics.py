@@ -8,7 +8,7 @@ finite has no means: what can be said of its whole images is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics import distribution, perceptual
 from fluxq.eval.metrics.alignment import ClipScorer
 from fluxq.eval.metrics.distribution import (
@@ -157,7 +158,7 @@ class Sample:
         before, after = (self.networks.results.get(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
 
-    def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
+    def features(self, images: Images, owner: Any = None) -> Features:
         """Return the feature network's features of images, or of the frames of videos.
 
         owner: the set they belong to, if it is not themselves.
@@ -169,7 +170,7 @@ class Sample:
             lambda: extract(all_frames(images), network, device=self.networks.device),
         )
 
-    def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:
+    def embeddings(self, images: Images, scorer: ClipScorer, owner: Any = None) -> Tensor:
         """Return CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
         return self.networks.results.get(

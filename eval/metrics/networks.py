@@ -6,7 +6,7 @@ read only if its SHA-256 begins as published. Nothing is downloaded unasked, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import sha256_file
-from fluxq.eval.images.generate import Lazy
+from fluxq.eval.images.generate import Images, Lazy
 from fluxq.eval.metrics import distribution
 from fluxq.eval.metrics.alignment import ClipScorer, locate
 from fluxq.eval.metrics.distribution import FeatureNetwork, Features, Moments
@@ -82,7 +82,7 @@ class Networks:
     feature_name: str = ""
     clip: str | None = None
     cmmd_clip: str | None = None
-    reference_images: Sequence[Tensor] | Tensor | None = None
+    reference_images: Images | None = None
     reference_name: str = "held-out images"
     reference_statistics: Features | Moments | None = None
     lpips: Path | None = None

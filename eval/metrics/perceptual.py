@@ -7,12 +7,13 @@ feature distance = |f(b) - f(a)| / |f(a)| in the features of a network that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics.fidelity import over_frames, per_frame
 from fluxq.eval.metrics.plugins import Unmeasured
 
@@ -20,9 +21,7 @@ SSIM_WINDOW = 11
 LPIPS_PIXELS = 31  # least side: AlexNet's two poolings leave one pixel of it
 
 
-def ssim(
-    reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor, device: str | torch.device = "cpu"
-) -> Tensor:
+def ssim(reference: Images, other: Images, device: str | torch.device = "cpu") -> Tensor:
     """Return the SSIM per pair of uint8 images (3, H, W), float64 (N,); about 1 for identical images; a video's mean.
 
     Raises Unmeasured for images smaller than the window: another window would be another metric.
@@ -66,7 +65,7 @@ class Lpips:
         _load_backbone(network.net, backbone)
         self.network, self.device = network.to(device), device
 
-    def distance(self, reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+    def distance(self, reference: Images, other: Images) -> Tensor:
         """Return LPIPS per pair of uint8 images (3, H, W) at their own size, float64 (N,); 0 for identical images.
 
         Of videos the mean over frames.
