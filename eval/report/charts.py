@@ -68,15 +68,11 @@ def javascript() -> str:
     return bundle.replace("</script", "<\\/script")
 
 
-def drawn(charts: Iterable[Drawing | None]) -> list[Drawing]:
-    """Return those that had something to draw."""
-    return [chart for chart in charts if chart is not None]
-
-
 def cost_charts(report: Report) -> list[Drawing]:
     """Draw quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
     metrics = _comparable(report.runs)
-    return drawn(_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else []
+    charts = (_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else ()
+    return list(filter(None, charts))
 
 
 def image_chart(report: Report) -> Drawing | None:
@@ -119,12 +115,12 @@ def drift_charts(report: Report) -> list[Drawing]:
             places = [{"step": step, "sigma": f"{sigma:.3g}"} for step, sigma in steps]
             for key, curve in run.drift.curves.items():
                 shown.setdefault(key, []).append((run.name, places, curve))
-    return drawn(_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
+    return list(filter(None, (_curve_chart(f"drift-{key}", "denoising step", each) for key, each in shown.items())))
 
 
 def damage_charts(index: int, debug: Debug) -> list[Drawing]:
     """Draw the damage of each block of one run, and the local SQNR of its worst layers at each step."""
-    return drawn((_blocks_chart(index, debug), _layers_chart(index, debug)))
+    return list(filter(None, (_blocks_chart(index, debug), _layers_chart(index, debug))))
 
 
 def stage_chart(index: int, speed: Speed) -> Drawing | None:

@@ -29,7 +29,6 @@ from fluxq.eval.report.charts import (
     alike,
     cost_charts,
     damage_charts,
-    drawn,
     drift_charts,
     frame_chart,
     image_chart,
@@ -201,13 +200,13 @@ def _page(report: Report) -> dict[str, Any]:
     timed = speeds(report)
     charts = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
-        "images": drawn((image_chart(report), frame_chart(report))),
+        "images": list(filter(None, (image_chart(report), frame_chart(report)))),
         "drift": drift_charts(report),
         "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
         "stages": [stage_chart(i, speed) for i, (_, speed) in enumerate(timed)],
     }
     shown = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
-    shown += drawn(charts["stages"])
+    shown += filter(None, charts["stages"])
     metrics = summary_metrics(runs)
     return {
         "advice": advice(report),
