@@ -198,7 +198,7 @@ def _page(report: Report) -> dict[str, Any]:
     runs = report.runs
     kept = _pictures_kept(runs)
     timed = speeds(report)
-    charts = {
+    charts: dict[str, list[Any]] = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
         "images": list(filter(None, (image_chart(report), frame_chart(report)))),
         "drift": drift_charts(report),
