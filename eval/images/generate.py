@@ -40,15 +40,6 @@ class Generated:
         """Frames of each video; None for images."""
         return self.images.shape[1] if self.images.ndim == 5 else None
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the pixels, see `images_digest`."""
-        return images_digest(self.images)
-
-    def head(self, count: int) -> Generated:
-        """Return the first `count` images."""
-        return Generated(self.items[:count], self.images[:count], self.latents[:count], self.finite[:count])
-
 
 class Lazy(Sequence[Tensor]):
     """`count` images or videos, each read when it is asked for, by its index."""

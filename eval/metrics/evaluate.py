@@ -62,10 +62,10 @@ def measure_floor(
 ) -> tuple[dict[str, Interval], tuple[Estimate, ...] | None]:
     """Measure paired metrics between two 16-bit runs that differ in batch size and attention backend only.
 
-    again: the second run, of the first items of `reference`. A metric without values per image has no floor. The second
-    result is the PSNR of each frame of videos, None for images.
+    A metric without values per image has no floor. The second result is the PSNR of each frame of videos, None for
+    images.
     """
-    sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
+    sample, rows = Sample(reference, again, networks), metric_rows()
     measurements = {key: _take(rows[key], sample) for key in keys}
     floor = {
         key: measurement.value
