@@ -119,7 +119,7 @@ class MetricRow:
 class Sample:
     """Input of metrics: two sets of images or videos of the same items (as `generate.Generated`), and networks.
 
-    Results of networks for a set are kept in `networks.results` and shared by all metrics and samples of that set.
+    Results of networks for a set are kept by `networks.kept` and shared by all metrics and samples of that set.
     """
 
     reference: Any
@@ -155,7 +155,7 @@ class Sample:
     def both(self, what: str, compute: Callable[[Any], _Result]) -> tuple[_Result, _Result]:
         """Return `compute` of the 16-bit and of the quantized set; keep it as `what` for the next sample of a set."""
         sides = (self.reference, self.quantized)
-        before, after = (self.networks.results.get(side, what, lambda side=side: compute(side)) for side in sides)
+        before, after = (self.networks.kept(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
 
     def features(self, images: Images, owner: Any = None) -> Features:
@@ -164,7 +164,7 @@ class Sample:
         owner: the set they belong to, if it is not themselves.
         """
         network: Any = self.networks.features
-        return self.networks.results.get(
+        return self.networks.kept(
             images if owner is None else owner,
             f"features by {network.name}, {network.variant}",
             lambda: extract(all_frames(images), network, device=self.networks.device),
@@ -173,9 +173,7 @@ class Sample:
     def embeddings(self, images: Images, scorer: ClipScorer, owner: Any = None) -> Tensor:
         """Return CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
-        return self.networks.results.get(
-            images if owner is None else owner, what, lambda: scorer.embed(all_frames(images))
-        )
+        return self.networks.kept(images if owner is None else owner, what, lambda: scorer.embed(all_frames(images)))
 
 
 def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | None:
@@ -368,7 +366,7 @@ def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
         networks = sample.networks
-        plugin = networks.results.get(source, "plug-in", lambda: open_plugin(source, networks.device))
+        plugin = networks.kept(source, "plug-in", lambda: open_plugin(source, networks.device))
         frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
@@ -398,9 +396,11 @@ def _against_reference(
     sample: Sample, what: str, measure: Callable[[Features, Any], _Result]
 ) -> tuple[_Result, _Result]:
     """Return a distance of either side to the reference; of the 16-bit images it is the same in every run."""
-    reference, results = _reference(sample), sample.networks.results
-    before, after = (  # features are kept in the results too, so that no others take their ids
-        results.get(reference, f"{what} of {id(features)}", lambda features=features: measure(features, reference))
+    reference = _reference(sample)
+    before, after = (  # features are kept too, so that no others take their ids
+        sample.networks.kept(
+            reference, f"{what} of {id(features)}", lambda features=features: measure(features, reference)
+        )
         for features in _sides(sample)
     )
     return before, after

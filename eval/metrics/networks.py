@@ -48,20 +48,6 @@ class Weights:
     url: str
 
 
-class NetworkResults:
-    """Results of networks for image sets that are compared more than once, so that each is computed once."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}
-
-    def get(self, images: Any, what: str, compute: Callable[[], _Result]) -> _Result:
-        """Return `compute()`, or its earlier value for the same object and word."""
-        key = id(images), what
-        if key not in self._kept:
-            self._kept[key] = (images, compute())  # the set is kept, so that no other object takes its id
-        return self._kept[key][1]
-
-
 @dataclass(frozen=True)
 class Networks:
     """Networks and files for metrics, beside two sets of images; reports say what is None, nothing replaces it.
@@ -91,7 +77,7 @@ class Networks:
     fid_resize: str = DEFAULT_RESIZE
     weights: Path | None = None
     device: str = "cpu"
-    results: NetworkResults = field(default_factory=NetworkResults, repr=False, compare=False)
+    results: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def features(self) -> FeatureNetwork | None:
@@ -125,6 +111,13 @@ class Networks:
     def lpips_network(self) -> Lpips | None:
         """LPIPS on the given AlexNet."""
         return None if self.lpips is None else Lpips(read_weights(self.lpips, WEIGHTS["lpips"]), self.device)
+
+    def kept(self, images: Any, what: str, compute: Callable[[], _Result]) -> _Result:
+        """Return `compute()`, or its earlier value for the same object and word: sets are compared more than once."""
+        key = id(images), what
+        if key not in self.results:
+            self.results[key] = (images, compute())  # the set is kept, so that no other object takes its id
+        return self.results[key][1]
 
     def lacks(self, need: str) -> str | None:
         """Return the reason why `need` (a key of NEEDS) is not there, naming file and cure, or None."""
