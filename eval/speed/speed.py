@@ -35,6 +35,7 @@ from fluxq.base.processor import instructions
 from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.images.generate import pictures
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.metrics.figures import plain_shape
 from fluxq.eval.metrics.schema import SPREAD, Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.metrics.statistics import paired_interval
@@ -321,7 +322,9 @@ class _Bench:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
             arguments = Setting(1, *size).arguments(pipe) if size else {}
-            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | arguments, output_type="pt", batch_size=1)
+            ((output, _),) = run_pipeline(
+                pipe, items_of(self.prompts, 1), self.call | arguments, output_type="pt", batch_size=1
+            )
             end = self.machine.mark()
             self.machine.wait()
         except Exception as problem:
@@ -406,7 +409,7 @@ class _Bench:
         with _installed(pipe, entry.models), _watched(pipe, timer):
             machine.wait()
             joules, start = machine.joules(), machine.mark()
-            items = self._items(setting.batch)
+            items = items_of(self.prompts, setting.batch)
             for _ in run_pipeline(
                 pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=timer.count_step
             ):
@@ -421,9 +424,6 @@ class _Bench:
             joules=None if joules is None or after is None else after - joules,
             slowdowns=slowdowns,
         )
-
-    def _items(self, count: int) -> list[tuple[str, int]]:
-        return [(self.prompts[index % len(self.prompts)], index) for index in range(count)]
 
 
 class _StageTimer:
@@ -578,7 +578,9 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         return SpeedRow(**fields)
     stages = {stage: entry.times(stage) for stage in entry.stages}
     joules = [each.joules for each in entry.rounds if each.joules]
-    peak = _at_peak(entry, bench)
+    device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
+    sequences = entry.rounds[0].sequences
+    peak = step_at_peak(opened.pipe, entry.setting, bench.call, sequences, device) if device else None
     return SpeedRow(
         **fields,
         stages=stages,
@@ -589,14 +591,6 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         roofline_share=peak[1] / stages[STEP].p50 if peak else None,
         slowed_by=tuple(sorted(entry.slowdowns)),
     )
-
-
-def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
-    """Return `step_at_peak`; None on a CPU and on a GPU without a row."""
-    device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
-    if device is None:
-        return None
-    return step_at_peak(entry.opened.pipe, entry.setting, bench.call, entry.rounds[0].sequences, device)
 
 
 def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
