@@ -317,8 +317,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
         runs=runs,
         comparisons=compare_runs(runs, subject.items),
         warnings=(
-            *_warnings(subject),
-            *_small(reference),
+            *_warnings(subject, reference),
             *(f"{one} makes the same {noun}s as {other} and is left out" for one, other in same.items()),
         ),
         provenance={"16-bit model": _source(subject)},
@@ -670,7 +669,7 @@ def _origin(record: Record) -> dict[str, str]:
     }
 
 
-def _warnings(subject: Subject) -> tuple[str, ...]:
+def _warnings(subject: Subject, reference: ImageFolder) -> list[str]:
     protocol, prompts = subject.protocol, subject.prompts
     warnings = PROTOCOLS[protocol.name].departures(
         subject.folder, prompts, protocol.count, protocol.seeds, subject.call
@@ -682,18 +681,13 @@ def _warnings(subject: Subject) -> tuple[str, ...]:
         warnings.append("the sound of the videos is not compared")
     if usual_frames is not None and frames != usual_frames:
         warnings.append(f"videos have {frames} frames, this pipeline's usually {usual_frames}")
-    return tuple(warnings)
-
-
-def _small(reference: ImageFolder) -> list[str]:
-    """Return a warning for images far smaller than those of the published figures behind the verdicts."""
     height, width = reference.images[0].shape[-2:]
-    if max(height, width) >= _PUBLISHED_PIXELS:
-        return []
-    return [
-        f"published models are judged by images of {_PUBLISHED_PIXELS} pixels and more; these have {width} x {height}, "
-        "on which the same error looks smaller: read the verdicts as a check that everything works"
-    ]
+    if max(height, width) < _PUBLISHED_PIXELS:
+        warnings.append(
+            f"published models are judged by images of {_PUBLISHED_PIXELS} pixels and more; these have {width} x "
+            f"{height}, on which the same error looks smaller: read the verdicts as a check that everything works"
+        )
+    return warnings
 
 
 def _source(subject: Subject) -> str:
