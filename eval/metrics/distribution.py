@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics.plugins import Unmeasured
 
-INCEPTION_SIZE = 299
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 
+_SIZE = (299, 299)  # of what Inception sees
 _POINTS = 12  # of the line that FID∞ is read from
 _KID_SUBSETS, _KID_SUBSET = 20, 1000
 _BLOCK = 2048  # rows of a kernel matrix that exist at a time
@@ -286,7 +286,7 @@ def inception_variant(resize: str) -> str:
     """Return how images are resized for Inception, in words; ValueError for an unknown resize."""
     if resize not in RESIZES:
         raise ValueError(f"FID resize {resize!r} is unknown; known: {', '.join(RESIZES)}")
-    return f"uint8 input, {resize} resize to {INCEPTION_SIZE} x {INCEPTION_SIZE}"
+    return f"uint8 input, {resize} resize to {_SIZE[0]} x {_SIZE[1]}"
 
 
 def inception(state: Mapping[str, Tensor], resize: str, digest: str) -> FeatureNetwork:
@@ -354,24 +354,19 @@ def _kernel_sum(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]
 def _tf1(image: Tensor) -> Tensor:
     from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 
-    size = (INCEPTION_SIZE, INCEPTION_SIZE)
-    return _centred(interpolate_bilinear_2d_like_tensorflow1x(image.float()[None], size=size, align_corners=False)[0])
+    return _centred(interpolate_bilinear_2d_like_tensorflow1x(image.float()[None], size=_SIZE, align_corners=False)[0])
 
 
 def _clean(image: Tensor) -> Tensor:
     from PIL import Image
 
-    size = (INCEPTION_SIZE, INCEPTION_SIZE)
-    channels = [Image.fromarray(channel.float().numpy()).resize(size, Image.Resampling.BICUBIC) for channel in image]
+    channels = [Image.fromarray(channel.float().numpy()).resize(_SIZE, Image.Resampling.BICUBIC) for channel in image]
     return _centred(torch.from_numpy(np.stack([np.asarray(channel) for channel in channels])).clamp(0, 255))
 
 
 def _interpolate(image: Tensor, antialias: bool) -> Tensor:
-    size = (INCEPTION_SIZE, INCEPTION_SIZE)
-    resized: Any = nn.functional.interpolate(
-        image[None], size=size, mode="bilinear", align_corners=False, antialias=antialias
-    )
-    return resized[0]
+    resize: Any = nn.functional.interpolate
+    return resize(image[None], size=_SIZE, mode="bilinear", align_corners=False, antialias=antialias)[0]
 
 
 def _centred(pixels: Tensor) -> Tensor:
@@ -388,11 +383,9 @@ _INCEPTION_LAYERS = (
 # a 1024 pixel image by up to a tenth.
 RESIZES: dict[str, Callable[[Tensor], Tensor]] = {
     "tf1": _tf1,  # torch-fidelity, and the TensorFlow original: bilinear without antialiasing
-    "antialias": lambda image: _centred(
-        _interpolate(image.float(), antialias=True)
-    ),  # torchmetrics' default: bilinear with antialiasing
+    # torchmetrics' default: bilinear with antialiasing
+    "antialias": lambda image: _centred(_interpolate(image.float(), antialias=True)),
     "clean": _clean,  # clean-fid: PIL's bicubic on floats
-    "pytorch-fid": lambda image: (
-        2 * _interpolate(image.float() / 255, antialias=False) - 1
-    ),  # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
+    # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
+    "pytorch-fid": lambda image: 2 * _interpolate(image.float() / 255, antialias=False) - 1,
 }

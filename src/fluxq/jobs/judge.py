@@ -450,15 +450,8 @@ def debug(
     from fluxq.eval.debug.debug import debug as find_faults
 
     options = subject.options
-    inputs = [
-        subject.reference.digest,
-        subject.quantized.digest,
-        subject.items,
-        subject.call,
-        options.dtype,
-        options.batch_size,
-    ]
-    job = job_digest([FLUXQ_VERSION, inputs, growth, budget])
+    inputs = [subject.reference.digest, subject.quantized.digest, subject.items, subject.call]
+    job = job_digest([FLUXQ_VERSION, [*inputs, options.dtype, options.batch_size], growth, budget])
     if patch is not None:
         _require_new(patch, job)
         require_lockable(patch)
