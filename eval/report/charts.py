@@ -381,7 +381,7 @@ def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
             "rank": 100 * (rank + 0.5) / len(values),
             "value": values[rank][0],
             "PSNR": f"{values[rank][0]:.2f} dB",
-            "prompt": _short(report.items[values[rank][1]].prompt),
+            "prompt": _shortened(report.items[values[rank][1]].prompt, _MAX_TEXT),
             "seed": str(report.items[values[rank][1]].seed),
         }
         for rank in ranks
@@ -567,13 +567,13 @@ def _drawing(
     return Drawing(key, title, text, note, spec, _own_ids(_svg(spec), key), wide, choices or {})
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any, longest: int = _LONGEST) -> Any:
     """Cut long texts of a specification, for Vega measures each letter of them; what it computes with stays whole."""
     if isinstance(value, dict):
         return {key: each if key in _EXPRESSIONS else _shortened(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
-    return value if not isinstance(value, str) or len(value) <= _LONGEST else value[: _LONGEST - 1] + "…"
+    return value if not isinstance(value, str) or len(value) <= longest else value[: longest - 1] + "…"
 
 
 def _svg(spec: dict[str, Any]) -> str:
@@ -602,10 +602,6 @@ def _palette(count: int) -> list[str]:
 
 def _tip(name: str) -> alt.Tooltip:
     return alt.Tooltip(f"{name}:N", title=name)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
 STEPS = "steps and the rest"
