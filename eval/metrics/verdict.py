@@ -119,7 +119,8 @@ def _margin(run: Run, key: str, metric: Metric) -> Margin | None:
     best = reached(published(run), key, metric.better)
     if best is None:
         return _around(metric, _noise(metric), NOISE[key]) if metric.floor and metric.floor.mean is not None else None
-    return _around(metric, _noise(metric) if _is_noisy(metric, best) else best, TOLERANCE[key])
+    worst = min if metric.better == "higher" else max  # 16 bit may differ more from itself than the published best do
+    return _around(metric, worst(_noise(metric), best), TOLERANCE[key])
 
 
 def _around(metric: Metric, figure: float, by: float) -> Margin:
@@ -134,11 +135,6 @@ def _noise(metric: Metric) -> float:
     """Return a second 16-bit run's figure; that of identical images where there is none."""
     mean = metric.floor.mean if metric.floor else None
     return mean if mean is not None else math.inf if metric.better == "higher" else 0.0
-
-
-def _is_noisy(metric: Metric, best: float) -> bool:
-    """Tell whether 16 bit differs more from itself than the published best do from it."""
-    return _noise(metric) < best if metric.better == "higher" else _noise(metric) > best
 
 
 def _ends(margin: Margin | None) -> tuple[float, float]:

@@ -142,15 +142,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def _query(index: int) -> dict[str, str]:
     """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
-    fields = (
-        "driver_version",
-        "clocks.sm",
-        "clocks.mem",
-        "clocks.max.sm",
-        "power.limit",
-        "power.draw",
-        "temperature.gpu",
-    )
+    fields = "driver_version clocks.sm clocks.mem clocks.max.sm power.limit power.draw temperature.gpu".split()
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
