@@ -119,9 +119,9 @@ def debug_pipelines(
             patch = make_patch(reference, quantized, layers, damages, recipe, search.growth, error)
         except ValueError as refused:
             why_not = str(refused)
+    measured = {name: _traced(name, traces, steps) | {"fault": faults.get(name, "")} for name in traces.order}
     rows = [
-        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, steps, faults.get(name, ""))
-        for name in traces.order
+        _row(name, locate(quantized, name)[0], (name,), layers, damages, **traced) for name, traced in measured.items()
     ]
     rows = _ranked(rows, list(faults))
     divergence = _first_divergence(traces, steps)
@@ -133,7 +133,7 @@ def debug_pipelines(
         prompts=len(items),
         steps=steps,
         sigmas=tuple(traces.sigmas[step] for step in steps),
-        blocks=tuple(_block_row(block, unit, layers, damages) for block, unit in blocks.items()),
+        blocks=tuple(_row(block, "block", unit, layers, damages) for block, unit in blocks.items()),
         layers=tuple(rows),
         first_divergence=divergence,
         additivity=damages.sum_of_damages if math.isfinite(damages.above_floor) and damages.above_floor else None,
@@ -270,33 +270,26 @@ def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
     return None
 
 
-def _layer_row(
-    name: str, role: str, layer: QuantLinear, damages: Damages, traces: _Traces, steps: Sequence[int], fault: str
+def _traced(name: str, traces: _Traces, steps: Sequence[int]) -> dict[str, Any]:
+    return {
+        "local_sqnr_db": traces.local.sqnr_db(name, steps),
+        "free_sqnr_db": traces.free.sqnr_db(name, steps),
+        "kernel_error": number(traces.kernel_errors.get(name)),
+        "health": traces.health.of(name, steps),
+    }
+
+
+def _row(
+    name: str, role: str, unit: Unit, layers: Mapping[str, QuantLinear], damages: Damages, **traced: Any
 ) -> LayerDamage:
-    error = traces.kernel_errors.get(name)
     return LayerDamage(
         name=name,
         role=role,
-        scheme=str(layer.scheme),
-        weights=layer.in_features * layer.out_features,
-        local_sqnr_db=traces.local.sqnr_db(name, steps),
-        free_sqnr_db=traces.free.sqnr_db(name, steps),
-        damage=damages.damage((name,)),
-        gain=damages.gain((name,)),
-        kernel_error=number(error),
-        health=traces.health.of(name, steps),
-        fault=fault,
-    )
-
-
-def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], damages: Damages) -> LayerDamage:
-    return LayerDamage(
-        name=block,
-        role="block",
-        scheme=", ".join(dict.fromkeys(str(layers[name].scheme) for name in unit)),
-        weights=sum(layers[name].in_features * layers[name].out_features for name in unit),
+        scheme=", ".join(dict.fromkeys(str(layers[each].scheme) for each in unit)),
+        weights=sum(layers[each].in_features * layers[each].out_features for each in unit),
         damage=damages.damage(unit),
         gain=damages.gain(unit),
+        **traced,
     )
 
 
