@@ -30,10 +30,11 @@ from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics.plugins import Unmeasured
 
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
+KID_SUBSETS = 20
 
 _SIZE = (299, 299)  # of what Inception sees
 _POINTS = 12  # of the line that FID∞ is read from
-_KID_SUBSETS, _KID_SUBSET = 20, 1000
+_KID_SUBSET = 1000
 _BLOCK = 2048  # rows of a kernel matrix that exist at a time
 
 
@@ -98,29 +99,6 @@ class Features:
         return len(self.values)
 
 
-@dataclass(frozen=True)
-class Extrapolated:
-    """A FID at infinitely many images.
-
-    error: standard error of the line's intercept; subsets share images, so the true error is larger.
-    sizes: numbers of images in the subsets.
-    """
-
-    value: float
-    error: float
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Kid:
-    """A KID of all images. sd: standard deviation over random subsets of `subset_size` images; NaN below 4 images."""
-
-    value: float
-    sd: float
-    subsets: int
-    subset_size: int
-
-
 def extract(images: Images, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64) -> Features:
     """Extract features of uint8 images (3, H, W), `batch_size` of them in memory at a time.
 
@@ -172,8 +150,12 @@ def frechet_distance(first: Moments, second: Moments) -> float:
     return max(0.0, float(distance))  # rounding may leave -1e-11 where the two are equal
 
 
-def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0) -> Extrapolated:
+def fid_infinity(
+    images: Features, reference: Features | Moments, seed: int = 0
+) -> tuple[float, float, tuple[int, ...]]:
     """Compute the FID at infinitely many images: the intercept of a line over 1/N through FIDs of 12 random subsets.
+
+    Returns it, its standard error, which is too small, as subsets share images, and the sizes of the subsets.
 
     Subsets are a fifth of the images to all of them. A reference whose features are at hand is cut to the same
     share, so that its own bias falls with 1/N too; that of bare statistics stays in the value.
@@ -197,17 +179,18 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
             against = reference
         values.append(frechet_distance(part, against))
     line: Any = linregress([1 / size for size in sizes], values)
-    return Extrapolated(float(line.intercept), float(line.intercept_stderr), tuple(sizes))
+    return float(line.intercept), float(line.intercept_stderr), tuple(sizes)
 
 
 def _drawn(images: Features, count: int, generator: torch.Generator) -> Features:
     return replace(images, values=images.values[torch.randperm(images.n, generator=generator)[:count]])
 
 
-def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
+def kid(images: Features, reference: Features, seed: int = 0) -> tuple[float, float, int]:
     """Compute the KID of all images, and its spread over seeded subsets of 1,000, or of half the images if fewer.
 
-    Raises Unmeasured for fewer than two images a side, or sides whose features were made in different ways.
+    Returns it, the standard deviation over KID_SUBSETS subsets, NaN below 4 images, and their size. Raises Unmeasured
+    for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
     fewest = min(images.n, reference.n)
@@ -217,10 +200,10 @@ def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
     generator = torch.Generator().manual_seed(seed)
     drawn = [
         kernel_distance(_drawn(images, size, generator).values, _drawn(reference, size, generator).values)
-        for _ in range(_KID_SUBSETS if size > 1 else 0)
+        for _ in range(KID_SUBSETS if size > 1 else 0)
     ]
     sd = float(torch.tensor(drawn, dtype=torch.float64).std(unbiased=False)) if drawn else math.nan
-    return Kid(kernel_distance(images.values, reference.values), sd, _KID_SUBSETS, size)
+    return kernel_distance(images.values, reference.values), sd, size
 
 
 def kernel_distance(x: Tensor, y: Tensor) -> float:

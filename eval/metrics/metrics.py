@@ -294,36 +294,34 @@ def _fid_to_16bit(sample: Sample) -> Measured:
 
 
 def _fid_infinity(sample: Sample) -> Measured:
-    first, second = _against_reference(sample, "FID∞", fid_infinity)
-    after = _sides(sample)[1]
-    count, width = after.values.shape
+    (before, error_before, _), (after, error, sizes) = _against_reference(sample, "FID∞", fid_infinity)
+    features = _sides(sample)[1]
+    count, width = features.values.shape
     notes = [
         *_frames_alike(sample),
-        f"standard error of the fit {second.error:.2g} (16 bit: {first.error:.2g}); subsets share images, so the true "
-        "error is larger",
+        f"standard error of the fit {error:.2g} (16 bit: {error_before:.2g}); subsets share images, so the true error "
+        "is larger",
         *_unchecked(sample),
     ]
-    if second.sizes[0] <= width:
-        notes.append(f"its smallest subsets, of {second.sizes[0]}, are too few for {width} features: a rough value")
+    if sizes[0] <= width:
+        notes.append(f"its smallest subsets, of {sizes[0]}, are too few for {width} features: a rough value")
     if isinstance(_reference(sample), Moments):
         notes.append("the bias of the reference's own number of images stays in it")
     return Measured(
-        *_of_sets(first.value, second.value, count),
+        *_of_sets(before, after, count),
         notes=tuple(notes),
-        how=f"line over 1/N through {len(second.sizes)} subsets of {second.sizes[0]} to {count}, {_through(after)}; "
+        how=f"line over 1/N through {len(sizes)} subsets of {sizes[0]} to {count}, {_through(features)}; "
         f"to {sample.networks.reference_name}",
     )
 
 
 def _kid(sample: Sample) -> Measured:
-    before, after = _against_reference(sample, "KID", distribution.kid)
+    (before, _, _), (after, sd, size) = _against_reference(sample, "KID", distribution.kid)
     reference, features = _reference(sample), _sides(sample)[1]
-    spread = (
-        f"standard deviation {_KID_SCALE * after.sd:.3g} over {after.subsets} subsets of {after.subset_size} images"
-    )
+    spread = f"standard deviation {_KID_SCALE * sd:.3g} over {distribution.KID_SUBSETS} subsets of {size} images"
     return Measured(
-        *_of_sets(before.value, after.value, features.n, _KID_SCALE),
-        notes=(*(() if math.isnan(after.sd) else (spread,)), *_frames_alike(sample)),
+        *_of_sets(before, after, features.n, _KID_SCALE),
+        notes=(*(() if math.isnan(sd) else (spread,)), *_frames_alike(sample)),
         how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {reference.n} "
         f"{sample.networks.reference_name}",
     )
