@@ -93,7 +93,8 @@ def debug_pipelines(
 ) -> Debug:
     """Diagnose open pipelines on the CPU, as `debug`. recipe: name and content; without it there is no patch."""
     all_layers = quantized_layers(quantized)
-    layers = {name: layer for name, layer in all_layers.items() if _makes_latents(quantized, name)}
+    kinds = {name: model_family(getattr(quantized, name.partition(".")[0])).kind for name in all_layers}
+    layers = {name: layer for name, layer in all_layers.items() if kinds[name] != "vae"}
     if not layers:
         raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
     steps = spread(search.steps, number_of_steps(reference, call))
@@ -206,10 +207,6 @@ def _other_attention(device: str) -> list[SDPBackend]:
     """Return another attention than PyTorch's default, for the second 16-bit run; on a GPU it has room for videos."""
     is_gpu = torch.device(device).type == "cuda"
     return [*([SDPBackend.EFFICIENT_ATTENTION] if is_gpu else []), SDPBackend.MATH]
-
-
-def _makes_latents(pipe: Any, name: str) -> bool:
-    return model_family(getattr(pipe, name.partition(".")[0])).kind != "vae"
 
 
 def _faults(

@@ -215,10 +215,6 @@ def _missing_plugin(key: str) -> str | None:
     return None
 
 
-def _psnr(sample: Sample) -> Measured:
-    return _paired(sample, over_frames(sample.frame_psnr), notes=_same_frames(sample))
-
-
 def _same_frames(sample: Sample) -> tuple[str, ...]:
     """Return a note that identical frames, the best there are, were left out."""
     differing = [values for values in sample.frame_psnr if not values.isinf().all()]
@@ -481,7 +477,8 @@ def _fid_how(images: Features, reference: Features | Moments, noun: str, label: 
 
 METRICS: dict[str, MetricRow] = {
     "psnr": MetricRow(
-        *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values", _psnr),
+        *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values"),
+        lambda sample: _paired(sample, over_frames(sample.frame_psnr), notes=_same_frames(sample)),
         by_frame=True,
     ),
     "ssim": MetricRow(

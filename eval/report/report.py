@@ -116,7 +116,8 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     whole = [run for run in runs if run.status != "broken"]
     pairs = []
     for first, second in itertools.combinations(whole, 2):
-        differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
+        images = zip(first.images, second.images, strict=True)
+        differences = [0.0 if a.psnr == b.psnr else a.psnr - b.psnr for a, b in images]
         p = p_value(differences, prompts)
         if not math.isnan(p):
             difference = Estimate.of(clustered_interval(differences, prompts))
@@ -125,10 +126,6 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     return tuple(
         Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(pairs, corrected, strict=True)
     )
-
-
-def _difference(first: Image, second: Image) -> float:
-    return 0.0 if first.psnr == second.psnr else first.psnr - second.psnr
 
 
 def _require_same_reference(first: Report, other: Report) -> None:
