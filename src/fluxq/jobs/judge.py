@@ -505,7 +505,7 @@ def report(
     reads = {f"the report of {output}": _report_of(output) for output in outputs}
     place = Output(target, True, (".json", ".md"))
     place.require(reads, overwrite=overwrite, exists_ok=True)
-    reports = [_read(output) for output in outputs]
+    reports = [read_report(_report_of(output)) for output in outputs]
     merged = merge(reports) if len(reports) > 1 else reports[0]
     job = job_digest([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
@@ -526,14 +526,6 @@ def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None
         reason = f"{type(error).__name__}: {first_line(error)}"
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: holds values that no page can be made of ({reason}); evaluate again") from error
-
-
-def _read(output: Path) -> Report:
-    """Read the report of a checkpoint folder, with the later results of bench and debug."""
-    path = _report_of(output)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
-    return read_report(path)
 
 
 def _report_of(output: Path) -> Path:
