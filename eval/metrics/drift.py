@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import progress
-from fluxq.calibrate.capture import images_per_batch, noise_levels, run_pipeline
+from fluxq.calibrate.capture import noise_levels, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.metrics.fidelity import cosine, sqnr
 from fluxq.eval.metrics.schema import Curve, Drift, Estimate
@@ -54,11 +54,8 @@ class Followed:
     batch_size: int
 
 
-def follow(
-    pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None = None
-) -> Followed:
+def follow(pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int) -> Followed:
     """Run the 16-bit pipeline on a few (prompt, seed) and keep its path; ValueError where that is not finite."""
-    size = batch_size or images_per_batch(call)
     velocities: list[list[list[Tensor]]] = [[] for _ in items]
     latents: list[list[Tensor]] = [[] for _ in items]
 
@@ -70,14 +67,14 @@ def follow(
     def see_latents(image: int, step: int, x: Tensor) -> None:
         latents[image].append(_kept(x, "latents", items[image], step))
 
-    _walk(pipe, items, call, size, see_latents, see_velocity, description="Following the 16-bit model")
+    _walk(pipe, items, call, batch_size, see_latents, see_velocity, description="Following the 16-bit model")
     return Followed(
         items=tuple(items),
         call=dict(call),
         sigmas=noise_levels(pipe)[: len(latents[0])],
         velocities=tuple(tuple(map(tuple, steps)) for steps in velocities),
         latents=tuple(map(tuple, latents)),
-        batch_size=size,
+        batch_size=batch_size,
     )
 
 
