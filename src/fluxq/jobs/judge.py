@@ -38,7 +38,6 @@ from fluxq.eval.metrics.schema import (
     Item,
     Protocol,
     Report,
-    Run,
     Speed,
     Timed,
     read_report,
@@ -757,10 +756,11 @@ def _with_records(report: Report, subject: Subject) -> Report:
         return report  # of weights that were in this folder before
     speed: Speed | None = _read_result(subject, SPEED_FILE, Speed, "bench")
     debugged: Debug | None = _read_result(subject, DEBUG_FILE, Debug, "debug")
+    digest = speed.served.digest if speed and speed.served else None
     runs = tuple(
         run.model_copy(
             update={
-                "speed": speed if _is_of(speed, run) else None,
+                "speed": speed if run.served and run.served.digest == digest and run.cache is None else None,
                 "debug": debugged if run.backend == NATIVE and run.cache is None else None,
             }
         )
@@ -783,13 +783,6 @@ def _timed(subject: Subject, speed: Speed, checkpoint: str) -> Timed:
         size=_size(subject.record),
         speed=speed,
     )
-
-
-def _is_of(speed: Speed | None, run: Run) -> bool:
-    """Tell whether the timed side computes as a run does."""
-    if speed is None or speed.served is None or run.served is None:
-        return False
-    return run.cache is None and run.served.digest == speed.served.digest
 
 
 def _read_result(subject: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
