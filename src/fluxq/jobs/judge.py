@@ -445,7 +445,6 @@ def debug(
     growth: share of bits that the patch may add.
     budget: runs of the prompts that the damages may take.
     """
-    from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
 
     options = subject.options
@@ -470,7 +469,8 @@ def debug(
         subject.quantized,
         subject.items,
         subject.call,
-        Search(budget=budget, growth=growth),
+        budget=budget,
+        growth=growth,
         device=device,
         batch_size=options.batch_size,
     )
