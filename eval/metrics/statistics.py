@@ -39,17 +39,8 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A question for `decide`: does the mean of per-image values lie within [low, high]?"""
-
-    values: Sequence[float]
-    low: float = -math.inf
-    high: float = math.inf
-
-
-@dataclass(frozen=True)
 class Decision:
-    """Decision on whether a case's mean lies within its margin. interval: the deciding one, of confidence `level`.
+    """Decision on whether a mean lies within its margin. interval: the deciding one, of confidence `level`.
 
     more_images: about how many would decide; None where it is decided, or where no number can be given.
     """
@@ -130,8 +121,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def decide(cases: Sequence[Case], prompts: Sequence[Hashable], resamples: int = _RESAMPLES) -> list[Decision]:
+def decide(
+    cases: Sequence[tuple[Sequence[float], float, float]], prompts: Sequence[Hashable], resamples: int = _RESAMPLES
+) -> list[Decision]:
     """Decide which means lie within their margins; a wrong decision among all has probability alpha = 5 % at most.
+
+    cases: values per image, and the margin's ends, low and high.
 
     Each of the k cases has two hypotheses that can be rejected, that its mean is outside and that it is within, and a
     one-sided test of half the interval's error does it. Holm's procedure over these 2k: intervals of level
@@ -144,12 +139,12 @@ def decide(cases: Sequence[Case], prompts: Sequence[Hashable], resamples: int = 
         decided = sum(decision.outcome != "inconclusive" for decision in decisions.values())
         level = 1 - 2 * _ALPHA / (2 * len(cases) - decided) if cases else _LEVEL
         before = decided
-        for index, case in enumerate(cases):
+        for index, (values, low, high) in enumerate(cases):
             if index not in decisions or decisions[index].outcome == "inconclusive":
-                interval = clustered_interval(case.values, prompts, resamples, level=level)
-                outcome = equivalence(interval, case.low, case.high)
+                interval = clustered_interval(values, prompts, resamples, level=level)
+                outcome = equivalence(interval, low, high)
                 is_open = outcome == "inconclusive"
-                more = more_images(case.values, prompts, case.low, case.high, level) if is_open else None
+                more = more_images(values, prompts, low, high, level) if is_open else None
                 decisions[index] = Decision(outcome, interval, level, more)
                 decided += not is_open
         if decided in (before, len(cases)):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from fluxq.eval.metrics.figures import figure, short, stated
 from fluxq.eval.metrics.schema import Estimate, Item, Margin, Metric, Run, Verdict
-from fluxq.eval.metrics.statistics import Case, Decision, Interval, decide, equivalence
+from fluxq.eval.metrics.statistics import Decision, Interval, decide, equivalence
 
 LEAST_PROMPTS = 30  # a bootstrap interval over fewer is narrower than it says
 FEW_STEPS = 8
@@ -68,7 +68,7 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
     if len(set(prompts)) < LEAST_PROMPTS:
         return tuple(run.model_copy(update={"verdict": _fixed(run) or _look(run)}) for run in runs)
     cases = [
-        (run, key, Case(values, *_ends(metric.margin)))
+        (run, key, (values, *_ends(metric.margin)))
         for run in runs
         if run.status == "measured"
         for key, metric in run.metrics.items()
