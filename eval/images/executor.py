@@ -543,13 +543,8 @@ class _Actor:
         self.worker.make(index)
 
 
-@dataclass(frozen=True)
-class _Hand:
-    """An actor at work: the chunk that it makes, None while it opens its pipeline."""
-
-    actor: Any
-    name: str
-    index: int | None
+# An actor at work, its name, and the chunk that it makes, None while it opens its pipeline.
+_Hand = tuple[Any, str, int | None]
 
 
 class _Ray:
@@ -567,19 +562,19 @@ class _Ray:
             for _ in range(min(self._places(work), len(queue)) if queue else 0):
                 crew.hire()
             while queue or crew.busy:
-                hand, died = crew.next()
-                if died and not crew.finished(hand):
-                    losses[hand.index] += 1
-                    if losses[hand.index] > RETRIES:
-                        raise RuntimeError(f"{RETRIES + 1} workers died {_doing(work, hand.index)}: {died}")
-                    logger.warning("%s died %s: %s", hand.name, _doing(work, hand.index), died)
-                    queue.extendleft([] if hand.index is None else [hand.index])
-                elif hand.index is not None:
-                    yield hand.index
+                (actor, name, index), died = crew.next()
+                if died and not crew.finished(name, index):
+                    losses[index] += 1
+                    if losses[index] > RETRIES:
+                        raise RuntimeError(f"{RETRIES + 1} workers died {_doing(work, index)}: {died}")
+                    logger.warning("%s died %s: %s", name, _doing(work, index), died)
+                    queue.extendleft([] if index is None else [index])
+                elif index is not None:
+                    yield index
                 if queue and died:
                     crew.hire()
                 elif queue:
-                    crew.give(hand, queue.popleft())
+                    crew.give(actor, name, queue.popleft())
         finally:
             crew.dismiss()
 
@@ -606,17 +601,17 @@ class _Crew:
 
     @property
     def busy(self) -> bool:
-        return any(hand.index is not None for hand in self.hands.values())
+        return any(index is not None for _, _, index in self.hands.values())
 
     def hire(self) -> None:
         """Start one more actor, under a name that no other had."""
         actor, name = self.kind.remote(), f"ray-{len(self.hired)}"
         self.hired.append(actor)
-        self.hands[actor.open.remote(self.work, name)] = _Hand(actor, name, None)
+        self.hands[actor.open.remote(self.work, name)] = actor, name, None
 
-    def give(self, hand: _Hand, index: int) -> None:
+    def give(self, actor: Any, name: str, index: int) -> None:
         """Let it make this chunk."""
-        self.hands[hand.actor.make.remote(index)] = replace(hand, index=index)
+        self.hands[actor.make.remote(index)] = actor, name, index
 
     def next(self) -> tuple[_Hand, str | None]:
         """Return the next actor that is done, with None, or that died, with the reason.
@@ -634,18 +629,18 @@ class _Crew:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self.ray.exceptions.RayError as error:
-            self.ray.kill(hand.actor)
+            self.ray.kill(hand[0])
             return hand, first_line(error)
         return hand, None
 
-    def finished(self, hand: _Hand) -> bool:
+    def finished(self, name: str, index: int | None) -> bool:
         """Tell whether a dead actor's last chunk is complete in its manifest."""
-        manifest = _manifest_path(self.work, hand.name)
-        if hand.index is None or not manifest.exists():
+        manifest = _manifest_path(self.work, name)
+        if index is None or not manifest.exists():
             return False
         _repair(manifest, self.work)
         rows = {row.item for row in _read_manifest(manifest, self.work.key)}
-        return rows >= set(self.work.chunks[hand.index].names)
+        return rows >= set(self.work.chunks[index].names)
 
     def dismiss(self) -> None:
         """End all actors; the chunks that they are making are lost."""
