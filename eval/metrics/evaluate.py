@@ -34,6 +34,8 @@ from fluxq.recipes.recipe import gate_holds, parse_gate
 FLOOR_IMAGES = 64
 DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # with latents and velocities of each step in memory at once
 VELOCITY_ERROR = "velocity_error"  # a metric of the denoising steps, not of images
+# Metric -> its noise floor, and that of the PSNR of each frame of videos, None for images.
+Floor = tuple[Mapping[str, Interval], tuple[Estimate, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,10 @@ class Candidate:
     drift: Drift | None = None
 
 
-def measure_floor(
-    reference: Any, again: Any, keys: Sequence[str], networks: Networks
-) -> tuple[dict[str, Interval], tuple[Estimate, ...] | None]:
+def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> Floor:
     """Measure paired metrics between two 16-bit runs that differ in batch size and attention backend only.
 
-    A metric without values per image has no floor. The second result is the PSNR of each frame of videos, None for
-    images.
+    A metric without values per image has no floor.
     """
     sample, rows = Sample(reference, again, networks), metric_rows()
     measurements = {key: _take(rows[key], sample) for key in keys}
@@ -85,20 +84,18 @@ def measure_runs(
     *,
     keys: Sequence[str],
     networks: Networks,
-    floor: Mapping[str, Interval],
-    frame_floor: Sequence[Estimate] | None = None,
+    floor: Floor = ({}, None),
 ) -> tuple[Run, ...]:
     """Measure all metrics of every side and judge them together.
 
     sets: images or videos of each candidate.
-    floor, frame_floor: see `measure_floor`.
 
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
     for images in sets:
         _require_comparable(reference, images)
     runs = [
-        _measure(candidate, Sample(reference, images, networks), keys, floor, frame_floor)
+        _measure(candidate, Sample(reference, images, networks), keys, *floor)
         for candidate, images in zip(candidates, sets, strict=True)
     ]
     shown = _worst_of(runs)
@@ -119,7 +116,7 @@ def _measure(
     sample: Sample,
     keys: Sequence[str],
     floor: Mapping[str, Interval],
-    frame_floor: Sequence[Estimate] | None,
+    frame_floor: tuple[Estimate, ...] | None,
 ) -> Run:
     rows, side, drift = metric_rows(), candidate.side, candidate.drift
     measurements = {key: _take(rows[key], sample) for key in keys}
@@ -217,7 +214,7 @@ def _velocity_error(drift: Drift) -> Metric:
     )
 
 
-def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
+def _frame_curve(sample: Sample, floor: tuple[Estimate, ...] | None) -> Curve | None:
     if sample.frames is None:
         return None
     return Curve(
@@ -227,7 +224,7 @@ def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | No
         better="higher",
         how="to the same frame of the 16-bit videos, mean over videos",
         values=_by_frame(sample),
-        floor=None if floor is None else tuple(floor),
+        floor=floor,
     )
 
 

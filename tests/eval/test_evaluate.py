@@ -47,11 +47,11 @@ def networks():
     )
 
 
-def measure(reference, *sets, networks=None, gates=(), floor=None, keys=OF_IMAGES):
+def measure(reference, *sets, networks=None, gates=(), floor=({}, None), keys=OF_IMAGES):
     candidates = [
         Candidate(Side(f"side {k}", "", "d"), "made", "noise", "digest", SIZE, gates=gates) for k in range(len(sets))
     ]
-    return measure_runs(candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {})
+    return measure_runs(candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor)
 
 
 def first(made: Generated, count: int) -> Generated:
@@ -119,7 +119,7 @@ def test_the_noise_floor_has_what_is_paired_and_nothing_else(sides, networks):
     floor, _ = measure_floor(*(first(side, 3) for side in sides), tuple(METRICS), networks)
     assert set(floor) == {"psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance"}
     assert floor["psnr"].n == 3
-    (run,) = measure(*sides, networks=networks, floor=floor)
+    (run,) = measure(*sides, networks=networks, floor=(floor, None))
     assert run.metrics["psnr"].floor.mean == floor["psnr"].mean and run.metrics["fid"].floor is None
 
 

@@ -310,11 +310,9 @@ def run_of(before: Generated, after: Generated, again: Generated | None = None):
     size = CheckpointSize(
         components=("transformer",), bytes_before=4, bytes_after=1, bits_per_weight=4.5, bits_per_quantized_weight=4.5
     )
-    floor, by_frame = measure_floor(before, again, keys, Networks()) if again else ({}, None)
+    floor = measure_floor(before, again, keys, Networks()) if again else ({}, None)
     candidate = Candidate(Side("side", "", "d"), "made", "noise", "digest", size)
-    (run,) = measure_runs(
-        [candidate], before, [after], keys=keys, networks=Networks(), floor=floor, frame_floor=by_frame
-    )
+    (run,) = measure_runs([candidate], before, [after], keys=keys, networks=Networks(), floor=floor)
     return run
 
 

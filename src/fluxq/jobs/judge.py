@@ -283,7 +283,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
     with one_thread(torch.device(options.device).type):  # as the images were made: equal bits from every engine
-        floor, frame_floor = measure_floor(reference.head(FLOOR_IMAGES), again, keys, networks)
+        floor = measure_floor(reference.head(FLOOR_IMAGES), again, keys, networks)
         runs = measure_runs(
             _candidates(subject, list(shown), floor_side, batch, floor_batch),
             reference,
@@ -291,7 +291,6 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
             keys=keys,
             networks=networks,
             floor=floor,
-            frame_floor=frame_floor,
         )
     noun = "image" if reference.frames is None else "video"
     report = Report(
