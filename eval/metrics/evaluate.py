@@ -69,10 +69,7 @@ def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Net
     floor = {
         key: measurement.value
         for key, measurement in measurements.items()
-        if isinstance(measurement, Measured)
-        and measurement.per_image is not None
-        and measurement.value
-        and measurement.baseline is None
+        if measurement.per_image is not None and measurement.value and measurement.baseline is None
     }
     return floor, None if sample.frames is None else _by_frame(sample)
 
@@ -120,8 +117,7 @@ def _measure(
 ) -> Run:
     rows, side, drift = metric_rows(), candidate.side, candidate.drift
     measurements = {key: _take(rows[key], sample) for key in keys}
-    taken = {key: each for key, each in measurements.items() if isinstance(each, Measured)}
-    is_identical = all(map(math.isinf, taken["psnr"].per_image or ()))
+    is_identical = all(map(math.isinf, measurements["psnr"].per_image or ()))
     is_video = sample.frames is not None
     metrics = {key: _row(rows[key], measurement, floor.get(key), is_video) for key, measurement in measurements.items()}
     if drift is not None:
@@ -136,9 +132,9 @@ def _measure(
         status="broken" if sample.broken else "identical" if is_identical else "measured",
         size=candidate.size,
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
-        gates=judge_gates(candidate.gates, _means(taken, drift)),
+        gates=judge_gates(candidate.gates, _means(measurements, drift)),
         metrics=metrics,
-        images=_images(sample, taken),
+        images=_images(sample, measurements),
         frames=_frame_curve(sample, frame_floor),
         drift=drift,
         served=candidate.served,
@@ -155,8 +151,8 @@ def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateO
     )
 
 
-def _means(taken: Mapping[str, Measured], drift: Drift | None) -> dict[str, float]:
-    means = {key: each.value.mean for key, each in taken.items() if each.value is not None}
+def _means(measurements: Mapping[str, Measured], drift: Drift | None) -> dict[str, float]:
+    means = {key: each.value.mean for key, each in measurements.items() if each.value is not None}
     if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
         means[VELOCITY_ERROR] = drift.velocity_error.mean
     return means
@@ -173,27 +169,27 @@ def _require_comparable(reference: Any, quantized: Any) -> None:
         )
 
 
-def _take(row: MetricRow, sample: Sample) -> Measured | str:
+def _take(row: MetricRow, sample: Sample) -> Measured:
     try:
         return row.measure(sample)
     except Unmeasured as reason:
-        return str(reason)
+        return Measured(None, missing=str(reason))
 
 
-def _row(row: MetricRow, measurement: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
-    name = row.called(is_video)
-    fixed: dict[str, Any] = {"name": name, "unit": row.unit, "digits": row.digits, "better": row.better}
-    if isinstance(measurement, str):
-        return Metric(**fixed, how=row.how_measured(None, is_video), missing=measurement)
+def _row(row: MetricRow, measurement: Measured, floor: Interval | None, is_video: bool) -> Metric:
+    was_taken = measurement.value is not None or measurement.per_image is not None
     return Metric(
-        **fixed,
+        name=row.called(is_video),
+        unit=row.unit,
+        digits=row.digits,
+        better=row.better,
         how=row.how_measured(measurement.how, is_video),
         value=_estimate(measurement.value),
         baseline=_estimate(measurement.baseline),
         change=_estimate(measurement.change),
-        floor=_estimate(floor),
+        floor=_estimate(floor) if was_taken else None,
         notes=measurement.notes,
-        missing=None if measurement.value is not None else measurement.broken,
+        missing=None if measurement.value is not None else measurement.missing,
     )
 
 
@@ -240,10 +236,10 @@ def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
     )
 
 
-def _images(sample: Sample, taken: Mapping[str, Measured]) -> tuple[Image, ...]:
+def _images(sample: Sample, measurements: Mapping[str, Measured]) -> tuple[Image, ...]:
     quantized, frames = sample.quantized, sample.frames
-    per_image = {key: each.per_image for key, each in taken.items() if each.per_image}
-    changes = {key: each.change_per_image for key, each in taken.items() if each.change_per_image}
+    per_image = {key: each.per_image for key, each in measurements.items() if each.per_image}
+    changes = {key: each.change_per_image for key, each in measurements.items() if each.change_per_image}
     return tuple(
         Image(
             finite=bool(quantized.finite[index]),

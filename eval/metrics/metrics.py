@@ -54,7 +54,7 @@ class Measured:
     change: value - baseline, paired where there are values per image.
     per_image, change_per_image: in the order of the items, NaN for an image that was not finite; None for no values.
     how: words in place of the row's.
-    broken: reason why there is no value although there are values per image.
+    missing: reason why there is no value.
     """
 
     value: Interval | None
@@ -64,7 +64,7 @@ class Measured:
     change_per_image: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()
     how: str | None = None
-    broken: str | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _lpips(sample: Sample) -> Measured:
 def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: str | None = None) -> Measured:
     whole = whole_only(values, sample.reference, sample.quantized)
     value = None if sample.broken else clustered_interval(whole, sample.prompts)
-    return Measured(value, per_image=whole, notes=notes, how=how, broken=sample.broken)
+    return Measured(value, per_image=whole, notes=notes, how=how, missing=sample.broken)
 
 
 def _fid(sample: Sample) -> Measured:

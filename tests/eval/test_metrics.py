@@ -63,7 +63,7 @@ def test_every_metric_is_taken(sample):
     taken = {key: METRICS[key].measure(sample) for key in METRICS.keys() - FOREIGN - OF_VIDEOS}
     assert set(taken) == PER_IMAGE | OF_SETS
     for key, found in taken.items():
-        assert found.value.n == COUNT and math.isfinite(found.value.mean) and found.broken is None
+        assert found.value.n == COUNT and math.isfinite(found.value.mean) and found.missing is None
         if key in PER_IMAGE:
             assert len(found.per_image) == COUNT and found.value.low < found.value.mean < found.value.high
         else:
@@ -143,7 +143,7 @@ def test_broken_images_stop_every_mean_and_keep_the_whole_ones(sample):
     broken = Sample(sample.reference, replace(sample.quantized, finite=finite), sample.networks)
     for key in PER_IMAGE - {"clip_score"}:
         found = METRICS[key].measure(broken)
-        assert found.value is None and found.broken == "20 of 100 quantized images hold NaN or infinity"
+        assert found.value is None and found.missing == "20 of 100 quantized images hold NaN or infinity"
         assert [math.isnan(value) for value in found.per_image] == (~finite).tolist()
     for key in OF_SETS | {"clip_score"}:
         with pytest.raises(Unmeasured, match="20 of 100 quantized images hold NaN"):
