@@ -78,11 +78,12 @@ def follow(pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any],
     )
 
 
-def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift:
+def drift(followed: Followed, pipe: Any, batch_size: int | None = None, floor: Drift | None = None) -> Drift:
     """Return the drift of `pipe` from the run that was followed, with intervals that resample prompts.
 
-    batch_size: by default that of the followed run. ValueError if the pipeline takes other steps, asks its transformer
-    another number of times or, steered, still leaves the path: another scheduler, guidance or model.
+    batch_size: by default that of the followed run. floor: drift of a second 16-bit pipeline. ValueError if the
+    pipeline takes other steps, asks its transformer another number of times or, steered, still leaves the path: another
+    scheduler, guidance or model.
     """
     size = batch_size or followed.batch_size
     velocity = _velocity_errors(followed, pipe, size)
@@ -94,25 +95,18 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
 
     steps = range(len(followed.sigmas))
     figures = {"velocity_error": velocity, "latent_sqnr": decibels, "latent_cosine": cosines}
-    curves = {
-        key: curve.model_copy(update={"values": tuple(interval([row[step] for row in figures[key]]) for step in steps)})
-        for key, curve in CURVES.items()
-    }
+    curves = {}
+    for key, curve in CURVES.items():
+        values = tuple(interval([row[step] for row in figures[key]]) for step in steps)
+        curves[key] = curve.model_copy(update={"values": values, "floor": floor and floor.curves[key].values})
     return Drift(
         steps=tuple(steps),
         sigmas=followed.sigmas,
         images=len(followed.items),
         curves=curves,
         velocity_error=interval([math.fsum(row) / len(row) for row in velocity]),
+        velocity_floor=floor and floor.velocity_error,
     )
-
-
-def with_floor(quantized: Drift, floor: Drift) -> Drift:
-    """Return `quantized` beside the drift of a second 16-bit pipeline from the same path."""
-    curves = {
-        key: curve.model_copy(update={"floor": floor.curves[key].values}) for key, curve in quantized.curves.items()
-    }
-    return quantized.model_copy(update={"curves": curves, "velocity_floor": floor.velocity_error})
 
 
 def floor_attention(device: str) -> str:

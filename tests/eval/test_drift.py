@@ -17,7 +17,7 @@ from fluxq.eval.images.generate import generate
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 from fluxq.eval.metrics import drift as drift_module
-from fluxq.eval.metrics.drift import drift, floor_attention, follow, with_floor
+from fluxq.eval.metrics.drift import drift, floor_attention, follow
 from fluxq.eval.metrics.fidelity import sqnr
 from fluxq.eval.metrics.schema import Drift
 
@@ -243,9 +243,9 @@ def test_the_last_step_agrees_with_the_final_latents(side, found, quantized):
     assert found.curves["latent_sqnr"].values[-1].mean == pytest.approx(float(values.mean()), rel=1e-6)
 
 
-def test_the_noise_floor_is_well_below_a_4_bit_model(side, followed, found):
+def test_the_noise_floor_is_well_below_a_4_bit_model(side, followed, found, quantized):
     floor = drift(followed, replace(side, attention=floor_attention("cpu")).open(), 3)
-    whole = with_floor(found, floor)
+    whole = drift(followed, quantized, floor=floor)
     curve = whole.curves["velocity_error"]
     for value, noise in zip(curve.values, curve.floor, strict=True):
         assert 0 < noise.mean < 0.02 < value.mean < 0.5

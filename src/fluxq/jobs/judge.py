@@ -605,7 +605,7 @@ def _candidates(
 
     Errors are of the first few prompts, each beside the noise floor.
     """
-    from fluxq.eval.metrics.drift import drift, follow, with_floor
+    from fluxq.eval.metrics.drift import drift, follow
     from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS, Candidate
     from fluxq.eval.speed.served import served
 
@@ -623,7 +623,7 @@ def _candidates(
     candidates = []
     for side in sides:
         pipe = side.open(device)
-        along = with_floor(drift(followed, pipe), floor)
+        along = drift(followed, pipe, floor=floor)
         candidates.append(Candidate(side, *identity, served(pipe, device), _gates(subject), provenance, along))
     return candidates
 
