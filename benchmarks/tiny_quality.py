@@ -40,7 +40,8 @@ from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.processor import commit, versions
 from fluxq.calibrate.capture import run_pipeline
-from fluxq.eval.images.generate import Generated, generate, items_for
+from fluxq.eval.images.generate import Generated, generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.metrics.fidelity import fidelity
 from fluxq.eval.metrics.statistics import Interval, paired_interval
 from fluxq.jobs import making
@@ -100,7 +101,8 @@ class Measured:
 
 def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Generated, dict[str, Measured]]:
     """The 16-bit images, and every row by its label."""
-    items = items_for(tiny.PROMPTS[:prompts], prompts * seeds, SEED)  # all prompts with one seed, then the next
+    # All prompts with one seed, then the next.
+    items = items_of(tiny.PROMPTS[:prompts], prompts * seeds, first_seed=SEED)
     pipe = load_pipeline(resolve_model("tiny"))
     judge = Judge(generate(pipe, items, tiny.CALL_KWARGS), velocities(pipe), seeds)
     measured: dict[str, Measured] = {}
@@ -180,7 +182,7 @@ def velocities(pipe: Any) -> list[tuple[Any, Any, Tensor]]:
         calls.append((args, kwargs, output[0].float()))
 
     handle = getattr(pipe, COMPONENT).register_forward_hook(keep, with_kwargs=True)
-    items = items_for(tiny.PROMPTS[::-1], VELOCITY_IMAGES, VELOCITY_SEED)
+    items = items_of(tiny.PROMPTS[::-1], VELOCITY_IMAGES, first_seed=VELOCITY_SEED)
     for _ in run_pipeline(pipe, items, tiny.CALL_KWARGS, output_type="latent"):
         pass
     handle.remove()

@@ -114,16 +114,24 @@ def measure_damage(
     names = [name for unit in blocks.values() for name in unit]
     originals = {name: module_of(reference, name) for name in names}
     quantized_layers = {name: module_of(quantized, name) for name in names}
+
+    def measure(
+        errors: dict[Unit, float], units: Collection[Unit], pipe: Any, others: Mapping[str, Any], description: str
+    ) -> None:
+        for unit in progress(units, description):
+            with replaced(pipe, {name: others[name] for name in unit}):
+                errors[unit] = squared_error(run(pipe), latents)
+
     with placed(quantized, device):
         damages = Damages(float(latents.square().sum()), floor, squared_error(run(quantized), latents))
-        _each(damages.kept, blocks.values(), quantized, originals, run, latents, "Keeping blocks in 16 bit")
+        measure(damages.kept, blocks.values(), quantized, originals, "Keeping blocks in 16 bit")
     with placed(reference, device):
-        _each(damages.only, blocks.values(), reference, quantized_layers, run, latents, "Quantizing single blocks")
+        measure(damages.only, blocks.values(), reference, quantized_layers, "Quantizing single blocks")
     layers = _layers_of_worst(damages, list(blocks.values()), budget - 2 * len(blocks))
     with placed(reference, device):
-        _each(damages.only, layers, reference, quantized_layers, run, latents, "Quantizing single layers")
+        measure(damages.only, layers, reference, quantized_layers, "Quantizing single layers")
     with placed(quantized, device):
-        _each(damages.kept, layers, quantized, originals, run, latents, "Keeping layers in 16 bit")
+        measure(damages.kept, layers, quantized, originals, "Keeping layers in 16 bit")
     return damages
 
 
@@ -181,21 +189,6 @@ def placed(pipe: Any, device: str | torch.device) -> Iterator[None]:
     finally:
         pipe.to("cpu")
         torch.cuda.empty_cache()
-
-
-def _each(
-    errors: dict[Unit, float],
-    units: Collection[Unit],
-    pipe: Any,
-    layers: Mapping[str, nn.Linear | nn.Conv2d],
-    run: Run,
-    latents: Tensor,
-    description: str,
-) -> None:
-    """Measure the error of a run with each unit's `layers` in place of the pipeline's."""
-    for unit in progress(units, description):
-        with replaced(pipe, {name: layers[name] for name in unit}):
-            errors[unit] = squared_error(run(pipe), latents)
 
 
 def _layers_of_worst(damages: Damages, blocks: Sequence[Unit], budget: int) -> list[Unit]:

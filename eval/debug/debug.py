@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, n
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, multiplies_integers
 from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, replaced, squared_error
 from fluxq.eval.debug.findings import findings, listed
-from fluxq.eval.debug.patch import Added, make_patch
+from fluxq.eval.debug.patch import make_patch
 from fluxq.eval.debug.stored import stored_fault
 from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
 from fluxq.eval.images.sides import Side, quantized_layers
@@ -42,44 +42,20 @@ NOISE_FACTOR = 3.0  # times the noise floor's error: above it a divergence begin
 _CLIPPED = 1e-3  # share of a layer's input that is worth a finding
 
 
-@dataclass(frozen=True)
-class Search:
-    """Extent of the search for faults.
-
-    steps: number of denoising steps whose layers are looked at.
-    budget: runs of the items for the damages, see `measure_damage`.
-    patch: bits and format that a recipe may add; None makes no recipe.
-    """
-
-    steps: int = 4
-    budget: int = 256
-    patch: Added | None = field(default_factory=Added)
-
-
 def debug(
-    reference: Side,
-    quantized: Side,
-    items: Sequence[tuple[str, int]],
-    call: Mapping[str, Any],
-    search: Search = Search(),
-    *,
-    device: str = "cpu",
-    batch_size: int | None = None,
+    reference: Side, quantized: Side, items: Sequence[tuple[str, int]], call: Mapping[str, Any], **how: Any
 ) -> Debug:
     """Find out which layers of `quantized` make it differ from `reference`, and why.
 
-    items: (prompt, seed), a few. call: pipeline arguments. Raises ValueError for a side with a step cache, one without
-    quantized layers, no items, and a 16-bit model whose latents are not finite.
+    items: (prompt, seed), a few. call: pipeline arguments. how: as of `debug_pipelines`. Raises ValueError for a side
+    without quantized layers, and a 16-bit model whose latents are not finite.
     """
-    if quantized.cache is not None or reference.cache is not None:
-        raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
     record = read_plan_file(Path(quantized.folder))
     recipe = None
-    if record is not None and search.patch is not None and "imported" not in record:  # no recipe made an imported one
+    if record is not None and "imported" not in record:  # no recipe made an imported one
         fields = dict(record["recipe"])
         recipe = str(fields.pop("name")), Recipe.model_validate(fields)
-    pipes = reference.open(), quantized.open()
-    return debug_pipelines(*pipes, items, call, search, device=device, batch_size=batch_size, recipe=recipe)
+    return debug_pipelines(reference.open(), quantized.open(), items, call, recipe=recipe, **how)
 
 
 def debug_pipelines(
@@ -87,57 +63,64 @@ def debug_pipelines(
     quantized: Any,
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
-    search: Search = Search(),
     *,
+    steps: int = 4,
+    budget: int = 256,
+    growth: float = 0.05,
     device: str = "cpu",
     batch_size: int | None = None,
     recipe: tuple[str, Recipe] | None = None,
 ) -> Debug:
-    """Diagnose open pipelines on the CPU, as `debug`. recipe: name and content; without it there is no patch."""
-    if not items:
-        raise ValueError("nothing to run: the list of (prompt, seed) is empty")
+    """Diagnose open pipelines on the CPU, as `debug`.
+
+    steps: number of denoising steps whose layers are looked at.
+    budget: runs of the items for the damages, see `measure_damage`.
+    growth: bits that a recipe may add, as a share of all that is stored.
+    recipe: name and content; without it there is no patch.
+    """
     all_layers = quantized_layers(quantized)
-    layers = {name: layer for name, layer in all_layers.items() if _makes_latents(quantized, name)}
+    kinds = {name: model_family(getattr(quantized, name.partition(".")[0])).kind for name in all_layers}
+    layers = {name: layer for name, layer in all_layers.items() if kinds[name] != "vae"}
     if not layers:
         raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
-    steps = spread(search.steps, number_of_steps(reference, call))
+    seen = spread(steps, number_of_steps(reference, call))
     size = min(batch_size or images_per_batch(call), len(items))
-    traces = _trace(reference, quantized, layers, items, call, steps, size, device)
+    traces = _trace(reference, quantized, layers, items, call, seen, size, device)
 
     def run(pipe: Any) -> Tensor:
         return watch(pipe, (), items, call, (), size)
 
     blocks = blocks_of(quantized, traces.order)
-    faults = _faults(reference, layers, traces, steps, device)
+    faults = _faults(reference, layers, traces, seen, device)
     damages = measure_damage(
-        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=search.budget
+        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=budget
     )
     patch, why_not = None, ""
-    if recipe is not None and search.patch is not None:
+    if recipe is not None:
 
         def error(kept: Mapping[str, nn.Linear | nn.Conv2d]) -> float:
             with placed(quantized, device), replaced(quantized, kept):
                 return squared_error(run(quantized), traces.latents)
 
         try:
-            patch = make_patch(reference, quantized, layers, damages, recipe, search.patch, error)
+            patch = make_patch(reference, quantized, layers, damages, recipe, growth, error)
         except ValueError as refused:
             why_not = str(refused)
+    measured = {name: _traced(name, traces, seen) | {"fault": faults.get(name, "")} for name in traces.order}
     rows = [
-        _layer_row(name, locate(quantized, name)[0], layers[name], damages, traces, steps, faults.get(name, ""))
-        for name in traces.order
+        _row(name, locate(quantized, name)[0], (name,), layers, damages, **traced) for name, traced in measured.items()
     ]
     rows = _ranked(rows, list(faults))
-    divergence = _first_divergence(traces, steps)
-    sentences = findings(rows, faults, damages, steps, divergence, patch)
+    divergence = _first_divergence(traces, seen)
+    sentences = findings(rows, faults, damages, seen, divergence, patch)
     sentences += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(
         layers, all_layers, traces, blocks, damages, device
     )
     return Debug(
         prompts=len(items),
-        steps=steps,
-        sigmas=tuple(traces.sigmas[step] for step in steps),
-        blocks=tuple(_block_row(block, unit, layers, damages) for block, unit in blocks.items()),
+        steps=seen,
+        sigmas=tuple(traces.sigmas[step] for step in seen),
+        blocks=tuple(_row(block, "block", unit, layers, damages) for block, unit in blocks.items()),
         layers=tuple(rows),
         first_divergence=divergence,
         additivity=damages.sum_of_damages if math.isfinite(damages.above_floor) and damages.above_floor else None,
@@ -212,10 +195,6 @@ def _other_attention(device: str) -> list[SDPBackend]:
     return [*([SDPBackend.EFFICIENT_ATTENTION] if is_gpu else []), SDPBackend.MATH]
 
 
-def _makes_latents(pipe: Any, name: str) -> bool:
-    return model_family(getattr(pipe, name.partition(".")[0])).kind != "vae"
-
-
 def _faults(
     reference: Any, layers: Mapping[str, QuantLinear], traces: _Traces, steps: Sequence[int], device: str
 ) -> dict[str, str]:
@@ -274,33 +253,26 @@ def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
     return None
 
 
-def _layer_row(
-    name: str, role: str, layer: QuantLinear, damages: Damages, traces: _Traces, steps: Sequence[int], fault: str
+def _traced(name: str, traces: _Traces, steps: Sequence[int]) -> dict[str, Any]:
+    return {
+        "local_sqnr_db": traces.local.sqnr_db(name, steps),
+        "free_sqnr_db": traces.free.sqnr_db(name, steps),
+        "kernel_error": number(traces.kernel_errors.get(name)),
+        "health": traces.health.of(name, steps),
+    }
+
+
+def _row(
+    name: str, role: str, unit: Unit, layers: Mapping[str, QuantLinear], damages: Damages, **traced: Any
 ) -> LayerDamage:
-    error = traces.kernel_errors.get(name)
     return LayerDamage(
         name=name,
         role=role,
-        scheme=str(layer.scheme),
-        weights=layer.in_features * layer.out_features,
-        local_sqnr_db=traces.local.sqnr_db(name, steps),
-        free_sqnr_db=traces.free.sqnr_db(name, steps),
-        damage=damages.damage((name,)),
-        gain=damages.gain((name,)),
-        kernel_error=number(error),
-        health=traces.health.of(name, steps),
-        fault=fault,
-    )
-
-
-def _block_row(block: str, unit: Unit, layers: Mapping[str, QuantLinear], damages: Damages) -> LayerDamage:
-    return LayerDamage(
-        name=block,
-        role="block",
-        scheme=", ".join(dict.fromkeys(str(layers[name].scheme) for name in unit)),
-        weights=sum(layers[name].in_features * layers[name].out_features for name in unit),
+        scheme=", ".join(dict.fromkeys(str(layers[each].scheme) for each in unit)),
+        weights=sum(layers[each].in_features * layers[each].out_features for each in unit),
         damage=damages.damage(unit),
         gain=damages.gain(unit),
+        **traced,
     )
 
 

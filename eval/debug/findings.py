@@ -96,7 +96,6 @@ def _who_makes_it(rows: Sequence[LayerDamage], damages: Damages) -> list[str]:
 
 
 def _lost(rows: Sequence[LayerDamage], steps: Sequence[int]) -> list[str]:
-    """Return a finding on the layer of whose input most becomes 0, where that is much."""
     shares = [
         (value, row.name, step)
         for row in rows

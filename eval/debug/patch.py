@@ -34,31 +34,13 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.pointwise import in_place_of
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.structure import model_family
-from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import component_recipe
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 
-BETTER_FORMATS = ("fp8", "int8", "mxfp8")  # scales of activations follow from each token: nothing to calibrate
+BETTER = FORMATS["fp8"]  # for layers of less than 8 bits; its input scales follow from each token: nothing to calibrate
 SIXTEEN_BIT = "16 bit"
 _LEAST_WORTH = 0.5  # of the mean damage per added bit
-
-
-@dataclass(frozen=True)
-class Added:
-    """Bits and format that a patch may add. growth: bits, as a share of all that is stored for Linears.
-
-    format: of BETTER_FORMATS, for layers of less than 8 bits; 8-bit ones go to 16. ValueError for others.
-    """
-
-    growth: float = 0.05
-    format: str = "fp8"
-
-    def __post_init__(self) -> None:
-        if not self.growth > 0 or self.format not in BETTER_FORMATS:
-            raise ValueError(
-                f"a patch of {self.growth} more bits in {self.format!r}: give a share above 0 and one of "
-                f"{', '.join(BETTER_FORMATS)}"
-            )
 
 
 @dataclass(frozen=True)
@@ -76,20 +58,20 @@ def make_patch(
     layers: Mapping[str, QuantLinear],
     damages: Damages,
     recipe: tuple[str, Recipe],
-    added: Added,
+    growth: float,
     error: Callable[[Mapping[str, nn.Linear | nn.Conv2d]], float],
 ) -> Patch:
     """Choose layers, write the recipe, and measure its gain.
 
     layers: quantized layers of the denoiser and text encoders, "component.path".
     recipe: name and content of the checkpoint's recipe.
+    growth: bits that may be added, as a share of all that is stored for Linears.
     error: function from layer -> module in its place to the squared error of the latents.
 
     ValueError where no group of layers fits, or the recipe cannot hold such layers.
     """
-    growth = added.growth
     before, weights = stored_bits(quantized)
-    groups = promotions(quantized, layers, damages, added.format)
+    groups = promotions(quantized, layers, damages)
     chosen = choose(groups, growth * before)
     if not chosen:
         raise ValueError(f"no layers that do damage can be kept in a better format for {growth:.1%} more bits")
@@ -115,7 +97,7 @@ def make_patch(
     )
 
 
-def promotions(pipe: Any, layers: Mapping[str, QuantLinear], damages: Damages, better: str) -> list[Promotion]:
+def promotions(pipe: Any, layers: Mapping[str, QuantLinear], damages: Damages) -> list[Promotion]:
     """Return the groups of transformers whose layers were all measured and do damage."""
     groups: dict[str, list[str]] = {}
     for name in layers:
@@ -127,22 +109,17 @@ def promotions(pipe: Any, layers: Mapping[str, QuantLinear], damages: Damages, b
         measured = [share for share in shares if share is not None]
         if len(measured) < len(names) or not math.fsum(measured) > 0:
             continue
-        schemes = {name: better_scheme(layers[name], better) for name in names}
+        schemes = {name: better_scheme(layers[name]) for name in names}
         extra = (_bits(layers[name], schemes[name]) - _bits(layers[name], layers[name].stored_scheme) for name in names)
         promotable.append(Promotion(schemes, math.fsum(measured), sum(extra)))
     return promotable
 
 
-def better_scheme(layer: QuantLinear, better: str) -> Scheme | None:
-    """Return an 8-bit scheme for a layer of fewer bits; None (16 bit) for one of 8, or of a shape that does not fit."""
-    row = find_format(better)
-    try:
-        row.check_shape(layer.out_features, layer.in_features, "layer")
-    except ValueError:
+def better_scheme(layer: QuantLinear) -> Scheme | None:
+    """Return an 8-bit scheme for a layer of fewer bits; None (16 bit) for one of 8."""
+    if layer.stored_scheme.weights.element.bits >= BETTER.element.bits:
         return None
-    if layer.stored_scheme.weights.element.bits >= row.element.bits:
-        return None
-    return Scheme(row, row if layer.stored_scheme.activations else None)
+    return Scheme(BETTER, BETTER if layer.stored_scheme.activations else None)
 
 
 def choose(groups: Sequence[Promotion], bits: float) -> list[Promotion]:
@@ -207,7 +184,6 @@ def _with_others(group: Promotion, makes: str) -> str:
 
 
 def _reason(name: str, group: Promotion, damages: Damages) -> str:
-    """Return the reason for taking a layer, for the recipe."""
     alone = f"quantized alone it made {damages.damage((name,)) or 0.0:.1%} of the error"
     return f"{alone}; {_with_others(group, 'made')}" if len(group.schemes) > 1 else alone
 

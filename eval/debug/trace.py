@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.linears import channels_last
-from fluxq.calibrate.capture import batches, images_per_batch, run_pipeline
+from fluxq.calibrate.capture import batches, run_pipeline
 from fluxq.eval.debug.arithmetic import health, kernel_error
 from fluxq.eval.images.denoiser import hooked
 from fluxq.kernels.linear import QuantLinear
@@ -49,15 +49,14 @@ def watch(
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
     steps: Sequence[int],
-    batch_size: int | None,
+    batch_size: int,
     *observers: Callable[[LayerCall], None],
 ) -> Tensor:
     """Run the pipeline and show `observers` every call of the layers `names` ("component.path") at `steps`.
 
     What runs before the denoiser counts to step 0. Returns the final latents, (images, …) fp64 on the CPU.
     """
-    size = batch_size or images_per_batch(call)
-    counts = [len(batch) for batch in batches(items, size)]
+    counts = [len(batch) for batch in batches(items, batch_size)]
     now = {"step": 0, "batch": -1}
 
     def on_step(step: int) -> None:
@@ -74,7 +73,7 @@ def watch(
                 observer(layer_call)
 
     with torch.no_grad(), hooked(layers, after=see):
-        run = run_pipeline(pipe, items, call, batch_size=size, on_step=on_step)
+        run = run_pipeline(pipe, items, call, batch_size=batch_size, on_step=on_step)
         return torch.cat([latents.double().cpu() for _, latents in run])
 
 

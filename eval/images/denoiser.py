@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,15 +29,13 @@ def hooked(
     models: Iterable[nn.Module], *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Register forward hooks, without keyword arguments, on modules for a while."""
-    handles = []
-    for model in models:
-        handles += [model.register_forward_pre_hook(before)] if before else []
-        handles += [model.register_forward_hook(after)] if after else []
-    try:
+    with ExitStack() as stack:
+        for model in models:
+            if before:
+                stack.callback(model.register_forward_pre_hook(before).remove)
+            if after:
+                stack.callback(model.register_forward_hook(after).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def prediction(output: Any, model: nn.Module) -> Tensor:

@@ -44,10 +44,10 @@ from torch import Tensor
 from fluxq.base.console import first_line, logger, progress
 from fluxq.base.files import atomic_path, room_left, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.output import Output, atomic_output, sole_writer
-from fluxq.base.ranks import Ranks, connected
+from fluxq.base.ranks import ALONE, Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
-from fluxq.eval.images.generate import Batch, Lazy, as_picture, device_name, generate_batch, images_digest
+from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
 
 WORK_FILE = "work.json"
@@ -66,8 +66,8 @@ _STORE_BYTES = 80 << 20  # shared memory for the arguments of actors; Ray's leas
 class Work:
     """Images to make: `side` on every (prompt, seed) of `items`, `batch_size` in a call, kept in `root`.
 
-    call: pipeline arguments as JSON holds them. device: as torch writes it; engines of several GPUs put each worker
-    on its own. Raises ValueError without items, and for one that comes twice.
+    items: at least one, and none twice. call: pipeline arguments as JSON holds them. device: as torch writes it;
+    engines of several GPUs put each worker on its own.
     """
 
     side: Side
@@ -76,15 +76,6 @@ class Work:
     batch_size: int
     root: Path
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if not self.items:
-            raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size {self.batch_size} must be at least 1")
-        (prompt, seed), count = Counter(self.items).most_common(1)[0]
-        if count > 1:
-            raise ValueError(f"{prompt!r} with seed {seed} is asked for {count} times: give every image its own noise")
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -181,12 +172,17 @@ class ImageFolder:
     def images(self) -> Sequence[Tensor]:
         """uint8 (3, H, W) each, or (F, 3, H, W)."""
         read = read_image if self.frames is None else read_video
-        return Lazy(len(self.rows), lambda index: read(_picture(self.folder, self.rows[index])))
+        return Lazy(len(self.rows), lambda index: read(_picture(self.folder, self.rows[index].item, self.frames)))
 
     @property
     def latents(self) -> Sequence[Tensor]:
         """fp32, as they left the last denoising step."""
-        return Lazy(len(self.rows), lambda index: _read_latents(_latents(self.folder, self.rows[index].item)))
+
+        def read(index: int) -> Tensor:
+            with TensorFile(_latents(self.folder, self.rows[index].item)) as stored:
+                return stored.get_tensor("latents")
+
+        return Lazy(len(self.rows), read)
 
     @property
     def finite(self) -> Tensor:
@@ -197,11 +193,6 @@ class ImageFolder:
     def device(self) -> str:
         """Device that made the images; several names, separated by commas, if there were several."""
         return ", ".join(sorted({row.device for row in self.rows}))
-
-    @property
-    def items_digest(self) -> str:
-        """SHA-256 of prompts and seeds in order."""
-        return sha256_json(self.items)
 
     @cached_property
     def digest(self) -> str:
@@ -230,7 +221,7 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
     files that are not as their rows say (both before anything is made, and naming them) and where another process is
     making the same images, and OSError if the disk is too small. Whatever stops it, the next call goes on from there.
     """
-    engine = engine or _Local()
+    engine = engine or _Processes(ALONE)
     work = replace(work, root=work.root.resolve())  # workers may run in another folder
     if not engine.leads:
         for _ in engine.make(work, ()):
@@ -253,8 +244,6 @@ def open_engine(name: str, *, workers: int | None = None, address: str | None = 
     workers: at most so many Ray actors, by default one for each GPU or core. address: of a running Ray cluster;
     without, one is started on this machine.
     """
-    if name not in ENGINES:
-        raise ValueError(f"engine {name!r} is unknown; known: {', '.join(ENGINES)}")
     if name != "ray" and (workers is not None or address is not None):
         raise ValueError(f"a number of workers and an address are for engine ray, not for {name}: leave them out")
     return ENGINES[name](workers, address)
@@ -287,7 +276,8 @@ class Worker:
             raise RuntimeError(f"{platform.node()}: {work.folder} is not here; use a folder that every worker can see")
         self.work, self.manifest = work, _manifest_path(work, name)
         self.pipe = work.side.open(device)
-        self.device = device_name(torch.device(device))
+        place = torch.device(device)
+        self.device = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
 
     def make(self, index: int) -> None:
         """Make a chunk: its files, then its rows. OSError naming the folder if the disk is full."""
@@ -308,7 +298,7 @@ class Worker:
                     finite=bool(finite),
                     seconds=round(seconds, 4),
                     device=self.device,
-                    frames=batch.images.shape[1] if batch.images.ndim == 5 else None,
+                    frames=batch.frames,
                 )
                 for name, (prompt, seed), (image, latents), finite in zip(
                     chunk.names, chunk.items, hashes, batch.finite, strict=True
@@ -344,17 +334,11 @@ def read_video(folder: Path) -> Tensor:
     return torch.stack([read_image(path) for path in paths])
 
 
-def _read_latents(path: Path) -> Tensor:
-    with TensorFile(path) as stored:
-        return stored.get_tensor("latents")
-
-
-def _write_files(folder: Path, chunk: Chunk, batch: Batch) -> list[tuple[str, str]]:
+def _write_files(folder: Path, chunk: Chunk, batch: Generated) -> list[tuple[str, str]]:
     """Write an image or a folder of frames, and latents, of each item durably; return the SHA-256 of both."""
-    is_video = batch.images.ndim == 5
-    pairs = [(_picture_path(folder, name, is_video), _latents(folder, name)) for name in chunk.names]
+    pairs = [(_picture(folder, name, batch.frames), _latents(folder, name)) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
-        if is_video:
+        if batch.frames is not None:
             aside = folder / f".{image_path.name}{_PART}"
             with atomic_output(Output(image_path), aside, is_private=True) as part:
                 for index, frame in enumerate(image):
@@ -466,7 +450,7 @@ def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -
     problems, sizes = [], Counter()
     for name in (name for chunk in work.chunks for name in chunk.names if name in rows and name not in pending):
         row = rows[name]
-        picture = _picture(work.folder, row)
+        picture = _picture(work.folder, name, row.frames)
         for path, expected in ((picture, row.image), (_latents(work.folder, name), row.latents)):
             if not path.exists():
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is missing")
@@ -515,35 +499,22 @@ def one_thread(device_type: str) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Local:
-    """This process."""
-
-    leads = True
-
-    def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
-        return _make_here(work, "local", work.device, pending)
-
-
-def _make_here(work: Work, name: str, device: str, pending: Sequence[int]) -> Iterator[int]:
-    """Make chunks in this process, as the worker of that name."""
-    if pending:
-        with one_thread(work.device_type):
-            worker = Worker(work, name, device)
-            for index in pending:
-                worker.make(index)
-                yield index
-
-
-class _Torchrun:
-    """The processes that torchrun started, or `accelerate launch` on several GPUs; each makes its share of chunks."""
+class _Processes:
+    """This process alone, or those that torchrun or `accelerate launch` started; each makes its share of chunks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.leads = ranks, ranks.leads
+        self.name = "local" if ranks.group is None else f"rank-{ranks.rank}"
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         pending = self.ranks.agree(list(pending))  # the first rank's list
-        share = self.ranks.share(pending)
-        yield from _make_here(work, f"rank-{self.ranks.rank}", self.ranks.device(work.device), share)
+        share, device = self.ranks.share(pending), self.ranks.device(work.device)
+        if share:
+            with one_thread(work.device_type):
+                worker = Worker(work, self.name, device)
+                for index in share:
+                    worker.make(index)
+                    yield index
         self.ranks.meet()
         yield from (index for index in pending if index not in set(share))
 
@@ -557,7 +528,7 @@ def _torchrun(_workers: int | None, _address: str | None) -> Iterator[Engine]:
             f"{unset[0]} is not set: `torchrun --nproc-per-node 2 -m fluxq eval OUT --engine torchrun`"
         )
     with connected() as ranks:
-        yield _Torchrun(ranks)
+        yield _Processes(ranks)
 
 
 class _Actor:
@@ -572,13 +543,8 @@ class _Actor:
         self.worker.make(index)
 
 
-@dataclass(frozen=True)
-class _Hand:
-    """An actor at work: the chunk that it makes, None while it opens its pipeline."""
-
-    actor: Any
-    name: str
-    index: int | None
+# An actor at work, its name, and the chunk that it makes, None while it opens its pipeline.
+_Hand = tuple[Any, str, int | None]
 
 
 class _Ray:
@@ -596,19 +562,19 @@ class _Ray:
             for _ in range(min(self._places(work), len(queue)) if queue else 0):
                 crew.hire()
             while queue or crew.busy:
-                hand, died = crew.next()
-                if died and not crew.finished(hand):
-                    losses[hand.index] += 1
-                    if losses[hand.index] > RETRIES:
-                        raise RuntimeError(f"{RETRIES + 1} workers died {_doing(work, hand.index)}: {died}")
-                    logger.warning("%s died %s: %s", hand.name, _doing(work, hand.index), died)
-                    queue.extendleft([] if hand.index is None else [hand.index])
-                elif hand.index is not None:
-                    yield hand.index
+                (actor, name, index), died = crew.next()
+                if died and not crew.finished(name, index):
+                    losses[index] += 1
+                    if losses[index] > RETRIES:
+                        raise RuntimeError(f"{RETRIES + 1} workers died {_doing(work, index)}: {died}")
+                    logger.warning("%s died %s: %s", name, _doing(work, index), died)
+                    queue.extendleft([] if index is None else [index])
+                elif index is not None:
+                    yield index
                 if queue and died:
                     crew.hire()
                 elif queue:
-                    crew.give(hand, queue.popleft())
+                    crew.give(actor, name, queue.popleft())
         finally:
             crew.dismiss()
 
@@ -635,18 +601,17 @@ class _Crew:
 
     @property
     def busy(self) -> bool:
-        """Flag that is true while any actor makes a chunk."""
-        return any(hand.index is not None for hand in self.hands.values())
+        return any(index is not None for _, _, index in self.hands.values())
 
     def hire(self) -> None:
         """Start one more actor, under a name that no other had."""
         actor, name = self.kind.remote(), f"ray-{len(self.hired)}"
         self.hired.append(actor)
-        self.hands[actor.open.remote(self.work, name)] = _Hand(actor, name, None)
+        self.hands[actor.open.remote(self.work, name)] = actor, name, None
 
-    def give(self, hand: _Hand, index: int) -> None:
+    def give(self, actor: Any, name: str, index: int) -> None:
         """Let it make this chunk."""
-        self.hands[hand.actor.make.remote(index)] = replace(hand, index=index)
+        self.hands[actor.make.remote(index)] = actor, name, index
 
     def next(self) -> tuple[_Hand, str | None]:
         """Return the next actor that is done, with None, or that died, with the reason.
@@ -664,18 +629,18 @@ class _Crew:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self.ray.exceptions.RayError as error:
-            self.ray.kill(hand.actor)
+            self.ray.kill(hand[0])
             return hand, first_line(error)
         return hand, None
 
-    def finished(self, hand: _Hand) -> bool:
+    def finished(self, name: str, index: int | None) -> bool:
         """Tell whether a dead actor's last chunk is complete in its manifest."""
-        manifest = _manifest_path(self.work, hand.name)
-        if hand.index is None or not manifest.exists():
+        manifest = _manifest_path(self.work, name)
+        if index is None or not manifest.exists():
             return False
         _repair(manifest, self.work)
         rows = {row.item for row in _read_manifest(manifest, self.work.key)}
-        return rows >= set(self.work.chunks[hand.index].names)
+        return rows >= set(self.work.chunks[index].names)
 
     def dismiss(self) -> None:
         """End all actors; the chunks that they are making are lost."""
@@ -696,8 +661,9 @@ def _ray(workers: int | None, address: str | None) -> Iterator[Engine]:
         # Ray tells of dead workers on standard output, which belongs to what a program was asked for.
         stack.enter_context(redirect_stdout(sys.stderr))
         if is_ours:
-            if address is None:
-                stack.enter_context(_without_usage_reports())
+            if address is None and _USAGE not in os.environ:
+                os.environ[_USAGE] = "0"
+                stack.callback(os.environ.pop, _USAGE, None)
             stack.callback(ray.shutdown)
             _join(ray, workers, address)
         yield _Ray(ray, workers)
@@ -720,19 +686,6 @@ def _join(ray: Any, workers: int | None, address: str | None) -> None:
         raise ConnectionError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
 
 
-@contextmanager
-def _without_usage_reports() -> Iterator[None]:
-    """Turn Ray's usage reports off by the environment for a while; a setting of the user stays."""
-    is_ours = _USAGE not in os.environ
-    if is_ours:
-        os.environ[_USAGE] = "0"
-    try:
-        yield
-    finally:
-        if is_ours:
-            os.environ.pop(_USAGE, None)
-
-
 def _doing(work: Work, index: int | None) -> str:
     if index is None:
         return "opening the pipeline"
@@ -741,7 +694,6 @@ def _doing(work: Work, index: int | None) -> str:
 
 
 def _size(path: Path, frames: int | None) -> str:
-    """Return the size of an image, or of a video of so many frames, in words."""
     with Image.open(_frames(path)[0]) as picture:
         width, height = picture.size
     return f"{width} x {height}" + ("" if frames is None else f", {frames} frames")
@@ -755,12 +707,8 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _picture(folder: Path, row: ManifestLine) -> Path:
-    return _picture_path(folder, row.item, row.frames is not None)
-
-
-def _picture_path(folder: Path, name: str, is_video: bool) -> Path:
-    return folder / (name if is_video else f"{name}.png")
+def _picture(folder: Path, name: str, frames: int | None) -> Path:
+    return folder / (f"{name}.png" if frames is None else name)
 
 
 def _latents(folder: Path, name: str) -> Path:
@@ -780,7 +728,7 @@ def _version(package: str) -> str | None:
 
 # name -> function from the largest number of workers and the address of a cluster to an open engine
 ENGINES: dict[str, Callable[[int | None, str | None], AbstractContextManager[Engine]]] = {
-    "local": lambda _workers, _address: nullcontext(_Local()),
+    "local": lambda _workers, _address: nullcontext(_Processes(ALONE)),
     "torchrun": _torchrun,
     "ray": _ray,
 }

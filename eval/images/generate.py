@@ -8,8 +8,8 @@ images share a batch changes their last bits, so a batch is made in one place on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 from fluxq.base.console import progress
 from fluxq.calibrate.capture import batches, run_pipeline
 
+Images = Sequence[Tensor] | Tensor  # images or videos of a set, read one by one or stacked
+
 
 @dataclass(frozen=True)
 class Generated:
-    """Output of a pipeline for `items`, in their order.
+    """Output of a pipeline for `items`, in their order, on the CPU.
 
     images: uint8 (N, 3, H, W), the bytes that `output_type="pil"` holds; of videos (N, F, 3, H, W).
     latents: fp32 (N, ...), as they leave the last denoising step.
@@ -37,31 +39,6 @@ class Generated:
     def frames(self) -> int | None:
         """Frames of each video; None for images."""
         return self.images.shape[1] if self.images.ndim == 5 else None
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the pixels, see `images_digest`."""
-        return images_digest(self.images)
-
-    def head(self, count: int) -> Generated:
-        """Return the first `count` images."""
-        first = slice(count)
-        return replace(
-            self,
-            items=self.items[first],
-            images=self.images[first],
-            latents=self.latents[first],
-            finite=self.finite[first],
-        )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Images or videos of one call, on the CPU: uint8 (B, 3, H, W) or (B, F, 3, H, W), fp32 (B, ...), bool (B,)."""
-
-    images: Tensor
-    latents: Tensor
-    finite: Tensor
 
 
 class Lazy(Sequence[Tensor]):
@@ -84,11 +61,6 @@ class Lazy(Sequence[Tensor]):
         return self.read(places) if isinstance(places, int) else [self.read(place) for place in places]
 
 
-def items_for(prompts: Sequence[str], count: int, seed: int) -> list[tuple[str, int]]:
-    """Return `count` pairs (prompt, seed + i); a shorter list of prompts starts over, each time with other noise."""
-    return [(prompts[i % len(prompts)], seed + i) for i in range(count)]
-
-
 def generate(
     pipe: Any,
     items: Sequence[tuple[str, int]],
@@ -103,16 +75,18 @@ def generate(
     """
     if not items:
         raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
-    rows = progress(_one_by_one(pipe, items, call, batch_size), description, len(items))
-    images, latents, finite = map(torch.stack, zip(*rows, strict=True))
+    made = (generate_batch(pipe, batch, call) for batch in batches(items, batch_size, call))
+    rows = (row for each in made for row in zip(each.images, each.latents, each.finite, strict=True))
+    images, latents, finite = map(torch.stack, zip(*progress(rows, description, len(items)), strict=True))
     return Generated(tuple((prompt, seed) for prompt, seed in items), images, latents, finite)
 
 
-def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> Batch:
+def generate_batch(pipe: Any, batch: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> Generated:
     """Make the images or videos of these (prompt, seed) in one call of the pipeline."""
     ((output, latents),) = run_pipeline(pipe, batch, call, output_type="pt", batch_size=len(batch))
     pairs = list(zip(pictures(output), latents, strict=True))
-    return Batch(
+    return Generated(
+        items=tuple(batch),
         images=torch.stack([to_uint8(image) for image, _ in pairs]),
         latents=torch.stack([latent.float().cpu() for _, latent in pairs]),
         finite=torch.tensor([bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all()) for a, b in pairs]),
@@ -148,26 +122,13 @@ def as_picture(image: Tensor) -> Any:
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
-def images_digest(images: Sequence[Tensor] | Tensor) -> str:
+def images_digest(images: Images) -> str:
     """Return the SHA-256 of the shape (N, ...) and bytes of N uint8 images or videos, read one at a time."""
     shape = (len(images), *images[0].shape) if len(images) else (0,)
     digest = hashlib.sha256(repr(shape).encode())
     for image in images:
         digest.update(image.contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the type of any other device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _one_by_one(
-    pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for batch in batches(items, batch_size, call):
-        output = generate_batch(pipe, batch, call)
-        yield from zip(output.images, output.latents, output.finite, strict=True)
 
 
 PICTURES = ("images", "image", "frames")  # fields of pipelines' outputs that can be compared

@@ -46,7 +46,6 @@ class ProtocolRow:
     videos: number of prompts for a model that makes video, None for `count`.
     frames: most frames of a video where nobody says, None for the pipeline's own number.
     seeds: images of each prompt.
-    first_seed: seed of the first image, see `items_of`.
     shuffle: seed of the prompts' order, None for their own.
     own_prompts: whether a model that brings prompts gets those instead.
     metrics: keys, None for all that can be taken.
@@ -63,7 +62,6 @@ class ProtocolRow:
     videos: int | None = None
     frames: int | None = None
     seeds: int = 1
-    first_seed: int = 0
     shuffle: int | None = None
     own_prompts: bool = False
     metrics: tuple[str, ...] | None = None
@@ -115,13 +113,8 @@ class ProtocolRow:
 def items_of(prompts: Sequence[str], count: int, seeds: int = 1, first_seed: int = 0) -> list[tuple[str, int]]:
     """Return (prompt, seed) of every image: the first `count` prompts, `seeds` images of each, and no seed twice.
 
-    A shorter list of prompts starts over. ValueError without prompts, for a count below 1, and for seeds that torch
-    cannot take.
+    A shorter list of prompts starts over. ValueError for seeds that torch cannot take.
     """
-    if not prompts:
-        raise ValueError("nothing to generate: the list of prompts is empty")
-    if count < 1 or seeds < 1:
-        raise ValueError(f"{count} prompts with {seeds} images each are none: both have to be at least 1")
     if first_seed < 0 or first_seed + count * seeds > 1 << 63:
         raise ValueError(f"seeds from {first_seed} on leave the range 0 to 2^63 - 1: give a smaller --seed")
     return [

@@ -53,11 +53,9 @@ class Side:
         return facts
 
     def open(self, device: str = "cpu") -> Any:
-        """Open the pipeline, ready to be called. ValueError for a backend, cache or attention that it cannot have."""
+        """Open the pipeline, ready to be called. ValueError for a cache or attention that it cannot have."""
         from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # it imports torch's compiler
 
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
         folder = ModelFolder(self.name, Path(self.folder))
         with about_to_keep():
             pipe: Any = load_pipeline(folder, self.dtype, "cpu" if self.offload else device)
@@ -97,16 +95,13 @@ def quantized_layers(pipe: Any) -> dict[str, QuantLinear]:
     return {f"{name}.{path}": layer for name, part in parts.items() for path, layer in quant_layers(part)}
 
 
-def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) -> int:
-    """Re-encode layers of quantized activations as `fluxq.prepare` does, for any device; return their number."""
-    changed = 0
+def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) -> None:
+    """Re-encode layers of quantized activations as `fluxq.prepare` does, for any device."""
     for name, layer in quantized_layers(pipe).items():
         activations = layer.scheme.activations
         if activations is not None and activations.name not in targets:
             component, _, path = name.partition(".")
             reencode_layer(layer, targets, StoredLayer(folder.path / component, path))
-            changed += 1
-    return changed
 
 
 def _set_attention(pipe: Any, backend: str) -> None:

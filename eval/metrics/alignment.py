@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fluxq.base.files import read_json, sha256_file
-from fluxq.eval.images.generate import as_picture
+from fluxq.eval.images.generate import Images, as_picture
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
+Located = tuple[str, str | None, str, tuple[str, ...]]  # see `locate`
 
 
 class ClipScorer:
@@ -37,17 +37,15 @@ class ClipScorer:
     """
 
     def __init__(self, source: Path | str, device: str = "cpu") -> None:
-        loaded = locate(str(source))
+        name, weights, self.network, self.warnings = locate(str(source))
         import open_clip
 
-        model: Any = open_clip.create_model_from_pretrained(loaded.model, pretrained=loaded.weights, device=device)
-        self.network, self.device = loaded.network, device
-        self.model, self.preprocess = model[0].eval(), model[1]
-        self.tokenizer: Any = open_clip.get_tokenizer(loaded.model)
-        self.warnings = loaded.warnings
+        model: Any = open_clip.create_model_from_pretrained(name, pretrained=weights, device=device)
+        self.model, self.preprocess, self.device = model[0].eval(), model[1], device
+        self.tokenizer: Any = open_clip.get_tokenizer(name)
 
     @torch.no_grad()
-    def embed(self, images: Sequence[Tensor] | Tensor, batch_size: int = 64) -> Tensor:
+    def embed(self, images: Images, batch_size: int = 64) -> Tensor:
         """Return normalized embeddings (N, D) of uint8 images (3, H, W), float32."""
         embeddings = []
         for start in range(0, len(images), batch_size):
@@ -79,18 +77,12 @@ class ClipScorer:
         return int((tokens[:, context:] != tokens[:, -1:]).any(1).sum())
 
 
-@dataclass(frozen=True)
-class Located:
-    """Names of a CLIP network, for open_clip and for reports, and warnings that make its scores doubtful."""
-
-    model: str
-    weights: str | None
-    network: str
-    warnings: tuple[str, ...]
-
-
 def locate(source: str) -> Located:
-    """Find and check all files of a `ClipScorer` before anything is built; raises as it does."""
+    """Find and check all files of a `ClipScorer` before anything is built; raises as it does.
+
+    Returns the names of its model and weights for open_clip, its name in reports, and warnings that make its scores
+    doubtful.
+    """
     if Path(source).is_dir():
         return _folder(Path(source), Path(source).name)
     if source.startswith("hf-hub:"):
@@ -114,7 +106,7 @@ def _folder(folder: Path, network: str) -> Located:
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise FileNotFoundError(f"{folder / WEIGHTS[0]} is missing: {cure}; random weights would score nothing")
     config = read_json(folder / CONFIG)
-    return Located(f"local-dir:{folder}", None, network, _doubts(config.get("model_cfg", config), str(folder)))
+    return f"local-dir:{folder}", None, network, _doubts(config.get("model_cfg", config), str(folder))
 
 
 def _file(config: str, rest: str) -> Located:
@@ -125,7 +117,7 @@ def _file(config: str, rest: str) -> Located:
         raise FileNotFoundError(f"CLIP weights {path} do not exist: give CONFIG=FILE.safetensors")
     if path.suffix != ".safetensors":
         _check_pickle(path, prefix)
-    return Located(config, str(path), f"{config}, {path.name}", _doubts(settings, str(path)))
+    return config, str(path), f"{config}, {path.name}", _doubts(settings, str(path))
 
 
 def _check_pickle(path: Path, prefix: str) -> None:
@@ -153,7 +145,7 @@ def _tag(config: str, tag: str) -> Located:
     if not (_download(repository) / WEIGHTS[0]).is_file():  # open_clip then finds this file and takes no other
         raise FileNotFoundError(f"{repository} holds no {WEIGHTS[0]}: give a model that is stored as safetensors")
     doubts = _gelu_doubt(settings, bool(row.get("quick_gelu")), f"{config}/{tag}")
-    return Located(config, tag, f"{config}/{tag}", doubts)
+    return config, tag, f"{config}/{tag}", doubts
 
 
 def _download(repository: str) -> Path:

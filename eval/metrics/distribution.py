@@ -14,7 +14,6 @@ hold them against torchmetrics, torch-fidelity, pytorch-fid and scipy.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,18 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.files import sha256_file
+from fluxq.eval.images.generate import Images
+from fluxq.eval.metrics.plugins import Unmeasured
 
-INCEPTION_SIZE = 299
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
+KID_SUBSETS = 20
 
+_SIZE = (299, 299)  # of what Inception sees
 _POINTS = 12  # of the line that FID∞ is read from
-_KID_SUBSETS, _KID_SUBSET = 20, 1000
+_KID_SUBSET = 1000
 _BLOCK = 2048  # rows of a kernel matrix that exist at a time
-
-
-class Incomparable(ValueError):
-    """Two sets have no such distance: too few images, too small ones, or features that were made in different ways."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,7 @@ class FeatureNetwork:
 class Moments:
     """Mean (D,) and covariance (D, D) of features, float64; n is None where a statistics file does not say.
 
-    network, variant, extractor: of the `FeatureNetwork` that made them, None where a file does not say. digest:
-    SHA-256 of the images, or of the file that these were read from.
+    network, variant, extractor: of the `FeatureNetwork` that made them, None where a file does not say.
     """
 
     mu: Tensor
@@ -72,7 +68,6 @@ class Moments:
     n: int | None
     network: str | None
     variant: str | None
-    digest: str
     extractor: str | None = None
 
     @cached_property
@@ -89,22 +84,14 @@ class Features:
     values: Tensor
     network: str | None
     variant: str | None
-    digest: str
     extractor: str | None = None
 
     @cached_property
     def moments(self) -> Moments:
         """Mean and covariance over N - 1, in two passes, which large offsets do not cancel."""
         values = self.values.double()
-        return Moments(
-            mu=values.mean(0),
-            sigma=torch.cov(values.T).reshape(values.shape[1], values.shape[1]),
-            n=len(values),
-            network=self.network,
-            variant=self.variant,
-            digest=self.digest,
-            extractor=self.extractor,
-        )
+        sigma = torch.cov(values.T).reshape(values.shape[1], values.shape[1])
+        return Moments(values.mean(0), sigma, len(values), self.network, self.variant, self.extractor)
 
     @property
     def n(self) -> int:
@@ -112,118 +99,67 @@ class Features:
         return len(self.values)
 
 
-@dataclass(frozen=True)
-class Fid:
-    """A FID and everything it depends on.
-
-    n, n_reference: images on either side, None if a statistics file does not say.
-    features: width D of the network's output.
-    reference: images of the other side, in words.
-    """
-
-    value: float
-    n: int
-    n_reference: int | None
-    features: int
-    network: str
-    variant: str
-    reference: str
-
-    @property
-    def bias(self) -> str:
-        """Effect of this number of images on the value, in words (Chong & Forsyth, 2020)."""
-        fewest = min(self.n, self.n_reference or self.n)
-        if fewest > self.features:
-            return f"biased upwards by a finite number of images: compare only at N = {self.n}"
-        return (
-            f"{fewest} images cannot fill a covariance of {self.features} features, which adds more to the FID than "
-            f"recipes differ by: use well over {self.features}"
-        )
-
-
-@dataclass(frozen=True)
-class Extrapolated:
-    """A FID at infinitely many images.
-
-    error: standard error of the line's intercept; subsets share images, so the true error is larger.
-    sizes: numbers of images in the subsets.
-    """
-
-    value: float
-    error: float
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Kid:
-    """A KID of all images. sd: standard deviation over random subsets of `subset_size` images; NaN below 4 images."""
-
-    value: float
-    sd: float
-    subsets: int
-    subset_size: int
-
-
-def extract(
-    images: Sequence[Tensor] | Tensor, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64
-) -> Features:
+def extract(images: Images, network: FeatureNetwork, *, device: str = "cpu", batch_size: int = 64) -> Features:
     """Extract features of uint8 images (3, H, W), `batch_size` of them in memory at a time.
 
     Raises ValueError for images that are not uint8, for images that the network cannot take together, and for
     features that are not finite.
     """
     module = network.module.eval().to(device)
-    digest = hashlib.sha256(repr(len(images)).encode())
     values: list[Tensor] = []
     for start in range(0, len(images), batch_size):
         batch = [images[i] for i in range(start, min(start + batch_size, len(images)))]
         for image in batch:
             if image.dtype != torch.uint8:
                 raise ValueError(f"FID and its kin are taken of uint8 images, got {image.dtype}")
-            digest.update(repr(tuple(image.shape)).encode())
-            digest.update(image.contiguous().numpy().data)
         values.append(_forward(module, network, batch, device))
     if not values:
         raise ValueError("there are no images to take features of")
-    return Features(torch.cat(values), network.name, network.variant, digest.hexdigest(), network.digest)
+    return Features(torch.cat(values), network.name, network.variant, network.digest)
 
 
-def fid(images: Features, reference: Features | Moments, label: str) -> Fid:
-    """Compute the FID between generated images and a reference, called `label` in words, such as "held-out images".
+def fid(images: Features, reference: Features | Moments, label: str) -> float:
+    """Return the FID between generated images and a reference, called `label` in words, such as "held-out images".
 
-    Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
+    Raises Unmeasured for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
     for n, what in ((images.n, "generated"), (reference.n, label)):
         if n is not None and n < 2:
-            raise Incomparable(f"FID needs at least two images a side, got {n} {what}: raise the image count")
-    against = reference.moments if isinstance(reference, Features) else reference
-    return Fid(
-        value=frechet_distance(images.moments, against),
-        n=images.n,
-        n_reference=reference.n,
-        features=images.values.shape[1],
-        network=str(images.network),
-        variant=f"{images.variant}, float64 statistics",
-        reference=label,
+            raise Unmeasured(f"FID needs at least two images a side, got {n} {what}: raise the image count")
+    return frechet_distance(images.moments, reference.moments if isinstance(reference, Features) else reference)
+
+
+def fid_bias(images: Features, reference: Features | Moments) -> str:
+    """Return the effect of this number of images on the FID, in words (Chong & Forsyth, 2020)."""
+    fewest, width = min(images.n, reference.n or images.n), images.values.shape[1]
+    if fewest > width:
+        return f"biased upwards by a finite number of images: compare only at N = {images.n}"
+    return (
+        f"{fewest} images cannot fill a covariance of {width} features, which adds more to the FID than recipes differ "
+        f"by: use well over {width}"
     )
 
 
 def frechet_distance(first: Moments, second: Moments) -> float:
     """Return the squared Fréchet distance of two Gaussians, by eigenvalues of Σ₂^½ Σ₁ Σ₂^½, never below 0."""
     if first.mu.shape != second.mu.shape:
-        raise Incomparable(f"features of {len(first.mu)} and {len(second.mu)} dimensions have no Fréchet distance")
+        raise Unmeasured(f"features of {len(first.mu)} and {len(second.mu)} dimensions have no Fréchet distance")
     cross = torch.linalg.eigvalsh(second.root @ first.sigma @ second.root).clamp(min=0).sqrt().sum()
     distance = (first.mu - second.mu).square().sum() + first.sigma.trace() + second.sigma.trace() - 2 * cross
     return max(0.0, float(distance))  # rounding may leave -1e-11 where the two are equal
 
 
-def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0) -> Extrapolated:
+def fid_infinity(
+    images: Features, reference: Features | Moments, seed: int = 0
+) -> tuple[float, float, tuple[int, ...]]:
     """Compute the FID at infinitely many images: the intercept of a line over 1/N through FIDs of 12 random subsets.
+
+    Returns it, its standard error, which is too small, as subsets share images, and the sizes of the subsets.
 
     Subsets are a fifth of the images to all of them. A reference whose features are at hand is cut to the same
     share, so that its own bias falls with 1/N too; that of bare statistics stays in the value.
-    Raises Incomparable unless there are more images than features: below, the bias is no line over 1/N.
+    Raises Unmeasured unless there are more images than features: below, the bias is no line over 1/N.
     """
     from scipy.stats import linregress
 
@@ -231,7 +167,7 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
     total, width = images.values.shape
     others = reference.n or math.inf
     if min(total, others) <= width:
-        raise Incomparable(f"FID∞ in {width} features needs more than {width} images a side, got {min(total, others)}")
+        raise Unmeasured(f"FID∞ in {width} features needs more than {width} images a side, got {min(total, others)}")
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.linspace(total / 5, total, _POINTS).round().long().tolist()
     values = []
@@ -243,30 +179,31 @@ def fid_infinity(images: Features, reference: Features | Moments, seed: int = 0)
             against = reference
         values.append(frechet_distance(part, against))
     line: Any = linregress([1 / size for size in sizes], values)
-    return Extrapolated(float(line.intercept), float(line.intercept_stderr), tuple(sizes))
+    return float(line.intercept), float(line.intercept_stderr), tuple(sizes)
 
 
 def _drawn(images: Features, count: int, generator: torch.Generator) -> Features:
     return replace(images, values=images.values[torch.randperm(images.n, generator=generator)[:count]])
 
 
-def kid(images: Features, reference: Features, seed: int = 0) -> Kid:
+def kid(images: Features, reference: Features, seed: int = 0) -> tuple[float, float, int]:
     """Compute the KID of all images, and its spread over seeded subsets of 1,000, or of half the images if fewer.
 
-    Raises Incomparable for fewer than two images a side, or sides whose features were made in different ways.
+    Returns it, the standard deviation over KID_SUBSETS subsets, NaN below 4 images, and their size. Raises Unmeasured
+    for fewer than two images a side, or sides whose features were made in different ways.
     """
     _require_alike(images, reference)
     fewest = min(images.n, reference.n)
     if fewest < 2:
-        raise Incomparable(f"KID needs at least two images a side, got {fewest}: raise the image count")
+        raise Unmeasured(f"KID needs at least two images a side, got {fewest}: raise the image count")
     size = min(_KID_SUBSET, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
     drawn = [
         kernel_distance(_drawn(images, size, generator).values, _drawn(reference, size, generator).values)
-        for _ in range(_KID_SUBSETS if size > 1 else 0)
+        for _ in range(KID_SUBSETS if size > 1 else 0)
     ]
     sd = float(torch.tensor(drawn, dtype=torch.float64).std(unbiased=False)) if drawn else math.nan
-    return Kid(kernel_distance(images.values, reference.values), sd, _KID_SUBSETS, size)
+    return kernel_distance(images.values, reference.values), sd, size
 
 
 def kernel_distance(x: Tensor, y: Tensor) -> float:
@@ -316,7 +253,6 @@ def read_statistics(path: Path) -> Features | Moments:
     facts: dict[str, Any] = {
         "network": None,
         "variant": resize and inception_variant(resize),
-        "digest": sha256_file(path),
         "extractor": str(stored["extractor_sha256"]) if "extractor_sha256" in stored else None,
     }
     if "features" in stored:
@@ -333,7 +269,7 @@ def inception_variant(resize: str) -> str:
     """Return how images are resized for Inception, in words; ValueError for an unknown resize."""
     if resize not in RESIZES:
         raise ValueError(f"FID resize {resize!r} is unknown; known: {', '.join(RESIZES)}")
-    return f"uint8 input, {resize} resize to {INCEPTION_SIZE} x {INCEPTION_SIZE}"
+    return f"uint8 input, {resize} resize to {_SIZE[0]} x {_SIZE[1]}"
 
 
 def inception(state: Mapping[str, Tensor], resize: str, digest: str) -> FeatureNetwork:
@@ -390,7 +326,7 @@ def unlike(
 def _require_alike(images: Features, reference: Features | Moments) -> None:
     reason = unlike(images.network, images.variant, images.extractor, reference)
     if reason is not None:
-        raise Incomparable(reason)
+        raise Unmeasured(reason)
 
 
 def _kernel_sum(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> float:
@@ -401,24 +337,19 @@ def _kernel_sum(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]
 def _tf1(image: Tensor) -> Tensor:
     from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 
-    size = (INCEPTION_SIZE, INCEPTION_SIZE)
-    return _centred(interpolate_bilinear_2d_like_tensorflow1x(image.float()[None], size=size, align_corners=False)[0])
+    return _centred(interpolate_bilinear_2d_like_tensorflow1x(image.float()[None], size=_SIZE, align_corners=False)[0])
 
 
 def _clean(image: Tensor) -> Tensor:
     from PIL import Image
 
-    size = (INCEPTION_SIZE, INCEPTION_SIZE)
-    channels = [Image.fromarray(channel.float().numpy()).resize(size, Image.Resampling.BICUBIC) for channel in image]
+    channels = [Image.fromarray(channel.float().numpy()).resize(_SIZE, Image.Resampling.BICUBIC) for channel in image]
     return _centred(torch.from_numpy(np.stack([np.asarray(channel) for channel in channels])).clamp(0, 255))
 
 
 def _interpolate(image: Tensor, antialias: bool) -> Tensor:
-    size = (INCEPTION_SIZE, INCEPTION_SIZE)
-    resized: Any = nn.functional.interpolate(
-        image[None], size=size, mode="bilinear", align_corners=False, antialias=antialias
-    )
-    return resized[0]
+    resize: Any = nn.functional.interpolate
+    return resize(image[None], size=_SIZE, mode="bilinear", align_corners=False, antialias=antialias)[0]
 
 
 def _centred(pixels: Tensor) -> Tensor:
@@ -435,11 +366,9 @@ _INCEPTION_LAYERS = (
 # a 1024 pixel image by up to a tenth.
 RESIZES: dict[str, Callable[[Tensor], Tensor]] = {
     "tf1": _tf1,  # torch-fidelity, and the TensorFlow original: bilinear without antialiasing
-    "antialias": lambda image: _centred(
-        _interpolate(image.float(), antialias=True)
-    ),  # torchmetrics' default: bilinear with antialiasing
+    # torchmetrics' default: bilinear with antialiasing
+    "antialias": lambda image: _centred(_interpolate(image.float(), antialias=True)),
     "clean": _clean,  # clean-fid: PIL's bicubic on floats
-    "pytorch-fid": lambda image: (
-        2 * _interpolate(image.float() / 255, antialias=False) - 1
-    ),  # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
+    # pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialiasing
+    "pytorch-fid": lambda image: 2 * _interpolate(image.float() / 255, antialias=False) - 1,
 }

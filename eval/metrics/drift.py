@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import progress
-from fluxq.calibrate.capture import images_per_batch, noise_levels, run_pipeline
+from fluxq.calibrate.capture import noise_levels, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.metrics.fidelity import cosine, sqnr
 from fluxq.eval.metrics.schema import Curve, Drift, Estimate
@@ -54,13 +54,8 @@ class Followed:
     batch_size: int
 
 
-def follow(
-    pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int | None = None
-) -> Followed:
+def follow(pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], batch_size: int) -> Followed:
     """Run the 16-bit pipeline on a few (prompt, seed) and keep its path; ValueError where that is not finite."""
-    if not items:
-        raise ValueError("nothing to follow: the list of (prompt, seed) is empty")
-    size = batch_size or images_per_batch(call)
     velocities: list[list[list[Tensor]]] = [[] for _ in items]
     latents: list[list[Tensor]] = [[] for _ in items]
 
@@ -72,22 +67,23 @@ def follow(
     def see_latents(image: int, step: int, x: Tensor) -> None:
         latents[image].append(_kept(x, "latents", items[image], step))
 
-    _walk(pipe, items, call, size, see_latents, see_velocity, description="Following the 16-bit model")
+    _walk(pipe, items, call, batch_size, see_latents, see_velocity, description="Following the 16-bit model")
     return Followed(
         items=tuple(items),
         call=dict(call),
         sigmas=noise_levels(pipe)[: len(latents[0])],
         velocities=tuple(tuple(map(tuple, steps)) for steps in velocities),
         latents=tuple(map(tuple, latents)),
-        batch_size=size,
+        batch_size=batch_size,
     )
 
 
-def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift:
+def drift(followed: Followed, pipe: Any, batch_size: int | None = None, floor: Drift | None = None) -> Drift:
     """Return the drift of `pipe` from the run that was followed, with intervals that resample prompts.
 
-    batch_size: by default that of the followed run. ValueError if the pipeline takes other steps, asks its transformer
-    another number of times or, steered, still leaves the path: another scheduler, guidance or model.
+    batch_size: by default that of the followed run. floor: drift of a second 16-bit pipeline. ValueError if the
+    pipeline takes other steps, asks its transformer another number of times or, steered, still leaves the path: another
+    scheduler, guidance or model.
     """
     size = batch_size or followed.batch_size
     velocity = _velocity_errors(followed, pipe, size)
@@ -99,27 +95,18 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None) -> Drift
 
     steps = range(len(followed.sigmas))
     figures = {"velocity_error": velocity, "latent_sqnr": decibels, "latent_cosine": cosines}
-    curves = {
-        key: curve.model_copy(update={"values": tuple(interval([row[step] for row in figures[key]]) for step in steps)})
-        for key, curve in CURVES.items()
-    }
+    curves = {}
+    for key, curve in CURVES.items():
+        values = tuple(interval([row[step] for row in figures[key]]) for step in steps)
+        curves[key] = curve.model_copy(update={"values": values, "floor": floor and floor.curves[key].values})
     return Drift(
         steps=tuple(steps),
         sigmas=followed.sigmas,
         images=len(followed.items),
         curves=curves,
         velocity_error=interval([math.fsum(row) / len(row) for row in velocity]),
+        velocity_floor=floor and floor.velocity_error,
     )
-
-
-def with_floor(quantized: Drift, floor: Drift) -> Drift:
-    """Return `quantized` beside the drift of a second 16-bit pipeline; ValueError if the two followed other paths."""
-    if (quantized.steps, quantized.sigmas, quantized.images) != (floor.steps, floor.sigmas, floor.images):
-        raise ValueError("the noise floor was measured on other images or steps: take both from one `follow`")
-    curves = {
-        key: curve.model_copy(update={"floor": floor.curves[key].values}) for key, curve in quantized.curves.items()
-    }
-    return quantized.model_copy(update={"curves": curves, "velocity_floor": floor.velocity_error})
 
 
 def floor_attention(device: str) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fluxq.eval.images.sides import Side
-from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, Unmeasured, metric_rows
+from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, metric_rows
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.pictures import wall
+from fluxq.eval.metrics.plugins import Unmeasured
 from fluxq.eval.metrics.schema import (
     CheckpointSize,
     Curve,
@@ -33,6 +34,8 @@ from fluxq.recipes.recipe import gate_holds, parse_gate
 FLOOR_IMAGES = 64
 DRIFT_IMAGES, DRIFT_VIDEOS = 8, 4  # with latents and velocities of each step in memory at once
 VELOCITY_ERROR = "velocity_error"  # a metric of the denoising steps, not of images
+# Metric -> its noise floor, and that of the PSNR of each frame of videos, None for images.
+Floor = tuple[Mapping[str, Interval], tuple[Estimate, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Candidate:
     checkpoint: name of its folder.
     served: arithmetic and memory of its layers.
     gates: conditions such as `psnr>=30`.
+    drift: errors along its steps.
     """
 
     side: Side
@@ -52,23 +56,22 @@ class Candidate:
     served: Served | None = None
     gates: tuple[str, ...] = ()
     provenance: Mapping[str, str] | None = None
+    drift: Drift | None = None
 
 
-def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> dict[str, Interval]:
+def measure_floor(reference: Any, again: Any, keys: Sequence[str], networks: Networks) -> Floor:
     """Measure paired metrics between two 16-bit runs that differ in batch size and attention backend only.
 
-    again: the second run, of the first items of `reference`. A metric without values per image has no floor.
+    A metric without values per image has no floor.
     """
-    sample, rows = Sample(reference.head(len(again.items)), again, networks), metric_rows()
+    sample, rows = Sample(reference, again, networks), metric_rows()
     measurements = {key: _take(rows[key], sample) for key in keys}
-    return {
+    floor = {
         key: measurement.value
         for key, measurement in measurements.items()
-        if isinstance(measurement, Measured)
-        and measurement.per_image is not None
-        and measurement.value
-        and measurement.baseline is None
+        if measurement.per_image is not None and measurement.value and measurement.baseline is None
     }
+    return floor, None if sample.frames is None else _by_frame(sample)
 
 
 def measure_runs(
@@ -78,25 +81,18 @@ def measure_runs(
     *,
     keys: Sequence[str],
     networks: Networks,
-    floor: Mapping[str, Interval],
-    drifts: Mapping[str, Drift],
-    frame_floor: Sequence[Estimate] | None = None,
+    floor: Floor = ({}, None),
 ) -> tuple[Run, ...]:
     """Measure all metrics of every side and judge them together.
 
     sets: images or videos of each candidate.
-    floor: see `measure_floor`.
-    drifts: side's name -> errors along its steps.
-    frame_floor: see `measure_frame_floor`.
 
     Raises ValueError if the 16-bit images are not finite, or the items of two sides differ.
     """
     for images in sets:
         _require_comparable(reference, images)
     runs = [
-        _measure(
-            candidate, Sample(reference, images, networks), keys, floor, drifts.get(candidate.side.name), frame_floor
-        )
+        _measure(candidate, Sample(reference, images, networks), keys, *floor)
         for candidate, images in zip(candidates, sets, strict=True)
     ]
     shown = _worst_of(runs)
@@ -117,17 +113,15 @@ def _measure(
     sample: Sample,
     keys: Sequence[str],
     floor: Mapping[str, Interval],
-    drift: Drift | None,
-    frame_floor: Sequence[Estimate] | None,
+    frame_floor: tuple[Estimate, ...] | None,
 ) -> Run:
-    rows = metric_rows()
+    rows, side, drift = metric_rows(), candidate.side, candidate.drift
     measurements = {key: _take(rows[key], sample) for key in keys}
-    status = _status(sample, measurements)
+    is_identical = all(map(math.isinf, measurements["psnr"].per_image or ()))
     is_video = sample.frames is not None
     metrics = {key: _row(rows[key], measurement, floor.get(key), is_video) for key, measurement in measurements.items()}
     if drift is not None:
         metrics[VELOCITY_ERROR] = _velocity_error(drift)
-    side = candidate.side
     return Run(
         name=side.name,
         checkpoint=candidate.checkpoint,
@@ -135,7 +129,7 @@ def _measure(
         recipe_digest=candidate.recipe_digest,
         backend=side.backend,
         cache=side.cache,
-        status=status,
+        status="broken" if sample.broken else "identical" if is_identical else "measured",
         size=candidate.size,
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),
         gates=judge_gates(candidate.gates, _means(measurements, drift)),
@@ -149,12 +143,6 @@ def _measure(
     )
 
 
-def measure_frame_floor(reference: Any, again: Any, networks: Networks) -> tuple[Estimate, ...] | None:
-    """Measure the PSNR of each frame between two 16-bit runs; None for images. again: as in `measure_floor`."""
-    sample = Sample(reference.head(len(again.items)), again, networks)
-    return None if sample.frames is None else _by_frame(sample)
-
-
 def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateOutcome, ...]:
     """Judge every gate by its metric's mean; one that was not measured does not pass."""
     return tuple(
@@ -163,9 +151,8 @@ def judge_gates(gates: Sequence[str], means: Mapping[str, float]) -> tuple[GateO
     )
 
 
-def _means(measurements: Mapping[str, Measured | str], drift: Drift | None) -> dict[str, float]:
-    intervals = {key: each.value for key, each in measurements.items() if isinstance(each, Measured)}
-    means = {key: value.mean for key, value in intervals.items() if value is not None}
+def _means(measurements: Mapping[str, Measured], drift: Drift | None) -> dict[str, float]:
+    means = {key: each.value.mean for key, each in measurements.items() if each.value is not None}
     if drift is not None and drift.velocity_error is not None and drift.velocity_error.mean is not None:
         means[VELOCITY_ERROR] = drift.velocity_error.mean
     return means
@@ -182,38 +169,27 @@ def _require_comparable(reference: Any, quantized: Any) -> None:
         )
 
 
-def _take(row: MetricRow, sample: Sample) -> Measured | str:
-    """Return the measurement of a metric, or the reason why there is none."""
+def _take(row: MetricRow, sample: Sample) -> Measured:
     try:
         return row.measure(sample)
     except Unmeasured as reason:
-        return str(reason)
+        return Measured(None, missing=str(reason))
 
 
-def _status(sample: Sample, measurements: Mapping[str, Measured | str]) -> Any:
-    if not sample.quantized.finite.all():
-        return "broken"
-    return "identical" if all(math.isinf(value) for value in _values(measurements["psnr"])) else "measured"
-
-
-def _values(measurement: Measured | str) -> tuple[float, ...]:
-    return () if isinstance(measurement, str) else measurement.per_image or ()
-
-
-def _row(row: MetricRow, measurement: Measured | str, floor: Interval | None, is_video: bool) -> Metric:
-    name = row.called(is_video)
-    fixed: dict[str, Any] = {"name": name, "unit": row.unit, "digits": row.digits, "better": row.better}
-    if isinstance(measurement, str):
-        return Metric(**fixed, how=row.how_measured(None, is_video), missing=measurement)
+def _row(row: MetricRow, measurement: Measured, floor: Interval | None, is_video: bool) -> Metric:
+    was_taken = measurement.value is not None or measurement.per_image is not None
     return Metric(
-        **fixed,
+        name=row.called(is_video),
+        unit=row.unit,
+        digits=row.digits,
+        better=row.better,
         how=row.how_measured(measurement.how, is_video),
         value=_estimate(measurement.value),
         baseline=_estimate(measurement.baseline),
         change=_estimate(measurement.change),
-        floor=_estimate(floor),
+        floor=_estimate(floor) if was_taken else None,
         notes=measurement.notes,
-        missing=None if measurement.value is not None else measurement.broken,
+        missing=None if measurement.value is not None else measurement.missing,
     )
 
 
@@ -234,8 +210,7 @@ def _velocity_error(drift: Drift) -> Metric:
     )
 
 
-def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | None:
-    """Return the PSNR along a video; None for images."""
+def _frame_curve(sample: Sample, floor: tuple[Estimate, ...] | None) -> Curve | None:
     if sample.frames is None:
         return None
     return Curve(
@@ -245,7 +220,7 @@ def _frame_curve(sample: Sample, floor: Sequence[Estimate] | None) -> Curve | No
         better="higher",
         how="to the same frame of the 16-bit videos, mean over videos",
         values=_by_frame(sample),
-        floor=None if floor is None else tuple(floor),
+        floor=floor,
     )
 
 
@@ -261,13 +236,10 @@ def _by_frame(sample: Sample) -> tuple[Estimate, ...]:
     )
 
 
-def _images(sample: Sample, measurements: Mapping[str, Measured | str]) -> tuple[Image, ...]:
+def _images(sample: Sample, measurements: Mapping[str, Measured]) -> tuple[Image, ...]:
     quantized, frames = sample.quantized, sample.frames
-    per_image = {key: values for key, measurement in measurements.items() if (values := _values(measurement))}
-    measured = {key: measurement for key, measurement in measurements.items() if isinstance(measurement, Measured)}
-    changes = {
-        key: measurement.change_per_image for key, measurement in measured.items() if measurement.change_per_image
-    }
+    per_image = {key: each.per_image for key, each in measurements.items() if each.per_image}
+    changes = {key: each.change_per_image for key, each in measurements.items() if each.change_per_image}
     return tuple(
         Image(
             finite=bool(quantized.finite[index]),

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxq.eval.images.generate import Images
+
 _LAST_BITS = 2  # levels of 255
 
 
@@ -50,7 +52,7 @@ def _is_flat(image: Tensor) -> Tensor:
     return (pixels.amax(-1) - pixels.amin(-1) <= _LAST_BITS).all(-1)
 
 
-def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+def psnr(reference: Images, other: Images) -> Tensor:
     """Return the PSNR in dB per pair of uint8 images (3, H, W) or videos (F, 3, H, W), peak 255, float64 (N,).
 
     Infinite where the two are identical; identical frames of a video that has others are left out of its mean.
@@ -58,7 +60,7 @@ def psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor)
     return over_frames(frame_psnr(reference, other))
 
 
-def frame_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> list[Tensor]:
+def frame_psnr(reference: Images, other: Images) -> list[Tensor]:
     """Return the PSNR in dB of each frame of each pair, float64 (F,); of images F is 1."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def frame_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | T
     return per_frame(reference, other, measure)
 
 
-def sqnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+def sqnr(reference: Images, other: Images) -> Tensor:
     """Return the signal to noise ratio in dB per pair of latents, float64 (N,)."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ def sqnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor)
     return per_pair(reference, other, measure)
 
 
-def cosine(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+def cosine(reference: Images, other: Images) -> Tensor:
     """Return the cosine similarity per pair of latents, float64 (N,)."""
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -88,21 +90,13 @@ def cosine(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tenso
     return per_pair(reference, other, measure)
 
 
-def per_pair(
-    reference: Sequence[Tensor] | Tensor,
-    other: Sequence[Tensor] | Tensor,
-    measure: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
+def per_pair(reference: Images, other: Images, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return `measure` of each pair, float64 (N,), one pair at a time to bound memory; ValueError for other shapes."""
     values = [measure(a, b).double() for a, b in _pairs(reference, other)]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
 
 
-def per_frame(
-    reference: Sequence[Tensor] | Tensor,
-    other: Sequence[Tensor] | Tensor,
-    measure: Callable[[Tensor, Tensor], Tensor],
-) -> list[Tensor]:
+def per_frame(reference: Images, other: Images, measure: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
     """Return `measure` of each frame of each pair, float64 (F,), one frame at a time; of images F is 1."""
     return [
         torch.stack([measure(x, y).double() for x, y in zip(frames_of(a), frames_of(b), strict=True)])
@@ -121,7 +115,7 @@ def _mean(values: Tensor) -> Tensor:
     return (finite if len(finite) else values).mean()
 
 
-def _pairs(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(reference: Images, other: Images) -> Iterator[tuple[Tensor, Tensor]]:
     if len(reference) != len(other):
         raise ValueError(f"cannot compare {len(reference)} images with {len(other)}: generate both from one list")
     for a, b in zip(reference, other, strict=True):

@@ -26,11 +26,6 @@ def limits(estimate: Estimate | None, digits: str, sign: str = "") -> str:
     return f"{plain(estimate.low, sign + digits)} to {plain(estimate.high, sign + digits)}"
 
 
-def both(estimate: Estimate | None, digits: str, sign: str = "") -> str:
-    """Return mean and limits on one line."""
-    return stated(estimate, digits, sign=sign)
-
-
 def stated(estimate: Estimate | None, digits: str, unit: str = "", sign: str = "") -> str:
     """Return the mean with its unit, and limits, as in a sentence: `38.38 dB (37.90 to 38.90)`."""
     between = limits(estimate, digits, sign)

@@ -8,7 +8,7 @@ finite has no means: what can be said of its whole images is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -16,23 +16,23 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics import distribution, perceptual
 from fluxq.eval.metrics.alignment import ClipScorer
 from fluxq.eval.metrics.distribution import (
     Features,
-    Fid,
-    Incomparable,
     Moments,
     extract,
     fid,
+    fid_bias,
     fid_infinity,
 )
 from fluxq.eval.metrics.fidelity import cosine, frame_psnr, over_frames, sqnr, whole_only
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.plugins import (
     ADAPTERS,
-    PluginError,
     PluginSource,
+    Unmeasured,
     find_plugins,
     load_class,
     open_plugin,
@@ -46,10 +46,6 @@ _KID_SCALE = 1000
 _SHARED = "both sides share prompts and noise, so far below what two independent sets would give"
 
 
-class Unmeasured(Exception):
-    """Raised by a metric that cannot be taken; its text names the cure and goes into the report."""
-
-
 @dataclass(frozen=True)
 class Measured:
     """Result of a metric for one quantized set.
@@ -58,7 +54,7 @@ class Measured:
     change: value - baseline, paired where there are values per image.
     per_image, change_per_image: in the order of the items, NaN for an image that was not finite; None for no values.
     how: words in place of the row's.
-    broken: reason why there is no value although there are values per image.
+    missing: reason why there is no value.
     """
 
     value: Interval | None
@@ -68,7 +64,7 @@ class Measured:
     change_per_image: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()
     how: str | None = None
-    broken: str | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +106,7 @@ class MetricRow:
         reason = self.lacks(sample.networks, sample.frames is not None)
         if reason is not None:
             raise Unmeasured(reason)
-        try:
-            return self.take(sample)
-        except (Incomparable, PluginError) as error:
-            raise Unmeasured(str(error)) from error
+        return self.take(sample)
 
     def lacks(self, networks: Networks, is_video: bool) -> str | None:
         """Return the reason why it cannot be taken of any images or videos, or None."""
@@ -126,7 +119,7 @@ class MetricRow:
 class Sample:
     """Input of metrics: two sets of images or videos of the same items (as `generate.Generated`), and networks.
 
-    Results of networks for a set are kept in `networks.results` and shared by all metrics and samples of that set.
+    Results of networks for a set are kept by `networks.kept` and shared by all metrics and samples of that set.
     """
 
     reference: Any
@@ -162,39 +155,30 @@ class Sample:
     def both(self, what: str, compute: Callable[[Any], _Result]) -> tuple[_Result, _Result]:
         """Return `compute` of the 16-bit and of the quantized set; keep it as `what` for the next sample of a set."""
         sides = (self.reference, self.quantized)
-        before, after = (self.networks.results.get(side, what, lambda side=side: compute(side)) for side in sides)
+        before, after = (self.networks.kept(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
 
-    def features(self, images: Sequence[Tensor] | Tensor, owner: Any = None) -> Features:
+    def features(self, images: Images, owner: Any = None) -> Features:
         """Return the feature network's features of images, or of the frames of videos.
 
         owner: the set they belong to, if it is not themselves.
         """
-        network, device = self.networks.features, self.networks.device
-        if network is None:
-            raise Unmeasured(str(self.networks.lacks("features")))
-        what = f"features by {network.name}, {network.variant}"
-        return self.networks.results.get(
-            images if owner is None else owner, what, lambda: extract(all_frames(images), network, device=device)
+        network: Any = self.networks.features
+        return self.networks.kept(
+            images if owner is None else owner,
+            f"features by {network.name}, {network.variant}",
+            lambda: extract(all_frames(images), network, device=self.networks.device),
         )
 
-    def embeddings(self, images: Sequence[Tensor] | Tensor, scorer: ClipScorer, owner: Any = None) -> Tensor:
+    def embeddings(self, images: Images, scorer: ClipScorer, owner: Any = None) -> Tensor:
         """Return CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
-        return self.networks.results.get(
-            images if owner is None else owner, what, lambda: scorer.embed(all_frames(images))
-        )
+        return self.networks.kept(images if owner is None else owner, what, lambda: scorer.embed(all_frames(images)))
 
 
 def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | None:
-    """Return the reason why the metric cannot be taken of any images or videos, or None.
-
-    ValueError for an unknown metric.
-    """
-    rows = metric_rows()
-    if key not in rows:
-        raise ValueError(f"metric {key!r} is unknown; known: {', '.join(rows)}")
-    return rows[key].lacks(networks, is_video) or _missing_plugin(key)
+    """Return the reason why the metric cannot be taken of any images or videos, or None."""
+    return metric_rows()[key].lacks(networks, is_video) or _missing_plugin(key)
 
 
 def metric_rows() -> dict[str, MetricRow]:
@@ -213,9 +197,9 @@ def _foreign_row(source: PluginSource) -> MetricRow:
     take = _plugin(source)
     try:
         plugin = load_class(source)
-    except PluginError as error:
+    except Unmeasured as error:
         return MetricRow(source.key, "", ".4g", "higher", str(error), take, by_frame=True)
-    how = f"{plugin.how}; {source.origin}"
+    how = plugin.how if source.key in ADAPTERS else f"{plugin.how}; {source.origin}"
     return MetricRow(plugin.name, plugin.unit, plugin.digits, plugin.better, how, take, by_frame=True)
 
 
@@ -226,13 +210,9 @@ def _missing_plugin(key: str) -> str | None:
         return source and source.absent
     try:
         load_class(source)
-    except PluginError as error:
+    except Unmeasured as error:
         return str(error)
     return None
-
-
-def _psnr(sample: Sample) -> Measured:
-    return _paired(sample, over_frames(sample.frame_psnr), notes=_same_frames(sample))
 
 
 def _same_frames(sample: Sample) -> tuple[str, ...]:
@@ -260,11 +240,9 @@ def _video_distance(sample: Sample) -> Measured:
     before, after = sample.both(
         "video features", lambda side: extract(side.images, network, device=device, batch_size=1)
     )
-    distance = fid(after, before, "16-bit videos")
-    how = f"{_fid_how(distance, 'videos')}; FVD is defined with I3D and does not compare"
-    return Measured(
-        _alone(distance.value, distance.n), notes=(_SHARED, distance.bias.replace("images", "videos")), how=how
-    )
+    how = f"{_fid_how(after, before, 'videos', '16-bit videos')}; FVD is defined with I3D and does not compare"
+    notes = (_SHARED, fid_bias(after, before).replace("images", "videos"))
+    return Measured(_alone(fid(after, before, "16-bit videos"), after.n), notes=notes, how=how)
 
 
 def _ssim(sample: Sample) -> Measured:
@@ -288,60 +266,58 @@ def _lpips(sample: Sample) -> Measured:
 
 
 def _paired(sample: Sample, values: Tensor, notes: tuple[str, ...] = (), how: str | None = None) -> Measured:
-    """Return a value for each pair of images."""
     whole = whole_only(values, sample.reference, sample.quantized)
     value = None if sample.broken else clustered_interval(whole, sample.prompts)
-    return Measured(value, per_image=whole, notes=notes, how=how, broken=sample.broken)
+    return Measured(value, per_image=whole, notes=notes, how=how, missing=sample.broken)
 
 
 def _fid(sample: Sample) -> Measured:
     label = sample.networks.reference_name
     before, after = _against_reference(sample, "FID", lambda side, reference: fid(side, reference, label))
+    reference, features = _reference(sample), _sides(sample)[1]
     return Measured(
-        *_of_sets(before.value, after.value, after.n),
-        notes=(after.bias, *_frames_alike(sample), *_unchecked(sample)),
-        how=_fid_how(after, _picture_noun(sample)),
+        *_of_sets(before, after, features.n),
+        notes=(fid_bias(features, reference), *_frames_alike(sample), *_unchecked(sample)),
+        how=_fid_how(features, reference, _picture_noun(sample), label),
     )
 
 
 def _fid_to_16bit(sample: Sample) -> Measured:
-    before, after = _sides(sample)
-    distance = fid(after, before, f"16-bit {_picture_noun(sample)}")
-    notes = (_SHARED, distance.bias, *_frames_alike(sample))
-    return Measured(_alone(distance.value, distance.n), notes=notes, how=_fid_how(distance, _picture_noun(sample)))
+    (before, after), noun = _sides(sample), _picture_noun(sample)
+    label = f"16-bit {noun}"
+    notes = (_SHARED, fid_bias(after, before), *_frames_alike(sample))
+    return Measured(_alone(fid(after, before, label), after.n), notes=notes, how=_fid_how(after, before, noun, label))
 
 
 def _fid_infinity(sample: Sample) -> Measured:
-    first, second = _against_reference(sample, "FID∞", fid_infinity)
-    after = _sides(sample)[1]
-    count, width = after.values.shape
+    (before, error_before, _), (after, error, sizes) = _against_reference(sample, "FID∞", fid_infinity)
+    features = _sides(sample)[1]
+    count, width = features.values.shape
     notes = [
         *_frames_alike(sample),
-        f"standard error of the fit {second.error:.2g} (16 bit: {first.error:.2g}); subsets share images, so the true "
-        "error is larger",
+        f"standard error of the fit {error:.2g} (16 bit: {error_before:.2g}); subsets share images, so the true error "
+        "is larger",
         *_unchecked(sample),
     ]
-    if second.sizes[0] <= width:
-        notes.append(f"its smallest subsets, of {second.sizes[0]}, are too few for {width} features: a rough value")
+    if sizes[0] <= width:
+        notes.append(f"its smallest subsets, of {sizes[0]}, are too few for {width} features: a rough value")
     if isinstance(_reference(sample), Moments):
         notes.append("the bias of the reference's own number of images stays in it")
     return Measured(
-        *_of_sets(first.value, second.value, count),
+        *_of_sets(before, after, count),
         notes=tuple(notes),
-        how=f"line over 1/N through {len(second.sizes)} subsets of {second.sizes[0]} to {count}, {_through(after)}; "
+        how=f"line over 1/N through {len(sizes)} subsets of {sizes[0]} to {count}, {_through(features)}; "
         f"to {sample.networks.reference_name}",
     )
 
 
 def _kid(sample: Sample) -> Measured:
-    before, after = _against_reference(sample, "KID", distribution.kid)
+    (before, _, _), (after, sd, size) = _against_reference(sample, "KID", distribution.kid)
     reference, features = _reference(sample), _sides(sample)[1]
-    spread = (
-        f"standard deviation {_KID_SCALE * after.sd:.3g} over {after.subsets} subsets of {after.subset_size} images"
-    )
+    spread = f"standard deviation {_KID_SCALE * sd:.3g} over {distribution.KID_SUBSETS} subsets of {size} images"
     return Measured(
-        *_of_sets(before.value, after.value, features.n, _KID_SCALE),
-        notes=(*(() if math.isnan(after.sd) else (spread,)), *_frames_alike(sample)),
+        *_of_sets(before, after, features.n, _KID_SCALE),
+        notes=(*(() if math.isnan(sd) else (spread,)), *_frames_alike(sample)),
         how=f"1000 × unbiased MMD², cubic kernel, all images, {_through(features)}; to {reference.n} "
         f"{sample.networks.reference_name}",
     )
@@ -381,12 +357,10 @@ def _clip_score(sample: Sample) -> Measured:
 
 
 def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
-    """Return the function that takes a metric of another package."""
-
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
         networks = sample.networks
-        plugin = networks.results.get(source, "plug-in", lambda: open_plugin(source, networks.device))
+        plugin = networks.kept(source, "plug-in", lambda: open_plugin(source, networks.device))
         frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 
@@ -407,7 +381,6 @@ def _scored(
     notes: tuple[str, ...] = (),
     how: str | None = None,
 ) -> Measured:
-    """Return a value for each image of either side."""
     change = tuple(b - a for a, b in zip(before, after, strict=True))
     value, baseline, difference = (clustered_interval(each, sample.prompts) for each in (after, before, change))
     return Measured(value, baseline, difference, after, change, notes, how)
@@ -418,10 +391,13 @@ def _against_reference(
 ) -> tuple[_Result, _Result]:
     """Return a distance of either side to the reference; of the 16-bit images it is the same in every run."""
     reference = _reference(sample)
-    _sides(sample)  # refuses too few images
-    return sample.both(
-        f"{what} to {reference.digest}", lambda side: measure(sample.features(side.images, side), reference)
+    before, after = (  # features are kept too, so that no others take their ids
+        sample.networks.kept(
+            reference, f"{what} of {id(features)}", lambda features=features: measure(features, reference)
+        )
+        for features in _sides(sample)
     )
+    return before, after
 
 
 def _sides(sample: Sample) -> tuple[Features, Features]:
@@ -492,15 +468,17 @@ def _frames_alike(sample: Sample) -> tuple[str, ...]:
     return (f"of frames one by one, {sample.frames} of each of {len(sample.quantized.items)} videos, which are alike",)
 
 
-def _fid_how(distance: Fid, noun: str) -> str:
-    count = "an unknown number of" if distance.n_reference is None else str(distance.n_reference)
-    network = f"{distance.network} ({distance.features} features; {distance.variant})"
-    return f"{network}; {distance.n} {noun} to {count} {distance.reference}"
+def _fid_how(images: Features, reference: Features | Moments, noun: str, label: str) -> str:
+    """Return all that a FID depends on."""
+    count = "an unknown number of" if reference.n is None else str(reference.n)
+    network = f"{images.network} ({images.values.shape[1]} features; {images.variant}, float64 statistics)"
+    return f"{network}; {images.n} {noun} to {count} {label}"
 
 
 METRICS: dict[str, MetricRow] = {
     "psnr": MetricRow(
-        *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values", _psnr),
+        *("PSNR to the 16-bit images", "dB", ".2f", "higher", "uint8, peak 255, mean of per-image values"),
+        lambda sample: _paired(sample, over_frames(sample.frame_psnr), notes=_same_frames(sample)),
         by_frame=True,
     ),
     "ssim": MetricRow(
@@ -580,12 +558,5 @@ METRICS: dict[str, MetricRow] = {
         needs=("clip",),
         by_frame=True,
     ),
-    "image_reward": MetricRow(
-        *("ImageReward", "", ".3f", "higher", "ImageReward-v1.0, image-reward", _plugin(ADAPTERS["image_reward"])),
-        by_frame=True,
-    ),
-    "hpsv2": MetricRow(
-        *("HPSv2.1", "", ".2f", "higher", "100 × HPSv2.1, hpsv2", _plugin(ADAPTERS["hpsv2"])),
-        by_frame=True,
-    ),
+    **{key: _foreign_row(source) for key, source in ADAPTERS.items()},
 }

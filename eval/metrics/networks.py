@@ -6,7 +6,7 @@ read only if its SHA-256 begins as published. Nothing is downloaded unasked, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import sha256_file
-from fluxq.eval.images.generate import Lazy
+from fluxq.eval.images.generate import Images, Lazy
 from fluxq.eval.metrics import distribution
 from fluxq.eval.metrics.alignment import ClipScorer, locate
 from fluxq.eval.metrics.distribution import FeatureNetwork, Features, Moments
@@ -30,7 +30,6 @@ DEFAULT_RESIZE = "clean"  # that of published tables of quantized diffusion mode
 _Result = TypeVar("_Result")
 _NO_CLIP = "no CLIP model was given: --clip takes a folder of open_clip's, or a name: ViT-B-32-quickgelu/openai"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-_CLIP_FOLDERS = {"clip": "clip", "cmmd_clip": "cmmd_clip"}  # in the weights folder
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,6 @@ class Weights:
     sha256: str
     what: str
     url: str
-
-
-class NetworkResults:
-    """Results of networks for image sets that are compared more than once, so that each is computed once."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}
-
-    def get(self, images: Any, what: str, compute: Callable[[], _Result]) -> _Result:
-        """Return `compute()`, or its earlier value for the same object and word."""
-        key = id(images), what
-        if key not in self._kept:
-            self._kept[key] = (images, compute())  # the set is kept, so that no other object takes its id
-        return self._kept[key][1]
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ class Networks:
     feature_name: str = ""
     clip: str | None = None
     cmmd_clip: str | None = None
-    reference_images: Sequence[Tensor] | Tensor | None = None
+    reference_images: Images | None = None
     reference_name: str = "held-out images"
     reference_statistics: Features | Moments | None = None
     lpips: Path | None = None
@@ -92,7 +77,7 @@ class Networks:
     fid_resize: str = DEFAULT_RESIZE
     weights: Path | None = None
     device: str = "cpu"
-    results: NetworkResults = field(default_factory=NetworkResults, repr=False, compare=False)
+    results: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def features(self) -> FeatureNetwork | None:
@@ -127,6 +112,13 @@ class Networks:
         """LPIPS on the given AlexNet."""
         return None if self.lpips is None else Lpips(read_weights(self.lpips, WEIGHTS["lpips"]), self.device)
 
+    def kept(self, images: Any, what: str, compute: Callable[[], _Result]) -> _Result:
+        """Return `compute()`, or its earlier value for the same object and word: sets are compared more than once."""
+        key = id(images), what
+        if key not in self.results:
+            self.results[key] = (images, compute())  # the set is kept, so that no other object takes its id
+        return self.results[key][1]
+
     def lacks(self, need: str) -> str | None:
         """Return the reason why `need` (a key of NEEDS) is not there, naming file and cure, or None."""
         return NEEDS[need](self)
@@ -160,7 +152,7 @@ def find_networks(
     distribution.inception_variant(resize)  # refuses an unknown one
     wanted = [key for key in WEIGHTS if key != "video" or is_video]
     files = {key: find_weights(key, weights) or (fetch_weights(key) if download else None) for key in wanted}
-    folders = {key: str(weights / name) for key, name in _CLIP_FOLDERS.items() if weights and (weights / name).is_dir()}
+    folders = {name: str(weights / name) for name in ("clip", "cmmd_clip") if weights and (weights / name).is_dir()}
     is_in_folder = weights is not None and files["inception"] is not None and files["inception"].parent == weights
     networks = replace(
         defaults,

@@ -7,25 +7,24 @@ feature distance = |f(b) - f(a)| / |f(a)| in the features of a network that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxq.eval.metrics.distribution import Incomparable
+from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics.fidelity import over_frames, per_frame
+from fluxq.eval.metrics.plugins import Unmeasured
 
 SSIM_WINDOW = 11
 LPIPS_PIXELS = 31  # least side: AlexNet's two poolings leave one pixel of it
 
 
-def ssim(
-    reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor, device: str | torch.device = "cpu"
-) -> Tensor:
+def ssim(reference: Images, other: Images, device: str | torch.device = "cpu") -> Tensor:
     """Return the SSIM per pair of uint8 images (3, H, W), float64 (N,); about 1 for identical images; a video's mean.
 
-    Raises Incomparable for images smaller than the window: another window would be another metric.
+    Raises Unmeasured for images smaller than the window: another window would be another metric.
     """
     where = device if torch.device(device).type == "cuda" else "cpu"  # in fp64, which others may not have
 
@@ -40,7 +39,7 @@ def structural_similarity(a: Tensor, b: Tensor) -> Tensor:
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     if min(a.shape[-2:]) < SSIM_WINDOW:
-        raise Incomparable(f"its window is {SSIM_WINDOW} pixels wide, the images are {_size(a)}")
+        raise Unmeasured(f"its window is {SSIM_WINDOW} pixels wide, the images are {_size(a)}")
     similarity: Any = structural_similarity_index_measure(a.double()[None], b.double()[None], data_range=1.0)
     return similarity
 
@@ -66,7 +65,7 @@ class Lpips:
         _load_backbone(network.net, backbone)
         self.network, self.device = network.to(device), device
 
-    def distance(self, reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+    def distance(self, reference: Images, other: Images) -> Tensor:
         """Return LPIPS per pair of uint8 images (3, H, W) at their own size, float64 (N,); 0 for identical images.
 
         Of videos the mean over frames.
@@ -76,7 +75,7 @@ class Lpips:
     @torch.no_grad()
     def _distance(self, a: Tensor, b: Tensor) -> Tensor:
         if min(a.shape[-2:]) < LPIPS_PIXELS:
-            raise Incomparable(f"AlexNet needs {LPIPS_PIXELS} pixels a side, the images are {_size(a)}")
+            raise Unmeasured(f"AlexNet needs {LPIPS_PIXELS} pixels a side, the images are {_size(a)}")
         batch = [_unit(image)[None].to(self.device) for image in (a, b)]
         return self.network(*batch, normalize=True).squeeze().cpu()
 

@@ -37,11 +37,9 @@ def wall(reference: Any, quantized: Any, values: Sequence[float]) -> Wall:
     """Build the wall of two sets of images or videos (as `generate.Generated`): worst, median and drawn at random.
 
     values: per image, what worst and median are chosen by; NaN is worst of all, an infinite one best. One gain for all
-    differences, so that they compare by eye. ValueError if counts or sizes differ, or there is nothing to show.
+    differences, so that they compare by eye.
     """
     before, after = reference.images, quantized.images
-    if not len(before) == len(after) == len(values) or not values:
-        raise ValueError(f"a wall of {len(before)} and {len(after)} images by {len(values)} values: needs one of each")
     groups = choose(values)
     chosen = sorted({index for indices in groups.values() for index in indices})
     moving = {indices[0] for indices in groups.values()}
@@ -50,9 +48,6 @@ def wall(reference: Any, quantized: Any, values: Sequence[float]) -> Wall:
     motions: dict[int, str] = {}
     for index in chosen:
         first, second = before[index], after[index]
-        if first.shape != second.shape:
-            (a, b), (c, d) = first.shape[-2:], second.shape[-2:]
-            raise ValueError(f"image {index}: {(a, b)} against {(c, d)} pixels: generate at one size")
         if first.ndim == 4:
             frames[index] = _frames_to_show(first, second)
             if index in moving:
@@ -154,7 +149,6 @@ def _reduced(pixels: np.ndarray, largest: int) -> Image.Image:
 
 
 def _gap(picture: Image.Image) -> int:
-    """Return the pixels between frames."""
     return max(1, picture.height // 40)
 
 

@@ -61,8 +61,8 @@ class PluginSource:
         return f"the package {self.package[1]} is not installed: pip install {self.package[1]}"
 
 
-class PluginError(RuntimeError):
-    """Failure of a plug-in; the text names it and quotes its message."""
+class Unmeasured(ValueError):
+    """Raised where a metric cannot be taken; its text names the reason or the cure, and goes into the report."""
 
 
 def find_plugins() -> dict[str, PluginSource]:
@@ -79,54 +79,55 @@ def find_plugins() -> dict[str, PluginSource]:
 
 
 def load_class(source: PluginSource) -> Any:
-    """Import the plug-in's class; PluginError if it lacks an attribute of `MetricPlugin`."""
+    """Import the plug-in's class; Unmeasured if it lacks an attribute of `MetricPlugin`."""
     try:
         plugin_class = source.load()
     except Exception as error:  # whatever a foreign package raises when it is imported
-        raise PluginError(f"{_named(source)} cannot be imported: {_error_text(error)}") from error
+        raise Unmeasured(f"{_named(source)} cannot be imported: {_error_text(error)}") from error
     absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(plugin_class, name)]
     if absent:
-        raise PluginError(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
+        raise Unmeasured(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
     if plugin_class.better not in ("higher", "lower"):
-        raise PluginError(f"{_named(source)}: `better` is {plugin_class.better!r}, expected 'higher' or 'lower'")
+        raise Unmeasured(f"{_named(source)}: `better` is {plugin_class.better!r}, expected 'higher' or 'lower'")
     return plugin_class
 
 
 def open_plugin(source: PluginSource, device: str) -> MetricPlugin:
-    """Make the plug-in, its weights loaded; PluginError if that fails."""
+    """Make the plug-in, its weights loaded; Unmeasured if that fails."""
     if source.absent:
-        raise PluginError(source.absent)
+        raise Unmeasured(source.absent)
     plugin_class = load_class(source)
     try:
         return plugin_class(device=device)
     except Exception as error:  # whatever a foreign package raises
-        raise PluginError(f"{_named(source)} cannot be loaded: {_error_text(error)}") from error
+        raise Unmeasured(f"{_named(source)} cannot be loaded: {_error_text(error)}") from error
 
 
 def scores(
     source: PluginSource, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]
 ) -> tuple[float, ...]:
-    """Return the plug-in's score of each image; PluginError if it fails, or returns another count, NaN or infinity."""
+    """Return the plug-in's score of each image; Unmeasured if it fails, or returns another count, NaN or infinity."""
     try:
         values = tuple(float(value) for value in plugin.score(images, prompts))
     except Exception as error:  # whatever a foreign package raises
-        raise PluginError(f"{_named(source)} failed: {_error_text(error)}") from error
+        raise Unmeasured(f"{_named(source)} failed: {_error_text(error)}") from error
     if len(values) != len(images):
-        raise PluginError(f"{_named(source)} gave {len(values)} scores for {len(images)} images")
+        raise Unmeasured(f"{_named(source)} gave {len(values)} scores for {len(images)} images")
     if not all(math.isfinite(value) for value in values):
-        raise PluginError(f"{_named(source)} gave a score that is NaN or infinite")
+        raise Unmeasured(f"{_named(source)} gave a score that is NaN or infinite")
     return values
 
 
 class ImageReward:
     """ImageReward 1.0 (Xu et al., 2023), package `image-reward`; it fetches its weights from THUDM/ImageReward.
 
-    The adapter was written from the package's source and has not been run against the real weights.
+    It reads 35 tokens of a prompt. The adapter was written from the package's source and has not been run against the
+    real weights.
     """
 
     name, unit, digits = "ImageReward", "", ".3f"
     better: Literal["higher", "lower"] = "higher"
-    how = "ImageReward-v1.0, image-reward's own code; it reads 35 tokens of a prompt"
+    how = "ImageReward-v1.0, image-reward"
 
     def __init__(self, device: str = "cpu") -> None:
         self.model: Any = import_module("ImageReward").load("ImageReward-v1.0", device=device)
@@ -148,17 +149,19 @@ class HPSv2:
 
     name, unit, digits = "HPSv2.1", "", ".2f"
     better: Literal["higher", "lower"] = "higher"
-    how = "100 × HPSv2.1, hpsv2's own code"
+    how = "100 × HPSv2.1, hpsv2"
 
     def __init__(self, device: str = "cpu") -> None:
         self.package: Any = import_module("hpsv2")
 
     def score(self, images: Sequence[Tensor], prompts: Sequence[str]) -> list[float]:
         """Return 100 × its score of each uint8 image (3, H, W) for its prompt."""
+        from fluxq.eval.images.generate import as_picture
+
         values = [0.0] * len(prompts)
         for prompt in dict.fromkeys(prompts):
             places = [index for index, other in enumerate(prompts) if other == prompt]
-            pictures = [_pil(images[index]) for index in places]
+            pictures = [as_picture(images[index]) for index in places]
             for index, value in zip(places, self.package.score(pictures, prompt, hps_version="v2.1"), strict=True):
                 values[index] = 100 * float(value)
         return values
@@ -180,16 +183,12 @@ def _error_text(error: Exception) -> str:
 
 
 def _png(image: Tensor) -> io.BytesIO:
+    from fluxq.eval.images.generate import as_picture
+
     stream = io.BytesIO()
-    _pil(image).save(stream, "PNG")
+    as_picture(image).save(stream, "PNG")
     stream.seek(0)
     return stream
-
-
-def _pil(image: Tensor) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 ADAPTERS: dict[str, PluginSource] = {

@@ -39,17 +39,8 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A question for `decide`: does the mean of per-image values lie within [low, high]?"""
-
-    values: Sequence[float]
-    low: float = -math.inf
-    high: float = math.inf
-
-
-@dataclass(frozen=True)
 class Decision:
-    """Decision on whether a case's mean lies within its margin. interval: the deciding one, of confidence `level`.
+    """Decision on whether a mean lies within its margin. interval: the deciding one, of confidence `level`.
 
     more_images: about how many would decide; None where it is decided, or where no number can be given.
     """
@@ -72,7 +63,6 @@ def clustered_interval(
     prompts: the prompt of each value, in any order and with any number of images each. For a comparison pass
     per-image differences: pairing is what makes the interval narrow. Raises ValueError if the two differ in length.
     """
-    _check_lengths(values, prompts)
     if not values or any(math.isnan(value) for value in values):
         return Interval(math.nan, math.nan, math.nan, n=0)
     sums, counts = _by_prompt(values, prompts)
@@ -107,7 +97,6 @@ def p_value(differences: Sequence[float], prompts: Sequence[Hashable]) -> float:
     that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / 10,000.
     Infinite differences are left out. NaN if any is NaN or fewer than two prompts remain.
     """
-    _check_lengths(differences, prompts)
     sums, counts = _by_prompt(differences, prompts)
     if any(math.isnan(value) for value in differences) or len(sums) < 2:
         return math.nan
@@ -132,8 +121,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def decide(cases: Sequence[Case], prompts: Sequence[Hashable], resamples: int = _RESAMPLES) -> list[Decision]:
+def decide(
+    cases: Sequence[tuple[Sequence[float], float, float]], prompts: Sequence[Hashable], resamples: int = _RESAMPLES
+) -> list[Decision]:
     """Decide which means lie within their margins; a wrong decision among all has probability alpha = 5 % at most.
+
+    cases: values per image, and the margin's ends, low and high.
 
     Each of the k cases has two hypotheses that can be rejected, that its mean is outside and that it is within, and a
     one-sided test of half the interval's error does it. Holm's procedure over these 2k: intervals of level
@@ -146,12 +139,12 @@ def decide(cases: Sequence[Case], prompts: Sequence[Hashable], resamples: int = 
         decided = sum(decision.outcome != "inconclusive" for decision in decisions.values())
         level = 1 - 2 * _ALPHA / (2 * len(cases) - decided) if cases else _LEVEL
         before = decided
-        for index, case in enumerate(cases):
+        for index, (values, low, high) in enumerate(cases):
             if index not in decisions or decisions[index].outcome == "inconclusive":
-                interval = clustered_interval(case.values, prompts, resamples, level=level)
-                outcome = equivalence(interval, case.low, case.high)
+                interval = clustered_interval(values, prompts, resamples, level=level)
+                outcome = equivalence(interval, low, high)
                 is_open = outcome == "inconclusive"
-                more = more_images(case.values, prompts, case.low, case.high, level) if is_open else None
+                more = more_images(values, prompts, low, high, level) if is_open else None
                 decisions[index] = Decision(outcome, interval, level, more)
                 decided += not is_open
         if decided in (before, len(cases)):
@@ -187,7 +180,6 @@ def more_images(
     N that is needed it equals the distance from the mean to the nearest end of the margin. None where the mean lies on
     that end, or where fewer than two prompts tell a spread.
     """
-    _check_lengths(values, prompts)
     sums, counts = _by_prompt(values, prompts)
     if any(math.isnan(value) for value in values) or len(sums) < 2:
         return None
@@ -200,11 +192,6 @@ def more_images(
     variance = len(sums) / (len(sums) - 1) * math.fsum(value**2 for value in residuals) / n**2
     half_width = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance)
     return max(1, math.ceil(n * ((half_width / distance) ** 2 - 1)))
-
-
-def _check_lengths(values: Sequence[float], prompts: Sequence[Hashable]) -> None:
-    if len(values) != len(prompts):
-        raise ValueError(f"{len(values)} values and {len(prompts)} prompts: every value needs the prompt of its image")
 
 
 def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[list[float], list[float]]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from fluxq.eval.metrics.figures import figure, short, stated
 from fluxq.eval.metrics.schema import Estimate, Item, Margin, Metric, Run, Verdict
-from fluxq.eval.metrics.statistics import Case, Decision, Interval, decide, equivalence
+from fluxq.eval.metrics.statistics import Decision, Interval, decide, equivalence
 
 LEAST_PROMPTS = 30  # a bootstrap interval over fewer is narrower than it says
 FEW_STEPS = 8
@@ -68,7 +68,7 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
     if len(set(prompts)) < LEAST_PROMPTS:
         return tuple(run.model_copy(update={"verdict": _fixed(run) or _look(run)}) for run in runs)
     cases = [
-        (run, key, Case(values, *_ends(metric.margin)))
+        (run, key, (values, *_ends(metric.margin)))
         for run in runs
         if run.status == "measured"
         for key, metric in run.metrics.items()
@@ -78,7 +78,7 @@ def with_verdicts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[Run, ...]
     by_run: dict[str, dict[str, Decision]] = {run.name: {} for run in runs}
     for (run, key, _), decision in zip(cases, decisions, strict=True):
         by_run[run.name][key] = decision
-    judged = [_fixed(run) or _judged(run, _Decided(by_run[run.name], bool(published(run)))) for run in runs]
+    judged = [_fixed(run) or _judged(run, by_run[run.name]) for run in runs]
     return tuple(run.model_copy(update={"verdict": verdict}) for run, verdict in zip(runs, judged, strict=True))
 
 
@@ -119,7 +119,8 @@ def _margin(run: Run, key: str, metric: Metric) -> Margin | None:
     best = reached(published(run), key, metric.better)
     if best is None:
         return _around(metric, _noise(metric), NOISE[key]) if metric.floor and metric.floor.mean is not None else None
-    return _around(metric, _noise(metric) if _is_noisy(metric, best) else best, TOLERANCE[key])
+    worst = min if metric.better == "higher" else max  # 16 bit may differ more from itself than the published best do
+    return _around(metric, worst(_noise(metric), best), TOLERANCE[key])
 
 
 def _around(metric: Metric, figure: float, by: float) -> Margin:
@@ -134,11 +135,6 @@ def _noise(metric: Metric) -> float:
     """Return a second 16-bit run's figure; that of identical images where there is none."""
     mean = metric.floor.mean if metric.floor else None
     return mean if mean is not None else math.inf if metric.better == "higher" else 0.0
-
-
-def _is_noisy(metric: Metric, best: float) -> bool:
-    """Tell whether 16 bit differs more from itself than the published best do from it."""
-    return _noise(metric) < best if metric.better == "higher" else _noise(metric) > best
 
 
 def _ends(margin: Margin | None) -> tuple[float, float]:
@@ -157,36 +153,6 @@ def _values(run: Run, key: str, margin: Margin) -> list[float]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # from decisions to words
-
-
-@dataclass(frozen=True)
-class _Decided:
-    """Decisions on a run's metrics, by key."""
-
-    decisions: Mapping[str, Decision]
-    has_published: bool
-
-    @property
-    def worse(self) -> list[str]:
-        """Worse metrics; without published figures no paired one, as any quantizer is farther off than noise."""
-        return [key for key in self._of("worse") if self.has_published or key not in TOLERANCE]
-
-    @property
-    def beyond_noise(self) -> list[str]:
-        """Paired metrics beyond the noise, with no published figure to compare them with."""
-        return [key for key in self._of("worse") if key not in self.worse]
-
-    @property
-    def inside(self) -> list[str]:
-        """Paired metrics within their margins, which alone can say that a run is good."""
-        return [key for key in TOLERANCE if key in self._of("equivalent")]
-
-    @property
-    def undecided(self) -> list[str]:
-        return self._of("inconclusive")
-
-    def _of(self, outcome: str) -> list[str]:
-        return [key for key, decision in self.decisions.items() if decision.outcome == outcome]
 
 
 def _fixed(run: Run) -> Verdict | None:
@@ -223,34 +189,40 @@ def _look(run: Run) -> Verdict:
     return Verdict(outcome="alike" if is_near else "unlike", text=text)
 
 
-def _judged(run: Run, decided: _Decided) -> Verdict:
+def _judged(run: Run, decisions: Mapping[str, Decision]) -> Verdict:
     size = f"{_bits(run)}-bit models"
-    if decided.worse:
-        than = f"published {size}" if any(key in TOLERANCE for key in decided.worse) else "16 bit"
-        shown = "; ".join(f"{_shown(run, key)}, {_margin_text(run, key)} asked" for key in decided.worse)
+    outside, within, still_open = (
+        {key: each for key, each in decisions.items() if each.outcome == outcome}
+        for outcome in ("worse", "equivalent", "inconclusive")
+    )
+    # Without published figures no paired metric is worse: any quantizer is farther off than noise.
+    worse = [key for key in outside if published(run) or key not in TOLERANCE]
+    if worse:
+        than = f"published {size}" if any(key in TOLERANCE for key in worse) else "16 bit"
+        shown = "; ".join(f"{_shown(run, key)}, {_margin_text(run, key)} asked" for key in worse)
         return Verdict(outcome="worse", text=f"Worse than {than}: {shown}.{_missing(run)}")
-    undecided = _undecided(run, decided)
-    if decided.inside:
-        if _is_noise(run, decided):
-            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.inside)
+    undecided = _undecided(run, still_open)
+    inside = [key for key in TOLERANCE if key in within]  # paired metrics alone can say that a run is good
+    if inside:
+        if _is_noise(run, inside[0], within[inside[0]].interval):
+            shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in inside)
             return Verdict(outcome="equivalent", text=f"Equivalent to 16 bit: {shown}{undecided}.{_missing(run)}")
-        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in decided.inside)
+        shown = "; ".join(f"{_shown(run, key)}, {_theirs(run, key)}" for key in inside)
         text = f"As good as published {size}: {shown}{undecided}.{_missing(run)}"
         return Verdict(outcome="comparable", text=text)
-    if decided.beyond_noise:
-        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in decided.beyond_noise)
+    if outside:
+        shown = "; ".join(f"{_shown(run, key)}{_floor(run.metrics[key])}" for key in outside)
         text = f"Undecided: {shown}; {_UNPUBLISHED}{undecided}.{_missing(run)}"
         return Verdict(outcome="inconclusive", text=text)
-    needed = [more for key in decided.undecided if (more := decided.decisions[key].more_images) is not None]
+    needed = [each.more_images for each in still_open.values() if each.more_images is not None]
     what = undecided.replace("; undecided", "", 1) or ": no metric with a margin was measured"
     text = f"Undecided{what}.{_missing(run)}"
     return Verdict(outcome="inconclusive", text=text, more_images=max(needed, default=None))
 
 
-def _is_noise(run: Run, decided: _Decided) -> bool:
+def _is_noise(run: Run, key: str, interval: Interval) -> bool:
     """Tell whether PSNR, or else LPIPS, lies within the noise of a second 16-bit run, with all of its interval."""
-    key = decided.inside[0]
-    metric, interval = run.metrics[key], decided.decisions[key].interval
+    metric = run.metrics[key]
     if metric.floor is None:
         return False
     if metric.better == "higher":
@@ -258,10 +230,10 @@ def _is_noise(run: Run, decided: _Decided) -> bool:
     return interval.high <= _noise(metric) + NOISE[key]
 
 
-def _undecided(run: Run, decided: _Decided) -> str:
+def _undecided(run: Run, still_open: Mapping[str, Decision]) -> str:
     parts = []
-    for key in decided.undecided:
-        more = decided.decisions[key].more_images
+    for key, decision in still_open.items():
+        more = decision.more_images
         about = f", about {more} more {run.noun}s would decide" if more and key in TOLERANCE else ""
         alone = ", which it would be alone on a page" if _decided_alone(run, key) else ""
         parts.append(f"{_shown(run, key)}, {_margin_text(run, key)} asked{about}{alone}")
@@ -278,7 +250,6 @@ def _decided_alone(run: Run, key: str) -> bool:
 
 
 def _estimate(metric: Metric) -> Estimate | None:
-    """Return the figure that the margin is on."""
     return metric.change if metric.margin and metric.margin.on == "change" else metric.value
 
 

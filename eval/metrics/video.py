@@ -15,7 +15,7 @@ publishes it, whose file holds tensors alone, where FVD looks through I3D. The t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -23,17 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.eval.images.generate import Lazy
-from fluxq.eval.metrics.distribution import FeatureNetwork, Incomparable
+from fluxq.eval.images.generate import Images, Lazy
+from fluxq.eval.metrics.distribution import FeatureNetwork
 from fluxq.eval.metrics.fidelity import per_pair
+from fluxq.eval.metrics.plugins import Unmeasured
 
 VIDEO_FRAMES = 14  # that S3D needs
 
 
-def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] | Tensor) -> Tensor:
+def temporal_psnr(reference: Images, other: Images) -> Tensor:
     """Return dB per pair of uint8 videos (F, 3, H, W), float64 (N,); infinite where both change alike.
 
-    Raises Incomparable for videos of one frame.
+    Raises Unmeasured for videos of one frame.
     """
 
     def measure(a: Tensor, b: Tensor) -> Tensor:
@@ -49,8 +50,8 @@ def temporal_psnr(reference: Sequence[Tensor] | Tensor, other: Sequence[Tensor] 
     return per_pair(reference, other, measure)
 
 
-def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return the mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), float64 (N,); Incomparable for one frame."""
+def mean_change(videos: Images) -> Tensor:
+    """Return the mean |x[t + 1] - x[t]| of each uint8 video (F, 3, H, W), float64 (N,); Unmeasured for one frame."""
 
     def measure(video: Tensor) -> Tensor:
         _require_changes(video)
@@ -62,10 +63,10 @@ def mean_change(videos: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _require_changes(video: Tensor) -> None:
     if video.ndim != 4 or len(video) < 2:
-        raise Incomparable("a video of one frame has no change in time")
+        raise Unmeasured("a video of one frame has no change in time")
 
 
-def all_frames(images: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
+def all_frames(images: Images) -> Images:
     """Return the pictures of a set for a network that looks at pictures: its images, or the frames of its videos.
 
     Frames come one after the other, uint8 (3, H, W) each; one video is held at a time.
@@ -77,7 +78,7 @@ def all_frames(images: Sequence[Tensor] | Tensor) -> Sequence[Tensor] | Tensor:
     return Lazy(len(images) * count, lambda index: video(index // count)[index % count])
 
 
-def frames_in_each(images: Sequence[Tensor] | Tensor) -> int | None:
+def frames_in_each(images: Images) -> int | None:
     """Return the frames of each video of a set, which all have as many; None for images and for an empty set."""
     return len(images[0]) if len(images) and images[0].ndim == 4 else None
 

@@ -15,9 +15,9 @@ from fluxq.base.console import first_line
 from fluxq.base.download import HUB_ID
 from fluxq.base.modest_yaml import front_matter
 from fluxq.base.output import is_sealed, seal, unsealed
-from fluxq.eval.metrics.figures import amount, limits, mark
+from fluxq.eval.metrics.figures import amount, limits
 from fluxq.eval.metrics.schema import Metric, Report, Run
-from fluxq.eval.report.markdown import code, escaped, facts, metric_table, summary_table
+from fluxq.eval.report.markdown import code, escaped, metric_table, summary_table, verdict_lines
 from fluxq.quantize.record import (
     Check,
     Layer,
@@ -100,10 +100,6 @@ def _of(part: RecordedComponent) -> str:
     return part.component or "model"
 
 
-def _tag(record: Record) -> str:
-    return record.recipe.name if record.imported is None else "imported"
-
-
 def _title(record: Record) -> str:
     name = escaped(record.recipe.name)
     return f"quantized with fluxq ({name})" if record.imported is None else name
@@ -156,7 +152,6 @@ def eval_results(report: Report) -> dict[str, str]:
 
     These files name a data set of the hub, so an evaluation on other prompts has none.
     """
-    import yaml
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     dataset = report.protocol.dataset
@@ -213,8 +208,7 @@ def _note(metric: Metric, run: Run) -> str:
 def _section(report: Report) -> list[str]:
     lines = [_BEGIN, "## Evaluation", ""]
     for run in report.runs:
-        lines += [f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}", ""]
-        lines += [*(f"- {escaped(fact)}" for fact in facts(run)), ""]
+        lines += [*verdict_lines(run), ""]
     lines += [*summary_table(report), "", *metric_table(report.runs), ""]
     count = f"{len(report.items)} {report.noun}s of each run"
     lines += [f"{count} against 16 bit, with the same prompts and noise; 95 % intervals."]
@@ -257,7 +251,8 @@ def license_text(fields: dict[str, str]) -> str:
 def _front_matter(record: Record) -> list[str]:
     model, first = record.model, record.components[0]
     library = "diffusers" if first.component else first.library
-    fields = {"library_name": library, "tags": ["quantization", "fluxq", _tag(record)], **model.license}
+    made_by = record.recipe.name if record.imported is None else "imported"
+    fields = {"library_name": library, "tags": ["quantization", "fluxq", made_by], **model.license}
     if HUB_ID.fullmatch(model.name):  # a local folder's name would point at a stranger's model
         fields |= {"base_model": model.name, "base_model_relation": "quantized"}
     written = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 16)
@@ -265,13 +260,11 @@ def _front_matter(record: Record) -> list[str]:
 
 
 def _scope(parts: list[RecordedComponent]) -> str:
-    counts = []
-    for part in parts:
-        counts.append(
-            f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized"
-            + (f", its self-attention is computed in {part.attention}" if part.attention != "16bit" else "")
-        )
-    return "; ".join(counts)
+    return "; ".join(
+        f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized"
+        + (f", its self-attention is computed in {part.attention}" if part.attention != "16bit" else "")
+        for part in parts
+    )
 
 
 def _size_row(part: RecordedComponent) -> str:

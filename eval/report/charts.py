@@ -16,12 +16,11 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from fluxq.eval.metrics.figures import duration, plain, share
+from fluxq.eval.metrics.figures import duration, plain, share, stated
 from fluxq.eval.metrics.schema import (
     SPREAD,
     Curve,
     Debug,
-    Drift,
     Estimate,
     LayerDamage,
     Metric,
@@ -69,15 +68,11 @@ def javascript() -> str:
     return bundle.replace("</script", "<\\/script")
 
 
-def drawn(charts: Iterable[Drawing | None]) -> list[Drawing]:
-    """Return those that had something to draw."""
-    return [chart for chart in charts if chart is not None]
-
-
 def cost_charts(report: Report) -> list[Drawing]:
     """Draw quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
     metrics = _comparable(report.runs)
-    return drawn(_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else []
+    charts = (_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else ()
+    return list(filter(None, charts))
 
 
 def image_chart(report: Report) -> Drawing | None:
@@ -116,14 +111,16 @@ def drift_charts(report: Report) -> list[Drawing]:
     shown: dict[str, list[_Along]] = {}
     for run in report.runs:
         if run.drift is not None:
+            steps = zip(run.drift.steps, run.drift.sigmas, strict=True)
+            places = [{"step": step, "sigma": f"{sigma:.3g}"} for step, sigma in steps]
             for key, curve in run.drift.curves.items():
-                shown.setdefault(key, []).append((run.name, _steps(run.drift), curve))
-    return drawn(_curve_chart(f"drift-{key}", "denoising step", curves) for key, curves in shown.items())
+                shown.setdefault(key, []).append((run.name, places, curve))
+    return list(filter(None, (_curve_chart(f"drift-{key}", "denoising step", each) for key, each in shown.items())))
 
 
 def damage_charts(index: int, debug: Debug) -> list[Drawing]:
     """Draw the damage of each block of one run, and the local SQNR of its worst layers at each step."""
-    return drawn((_blocks_chart(index, debug), _layers_chart(index, debug)))
+    return list(filter(None, (_blocks_chart(index, debug), _layers_chart(index, debug))))
 
 
 def stage_chart(index: int, speed: Speed) -> Drawing | None:
@@ -308,7 +305,7 @@ def _cost_points(
             "high": value.high,
             "front": "no" if is_behind else "yes",
             "side": "left" if at <= middle else "right",
-            "quality": f"{metric.name} {_words(value, metric.digits)}",
+            "quality": f"{metric.name} {stated(value, metric.digits)}",
             "at": plain(at, digits),
             "remark": "dominated: another run is as good or better and costs no more" if is_behind else "not dominated",
         }
@@ -346,7 +343,7 @@ def _reference_point(
         return []
     where = {"metric": name, "run": "16 bit", "cost": at, "at": plain(at, digits), "front": "16 bit", "side": "none"}
     value = {"value": baseline.mean, "low": baseline.low, "high": baseline.high}
-    return [{**where, **value, "quality": f"{metric.name} {_words(baseline, metric.digits)}", "remark": "16 bit"}]
+    return [{**where, **value, "quality": f"{metric.name} {stated(baseline, metric.digits)}", "remark": "16 bit"}]
 
 
 def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
@@ -355,7 +352,6 @@ def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def _padded(values: Sequence[float]) -> list[float]:
-    """Return the lowest and the highest value with room around them."""
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return [low - room, high + room]
@@ -385,15 +381,11 @@ def _ranked(run: Run, report: Report) -> list[dict[str, Any]]:
             "rank": 100 * (rank + 0.5) / len(values),
             "value": values[rank][0],
             "PSNR": f"{values[rank][0]:.2f} dB",
-            "prompt": _short(report.items[values[rank][1]].prompt),
+            "prompt": _shortened(report.items[values[rank][1]].prompt, _MAX_TEXT),
             "seed": str(report.items[values[rank][1]].seed),
         }
         for rank in ranks
     ]
-
-
-def _steps(drift: Drift) -> list[dict[str, Any]]:
-    return [{"step": step, "sigma": f"{s:.3g}"} for step, s in zip(drift.steps, drift.sigmas, strict=True)]
 
 
 def _curve_chart(key: str, axis: str, curves: Sequence[_Along], *, wide: bool = False) -> Drawing | None:
@@ -445,7 +437,7 @@ def _curve_rows(
             "value": value.mean,
             "low": value.mean if value.low is None else value.low,
             "high": value.mean if value.high is None else value.high,
-            "figure": f"{_words(value, curve.digits)} {curve.unit}".strip(),
+            "figure": f"{stated(value, curve.digits)} {curve.unit}".strip(),
         }
         for place, value in zip(places, values, strict=True)
         if value.mean is not None
@@ -575,13 +567,13 @@ def _drawing(
     return Drawing(key, title, text, note, spec, _own_ids(_svg(spec), key), wide, choices or {})
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any, longest: int = _LONGEST) -> Any:
     """Cut long texts of a specification, for Vega measures each letter of them; what it computes with stays whole."""
     if isinstance(value, dict):
         return {key: each if key in _EXPRESSIONS else _shortened(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
-    return value if not isinstance(value, str) or len(value) <= _LONGEST else value[: _LONGEST - 1] + "…"
+    return value if not isinstance(value, str) or len(value) <= longest else value[: longest - 1] + "…"
 
 
 def _svg(spec: dict[str, Any]) -> str:
@@ -610,15 +602,6 @@ def _palette(count: int) -> list[str]:
 
 def _tip(name: str) -> alt.Tooltip:
     return alt.Tooltip(f"{name}:N", title=name)
-
-
-def _words(value: Estimate, digits: str) -> str:
-    limits = "" if value.low is None else f" ({plain(value.low, digits)} to {plain(value.high, digits)})"
-    return plain(value.mean, digits) + limits
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
 STEPS = "steps and the rest"

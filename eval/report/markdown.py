@@ -11,7 +11,6 @@ from fluxq.eval.metrics import figures
 from fluxq.eval.metrics.figures import (
     NONE,
     bits,
-    both,
     computed,
     duration,
     durations,
@@ -21,8 +20,9 @@ from fluxq.eval.metrics.figures import (
     shape,
     share,
     size,
+    stated,
 )
-from fluxq.eval.metrics.schema import Debug, Metric, Patch, Report, Run, Speed
+from fluxq.eval.metrics.schema import Debug, GateOutcome, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
 from fluxq.eval.report.summary import SummaryMetric, speeds, summary, summary_metrics, undebugged, untimed
 
@@ -38,7 +38,7 @@ def markdown(report: Report) -> str:
         "",
         *summary_table(report),
         "",
-        *(line for run in report.runs for line in _verdict(run)),
+        *(line for run in report.runs for line in (*verdict_lines(run), *map(_gate, run.gates), "")),
         *(f"> **Warning:** {escaped(warning)}\n" for warning in report.warnings),
         "## Quality",
         "",
@@ -80,7 +80,7 @@ def facts(run: Run) -> list[str]:
         if each.ratio is not None:
             than = "" if each.over == "16-bit" else f" as {each.over}"
             sentences.append(
-                f"{both(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}"
+                f"{stated(each.ratio, '.2f')} times as fast{than} end to end, {each.mode}{_on_cpu(run.speed)}"
             )
         else:
             sentences.append(f"no speed-up is given: {each.refused}")
@@ -95,9 +95,9 @@ def summary_table(report: Report) -> list[str]:
     rows = [
         (
             *(row.name, row.computed, row.verdict or NONE),
-            *(both(row.psnr, ".2f"), size(row.disk), size(row.resident), bits(row.bits, row.resident_bits)),
+            *(stated(row.psnr, ".2f"), size(row.disk), size(row.resident), bits(row.bits, row.resident_bits)),
             f"{durations(row.seconds)}, {row.about_time}" if row.seconds else row.unmeasured,
-            f"{both(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
+            f"{stated(row.speed_up, '.2f')} × {row.over}" if row.speed_up else NONE,
         )
         for row in summary(report)
     ]
@@ -124,9 +124,9 @@ def _metric_row(row: SummaryMetric) -> tuple[str, ...]:
     hows = dict.fromkeys(text for cell in measured for text in (cell.how, *cell.notes))
     return (
         f"{named.name}{f', {named.unit}' if named.unit else ''} {arrow}",
-        both(row.baseline, named.digits),
+        stated(row.baseline, named.digits),
         *(_cell(cell) for cell in row.cells),
-        both(row.floor, named.digits),
+        stated(row.floor, named.digits),
         row.count,
         "; ".join(hows or [named.how]),
     )
@@ -138,35 +138,30 @@ def _cell(metric: Metric | None) -> str:
     if metric.missing:
         return f"not measured: {metric.missing}"
     value = metric.value
-    text = both(value, metric.digits)
+    text = stated(value, metric.digits)
     if value is not None and value.infinite and value.mean is not None:
         text += f" + {value.infinite} identical"
     if metric.change is not None:
-        text += f"; change {both(metric.change, metric.digits, '+')}"
+        text += f"; change {stated(metric.change, metric.digits, sign='+')}"
     return text
 
 
-def _verdict(run: Run) -> list[str]:
-    gates = [f"- gate `{code(gate.gate)}`: {_gate(gate.value, gate.passed)}" for gate in run.gates]
-    return [
-        f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}",
-        "",
-        *(f"- {escaped(fact)}" for fact in facts(run)),
-        *gates,
-        "",
-    ]
+def verdict_lines(run: Run) -> list[str]:
+    """Return a run's verdict and its gains."""
+    opening = f"**{escaped(run.name)}:** {mark(run.verdict)} {escaped(run.verdict.text)}"
+    return [opening, "", *(f"- {escaped(fact)}" for fact in facts(run))]
 
 
-def _gate(value: float | None, passed: bool) -> str:
-    text = "not measured" if value is None else f"{value:.5g}"
-    return f"{'passed' if passed else '**FAILED**'} ({text})"
+def _gate(gate: GateOutcome) -> str:
+    text = "not measured" if gate.value is None else f"{gate.value:.5g}"
+    return f"- gate `{code(gate.gate)}`: {'passed' if gate.passed else '**FAILED**'} ({text})"
 
 
 def _comparisons(report: Report) -> list[str]:
     if not report.comparisons:
         return []
     rows = [
-        (each.first, each.second, both(each.difference, ".2f", "+"), f"{each.p:.2g}", f"{each.p_holm:.2g}")
+        (each.first, each.second, stated(each.difference, ".2f", sign="+"), f"{each.p:.2g}", f"{each.p_holm:.2g}")
         for each in report.comparisons
     ]
     head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
@@ -202,7 +197,7 @@ def _speed(name: str, speed: Speed) -> list[str]:
     ratios = [
         (
             *(each.stage, each.mode, shape(each), each.baseline),
-            both(each.ratio, ".3g") if each.ratio else f"not given: {each.refused or ''}",
+            stated(each.ratio, ".3g") if each.ratio else f"not given: {each.refused or ''}",
         )
         for each in speed.speedups
     ]
@@ -276,7 +271,6 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table of plain text."""
     return _lines([*map(escaped, head)], [[*map(escaped, row)] for row in rows])
 
 

@@ -29,7 +29,6 @@ from fluxq.eval.report.charts import (
     alike,
     cost_charts,
     damage_charts,
-    drawn,
     drift_charts,
     frame_chart,
     image_chart,
@@ -79,8 +78,6 @@ def merge(reports: Sequence[Report]) -> Report:
     Raises ValueError naming what differs if they were not measured on the same 16-bit images, or if two runs share a
     name. What was measured in different ways (another FID variant) stays, but is warned of and not drawn together.
     """
-    if not reports:
-        raise ValueError("nothing to merge: give at least one report")
     first = reports[0]
     for other in reports[1:]:
         _require_same_reference(first, other)
@@ -119,7 +116,8 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     whole = [run for run in runs if run.status != "broken"]
     pairs = []
     for first, second in itertools.combinations(whole, 2):
-        differences = [_difference(a, b) for a, b in zip(first.images, second.images, strict=True)]
+        images = zip(first.images, second.images, strict=True)
+        differences = [0.0 if a.psnr == b.psnr else a.psnr - b.psnr for a, b in images]
         p = p_value(differences, prompts)
         if not math.isnan(p):
             difference = Estimate.of(clustered_interval(differences, prompts))
@@ -128,10 +126,6 @@ def compare_runs(runs: Sequence[Run], items: Sequence[tuple[str, int]]) -> tuple
     return tuple(
         Comparison(**each, metric="psnr", p_holm=p_holm) for each, p_holm in zip(pairs, corrected, strict=True)
     )
-
-
-def _difference(first: Image, second: Image) -> float:
-    return 0.0 if first.psnr == second.psnr else first.psnr - second.psnr
 
 
 def _require_same_reference(first: Report, other: Report) -> None:
@@ -197,28 +191,19 @@ class PictureRow:
     frames: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PictureGroup:
-    """Rows that were chosen for one reason. shown: so many are seen at once, the rest when asked for."""
-
-    title: str
-    rows: tuple[PictureRow, ...]
-    shown: int
-
-
 def _page(report: Report) -> dict[str, Any]:
     runs = report.runs
     kept = _pictures_kept(runs)
     timed = speeds(report)
-    charts = {
+    charts: dict[str, list[Any]] = {
         "cost": cost_charts(report) if len(runs) > 1 else [],
-        "images": drawn((image_chart(report), frame_chart(report))),
+        "images": list(filter(None, (image_chart(report), frame_chart(report)))),
         "drift": drift_charts(report),
         "damage": [damage_charts(i, run.debug) if run.debug else [] for i, run in enumerate(runs)],
         "stages": [stage_chart(i, speed) for i, (_, speed) in enumerate(timed)],
     }
     shown = [*charts["cost"], *charts["images"], *charts["drift"], *itertools.chain(*charts["damage"])]
-    shown += drawn(charts["stages"])
+    shown += filter(None, charts["stages"])
     metrics = summary_metrics(runs)
     return {
         "advice": advice(report),
@@ -240,7 +225,6 @@ def _page(report: Report) -> dict[str, Any]:
         "pictures_full": max((len(group) for run in runs if run.wall for group in run.wall.groups.values()), default=0),
         "wall": next((run.wall for run in runs if run.wall is not None), None),
         "image_rows": _image_rows(report),
-        "image_limit": _TABLE_IMAGES,
         "time": list(_flat(report.time)),
         "run_provenance": _run_provenance(runs),
         "glossary": GLOSSARY,
@@ -262,8 +246,11 @@ def _bytes(picture: Picture) -> int:
     return sum(map(len, (picture.reference, picture.quantized, picture.difference, picture.motion or "")))
 
 
-def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
-    """Return the groups of all runs' walls: a row for each item, with the pictures of all runs that have it."""
+def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[PictureRow], int]]:
+    """Return the groups of all runs' walls: a row for each item, with the pictures of all runs that have it.
+
+    Of each group its title, its rows, and how many of them are seen at once, the rest when asked for.
+    """
     walls: dict[str, dict[int, Picture]] = {run.name: {} for run in report.runs}
     groups: dict[str, dict[int, None]] = {}
     for run in report.runs:
@@ -276,8 +263,7 @@ def _picture_groups(report: Report, kept: int) -> list[PictureGroup]:
         rows = [row for index in indices for row in _picture_rows(report, walls, index)]
         rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
         if rows:
-            title = PICTURE_GROUPS.get(name, name)
-            shown.append(PictureGroup(title, tuple(rows), _SHOWN_ROWS if not shown else 0))
+            shown.append((PICTURE_GROUPS.get(name, name), rows, 0 if shown else _SHOWN_ROWS))
     return shown
 
 
@@ -288,14 +274,11 @@ def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], in
         for run in report.runs
     )
     shown = {shot.picture.frames: shot.picture.reference for shot in reversed(shots) if shot.picture is not None}
-    return [
-        PictureRow(report.items[index], reference, tuple(shot for shot in shots if _has(shot, frames, shown)), frames)
-        for frames, reference in shown.items()
-    ]
-
-
-def _has(shot: Shot, frames: tuple[int, ...], shown: Mapping[tuple[int, ...], str]) -> bool:
-    return len(shown) == 1 or (shot.picture is not None and shot.picture.frames == frames)
+    rows = []
+    for frames, reference in shown.items():
+        pictured = [shot for shot in shots if len(shown) == 1 or (shot.picture and shot.picture.frames == frames)]
+        rows.append(PictureRow(report.items[index], reference, tuple(pictured), frames))
+    return rows
 
 
 def _image_rows(report: Report) -> list[tuple[Item, list[Image]]]:
@@ -317,7 +300,6 @@ def _run_provenance(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
-    """Yield label and text of nested plain data."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(each, f"{path}, {key}" if path else str(key))

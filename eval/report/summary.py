@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxq.eval.metrics.figures import ARITHMETICS, OUTCOMES, computed, count, shape, short, stated
@@ -174,17 +174,8 @@ def _unquantized(report: Report) -> list[SummaryRow]:
     timed = _timed_in(report, "fp32")
     if not timed:
         return [in_16_bit]
-    in_fp32 = SummaryRow(
-        name="fp32",
-        recipe=report.model,
-        computed="float32",
-        disk=size,
-        resident=2 * size,
-        bits=16.0,
-        resident_bits=32.0,
-        **_times(timed),
-    )
-    return [in_16_bit, in_fp32]
+    wider: dict[str, Any] = {"name": "fp32", "computed": "float32", "resident": 2 * size, "resident_bits": 32.0}
+    return [in_16_bit, replace(in_16_bit, about="", psnr=None, **wider, **_times(timed))]
 
 
 def _timed_in(report: Report, side: str) -> list[SpeedRow]:

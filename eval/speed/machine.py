@@ -24,7 +24,7 @@ THERMAL, HARDWARE = "its temperature", "a hardware slowdown"
 
 
 class Machine:
-    """A device and its clock; by default the one on the wall, without sensors."""
+    """A device and its clock: the processor that this process runs on, the clock on the wall, and no sensors."""
 
     def __init__(self, device: torch.device, about: str) -> None:
         self.device, self.about = device, about  # about: in words, for people
@@ -63,8 +63,14 @@ class Machine:
         return frozenset()
 
     def conditions(self) -> dict[str, str]:
-        """Return the conditions that times depend on, as they are now."""
-        return {}
+        """Return the conditions that times depend on, as they are now.
+
+        Of a CPU's memory only the peak of the whole process is known, libraries included.
+        """
+        threads = str(torch.get_num_threads())
+        conditions = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
+        peak = _process_peak()
+        return conditions | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
 
 
 def machine_of(device: str) -> Machine:
@@ -74,25 +80,8 @@ def machine_of(device: str) -> Machine:
         return Gpu(place)
     if place.type != "cpu":
         raise ValueError(f"device {device!r}: times are taken on cuda and on cpu; give one of them")
-    return Cpu()
-
-
-class Cpu(Machine):
-    """The processor that this process runs on."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            torch.device("cpu"),
-            f"a CPU ({cpu_name()}, {instructions()}, {torch.get_num_threads()} of its threads); this says nothing of "
-            "how fast it is on a GPU",
-        )
-
-    def conditions(self) -> dict[str, str]:
-        """Return the conditions; of memory only the peak of the whole process is known, libraries included."""
-        threads = str(torch.get_num_threads())
-        conditions = {"torch": str(torch.__version__), "threads": threads, "instruction set": str(instructions())}
-        peak = _process_peak()
-        return conditions | ({"peak of the whole process": f"{peak / 1e9:.2f} GB"} if peak else {})
+    processor = f"{cpu_name()}, {instructions()}, {torch.get_num_threads()} of its threads"
+    return Machine(torch.device("cpu"), f"a CPU ({processor}); this says nothing of how fast it is on a GPU")
 
 
 class Gpu(Machine):
@@ -153,15 +142,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def _query(index: int) -> dict[str, str]:
     """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
-    fields = (
-        "driver_version",
-        "clocks.sm",
-        "clocks.mem",
-        "clocks.max.sm",
-        "power.limit",
-        "power.draw",
-        "temperature.gpu",
-    )
+    fields = "driver_version clocks.sm clocks.mem clocks.max.sm power.limit power.draw temperature.gpu".split()
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

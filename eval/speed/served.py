@@ -124,5 +124,4 @@ def _of_weight(layer: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _linears(pipe: Any) -> list[nn.Module]:
-    """Return every Linear of the quantized components."""
     return [layer for part in quantized_parts(pipe).values() for layer in linears_of(part).values()]

@@ -35,6 +35,7 @@ from fluxq.base.processor import instructions
 from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.images.generate import pictures
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.metrics.figures import plain_shape
 from fluxq.eval.metrics.schema import SPREAD, Card, Estimate, Served, Speed, SpeedRow, Speedup, Times
 from fluxq.eval.metrics.statistics import paired_interval
@@ -67,7 +68,7 @@ class Timing:
     modes: keys of MODES.
     batches: numbers of images in a call.
     sizes: (height, width) in pixels, of videos with frames too; none for the pipeline's own.
-    warmup: rounds that are not timed.
+    warmup, rounds: at least 1 that is not timed, and 3 that are, to know how much they spread.
     """
 
     modes: Sequence[str] = ("eager",)
@@ -93,10 +94,12 @@ def measure_speed(
     machine: clock and sensors in place of the device's own.
     references: number of unquantized sides; one may have `dtype` "float32".
 
-    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for
-    invalid settings, and RuntimeError if no side runs at all.
+    A side or mode that runs out of memory, or cannot be compiled, gets a row that says so. Raises ValueError for two
+    sides of one name, and RuntimeError if no side runs at all.
     """
-    _check(sides, prompts, timing)
+    names = [side.name for side in sides]
+    if len({*names}) != len(names):
+        raise ValueError(f"sides to time are {', '.join(names)}: give at least one, each with its own name")
     sizes = timing.sizes
     machine = machine or machine_of(device)
     before = machine.conditions()
@@ -150,7 +153,6 @@ class Opened:
 
     name: str
     is_reference: bool
-    has_cache: bool
     is_fp32: bool = False
     pipe: Any = None
     missing: str | None = None
@@ -185,7 +187,7 @@ class Entry:
     peak_bytes: int | None = None
 
     def times(self, stage: str) -> Times:
-        """Return the times of a stage; ValueError if no round had it."""
+        """Return the times of a stage."""
         return summarize([each.stages[stage] for each in self.rounds])
 
     @property
@@ -198,9 +200,7 @@ class Entry:
 
 
 def summarize(values: Sequence[float]) -> Times:
-    """Return percentiles of times by linear interpolation. ValueError for no values."""
-    if not values:
-        raise ValueError("no times to summarize: no round was run")
+    """Return percentiles of times by linear interpolation."""
     ordered = torch.tensor(values, dtype=torch.float64)
     at = torch.tensor([0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
     low, middle, high, late = torch.quantile(ordered, at).tolist()
@@ -281,7 +281,7 @@ class _Bench:
         for index in reversed(range(len(sides))):
             side = sides[index]
             is_fp32 = 0 < index < references and getattr(side, "dtype", None) == "float32"
-            opened = Opened(side.name, index < references, getattr(side, "cache", None) is not None, is_fp32)
+            opened = Opened(side.name, index < references, is_fp32)
             if not self._load(opened, side, size) and self._make_room(opened):
                 self._load(opened, side, size)
             self.opened.insert(0, opened)
@@ -301,7 +301,7 @@ class _Bench:
         for entry in entries:
             if entry.missing is None:
                 self._attempt(entry, lambda entry=entry: self._warm_up(entry, warmup))
-                if _ran_out(entry.missing) and self._make_room(entry.opened):
+                if (entry.missing or "").startswith(_OUT_OF_MEMORY) and self._make_room(entry.opened):
                     for captured in [other for other in entries if other.mode == "captured" and other.models]:
                         captured.missing, captured.models = _GRAPHS_STAY, {}
                     self.machine.release()
@@ -322,7 +322,9 @@ class _Bench:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
             arguments = Setting(1, *size).arguments(pipe) if size else {}
-            ((output, _),) = run_pipeline(pipe, self._items(1), self.call | arguments, output_type="pt", batch_size=1)
+            ((output, _),) = run_pipeline(
+                pipe, items_of(self.prompts, 1), self.call | arguments, output_type="pt", batch_size=1
+            )
             end = self.machine.mark()
             self.machine.wait()
         except Exception as problem:
@@ -407,7 +409,7 @@ class _Bench:
         with _installed(pipe, entry.models), _watched(pipe, timer):
             machine.wait()
             joules, start = machine.joules(), machine.mark()
-            items = self._items(setting.batch)
+            items = items_of(self.prompts, setting.batch)
             for _ in run_pipeline(
                 pipe, items, call, output_type="pt", batch_size=setting.batch, on_latents=timer.count_step
             ):
@@ -422,9 +424,6 @@ class _Bench:
             joules=None if joules is None or after is None else after - joules,
             slowdowns=slowdowns,
         )
-
-    def _items(self, count: int) -> list[tuple[str, int]]:
-        return [(self.prompts[index % len(self.prompts)], index) for index in range(count)]
 
 
 class _StageTimer:
@@ -441,9 +440,6 @@ class _StageTimer:
 
     def end(self, stage: str) -> None:
         self.marks.setdefault(stage, []).append((self.begun, self.machine.mark()))
-
-    def end_text(self, *_: Any) -> None:
-        self.end(TEXT)
 
     def end_step(self, model: nn.Module, _args: Any, output: Any) -> None:
         self.end(STEP)
@@ -467,7 +463,7 @@ def _watched(pipe: Any, timer: _StageTimer) -> Iterator[None]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
     with ExitStack() as stack:
-        stack.enter_context(hooked(encoders, before=timer.begin, after=timer.end_text))
+        stack.enter_context(hooked(encoders, before=timer.begin, after=lambda *_: timer.end(TEXT)))
         stack.enter_context(hooked(denoisers(pipe).values(), before=timer.begin, after=timer.end_step))
         if "vae" in parts:
             stack.enter_context(_watched_decoding(parts["vae"], timer))
@@ -582,7 +578,9 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         return SpeedRow(**fields)
     stages = {stage: entry.times(stage) for stage in entry.stages}
     joules = [each.joules for each in entry.rounds if each.joules]
-    peak = _at_peak(entry, bench)
+    device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
+    sequences = entry.rounds[0].sequences
+    peak = step_at_peak(opened.pipe, entry.setting, bench.call, sequences, device) if device else None
     return SpeedRow(
         **fields,
         stages=stages,
@@ -593,14 +591,6 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         roofline_share=peak[1] / stages[STEP].p50 if peak else None,
         slowed_by=tuple(sorted(entry.slowdowns)),
     )
-
-
-def _at_peak(entry: Entry, bench: _Bench) -> tuple[float, float] | None:
-    """Return `step_at_peak`; None on a CPU, on a GPU without a row, and where a step cache skips an unknown part."""
-    device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
-    if device is None or entry.opened.has_cache:
-        return None
-    return step_at_peak(entry.opened.pipe, entry.setting, bench.call, entry.rounds[0].sequences, device)
 
 
 def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
@@ -666,26 +656,6 @@ def _out_of_memory(problem: BaseException) -> str | None:
         each in message for each in _ALLOCATORS_SAY
     )
     return f"{_OUT_OF_MEMORY}: {message}" if is_it else None
-
-
-def _ran_out(missing: str | None) -> bool:
-    return missing is not None and missing.startswith(_OUT_OF_MEMORY)
-
-
-def _check(sides: Sequence[Any], prompts: Sequence[str], timing: Timing) -> None:
-    modes, batches, rounds, warmup = timing.modes, timing.batches, timing.rounds, timing.warmup
-    names = [side.name for side in sides]
-    if not names or len({*names}) != len(names):
-        raise ValueError(f"sides to time are {', '.join(names) or 'none'}: give at least one, each with its own name")
-    if not prompts:
-        raise ValueError("no prompts to time with: give at least one")
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown or not modes:
-        raise ValueError(f"mode {(unknown or ['none'])[0]!r} is unknown; known: {', '.join(MODES)}")
-    if not batches or min(batches) < 1:
-        raise ValueError(f"batches {tuple(batches)}: at least one, each of at least one image")
-    if rounds < 3 or warmup < 1:
-        raise ValueError(f"{rounds} rounds after {warmup} of warm-up: at least 3 after 1, to know how much they spread")
 
 
 # mode -> function from a transformer to the one that runs.

@@ -13,10 +13,11 @@ from torch import nn
 
 from fluxq import tiny
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
-from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.generate import generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 from fluxq.eval.metrics import drift as drift_module
-from fluxq.eval.metrics.drift import drift, floor_attention, follow, with_floor
+from fluxq.eval.metrics.drift import drift, floor_attention, follow
 from fluxq.eval.metrics.fidelity import sqnr
 from fluxq.eval.metrics.schema import Drift
 
@@ -175,11 +176,6 @@ def test_fewer_or_more_steps_are_refused():
         drift(shorter, FakePipe())
 
 
-def test_nothing_to_follow():
-    with pytest.raises(ValueError, match="nothing to follow"):
-        follow(FakePipe(), [], {})
-
-
 def test_hooks_are_gone_afterwards_and_after_a_fault():
     pipe = FakePipe()
     followed = follow(pipe, ITEMS, {}, 2)
@@ -199,15 +195,9 @@ def test_what_runs_at_every_step_is_found_by_name():
         denoisers(SimpleNamespace(components={"vae": part}))
 
 
-def test_a_floor_of_another_path_is_refused():
-    short = drift(follow(FakePipe(), ITEMS[:2], {}, 2), FakePipe(1.1))
-    with pytest.raises(ValueError, match="other images or steps"):
-        with_floor(drift(follow(FakePipe(), ITEMS, {}, 2), FakePipe(1.1)), short)
-
-
 # The embedded pipeline.
 
-TINY_ITEMS = items_for(tiny.PROMPTS, 4, seed=3)
+TINY_ITEMS = items_of(tiny.PROMPTS, 4, first_seed=3)
 CALL = tiny.CALL_KWARGS | {"num_inference_steps": 4}
 
 
@@ -253,9 +243,9 @@ def test_the_last_step_agrees_with_the_final_latents(side, found, quantized):
     assert found.curves["latent_sqnr"].values[-1].mean == pytest.approx(float(values.mean()), rel=1e-6)
 
 
-def test_the_noise_floor_is_well_below_a_4_bit_model(side, followed, found):
+def test_the_noise_floor_is_well_below_a_4_bit_model(side, followed, found, quantized):
     floor = drift(followed, replace(side, attention=floor_attention("cpu")).open(), 3)
-    whole = with_floor(found, floor)
+    whole = drift(followed, quantized, floor=floor)
     curve = whole.curves["velocity_error"]
     for value, noise in zip(curve.values, curve.floor, strict=True):
         assert 0 < noise.mean < 0.02 < value.mean < 0.5

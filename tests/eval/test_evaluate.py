@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.eval.images.generate import Generated, generate, items_for
+from fluxq.eval.images.generate import Generated, generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 from fluxq.eval.metrics.evaluate import Candidate, judge_gates, measure_floor, measure_runs
 from fluxq.eval.metrics.fidelity import psnr
@@ -17,7 +18,7 @@ from fluxq.eval.metrics.schema import CheckpointSize
 from fluxq.eval.metrics.statistics import clustered_interval
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
-ITEMS = items_for(tiny.PROMPTS, 5, seed=3)
+ITEMS = items_of(tiny.PROMPTS, 5, first_seed=3)
 SIZE = CheckpointSize(
     components=("transformer",), bytes_before=4000, bytes_after=1000, bits_per_weight=4.5, bits_per_quantized_weight=4.5
 )
@@ -46,13 +47,15 @@ def networks():
     )
 
 
-def measure(reference, *sets, networks=None, gates=(), floor=None, keys=OF_IMAGES):
+def measure(reference, *sets, networks=None, gates=(), floor=({}, None), keys=OF_IMAGES):
     candidates = [
         Candidate(Side(f"side {k}", "", "d"), "made", "noise", "digest", SIZE, gates=gates) for k in range(len(sets))
     ]
-    return measure_runs(
-        candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor or {}, drifts={}
-    )
+    return measure_runs(candidates, reference, sets, keys=keys, networks=networks or Networks(), floor=floor)
+
+
+def first(made: Generated, count: int) -> Generated:
+    return Generated(made.items[:count], made.images[:count], made.latents[:count], made.finite[:count])
 
 
 def test_every_metric_is_a_row_with_its_interval(sides, networks):
@@ -96,7 +99,7 @@ def test_a_broken_reference_is_an_error_that_names_the_image(sides):
 
 def test_other_prompts_are_not_compared(sides):
     with pytest.raises(ValueError, match="5 16-bit images and 4 quantized ones come from different prompts"):
-        measure(sides[0], sides[1].head(4))
+        measure(sides[0], first(sides[1], 4))
     with pytest.raises(ValueError, match="5 16-bit images and 5 quantized ones come from different prompts or seeds"):
         measure(sides[0], replace(sides[1], items=sides[1].items[::-1]))
 
@@ -113,10 +116,10 @@ def test_a_model_against_itself(sides, networks):  # Q1 of the conformance cases
 
 
 def test_the_noise_floor_has_what_is_paired_and_nothing_else(sides, networks):
-    floor = measure_floor(sides[0], sides[1].head(3), tuple(METRICS), networks)
+    floor, _ = measure_floor(*(first(side, 3) for side in sides), tuple(METRICS), networks)
     assert set(floor) == {"psnr", "ssim", "latent_sqnr", "latent_cosine", "feature_distance"}
     assert floor["psnr"].n == 3
-    (run,) = measure(*sides, networks=networks, floor=floor)
+    (run,) = measure(*sides, networks=networks, floor=(floor, None))
     assert run.metrics["psnr"].floor.mean == floor["psnr"].mean and run.metrics["fid"].floor is None
 
 

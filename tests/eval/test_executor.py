@@ -29,7 +29,8 @@ from fluxq.base.model import load_pipeline, resolve_model
 from fluxq.base.output import sole_writer
 from fluxq.eval.images import executor
 from fluxq.eval.images.executor import WORK_FILE, Work, audit, ensure_images, open_engine
-from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.generate import generate, images_digest
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
 
 COUNT, BATCH = 11, 2
@@ -81,7 +82,7 @@ SIDES = {"fake": FAKE, "tiny": TINY}
 @pytest.fixture
 def work(tmp_path) -> Work:
     CALLS.clear()
-    return Work(FAKE, tuple(items_for(["a", "b", "c"], COUNT, 3)), {}, BATCH, tmp_path)
+    return Work(FAKE, tuple(items_of(["a", "b", "c"], COUNT, first_seed=3)), {}, BATCH, tmp_path)
 
 
 @pytest.fixture(params=["fake", pytest.param("tiny", marks=pytest.mark.slow)])
@@ -105,7 +106,7 @@ def whole(tmp_path_factory):
 
 
 def work_in(root, side) -> Work:
-    return Work(side, tuple(items_for(tiny.PROMPTS, COUNT, 5)), CALL, BATCH, root)
+    return Work(side, tuple(items_of(tiny.PROMPTS, COUNT, first_seed=5)), CALL, BATCH, root)
 
 
 def contents(folder):
@@ -140,8 +141,8 @@ def test_images_on_disk_are_those_of_generate(whole):
     assert torch.equal(torch.stack(list(made.images)), expected.images) and made.images[0].dtype == torch.uint8
     assert torch.equal(torch.stack(list(made.latents)), expected.latents) and made.latents[0].dtype == torch.float32
     assert torch.equal(made.finite, expected.finite) and made.device == "cpu"
-    assert made.digest == expected.digest and made.items_digest == executor.sha256_json(expected.items)
-    assert made.head(3).items == work.items[:3] and made.head(3).digest == expected.head(3).digest
+    assert made.digest == images_digest(expected.images)
+    assert made.head(3).items == work.items[:3] and made.head(3).digest == images_digest(expected.images[:3])
     assert torch.equal(made.images[2:4][1], expected.images[3])
 
 
@@ -184,15 +185,6 @@ def test_versions_decide_bits(work, monkeypatch):
         executor.Worker(work, "x", "cpu")
 
 
-def test_nothing_and_twice_the_same_are_refused(work):
-    with pytest.raises(ValueError, match=r"list of .* is empty"):
-        replace(work, items=())
-    with pytest.raises(ValueError, match="'a' with seed 3 is asked for 2 times"):
-        replace(work, items=(*work.items, work.items[0]))
-    with pytest.raises(ValueError, match="batch_size 0"):
-        replace(work, batch_size=0)
-
-
 def test_a_broken_image_is_kept_as_broken(work):
     made = ensure_images(replace(work, side=FakeSide("fake", "", "", bad=("b",))))
     assert made.finite.tolist() == [prompt != "b" for prompt, _ in work.items]
@@ -220,14 +212,14 @@ class FakeVideoSide(FakeSide):
 @pytest.fixture
 def films(tmp_path) -> Work:
     CALLS.clear()
-    return Work(FakeVideoSide("fake", "", ""), tuple(items_for(["a", "b", "c"], 5, 3)), {}, BATCH, tmp_path)
+    return Work(FakeVideoSide("fake", "", ""), tuple(items_of(["a", "b", "c"], 5, first_seed=3)), {}, BATCH, tmp_path)
 
 
 def test_a_video_is_a_folder_of_frames_in_their_order(films):
     made = ensure_images(films)
     expected = generate(FakeVideoPipeline([]), films.items, {}, batch_size=BATCH)
     assert made.frames == 3 and torch.equal(torch.stack(list(made.images)), expected.images)
-    assert made.digest == expected.digest and made.images[0].shape == (3, 3, 8, 8)
+    assert made.digest == images_digest(expected.images) and made.images[0].shape == (3, 3, 8, 8)
     folder = films.folder / films.chunks[1].names[0]
     assert [path.name for path in sorted(folder.iterdir())] == ["00000.png", "00001.png", "00002.png"]
     assert torch.equal(executor.read_image(folder / "00002.png"), expected.images[2, 2])
@@ -331,7 +323,7 @@ def test_leftovers_of_a_killed_worker_are_cleared_away(work):
 
 def test_a_longer_list_keeps_the_chunks_that_are_the_same(work):
     ensure_images(work)
-    longer = replace(work, items=tuple(items_for(["a", "b", "c"], 14, 3)))
+    longer = replace(work, items=tuple(items_of(["a", "b", "c"], 14, first_seed=3)))
     CALLS.clear()
     ensure_images(longer)
     assert [len(call) for call in CALLS] == [2, 2]  # the eleventh image has company now
@@ -506,8 +498,6 @@ def test_a_worker_that_does_not_see_the_folder_says_so(work):
 
 
 def test_engines_that_cannot_be_had_are_refused(work, monkeypatch):
-    with pytest.raises(ValueError, match="engine 'slurm' is unknown; known: local, torchrun, ray"):
-        open_engine("slurm")
     with pytest.raises(ValueError, match="for engine ray, not for local"):
         open_engine("local", workers=2)
     with pytest.raises(ValueError, match="RANK is not set: `torchrun --nproc-per-node 2"):

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from benchmarks.tiny_quality import within_item_intervals
-from fluxq.eval.images.generate import Generated, images_digest, items_for
+from fluxq.eval.images.generate import Generated, images_digest
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.metrics.fidelity import cosine, fidelity, flat_images, psnr, sqnr
 from fluxq.eval.metrics.statistics import paired_interval
 
@@ -14,7 +15,7 @@ def generated(images, latents=None, finite=None, seed=0):
     count = len(images)
     latents = torch.ones(count, 4) if latents is None else latents
     finite = torch.ones(count, dtype=torch.bool) if finite is None else finite
-    return Generated(tuple(items_for(["p"], count, seed)), images, latents, finite)
+    return Generated(tuple(items_of(["p"], count, first_seed=seed)), images, latents, finite)
 
 
 def flat(*levels):

@@ -5,7 +5,8 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from fluxq import tiny
-from fluxq.eval.images.generate import generate, generate_batch, images_digest, items_for, to_uint8
+from fluxq.eval.images.generate import generate, generate_batch, images_digest, to_uint8
+from fluxq.eval.images.protocols import items_of
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 
@@ -38,10 +39,6 @@ def pipe():
     return tiny.load("float32")
 
 
-def test_items_number_seeds_and_start_over():
-    assert items_for(["a", "b"], 3, seed=7) == [("a", 7), ("b", 8), ("a", 9)]
-
-
 def test_bytes_are_those_of_pil():
     steps = torch.arange(0, 256 * 8, dtype=torch.float32) / (255 * 8)  # every level, every half, and between
     image = steps.clamp(max=1).reshape(1, 1, 32, 64).expand(1, 3, 32, 64)
@@ -53,7 +50,7 @@ def test_bytes_are_those_of_pil():
 
 
 def test_images_are_the_pipelines_own_in_any_batch_size(pipe):
-    items = items_for(tiny.PROMPTS, 3, seed=5)
+    items = items_of(tiny.PROMPTS, 3, first_seed=5)
     made = generate(pipe, items, CALL, batch_size=2)
     assert made.images.shape == (3, 3, 16, 16) and made.images.dtype == torch.uint8
     assert made.latents.dtype == torch.float32 and len(made.latents) == 3
@@ -65,7 +62,7 @@ def test_images_are_the_pipelines_own_in_any_batch_size(pipe):
 
 
 def test_a_batch_alone_gives_the_bytes_that_it_gives_among_others(pipe):
-    items = items_for(tiny.PROMPTS, 5, seed=5)
+    items = items_of(tiny.PROMPTS, 5, first_seed=5)
     made = generate(pipe, items, CALL, batch_size=2)
     last, middle = generate_batch(pipe, items[4:], CALL), generate_batch(pipe, items[2:4], CALL)
     assert torch.equal(made.latents[2:], torch.cat([middle.latents, last.latents]))
@@ -75,10 +72,10 @@ def test_a_batch_alone_gives_the_bytes_that_it_gives_among_others(pipe):
 def test_videos_are_kept_whole_and_one_bad_number_in_a_frame_is_found():
     frames, latents = torch.rand(3, 4, 3, 8, 8), torch.randn(3, 5, 6)
     frames[1, 2, 0, 0, 0] = torch.nan
-    made = generate(FakeVideoPipeline(frames, latents), items_for(["x"], 3, 0), {}, batch_size=2)
+    made = generate(FakeVideoPipeline(frames, latents), items_of(["x"], 3, first_seed=0), {}, batch_size=2)
     assert made.images.shape == (3, 4, 3, 8, 8) and made.frames == 4 and made.finite.tolist() == [True, False, True]
-    assert torch.equal(made.images[2, 3], to_uint8(frames[2, 3])) and made.head(1).frames == 4
-    images = generate(FakePipeline(frames[:, 0], latents), items_for(["x"], 3, 0), {}, batch_size=2)
+    assert torch.equal(made.images[2, 3], to_uint8(frames[2, 3]))
+    images = generate(FakePipeline(frames[:, 0], latents), items_of(["x"], 3, first_seed=0), {}, batch_size=2)
     assert images.frames is None
 
 
@@ -92,16 +89,8 @@ def test_short_videos_share_a_call_and_long_ones_do_not():
 
     for argument, frames in (("num_frames", 4), ("num_frames", 8), ("video_length", 16)):
         pipe = Counting(torch.rand(4, 1, 3, 8, 8), torch.randn(4, 5))
-        generate(pipe, items_for(["x"], 4, 0), {"height": 256, "width": 512, argument: frames})
+        generate(pipe, items_of(["x"], 4, first_seed=0), {"height": 256, "width": 512, argument: frames})
     assert sizes == [2, 2, *[1] * 8]
-
-
-def test_the_first_images_are_a_set_of_their_own():
-    images, latents = torch.rand(4, 3, 8, 8), torch.randn(4, 5, 6)
-    made = generate(FakePipeline(images, latents), items_for(["x"], 4, 0), {}, batch_size=3)
-    first = made.head(2)
-    assert first.items == made.items[:2] and len(first.finite) == len(first.images) == len(first.latents) == 2
-    assert first.digest == images_digest(made.images[:2]) != made.digest
 
 
 def test_the_digest_is_of_shape_and_pixels_and_reads_one_image_at_a_time():
@@ -116,7 +105,7 @@ def test_a_broken_image_is_seen_before_it_becomes_bytes(bad):
     images, latents = torch.rand(4, 3, 8, 8), torch.randn(4, 5, 6)
     images[1, 0, 0, 0] = bad
     latents[3, 2, 2] = bad
-    made = generate(FakePipeline(images, latents), items_for(["x"], 4, 0), {}, batch_size=3)
+    made = generate(FakePipeline(images, latents), items_of(["x"], 4, first_seed=0), {}, batch_size=3)
     assert made.finite.tolist() == [True, False, True, False]
 
 

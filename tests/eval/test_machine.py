@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, REASONS, THERMAL, Cpu, Gpu, Sensors, machine_of
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, REASONS, THERMAL, Gpu, Sensors, machine_of
 
 
 class NVMLError(Exception):
@@ -76,7 +76,7 @@ def test_the_clock_on_the_wall():
 
 
 def test_a_cpu_says_what_it_is_and_what_it_does_not_know():
-    machine = Cpu()
+    machine = machine_of("cpu")
     assert machine.about.startswith("a CPU (") and "GPU" in machine.about
     assert (machine.joules(), machine.allocated(), machine.peak(), machine.slowdowns()) == (None, None, None, set())
     found = machine.conditions()

@@ -8,7 +8,7 @@ import example_report
 import pytest
 from pydantic import ValidationError
 
-from fluxq.eval.metrics.figures import both, count, duration, figure, limits, mark, share, size
+from fluxq.eval.metrics.figures import count, duration, figure, limits, mark, share, size, stated
 from fluxq.eval.metrics.schema import Estimate, Report, Verdict
 from fluxq.eval.report.markdown import escaped, markdown
 
@@ -68,7 +68,7 @@ def test_mark_says_the_word_once():
 def test_figures():
     estimate = Estimate(mean=-0.123, low=-0.2, high=0.01, n=8)
     assert figure(estimate, ".2f", "+") == "−0.12" and limits(estimate, ".2f", "+") == "−0.20 to +0.01"
-    assert both(estimate, ".2f") == "−0.12 (−0.20 to 0.01)"
+    assert stated(estimate, ".2f") == "−0.12 (−0.20 to 0.01)"
     assert figure(None, ".2f") == "–" and limits(None, ".2f") == ""
     assert figure(Estimate(mean=None, n=0, infinite=4), ".2f") == "identical"
     assert figure(Estimate(mean=None, n=0), ".2f") == "–"

@@ -14,7 +14,6 @@ from fluxq.eval.metrics import networks as module
 from fluxq.eval.metrics.distribution import Moments
 from fluxq.eval.metrics.networks import (
     WEIGHTS,
-    NetworkResults,
     Networks,
     fetch_weights,
     find_networks,
@@ -190,11 +189,11 @@ def test_bad_arguments_are_named(tmp_path):
 
 
 def test_what_was_seen_is_kept_per_object():
-    seen, calls = NetworkResults(), []
+    seen, calls = Networks(), []
     first, second = [1], [1]
     for images in (first, first, second):
-        assert seen.get(images, "sum", lambda images=images: calls.append(images) or len(calls)) == len(calls)
-    assert len(calls) == 2 and seen.get(first, "other", lambda: "new") == "new"
+        assert seen.kept(images, "sum", lambda images=images: calls.append(images) or len(calls)) == len(calls)
+    assert len(calls) == 2 and seen.kept(first, "other", lambda: "new") == "new"
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torch import nn
 from fluxq import tiny
 from fluxq.eval.debug.damage import Damages
 from fluxq.eval.debug.patch import (
-    Added,
     Promotion,
     _left_out,
     _reason,
@@ -64,7 +63,7 @@ def test_a_worst_layer_that_is_left_out_is_named_with_the_reason(quantized):
     cheap = "transformer.transformer_blocks.0.attn.to_out.0"
     shares = {name: 0.0 for name in layers} | {QKV[0]: 0.3, cheap: 0.2}
     found = Damages(1.0, 0.0, 0.01, only={(name,): 0.01 * share for name, share in shares.items()})
-    groups = promotions(quantized, layers, found, "fp8")
+    groups = promotions(quantized, layers, found)
     stored = stored_bits(quantized)[0]
     sizes = {name: group.extra_bits for group in groups for name in group.schemes}
     chosen = choose(groups, sizes[cheap])
@@ -82,18 +81,18 @@ def test_a_worst_layer_that_is_left_out_is_named_with_the_reason(quantized):
 
 
 @pytest.mark.parametrize(
-    ("layer", "better", "expected"),
+    ("layer", "expected"),
     [
-        (("nvfp4", "nvfp4"), "fp8", "fp8-fp8"),
-        (("int4", None), "int8", "int8-16bit"),
-        (("mxfp4", "mxfp4"), "mxfp8", "mxfp8-mxfp8"),
-        (("fp8", "fp8"), "fp8", None),
-        (("fp8", None), "int8", None),
-        (("nvfp4", "nvfp4", 48), "mxfp8", None),  # 48 columns are no multiple of 32
+        (("nvfp4", "nvfp4"), "fp8-fp8"),
+        (("int4", None), "fp8-16bit"),
+        (("mxfp4", "mxfp4"), "fp8-fp8"),
+        (("nvfp4", "nvfp4", 48), "fp8-fp8"),
+        (("fp8", "fp8"), None),
+        (("int8", None), None),
     ],
 )
-def test_better_format(layer, better, expected):
-    found = better_scheme(layer_of(*layer), better)
+def test_better_format(layer, expected):
+    found = better_scheme(layer_of(*layer))
     assert (str(found) if found else None) == expected
 
 
@@ -114,7 +113,7 @@ def quantized(plain_checkpoint):
 def test_layers_that_share_an_input_change_together(quantized):
     layers = quantized_layers(quantized)
     found = Damages(1.0, 0.0, 0.01, only={(name,): 0.001 for name in layers})
-    groups = {frozenset(group.schemes): group for group in promotions(quantized, layers, found, "fp8")}
+    groups = {frozenset(group.schemes): group for group in promotions(quantized, layers, found)}
     group = groups[frozenset(QKV)]
     assert group.damage == pytest.approx(0.4)
     fp8, nvfp4 = (
@@ -124,7 +123,7 @@ def test_layers_that_share_an_input_change_together(quantized):
     assert group.extra_bits == fp8 - nvfp4
     assert set().union(*groups) == set(layers)
     del found.only[(QKV[1],)]  # not measured: nothing is known of the group
-    assert len(promotions(quantized, layers, found, "fp8")) == len(groups) - 1
+    assert len(promotions(quantized, layers, found)) == len(groups) - 1
 
 
 def test_nothing_fits_into_no_growth(quantized):
@@ -134,7 +133,7 @@ def test_nothing_fits_into_no_growth(quantized):
         ValueError, match=r"no layers that do damage can be kept in a better format for 0\.1% more bits"
     ):
         recipe = "nvfp4", load_recipe("nvfp4")[1]
-        make_patch(None, quantized, layers, found, recipe, Added(0.001), lambda kept: 0.0)
+        make_patch(None, quantized, layers, found, recipe, 0.001, lambda kept: 0.0)
 
 
 def test_recipe_keeps_its_own_overrides(quantized, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fluxq.eval.metrics import plugins
-from fluxq.eval.metrics.plugins import ADAPTERS, PluginError, find_plugins, load_class, open_plugin, scores
+from fluxq.eval.metrics.plugins import ADAPTERS, Unmeasured, find_plugins, load_class, open_plugin, scores
 from fluxq.jobs.requirements import require_measures
 
 IMAGES = torch.arange(3 * 3 * 4 * 4, dtype=torch.uint8).reshape(3, 3, 4, 4)
@@ -90,7 +90,7 @@ def test_an_installed_plug_in_is_found_and_scores_each_image(install):
 def test_a_broken_plug_in_names_itself(install, target, message):
     install("beauty", target)
     offer = find_plugins()["beauty"]
-    with pytest.raises(PluginError, match=r"the metric plug-in 'beauty' of beauty 2\.0") as caught:
+    with pytest.raises(Unmeasured, match=r"the metric plug-in 'beauty' of beauty 2\.0") as caught:
         scores(offer, open_plugin(offer, "cpu"), IMAGES, PROMPTS)
     assert message in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_an_adapter_is_not_silently_replaced(install):
 def test_adapters_say_which_package_is_missing(key, package, monkeypatch):
     monkeypatch.setattr(plugins, "find_spec", lambda name: None)
     assert ADAPTERS[key].absent == f"the package {package} is not installed: pip install {package}"
-    with pytest.raises(PluginError, match=f"pip install {package}"):
+    with pytest.raises(Unmeasured, match=f"pip install {package}"):
         open_plugin(ADAPTERS[key], "cpu")
 
 

@@ -17,7 +17,7 @@ from fluxq.eval.report import markdown
 from fluxq.eval.report.report import render
 from fluxq.eval.report.summary import first_speed
 from fluxq.eval.speed import speed
-from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Cpu, Machine
+from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, THERMAL, Machine, machine_of
 from fluxq.eval.speed.speed import (
     STEP,
     TEXT,
@@ -181,8 +181,6 @@ def test_percentiles_are_those_of_linear_interpolation():
     times = summarize([4.0, 1.0, 3.0, 2.0, 5.0])
     assert (times.n, times.p50, times.iqr) == (5, 3.0, 2.0)
     assert times.p95 == pytest.approx(4.8) and times.values == (4.0, 1.0, 3.0, 2.0, 5.0)
-    with pytest.raises(ValueError, match="no times"):
-        summarize([])
 
 
 def test_each_stage_is_timed_apart():
@@ -229,7 +227,8 @@ def test_a_sleep_of_100_ms_is_reported_as_that():
 
     machine = Sleeper()
     _, pair = sides(machine, {"step": 0.1, "text": 0, "vae": 0, "load": 0})
-    found = measure_speed(pair[:1], ["a"], CALL | {"num_inference_steps": 1}, Timing(rounds=3, warmup=1), machine=Cpu())
+    call, timing = CALL | {"num_inference_steps": 1}, Timing(rounds=3, warmup=1)
+    found = measure_speed(pair[:1], ["a"], call, timing, machine=machine_of("cpu"))
     times = found.rows[0].stages[STEP]
     assert times.n == 3 and min(times.values) >= 0.1
     assert times.p50 < 0.15  # within 3 ms on a quiet machine
@@ -508,29 +507,11 @@ def test_any_other_error_is_an_error():
         measure(pair, machine)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rounds": 2}, "at least 3"),
-        ({"warmup": 0}, "at least 3 after 1"),
-        ({"modes": ("fast",)}, "mode 'fast' is unknown; known: eager, compiled, cuda graph, captured"),
-        ({"modes": ()}, "mode 'none'"),
-        ({"batches": (0,)}, "batches"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(change, message):
-    machine, pair = sides()
-    with pytest.raises(ValueError, match=message):
-        measure(pair, machine, **change)
-    assert machine.log == []
-
-
-def test_sides_need_names_of_their_own_and_prompts():
+def test_sides_need_names_of_their_own():
     machine, pair = sides()
     with pytest.raises(ValueError, match="each with its own name"):
         measure((pair[0], replace(pair[1], name="16-bit")), machine)
-    with pytest.raises(ValueError, match="no prompts"):
-        measure_speed(pair, [], CALL, machine=machine)
+    assert machine.log == []
 
 
 class Shared:
@@ -718,15 +699,14 @@ def test_the_share_of_the_roofline_stands_in_the_row(pipe):
         def mark(self):
             return time.perf_counter()
 
-    machine, cached = FakeGpu("cuda"), Shared("cached", pipe)
-    machine.about, cached.cache = "NVIDIA H200", 0.1
+    machine = FakeGpu("cuda")
+    machine.about = "NVIDIA H200"
     call = tiny.CALL_KWARGS | {"num_inference_steps": 1}
-    pair = [Shared("16-bit", pipe), cached]
-    plain, skipping = measure_speed(pair, ["a"], call, Timing(batches=(2,), rounds=3, warmup=1), machine=machine).rows
+    timing = Timing(batches=(2,), rounds=3, warmup=1)
+    (plain,) = measure_speed([Shared("16-bit", pipe)], ["a"], call, timing, machine=machine).rows
     flops, seconds = step_at_peak(pipe, Setting(2, 16, 16), call, 2, DEVICES["h200"])
     assert plain.flops == flops and plain.roofline_share == pytest.approx(seconds / plain.stages[STEP].p50)
     assert 0 < plain.roofline_share < 1
-    assert skipping.flops is None and skipping.roofline_share is None  # nobody knows what a step cache skips
 
 
 def test_a_model_that_is_not_modelled_has_no_share(pipe):

@@ -11,12 +11,12 @@ from torch import nn
 from fluxq import tiny
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, health, kernel_error
 from fluxq.eval.debug.trace import LayerCall, Outputs, Powers, decibels, watch
-from fluxq.eval.images.generate import items_for
+from fluxq.eval.images.protocols import items_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import FORMATS, Scheme
 
-ITEMS = tuple(items_for(list(tiny.PROMPTS[:3]), 3, 0))
+ITEMS = tuple(items_of(list(tiny.PROMPTS[:3]), 3, first_seed=0))
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 3}
 NAMES = (
     "transformer.transformer_blocks.0.norm1.linear",

@@ -16,7 +16,7 @@ from fluxq import tiny
 from fluxq.eval.images.generate import Generated, pictures
 from fluxq.eval.images.sides import Side
 from fluxq.eval.metrics.distribution import FeatureNetwork
-from fluxq.eval.metrics.evaluate import Candidate, measure_floor, measure_frame_floor, measure_runs
+from fluxq.eval.metrics.evaluate import Candidate, measure_floor, measure_runs
 from fluxq.eval.metrics.fidelity import flat_images, frame_psnr, over_frames, psnr, sqnr
 from fluxq.eval.metrics.metrics import METRICS, Sample, Unmeasured, metric_rows, missing
 from fluxq.eval.metrics.networks import WEIGHTS, Networks, find_networks
@@ -310,12 +310,9 @@ def run_of(before: Generated, after: Generated, again: Generated | None = None):
     size = CheckpointSize(
         components=("transformer",), bytes_before=4, bytes_after=1, bits_per_weight=4.5, bits_per_quantized_weight=4.5
     )
-    floor = measure_floor(before, again, keys, Networks()) if again else {}
-    by_frame = measure_frame_floor(before, again, Networks()) if again else None
+    floor = measure_floor(before, again, keys, Networks()) if again else ({}, None)
     candidate = Candidate(Side("side", "", "d"), "made", "noise", "digest", size)
-    (run,) = measure_runs(
-        [candidate], before, [after], keys=keys, networks=Networks(), floor=floor, drifts={}, frame_floor=by_frame
-    )
+    (run,) = measure_runs([candidate], before, [after], keys=keys, networks=Networks(), floor=floor)
     return run
 
 

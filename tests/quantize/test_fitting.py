@@ -16,7 +16,7 @@ from benchmarks.layers.synthetic import draw
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.calibrate.inputs import InputsBuilder
 from fluxq.calibrate.statistics import Statistics
-from fluxq.eval.images.generate import items_for
+from fluxq.eval.images.protocols import items_of
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize import run
@@ -438,7 +438,7 @@ def velocity_error(folder: Path, recipe: str, pipe) -> float:
 
     plain.forward = both
     try:
-        items = items_for(["a red circle", "a blue square on grass", "two green stars"], 6, 500)
+        items = items_of(["a red circle", "a blue square on grass", "two green stars"], 6, first_seed=500)
         pipe(
             prompt=[prompt for prompt, _ in items],
             generator=[torch.Generator().manual_seed(seed) for _, seed in items],

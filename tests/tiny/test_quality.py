@@ -15,7 +15,8 @@ import torch
 from benchmarks.tiny_quality import within_item_intervals
 from fluxq import tiny
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
-from fluxq.eval.images.generate import generate, items_for
+from fluxq.eval.images.generate import generate
+from fluxq.eval.images.protocols import items_of
 from fluxq.eval.metrics.fidelity import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.recipes.recipe import shipped_recipes
@@ -72,7 +73,7 @@ def test_attention_in_fp8_costs_more_than_nothing_and_little(recipe: str, most: 
 
 @pytest.mark.slow
 def test_paired_psnr_orders_the_formats(checkpoint: Callable[[str], Path]) -> None:
-    items = items_for(tiny.PROMPTS[:PROMPTS], PROMPTS * SEEDS, 5000)
+    items = items_of(tiny.PROMPTS[:PROMPTS], PROMPTS * SEEDS, first_seed=5000)
     reference = generate(load_pipeline(resolve_model("tiny")), items, tiny.CALL_KWARGS)
     psnr = []
     for name in ORDER:

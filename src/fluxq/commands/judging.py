@@ -104,6 +104,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     "modes",
     multiple=True,
     type=click.Choice(["eager", "compiled", "cuda graph", "captured"]),
+    default=["eager"],
     help="How to run (repeatable); by default eager. `cuda graph` compiles too, `captured` is fluxq.capture.",
 )
 @click.option(
@@ -111,6 +112,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     "batches",
     multiple=True,
     type=click.IntRange(min=1),
+    default=[1],
     metavar="N",
     help="Images in one call (repeatable).",
 )
@@ -142,17 +144,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     help="As fluxq.prepare: 8 bits for speed, codes as they are, or on a CPU fp32 beside them.",
 )
 @common_options
-def bench(
-    output: str,
-    modes: tuple[str, ...],
-    batches: tuple[int, ...],
-    sizes: Any,
-    optimized: bool,
-    prefer: str,
-    rounds: int,
-    warmup: int,
-    **arguments: Any,
-) -> None:
+def bench(output: str, **arguments: Any) -> None:
     """Time CHECKPOINT beside its 16-bit model, call by call in turn.
 
     Writes CHECKPOINT/eval/speed.json.
@@ -161,17 +153,10 @@ def bench(
     Example:
       fluxq bench tiny-nvfp4 --batch 1 --batch 4
     """
+    names = ("modes", "batches", "sizes", "optimized", "prefer", "rounds", "warmup")
+    how = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session:
         subject = session.subject(output, whole_videos=True)
-        how = {
-            "modes": modes or ("eager",),
-            "batches": batches or (1,),
-            "sizes": sizes,
-            "optimized": optimized,
-            "prefer": prefer,
-            "rounds": rounds,
-            "warmup": warmup,
-        }
         speed = session.judge.bench(subject, on_start=session.start_work, **how)
         session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
 

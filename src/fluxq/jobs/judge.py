@@ -35,12 +35,9 @@ from fluxq.eval.metrics.schema import (
     SCHEMA_VERSION,
     CheckpointSize,
     Debug,
-    Drift,
     Item,
     Protocol,
     Report,
-    Run,
-    Served,
     Speed,
     Timed,
     read_report,
@@ -69,6 +66,7 @@ if TYPE_CHECKING:
     from fluxq.eval.images.executor import ImageFolder
     from fluxq.eval.metrics.evaluate import Candidate
     from fluxq.eval.metrics.networks import Networks
+    from fluxq.eval.speed.speed import Timing
     from fluxq.jobs.forecast import Forecast
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
@@ -179,7 +177,6 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
     usual = (makes_video(folder) and protocol.videos) or protocol.count
     count, seeds = options.count or usual, options.seeds or protocol.seeds
-    first = protocol.first_seed if options.seed is None else options.seed
     for name in quantized.components:
         for what in other_small_files(quantized, folder, name):
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
@@ -213,7 +210,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             seeds=seeds,
             dataset=next((row.repo for name, row in DATASETS.items() if prompts.source in (name, row.file)), None),
         ),
-        items=tuple(items_of(prompts.prompts, count, seeds, first)),
+        items=tuple(items_of(prompts.prompts, count, seeds, options.seed or 0)),
         call=call,
     )
 
@@ -257,7 +254,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     """
     from fluxq.eval.images.executor import Work, ensure_images, one_thread, open_engine
     from fluxq.eval.metrics.drift import floor_attention
-    from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_frame_floor, measure_runs
+    from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
     from fluxq.eval.report.report import compare_runs
 
     options, started = subject.options, time.perf_counter()
@@ -286,17 +283,14 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
     with one_thread(torch.device(options.device).type):  # as the images were made: equal bits from every engine
-        floor = measure_floor(reference, again, keys, networks)
-        drifts, served = _opened(subject, list(shown), floor_side, batch, floor_batch)
+        floor = measure_floor(reference.head(FLOOR_IMAGES), again, keys, networks)
         runs = measure_runs(
-            _candidates(subject, list(shown), served),
+            _candidates(subject, list(shown), floor_side, batch, floor_batch),
             reference,
             list(shown.values()),
             keys=keys,
             networks=networks,
             floor=floor,
-            drifts=drifts,
-            frame_floor=measure_frame_floor(reference, again, networks),
         )
     noun = "image" if reference.frames is None else "video"
     report = Report(
@@ -309,7 +303,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
             "dtype": subject.reference.dtype,
             "pipeline call (SHA-256)": sha256_json(subject.call),
             f"{noun}s in a batch": str(batch),
-            "prompts and seeds (SHA-256)": reference.items_digest,
+            "prompts and seeds (SHA-256)": sha256_json(reference.items),
             f"16-bit {noun}s (SHA-256)": reference.digest,
         },
         noise_floor=(
@@ -321,8 +315,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
         runs=runs,
         comparisons=compare_runs(runs, subject.items),
         warnings=(
-            *_warnings(subject),
-            *_small(reference),
+            *_warnings(subject, reference),
             *(f"{one} makes the same {noun}s as {other} and is left out" for one, other in same.items()),
         ),
         provenance={"16-bit model": _source(subject)},
@@ -365,16 +358,16 @@ def bench(
     from fluxq.eval.speed.speed import Timing, measure_speed
 
     require_own(subject.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
-    device = subject.options.device
-    if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in how.get("sizes", ())):
+    device, timing = subject.options.device, Timing(**how)
+    if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in timing.sizes):
         raise ValueError(f"{subject.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
     plain = [subject.reference, *_in_fp32(subject)]
     served = [_Served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in subject.items]
-    on_start(_forecast_of_bench(subject, len(plain), len(served), how))
+    on_start(_forecast_of_bench(subject, len(plain), len(served), timing))
     if (subject.output / EVAL_FOLDER / SPEED_FILE).exists():
         logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
-    speed = measure_speed([*plain, *served], prompts, subject.call, Timing(**how), device=device, references=len(plain))
+    speed = measure_speed([*plain, *served], prompts, subject.call, timing, device=device, references=len(plain))
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
     offloaded = [side.name for side in (subject.reference, subject.quantized) if side.offload]
     if offloaded:
@@ -385,13 +378,12 @@ def bench(
     return speed
 
 
-def _forecast_of_bench(subject: Subject, plain: int, served: int, how: Mapping[str, Any]) -> Forecast:
+def _forecast_of_bench(subject: Subject, plain: int, served: int, timing: Timing) -> Forecast:
     """Return the forecast of every setting together; images of the first size stand for all."""
-    calls = 1 + how.get("warmup", 2) + how.get("rounds", 10)
-    count = calls * len(how.get("modes") or [""]) * max(1, len(how.get("sizes", ())))
+    count = (1 + timing.warmup + timing.rounds) * len(timing.modes) * max(1, len(timing.sizes))
     names = ("height", "width", frames_argument(subject.folder.pipeline_class or object) or "num_frames")
-    call = {**subject.call, **dict(zip(names, (how.get("sizes") or [()])[0], strict=False))}
-    items = [item for size in how.get("batches") or (1,) for item in (subject.items * size)[:size]]
+    call = {**subject.call, **dict(zip(names, (timing.sizes or [()])[0], strict=False))}
+    items = [item for size in timing.batches for item in (subject.items * size)[:size]]
     runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
     return _forecast(replace(subject, call=call), runs, sides=plain + served)
 
@@ -452,20 +444,11 @@ def debug(
     growth: share of bits that the patch may add.
     budget: runs of the prompts that the damages may take.
     """
-    from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
-    from fluxq.eval.debug.patch import Added
 
     options = subject.options
-    inputs = [
-        subject.reference.digest,
-        subject.quantized.digest,
-        subject.items,
-        subject.call,
-        options.dtype,
-        options.batch_size,
-    ]
-    job = job_digest([FLUXQ_VERSION, inputs, growth, budget])
+    inputs = [subject.reference.digest, subject.quantized.digest, subject.items, subject.call]
+    job = job_digest([FLUXQ_VERSION, [*inputs, options.dtype, options.batch_size], growth, budget])
     if patch is not None:
         _require_new(patch, job)
         require_lockable(patch)
@@ -485,7 +468,8 @@ def debug(
         subject.quantized,
         subject.items,
         subject.call,
-        Search(budget=budget, patch=Added(growth)),
+        budget=budget,
+        growth=growth,
         device=device,
         batch_size=options.batch_size,
     )
@@ -519,7 +503,7 @@ def report(
     reads = {f"the report of {output}": _report_of(output) for output in outputs}
     place = Output(target, True, (".json", ".md"))
     place.require(reads, overwrite=overwrite, exists_ok=True)
-    reports = [_read(output) for output in outputs]
+    reports = [read_report(_report_of(output)) for output in outputs]
     merged = merge(reports) if len(reports) > 1 else reports[0]
     job = job_digest([FLUXQ_VERSION, [sha256_file(path) for path in reads.values()]])
     place.require_free(overwrite=overwrite, job=job)
@@ -540,14 +524,6 @@ def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None
         reason = f"{type(error).__name__}: {first_line(error)}"
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: holds values that no page can be made of ({reason}); evaluate again") from error
-
-
-def _read(output: Path) -> Report:
-    """Read the report of a checkpoint folder, with the later results of bench and debug."""
-    path = _report_of(output)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: run `fluxq eval {output}` first")
-    return read_report(path)
 
 
 def _report_of(output: Path) -> Path:
@@ -592,23 +568,18 @@ def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
     row, options = PROTOCOLS[subject.options.protocol], subject.options
     table, is_video = metric_rows(), makes_video(subject.folder)
     keys = list(options.metrics or [key for key in row.metrics or table if is_video or not table[key].only_video])
-    _require_known("metric", keys, table)
     gated = [metric for gate in _gates(subject) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
     for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
         why = missing(key, networks, is_video=is_video)
         if why is not None:
             raise ValueError(f"{key} cannot be measured: {why}")
-    needed = ["psnr"]  # orders pictures and runs
-    return list(dict.fromkeys([*needed, *keys, *gated]))
+    return list(dict.fromkeys(["psnr", *keys, *gated]))  # PSNR orders pictures and runs
 
 
 def _gates(subject: Subject) -> tuple[str, ...]:
     """Return the gates of the recipe, the protocol and the command line."""
-    return tuple(
-        dict.fromkeys(
-            [*subject.record.recipe.gates, *PROTOCOLS[subject.options.protocol].gates, *subject.options.gates]
-        )
-    )
+    options = subject.options
+    return tuple(dict.fromkeys([*subject.record.recipe.gates, *PROTOCOLS[options.protocol].gates, *options.gates]))
 
 
 def _backends(record: Record) -> tuple[str, ...]:
@@ -627,33 +598,21 @@ def _same_images(sides: Sequence[Side], sets: Sequence[ImageFolder]) -> dict[str
     return {name: other for name, other in same_as.items() if name != other}
 
 
-def _opened(
+def _candidates(
     subject: Subject, sides: Sequence[Side], floor_side: Side, batch: int, floor_batch: int
-) -> tuple[dict[str, Drift], dict[str, Served | None]]:
-    """Return two tables by side's name, opening each side once: errors along its steps, and its arithmetic.
+) -> list[Candidate]:
+    """Return the sides with facts for the report, opening each once: errors along its steps, and its arithmetic.
 
     Errors are of the first few prompts, each beside the noise floor.
     """
-    from fluxq.eval.metrics.drift import drift, follow, with_floor
-    from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS
+    from fluxq.eval.metrics.drift import drift, follow
+    from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS, Candidate
     from fluxq.eval.speed.served import served
 
-    items, device = (
-        subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES],
-        subject.options.device,
-    )
+    items = subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES]
+    device = subject.options.device
     followed = follow(subject.reference.open(device), items, subject.call, min(batch, len(items)))
     floor = drift(followed, floor_side.open(device), min(floor_batch, max(1, len(items) // 2)))
-    drifts, served_sides = {}, {}
-    for side in sides:
-        pipe = side.open(device)
-        drifts[side.name], served_sides[side.name] = with_floor(drift(followed, pipe), floor), served(pipe, device)
-    return drifts, served_sides
-
-
-def _candidates(subject: Subject, sides: Sequence[Side], served: Mapping[str, Served | None]) -> list[Candidate]:
-    from fluxq.eval.metrics.evaluate import Candidate
-
     record = subject.record
     provenance = {
         **{f"{part} weights (SHA-256)": digest for part, digest in record.model.digests.items()},
@@ -661,7 +620,12 @@ def _candidates(subject: Subject, sides: Sequence[Side], served: Mapping[str, Se
         **_origin(record),
     }
     identity = _named(subject), record.recipe.name, record.identity.recipe, _size(record)
-    return [Candidate(side, *identity, served[side.name], _gates(subject), provenance) for side in sides]
+    candidates = []
+    for side in sides:
+        pipe = side.open(device)
+        along = drift(followed, pipe, floor=floor)
+        candidates.append(Candidate(side, *identity, served(pipe, device), _gates(subject), provenance, along))
+    return candidates
 
 
 def _size(record: Record) -> CheckpointSize:
@@ -676,7 +640,6 @@ def _size(record: Record) -> CheckpointSize:
 
 
 def _origin(record: Record) -> dict[str, str]:
-    """Return the origin of the codes."""
     if record.imported is not None:
         files = [file for part in record.imported for file in part.files.items()]
         return {"imported files (SHA-256)": ", ".join(f"{name} ({digest[:16]})" for name, digest in files)}
@@ -689,7 +652,7 @@ def _origin(record: Record) -> dict[str, str]:
     }
 
 
-def _warnings(subject: Subject) -> tuple[str, ...]:
+def _warnings(subject: Subject, reference: ImageFolder) -> list[str]:
     protocol, prompts = subject.protocol, subject.prompts
     warnings = PROTOCOLS[protocol.name].departures(
         subject.folder, prompts, protocol.count, protocol.seeds, subject.call
@@ -701,18 +664,13 @@ def _warnings(subject: Subject) -> tuple[str, ...]:
         warnings.append("the sound of the videos is not compared")
     if usual_frames is not None and frames != usual_frames:
         warnings.append(f"videos have {frames} frames, this pipeline's usually {usual_frames}")
-    return tuple(warnings)
-
-
-def _small(reference: ImageFolder) -> list[str]:
-    """Return a warning for images far smaller than those of the published figures behind the verdicts."""
     height, width = reference.images[0].shape[-2:]
-    if max(height, width) >= _PUBLISHED_PIXELS:
-        return []
-    return [
-        f"published models are judged by images of {_PUBLISHED_PIXELS} pixels and more; these have {width} x {height}, "
-        "on which the same error looks smaller: read the verdicts as a check that everything works"
-    ]
+    if max(height, width) < _PUBLISHED_PIXELS:
+        warnings.append(
+            f"published models are judged by images of {_PUBLISHED_PIXELS} pixels and more; these have {width} x "
+            f"{height}, on which the same error looks smaller: read the verdicts as a check that everything works"
+        )
+    return warnings
 
 
 def _source(subject: Subject) -> str:
@@ -797,10 +755,11 @@ def _with_records(report: Report, subject: Subject) -> Report:
         return report  # of weights that were in this folder before
     speed: Speed | None = _read_result(subject, SPEED_FILE, Speed, "bench")
     debugged: Debug | None = _read_result(subject, DEBUG_FILE, Debug, "debug")
+    digest = speed.served.digest if speed and speed.served else None
     runs = tuple(
         run.model_copy(
             update={
-                "speed": speed if _is_of(speed, run) else None,
+                "speed": speed if run.served and run.served.digest == digest and run.cache is None else None,
                 "debug": debugged if run.backend == NATIVE and run.cache is None else None,
             }
         )
@@ -823,13 +782,6 @@ def _timed(subject: Subject, speed: Speed, checkpoint: str) -> Timed:
         size=_size(subject.record),
         speed=speed,
     )
-
-
-def _is_of(speed: Speed | None, run: Run) -> bool:
-    """Tell whether the timed side computes as a run does."""
-    if speed is None or speed.served is None or run.served is None:
-        return False
-    return run.cache is None and run.served.digest == speed.served.digest
 
 
 def _read_result(subject: Subject, name: str, kind: type[BaseModel], command: str) -> Any:
