@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from fluxq.base.files import sha256_json, write_json
 from fluxq.quantize.checkpoint import PLAN_FILE, read_plan_file
 
 if TYPE_CHECKING:
     from fluxq.recipes.plan import LayerPlan
+
+
+_SEAL = "sha256"  # key of the record
 
 
 class _Part(BaseModel):
@@ -199,13 +203,27 @@ class Record(_Part):
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
+def write_record(folder: Path, record: Record) -> None:
+    """Write the record of a checkpoint folder, with the SHA-256 of itself."""
+    content = record.to_json()
+    write_json(folder / PLAN_FILE, {**content, _SEAL: sha256_json(content)})
+
+
+def is_as_written(record: Mapping[str, Any]) -> bool:
+    """Tell whether the content of a record is as `write_record` wrote it; older ones without a SHA-256 count."""
+    content = {key: value for key, value in record.items() if key != _SEAL}
+    return _SEAL not in record or record[_SEAL] == sha256_json(content)
+
+
 def read_record(folder: Path) -> Record:
     """Return the record of a checkpoint folder; ValueError naming file and key where it is none that fluxq wrote."""
     record = read_plan_file(folder)
     if record is None:
         raise ValueError(f"{folder}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
+    if not is_as_written(record):
+        raise ValueError(f"{folder / PLAN_FILE}: changed since fluxq wrote it; copy it again, or quantize again")
     try:
-        return Record.model_validate(record)
+        return Record.model_validate({key: value for key, value in record.items() if key != _SEAL})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -32,6 +32,7 @@ from fluxq.quantize.checkpoint import (
     shapes_of,
 )
 from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest
+from fluxq.quantize.record import is_as_written
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 
@@ -416,6 +417,8 @@ def _plan(checkpoint: _Checkpoint) -> Iterator[Finding]:
         if not isinstance(bits[component], float | int) or not abs(bits[component] - stored) <= _ROUNDED:
             what = f"its Linears take {stored:.4f} bits per weight, {PLAN_FILE} says {bits[component]}; copy it again"
             yield Finding(component or "the model", what)
+    if not is_as_written(checkpoint.record):
+        yield Finding(PLAN_FILE, "changed since fluxq wrote it; copy it again")
 
 
 def _bits(checkpoint: _Checkpoint) -> str:

@@ -42,7 +42,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fluxq.base.console import first_line, logger, progress
-from fluxq.base.files import atomic_path, room_left, sha256_file, sha256_json, write_json, write_text
+from fluxq.base.files import atomic_path, require_regular, room_left, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.output import Output, atomic_output, sole_writer
 from fluxq.base.ranks import ALONE, Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
@@ -427,6 +427,7 @@ def _read_manifest(path: Path, key: str) -> list[ManifestLine]:
     A last line without its end was cut off when a worker was killed: it does not count.
     """
     rows = []
+    require_regular(path)
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = ManifestLine.model_validate_json(line)
@@ -452,7 +453,7 @@ def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -
         row = rows[name]
         picture = _picture(work.folder, name, row.frames)
         for path, expected in ((picture, row.image), (_latents(work.folder, name), row.latents)):
-            if not path.exists():
+            if not path.is_file() and not path.is_dir():
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is missing")
             elif _digest(path) != expected:
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is not what was written")

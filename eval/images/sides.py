@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fluxq.base.files import stamps
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.eval.images.denoiser import denoisers
 from fluxq.kernels.linear import QuantLinear, quant_layers
@@ -32,6 +33,7 @@ class Side:
     attention: attention backend of diffusers by name, None for its default.
     source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit.
     offload: whether its parts take turns on a GPU, because they do not fit together.
+    stamps: those of its files when the digest was taken, from `side_stamps`.
     """
 
     name: str
@@ -44,16 +46,21 @@ class Side:
     attention: str | None = None
     source: str | None = None
     offload: bool = False
+    stamps: tuple[Any, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that decide the bits of its images, for hashing: neither its name nor its folders."""
         facts = asdict(self)
-        del facts["name"], facts["folder"], facts["source"], facts["offload"]
+        del facts["name"], facts["folder"], facts["source"], facts["offload"], facts["stamps"]
         facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
         return facts
 
     def open(self, device: str = "cpu") -> Any:
-        """Open the pipeline, ready to be called. ValueError for a cache or attention that it cannot have."""
+        """Open the pipeline, ready to be called.
+
+        Raises ValueError for a cache or attention that it cannot have, and RuntimeError for files that have changed
+        since the digest was taken.
+        """
         from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # it imports torch's compiler
 
         folder = ModelFolder(self.name, Path(self.folder))
@@ -62,6 +69,10 @@ class Side:
         loras = (LoraFile(Path(file), weight, component) for file, weight, component in self.loras)
         for component, updates in updates_of(loras, folder).items():
             fuse_into(getattr(pipe, component), updates)
+        if self.stamps and side_stamps(folder.path, [file for file, _, _ in self.loras]) != self.stamps:
+            raise RuntimeError(
+                f"{self.folder} changed while it was judged; run the same command again when nothing writes there"
+            )
         if BACKENDS[self.backend]:
             reencode_pipeline(pipe, BACKENDS[self.backend], folder)
         if self.attention is not None:
@@ -77,6 +88,13 @@ class Side:
             pipe.enable_model_cpu_offload(device=device)
             return pipe
         return pipe.to(device)
+
+
+def side_stamps(folder: Path, loras: Sequence[str] = ()) -> tuple[Any, ...]:
+    """Return the stamps of a pipeline's files in the folders of its components, and of adapters beside it."""
+    names = ModelFolder(folder.name, folder).components
+    files = [path for name in sorted(names) for path in sorted((folder / name).rglob("*")) if path.is_file()]
+    return tuple(stamps([*files, *map(Path, loras)]))
 
 
 def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[Side]:

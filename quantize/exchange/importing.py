@@ -27,7 +27,7 @@ from fluxq.base.model import ModelFolder, require_harmless, require_harmless_val
 from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
 from fluxq.kernels.pointwise import placeholder
-from fluxq.quantize.checkpoint import PLAN_FILE, build_on_meta, copy_rest, library_of, names_in_model, write_shards
+from fluxq.quantize.checkpoint import build_on_meta, copy_rest, library_of, names_in_model, write_shards
 from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, class_names, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
@@ -38,7 +38,7 @@ from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, mended
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.exchange.rows import not_finite
-from fluxq.quantize.record import Record
+from fluxq.quantize.record import Record, write_record
 from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.formats import Scheme
@@ -128,7 +128,7 @@ def import_model(
             copy_rest(made, pipeline, [report.component for report in done])
         write_digests(made)
         record = record_of(made, path, pipeline, source, done, job)
-        write_json(made / PLAN_FILE, record.to_json())
+        write_record(made, record)
         if card is not None:
             write_text(made / "README.md", card(record))
     return done

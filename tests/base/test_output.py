@@ -713,10 +713,13 @@ def test_a_folder_that_was_copied_read_only_is_removed(tmp_path):
 
 
 def test_what_a_killed_process_left_of_a_file_is_cleared(tmp_path):
-    for name in (".report.json.abc.part", "report.json", "a.part"):
+    """Files of a user's own with a like name stay."""
+    for name in (".report.json.0123abcd.part", "report.json", "a.part", ".thesis.part", ".a.chapters.part"):
         (tmp_path / name).touch()
+    (tmp_path / ".a.0123abcd.part").mkdir()
     clear_parts(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.part", "report.json"]
+    left = [".a.0123abcd.part", ".a.chapters.part", ".thesis.part", "a.part", "report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 # The commands

@@ -303,6 +303,10 @@ def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_pa
     same = fluxq("calibrate", *how, "-o", "s.safetensors")
     assert same.code == 0 and "already done: s.safetensors holds the statistics of this r" in same.out
     assert_refused(fluxq("calibrate", *how, "--seed", 1, "-o", "s.safetensors"), 2, "holds statistics of another run")
+    file = Path("s.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    damaged = fluxq("calibrate", *how, "-o", "s.safetensors")
+    assert_refused(damaged, 2, "s.safetensors: damaged since it was written; --overwrite makes it again")
     again = fluxq("calibrate", *how, "-o", "s.safetensors", "--overwrite", "--json")
     assert json.loads(again.out) == {"statistics": "s.safetensors"}
 

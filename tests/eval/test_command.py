@@ -207,7 +207,10 @@ JUDGING = {
 
 @pytest.mark.parametrize("command", JUDGING)
 def test_what_judges_writes_alone_and_clears_what_killed_ones_left(quantized: Path, monkeypatch, command: str) -> None:
-    parts = [quantized / name for name in (".eval_results/.x.yaml.abc.part", "eval/.speed.json.abc.part", ".a.b.part")]
+    parts = [
+        quantized / name
+        for name in (".eval_results/.x.yaml.0123abcd.part", "eval/.speed.json.0123abcd.part", ".a.0123abcd.part")
+    ]
     for part in parts:
         part.parent.mkdir(exist_ok=True)
         part.touch()
@@ -235,6 +238,32 @@ def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(qua
     done = fluxq(command, quantized, *JUDGING[command])
     assert done.exit_code == 1 and "was replaced while it was judged" in done.output, done.output
     assert not (quantized / "eval").exists()
+
+
+@pytest.mark.parametrize("command", JUDGING)
+@pytest.mark.parametrize("side", ["checkpoint", "16-bit"])
+def test_files_that_change_before_they_are_loaded_are_judged_by_nobody(tmp_path, quantized, monkeypatch, command, side):
+    """Their images would lie under the digest of the ones before, and be used again."""
+    model = Path(shutil.copytree(tiny.path(), tmp_path / "tiny"))
+    weights = (quantized if side == "checkpoint" else model) / "transformer" / "diffusion_pytorch_model.safetensors"
+    forecast = judge._forecast
+
+    def meanwhile(*arguments, **how):
+        weights.write_bytes(weights.read_bytes())
+        return forecast(*arguments, **how)
+
+    with monkeypatch.context() as context:
+        context.setattr(judge, "_forecast", meanwhile)
+        done = fluxq(command, quantized, "--model", model, *JUDGING[command])
+    assert done.exit_code == 1 and "changed while it was judged; run the same command again" in done.output, done.output
+    assert not list(quantized.parent.glob("fluxq-images/*/*.png")) or side == "checkpoint"
+    assert fluxq(command, quantized, "--model", model, *JUDGING[command]).exit_code == 0
+
+
+def test_a_file_in_place_of_the_reports_is_refused_before_any_work(quantized) -> None:
+    (quantized / "eval").touch()
+    done = fluxq("eval", quantized, *FEW)
+    assert done.exit_code == 2 and "is a file, where the report's folder would be; move it" in done.output, done.output
 
 
 def test_a_patch_replaces_what_its_own_command_wrote_and_nothing_else(quantized, tmp_path, monkeypatch) -> None:

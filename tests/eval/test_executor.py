@@ -290,6 +290,16 @@ def test_a_disk_that_is_too_small_for_the_frames_is_seen_before_the_first(films,
     ensure_images(replace(films, call={"height": 8, "width": 8, "num_frames": 99}))
 
 
+@pytest.mark.parametrize("what", ["*.png", "*.safetensors", "manifest-*.jsonl"])
+def test_a_pipe_among_the_images_is_not_waited_for(work, what):
+    ensure_images(work)
+    file = min(work.folder.glob(what))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises((ValueError, RuntimeError), match=rf"{file.name}.*(is missing|no regular file)"):
+        ensure_images(work)
+
+
 # Once, and the same again
 
 

@@ -396,6 +396,21 @@ def test_a_block_in_place_of_another_is_not_taken(tmp_path, monkeypatch, plain):
     assert quantize(tiny.path(), tmp_path / "out").read_bytes() == plain
 
 
+def test_statistics_of_a_model_that_changes_meanwhile_are_not_written(tmp_path, monkeypatch):
+    source, out = model(tmp_path / "m"), tmp_path / "s.safetensors"
+
+    def calibrate(*_):
+        (source / "transformer" / WEIGHTS).touch()
+        return Statistics({}, {"items": []}, "")
+
+    monkeypatch.setattr(making.Job, "load_reference", lambda _: None)
+    monkeypatch.setattr(making, "_calibrate", calibrate)
+    prepared = making.job_of(making.JobOptions(str(source), "nvfp4", output=str(out)), writes=False)
+    with pytest.raises(RuntimeError, match="has changed since this run began"):
+        making.calibrate(prepared)
+    assert not out.exists()
+
+
 def test_a_config_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
     """The checkpoint would have the new one, and weights that were quantized by the old one."""
     source = model(tmp_path / "m")

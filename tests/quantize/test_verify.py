@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from shared import copy_of
 from torch import Tensor
 
-from fluxq.base.files import sha256_file
+from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
 from fluxq.quantize.digests import DIGEST, DIGESTS, write_digests
+from fluxq.quantize.record import read_record
 from fluxq.quantize.verify import CHECKS, stored_fault, verify
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import shipped_recipes
@@ -48,8 +49,11 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def edit_json(folder: Path, file: str, edit: Callable[[dict], object], record: bool = True) -> None:
+    """Change a file as its writer would write it; the record's own SHA-256 too."""
     value = json.loads((folder / file).read_text())
     edit(value)
+    if file == PLAN and value.pop("sha256", None):
+        value["sha256"] = sha256_json(value)
     (folder / file).write_text(json.dumps(value))
     if record and file != PLAN:
         record_hash(folder, file)
@@ -370,6 +374,19 @@ def test_a_plan_that_is_not_the_tensors_is_found(copied, case):
     edit_json(folder, PLAN, edit)
     found = failed(folder)
     assert found.keys() == {"plan"} and words in found["plan"]
+
+
+def test_a_record_that_was_changed_is_found_and_is_not_judged_by(copied):
+    folder = copied("int8")
+    text = (folder / PLAN).read_text()
+    (folder / PLAN).write_text(text.replace('"seconds": ', '"seconds": 1'))
+    assert failed(folder) == {"plan": f"{PLAN}: changed since fluxq wrote it; copy it again"}
+    with pytest.raises(ValueError, match=f"{PLAN}: changed since fluxq wrote it; copy it again, or quantize again"):
+        read_record(folder)
+    said = json.loads(text)
+    assert said.pop("sha256")
+    (folder / PLAN).write_text(json.dumps(said))  # of a fluxq that wrote none
+    assert failed(folder) == {} and read_record(folder).files == said["files"]
 
 
 # The command

@@ -41,8 +41,9 @@ def atomic_path(target: Path, *, durable: bool = True) -> Iterator[Path]:
 
 def clear_parts(folder: Path, name: str = "") -> None:
     """Remove temporary files of killed processes for the file of that name, or for all files; for the sole writer."""
-    for part in folder.glob(f".{glob.escape(name)}.????????.part" if name else ".*.part"):
-        part.unlink(missing_ok=True)
+    for part in folder.glob(f".{glob.escape(name) or '*'}.{'[0-9a-f]' * 8}.part"):
+        if part.is_file():
+            part.unlink(missing_ok=True)
 
 
 def sync(path: Path, *, deep: bool = True) -> None:
@@ -98,10 +99,8 @@ def read_sealed_json(path: Path) -> dict:
 
 def read_json(path: Path, longest: int = _LONGEST_JSON) -> dict:
     """Read a JSON object; ValueError naming the file if it is not one or has more than `longest` bytes."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path}: no regular file, which could be waited for without end; remove it")
-    size = status.st_size
+    require_regular(path)
+    size = path.stat().st_size
     if size > longest:
         raise ValueError(f"{path}: {size} bytes, and {longest} are read at most; copy it again")
     try:
@@ -144,8 +143,15 @@ def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
     return [(name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in statuses]
 
 
+def require_regular(path: Path) -> None:
+    """Raise ValueError for a pipe, a device or a folder; FileNotFoundError for nothing."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: no regular file, which could be waited for without end; remove it")
+
+
 def sha256_file(path: Path) -> str:
-    """Return the hex SHA-256 of a file's bytes."""
+    """Return the hex SHA-256 of a file's bytes; ValueError as of `require_regular`."""
+    require_regular(path)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -29,7 +29,7 @@ from fluxq.base.processor import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval.images.protocols import PROTOCOLS, items_of
-from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, variants
+from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, side_stamps, variants
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
@@ -137,6 +137,8 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             "the pipeline as --base makes a whole one"
         )
     require_own(output, _REPLACED)
+    if (output / EVAL_FOLDER).exists() and not (output / EVAL_FOLDER).is_dir():
+        raise ValueError(f"{output / EVAL_FOLDER} is a file, where the report's folder would be; move it elsewhere")
     require_lockable(_locked(output))
     device_option, options = options.device, replace(options, device=devices.choose(options.device))
     _require_known("protocol", [options.protocol], PROTOCOLS)
@@ -180,11 +182,12 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     for name in quantized.components:
         for what in other_small_files(quantized, folder, name):
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
+    loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record.loras))
+    stamps = side_stamps(folder.path, [file for file, _, _ in loras]), side_stamps(output.resolve())
     hashed = _hashed(folder)  # reads all weights: after all cheaper checks
     for component, digest in record.model.digests.items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
-    loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record.loras))
     digest, quantized_digest = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
     reference_digest = sha256_json([digest, [lora.model_dump() for lora in record.loras]]) if loras else digest
     return Subject(
@@ -192,7 +195,15 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
         output=output,
         record=record,
         folder=folder,
-        reference=Side("16-bit", str(folder.path.resolve()), reference_digest, options.dtype, loras, offload=offload),
+        reference=Side(
+            "16-bit",
+            str(folder.path.resolve()),
+            reference_digest,
+            options.dtype,
+            loras,
+            offload=offload,
+            stamps=stamps[0],
+        ),
         quantized=Side(
             output.resolve().name,
             str(output.resolve()),
@@ -200,6 +211,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             options.dtype,
             source=str(folder.path.resolve()),
             offload=offload_quantized,
+            stamps=stamps[1],
         ),
         prompts=prompts,
         protocol=Protocol(

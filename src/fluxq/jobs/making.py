@@ -26,7 +26,7 @@ import torch
 
 import fluxq
 from fluxq.base.console import logger, without_cure
-from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write_json, write_sealed_json, write_text
+from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest
 from fluxq.base.processor import versions
@@ -55,7 +55,7 @@ from fluxq.jobs.work_folder import (
     work_of,
 )
 from fluxq.quantize import checkpoint
-from fluxq.quantize.checkpoint import PLAN_FILE, convolutions_of, is_model, model_on_meta
+from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
 from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.finished import Outcome
 from fluxq.quantize.record import (
@@ -71,6 +71,7 @@ from fluxq.quantize.record import (
     RecordedRecipe,
     RecordedStage,
     read_record,
+    write_record,
 )
 from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
 from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
@@ -162,6 +163,8 @@ def calibrate(job: Job) -> Path:
 def _write_statistics(job: Job, statistics: Statistics, work: Path) -> None:
     """Write the output; RuntimeError for one that appeared since this job began and may not be replaced."""
     output = Output(job.output, True)
+    for component in job.calibrated:
+        job.require_unchanged(component)
     if not _require_own_statistics(job):
         with atomic_output(output, work, overwrite=job.options.overwrite) as part:
             statistics.save(part / output.place.name, job_digest(decisive(job)))
@@ -248,7 +251,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
         if reference is not None:
             record.check = _check(part, job, reference)
         record.seconds = round(time.perf_counter() - started, 1)
-        write_json(part / PLAN_FILE, record.to_json())
+        write_record(part, record)
         write_text(part / "README.md", card.model_card(record))
     return record
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 import fluxq
-from fluxq.base.console import logger
+from fluxq.base.console import logger, without_cure
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
 from fluxq.base.output import ANY_JOB, NEW, OLD, Output, is_being_written, job_digest, recover, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
@@ -83,6 +83,10 @@ def require_same_statistics(job: Job) -> None:
         raise ValueError(
             f"output {job.output} holds statistics of another run; give another --output, or --overwrite to replace it"
         )
+    try:
+        Statistics.load(job.output)
+    except ValueError as error:
+        raise ValueError(f"{without_cure(error)}; --overwrite makes it again") from None
 
 
 def is_taken(job: Job) -> bool:
@@ -154,8 +158,8 @@ def _begin(job: Job, work: Path) -> None:
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
     recover(output, work)
-    for folder in (work, *(path for path in work.rglob("*") if path.is_dir())):
-        clear_parts(folder)
+    for part in list(work.rglob(".*.part")):
+        remove(part)
     if (work / _MANIFEST).is_file():
         logger.warning("going on with what an interrupted run left in %s", work)
     work.mkdir(parents=True, exist_ok=True)
