@@ -20,7 +20,7 @@ HARNESS = Path(__file__).parents[1] / "crash" / "harness.py"
 QUICK = ("quantize, replacing", "export to a file and one beside")
 PLANTED = """
 from fluxq.base import output
-def put(pairs, aside):  # what stands there is gone before the new is in its place
+def put(pairs, aside, *_, **__):  # what stands there is gone before the new is in its place
     for made, place in pairs:
         output.remove(place)
         made.rename(place)
