@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _SEAL = "sha256"  # key of the record
+_NOT_HASHED = (_SEAL, "seconds", "source", "file")
 
 
 class _Part(BaseModel):
@@ -206,13 +207,23 @@ class Record(_Part):
 def write_record(folder: Path, record: Record) -> None:
     """Write the record of a checkpoint folder, with the SHA-256 of itself."""
     content = record.to_json()
-    write_json(folder / PLAN_FILE, {**content, _SEAL: sha256_json(content)})
+    write_json(folder / PLAN_FILE, {**content, _SEAL: _hash(content)})
 
 
 def is_as_written(record: Mapping[str, Any]) -> bool:
     """Tell whether the content of a record is as `write_record` wrote it; older ones without a SHA-256 count."""
-    content = {key: value for key, value in record.items() if key != _SEAL}
-    return _SEAL not in record or record[_SEAL] == sha256_json(content)
+    return _SEAL not in record or record[_SEAL] == _hash(record)
+
+
+def _hash(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record without times, and without paths, which users may change: a model may move."""
+    return sha256_json(_decisive(record))
+
+
+def _decisive(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _decisive(each) for key, each in value.items() if key not in _NOT_HASHED}
+    return [_decisive(each) for each in value] if isinstance(value, list) else value
 
 
 def read_record(folder: Path) -> Record:
@@ -221,7 +232,9 @@ def read_record(folder: Path) -> Record:
     if record is None:
         raise ValueError(f"{folder}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
     if not is_as_written(record):
-        raise ValueError(f"{folder / PLAN_FILE}: changed since fluxq wrote it; copy it again, or quantize again")
+        raise ValueError(
+            f"{folder / PLAN_FILE}: changed since fluxq wrote it; copy it again, or --overwrite the checkpoint"
+        )
     try:
         return Record.model_validate({key: value for key, value in record.items() if key != _SEAL})
     except ValidationError as error:

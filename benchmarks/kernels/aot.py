@@ -63,7 +63,7 @@ class CompiledCell:
 
 @dataclass(frozen=True)
 class Target:
-    """What the compiler and the checks know of a chip. shared: bytes of shared memory that one block may use."""
+    """A chip as the compiler and the checks know it. shared: bytes of shared memory that one block may use."""
 
     backend: str
     architecture: int | str

@@ -378,6 +378,19 @@ def test_what_was_moved_aside_comes_back_where_the_new_files_were_removed(tmp_pa
     assert (tmp_path / "out" / "ours").is_file() and not old.exists()
 
 
+def test_a_side_file_does_not_make_a_swap_whole(tmp_path):
+    """It was in its place, the file itself was not yet; then somebody removed the new files."""
+    output, old = Output(tmp_path / "x.html", True, (".json",)), tmp_path / f".x.html.{A_JOB[:16]}.old"
+    old.mkdir()
+    for path, text in ((old / "x.html", "old"), (old / "x.json", "old"), (tmp_path / "x.json", "new")):
+        path.write_text(written(text, path.suffix))
+    output.settle()
+    assert tree(tmp_path) == {
+        **{f"x{suffix}": written("old", suffix) for suffix in (".html", ".json")},
+        f"{old.with_suffix('.new').name}/x.json": written("new", ".json"),
+    }
+
+
 def test_an_empty_folder_in_place_of_a_file_that_a_kill_left_is_nothing(tmp_path, monkeypatch):
     output = Output(tmp_path / "x.yaml", True)
 

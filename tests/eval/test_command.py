@@ -231,7 +231,9 @@ def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(qua
     forecast = judge._forecast
 
     def meanwhile(*arguments, **how):
-        record.write_text(record.read_text(encoding="utf-8").replace('"seconds": ', '"seconds": 1'), encoding="utf-8")
+        record.write_text(
+            record.read_text(encoding="utf-8").replace('"dtype": "bfloat16"', '"dtype": "float16"'), encoding="utf-8"
+        )
         return forecast(*arguments, **how)
 
     monkeypatch.setattr(judge, "_forecast", meanwhile)

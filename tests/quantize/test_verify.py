@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from shared import copy_of
 from torch import Tensor
 
-from fluxq.base.files import sha256_file, sha256_json
+from fluxq.base.files import sha256_file
 from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
+from fluxq.quantize import record
 from fluxq.quantize.digests import DIGEST, DIGESTS, write_digests
 from fluxq.quantize.record import read_record
 from fluxq.quantize.verify import CHECKS, stored_fault, verify
@@ -48,14 +49,14 @@ def statuses(folder: Path) -> dict[str, str]:
     return {result.check: result.status for result in verify(folder)}
 
 
-def edit_json(folder: Path, file: str, edit: Callable[[dict], object], record: bool = True) -> None:
+def edit_json(folder: Path, file: str, edit: Callable[[dict], object], recorded: bool = True) -> None:
     """Change a file as its writer would write it; the record's own SHA-256 too."""
     value = json.loads((folder / file).read_text())
     edit(value)
     if file == PLAN and value.pop("sha256", None):
-        value["sha256"] = sha256_json(value)
+        value["sha256"] = record._hash(value)
     (folder / file).write_text(json.dumps(value))
-    if record and file != PLAN:
+    if recorded and file != PLAN:
         record_hash(folder, file)
 
 
@@ -379,11 +380,14 @@ def test_a_plan_that_is_not_the_tensors_is_found(copied, case):
 def test_a_record_that_was_changed_is_found_and_is_not_judged_by(copied):
     folder = copied("int8")
     text = (folder / PLAN).read_text()
-    (folder / PLAN).write_text(text.replace('"seconds": ', '"seconds": 1'))
+    (folder / PLAN).write_text(text.replace('"dtype": "bfloat16"', '"dtype": "float16"'))
     assert failed(folder) == {"plan": f"{PLAN}: changed since fluxq wrote it; copy it again"}
-    with pytest.raises(ValueError, match=f"{PLAN}: changed since fluxq wrote it; copy it again, or quantize again"):
+    with pytest.raises(ValueError, match=f"{PLAN}: changed since fluxq wrote it; copy it again, or --overwrite"):
         read_record(folder)
     said = json.loads(text)
+    said["model"]["source"] = "/moved"  # paths are the user's to change
+    (folder / PLAN).write_text(json.dumps(said))
+    assert failed(folder) == {} and read_record(folder).model.source == "/moved"
     assert said.pop("sha256")
     (folder / PLAN).write_text(json.dumps(said))  # of a fluxq that wrote none
     assert failed(folder) == {} and read_record(folder).files == said["files"]
@@ -489,7 +493,7 @@ def test_settings_without_a_digest_are_said_to_be_unchecked(plain_checkpoint, tm
     def forget(config: dict[str, Any]) -> None:
         del config["quantization_config"]["config_digest"]
 
-    edit_json(folder, "transformer/config.json", forget, record=False)
+    edit_json(folder, "transformer/config.json", forget, recorded=False)
     last = CliRunner().invoke(cli, ["verify", str(folder)]).output.splitlines()[-1]
     assert "checks could not be made (hashes, digests, plan)" in last
 
@@ -516,7 +520,7 @@ def test_altered_settings_are_found_without_a_plan_file(plain_checkpoint, tmp_pa
     folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
     (folder / "fluxq_plan.json").unlink()
     assert not failed(folder)
-    edit_json(folder, file, alter, record=False)
+    edit_json(folder, file, alter, recorded=False)
     component = file.partition("/")[0]
     assert failed(folder)["digests"] == (
         f"{component}: other settings than transformer/config.json records; copy its files again"

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
 import stat
@@ -232,7 +233,7 @@ def takes_files(folder: Path) -> bool:
         return False
     if os.name == "nt" or os.statvfs(folder).f_blocks:
         return True
-    probe = folder / f".{os.getpid()}.part"
+    probe = folder / f".fluxq.{secrets.token_hex(4)}.part"
     with suppress(OSError):
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL))
         probe.unlink()
@@ -593,7 +594,7 @@ def _pairs(place: Path, new: Path, old: Path) -> Pairs:
 
 def put_back(pairs: Pairs, aside: Path) -> None:
     """Undo a `put` that a kill ended before its last move, or whose new files are gone."""
-    is_whole = not any(source.exists() for source, _ in pairs) and any(os.path.lexists(place) for _, place in pairs)
+    is_whole = not any(source.exists() for source, _ in pairs) and os.path.lexists(pairs[-1][1])
     if aside.is_dir() and not is_whole:
         with _signals_wait():
             _undo(pairs, aside)
@@ -602,6 +603,7 @@ def put_back(pairs: Pairs, aside: Path) -> None:
 def _undo(pairs: Pairs, aside: Path) -> None:
     for source, place in reversed(list(pairs)):
         if not source.exists() and place.exists():
+            source.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared it away
             place.rename(source)
         if os.path.lexists(aside / place.name):
             if os.path.lexists(place):

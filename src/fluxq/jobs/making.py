@@ -28,7 +28,7 @@ import fluxq
 from fluxq.base.console import logger, without_cure
 from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
-from fluxq.base.output import Output, atomic_output, job_digest
+from fluxq.base.output import Output, atomic_output, job_digest, remove
 from fluxq.base.processor import versions
 from fluxq.base.ranks import Ranks
 from fluxq.calibrate.blocks import Replay
@@ -164,10 +164,21 @@ def _write_statistics(job: Job, statistics: Statistics, work: Path) -> None:
     """Write the output; RuntimeError for one that appeared since this job began and may not be replaced."""
     output = Output(job.output, True)
     for component in job.calibrated:
-        job.require_unchanged(component)
+        _require_unchanged(job, component, work)
     if not _require_own_statistics(job):
         with atomic_output(output, work, overwrite=job.options.overwrite) as part:
             statistics.save(part / output.place.name, job_digest(decisive(job)))
+
+
+def _require_unchanged(job: Job, component: str, work: Path) -> None:
+    """Raise RuntimeError, as `Job.require_unchanged`; what was measured may be of other weights, and is removed."""
+    try:
+        job.require_unchanged(component)
+    except RuntimeError:
+        measured = work / _SHARES, work / _STATISTICS, work / "calls", work / "levels.json", *work.glob("*-outputs")
+        for path in measured if job.run.ranks.leads else ():
+            remove(path)
+        raise
 
 
 def _require_own_statistics(job: Job) -> bool:
@@ -412,7 +423,7 @@ def _quantize_component(
     component_statistics = statistics.of_component(plan.component) if statistics else None
     dtype = getattr(torch, job.options.dtype)
     source = job.weights(plan.component)
-    job.require_unchanged(plan.component)  # from here on each read compares with these files
+    _require_unchanged(job, plan.component, work)  # from here on each read compares with these files
     files = quantize_component(
         plan, source, component_statistics, dtype, work / plan.component, fitting, ranks=job.run.ranks
     )

@@ -6,9 +6,11 @@ hidden folder named by it, with a manifest (`job.json`): a run with other option
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import platform
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -168,17 +170,26 @@ def _begin(job: Job, work: Path) -> None:
 
 def _clear_obstacles(work: Path) -> None:
     """Remove a folder, pipe or broken link in place of a file, and a file in place of a folder."""
-    if not work.is_dir():
-        logger.warning("%s: in the way of fluxq's own work, and removed", work)
+    if work.is_file():
         remove(work)
     for root, folders, files in os.walk(work):
         for path in (Path(root, name) for name in (*folders, *files)):
-            is_file = path.suffix in (".json", ".safetensors", ".part")
-            if not (path.is_file() if is_file else path.is_dir()):
+            if not _is_of_its_kind(path, is_file=path.suffix in (".json", ".safetensors", ".part")):
                 logger.warning("%s: in the way of fluxq's own work, and removed", path)
                 remove(path)
         if Path(root) == work:
             folders[:] = [name for name in folders if name not in (NEW, OLD)]  # outputs, not work
+
+
+def _is_of_its_kind(path: Path, *, is_file: bool) -> bool:
+    """Tell whether a path is a file, or is a folder; OSError of a disk that does not answer, which says neither."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # a broken link
+            raise
+        return False
+    return stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)
 
 
 def require_no_other(job: Job) -> None:
