@@ -42,20 +42,42 @@ NOISE_FACTOR = 3.0  # times the noise floor's error: above it a divergence begin
 _CLIPPED = 1e-3  # share of a layer's input that is worth a finding
 
 
+@dataclass(frozen=True)
+class Search:
+    """Extent of the search for faults.
+
+    steps: number of denoising steps whose layers are looked at.
+    budget: runs of the items for the damages, see `measure_damage`.
+    growth: bits that a recipe may add, as a share of all that is stored.
+    """
+
+    steps: int = 4
+    budget: int = 256
+    growth: float = 0.05
+
+
 def debug(
-    reference: Side, quantized: Side, items: Sequence[tuple[str, int]], call: Mapping[str, Any], **how: Any
+    reference: Side,
+    quantized: Side,
+    items: Sequence[tuple[str, int]],
+    call: Mapping[str, Any],
+    search: Search = Search(),
+    *,
+    device: str = "cpu",
+    batch_size: int | None = None,
 ) -> Debug:
     """Find out which layers of `quantized` make it differ from `reference`, and why.
 
-    items: (prompt, seed), a few. call: pipeline arguments. how: as of `debug_pipelines`. Raises ValueError for a side
-    without quantized layers, and a 16-bit model whose latents are not finite.
+    items: (prompt, seed), a few. call: pipeline arguments. Raises ValueError for a side without quantized layers, and a
+    16-bit model whose latents are not finite.
     """
     record = read_plan_file(Path(quantized.folder))
     recipe = None
     if record is not None and "imported" not in record:  # no recipe made an imported one
         fields = dict(record["recipe"])
         recipe = str(fields.pop("name")), Recipe.model_validate(fields)
-    return debug_pipelines(reference.open(), quantized.open(), items, call, recipe=recipe, **how)
+    pipes = reference.open(), quantized.open()
+    return debug_pipelines(*pipes, items, call, search, device=device, batch_size=batch_size, recipe=recipe)
 
 
 def debug_pipelines(
@@ -63,37 +85,29 @@ def debug_pipelines(
     quantized: Any,
     items: Sequence[tuple[str, int]],
     call: Mapping[str, Any],
+    search: Search = Search(),
     *,
-    steps: int = 4,
-    budget: int = 256,
-    growth: float = 0.05,
     device: str = "cpu",
     batch_size: int | None = None,
     recipe: tuple[str, Recipe] | None = None,
 ) -> Debug:
-    """Diagnose open pipelines on the CPU, as `debug`.
-
-    steps: number of denoising steps whose layers are looked at.
-    budget: runs of the items for the damages, see `measure_damage`.
-    growth: bits that a recipe may add, as a share of all that is stored.
-    recipe: name and content; without it there is no patch.
-    """
+    """Diagnose open pipelines on the CPU, as `debug`. recipe: name and content; without it there is no patch."""
     all_layers = quantized_layers(quantized)
     kinds = {name: model_family(getattr(quantized, name.partition(".")[0])).kind for name in all_layers}
     layers = {name: layer for name, layer in all_layers.items() if kinds[name] != "vae"}
     if not layers:
         raise ValueError("no layer that makes the latents is quantized: there is nothing to look for")
-    seen = spread(steps, number_of_steps(reference, call))
+    steps = spread(search.steps, number_of_steps(reference, call))
     size = min(batch_size or images_per_batch(call), len(items))
-    traces = _trace(reference, quantized, layers, items, call, seen, size, device)
+    traces = _trace(reference, quantized, layers, items, call, steps, size, device)
 
     def run(pipe: Any) -> Tensor:
         return watch(pipe, (), items, call, (), size)
 
     blocks = blocks_of(quantized, traces.order)
-    faults = _faults(reference, layers, traces, seen, device)
+    faults = _faults(reference, layers, traces, steps, device)
     damages = measure_damage(
-        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=budget
+        reference, quantized, blocks, run, traces.latents, floor=traces.floor_error, device=device, budget=search.budget
     )
     patch, why_not = None, ""
     if recipe is not None:
@@ -103,23 +117,23 @@ def debug_pipelines(
                 return squared_error(run(quantized), traces.latents)
 
         try:
-            patch = make_patch(reference, quantized, layers, damages, recipe, growth, error)
+            patch = make_patch(reference, quantized, layers, damages, recipe, search.growth, error)
         except ValueError as refused:
             why_not = str(refused)
-    measured = {name: _traced(name, traces, seen) | {"fault": faults.get(name, "")} for name in traces.order}
+    measured = {name: _traced(name, traces, steps) | {"fault": faults.get(name, "")} for name in traces.order}
     rows = [
         _row(name, locate(quantized, name)[0], (name,), layers, damages, **traced) for name, traced in measured.items()
     ]
     rows = _ranked(rows, list(faults))
-    divergence = _first_divergence(traces, seen)
-    sentences = findings(rows, faults, damages, seen, divergence, patch)
+    divergence = _first_divergence(traces, steps)
+    sentences = findings(rows, faults, damages, steps, divergence, patch)
     sentences += [f"no patch: {why_not}"] * bool(why_not) + _not_looked_at(
         layers, all_layers, traces, blocks, damages, device
     )
     return Debug(
         prompts=len(items),
-        steps=seen,
-        sigmas=tuple(traces.sigmas[step] for step in seen),
+        steps=steps,
+        sigmas=tuple(traces.sigmas[step] for step in steps),
         blocks=tuple(_row(block, "block", unit, layers, damages) for block, unit in blocks.items()),
         layers=tuple(rows),
         first_divergence=divergence,

@@ -11,7 +11,7 @@ import torch
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE
-from fluxq.eval.debug.debug import debug, debug_pipelines
+from fluxq.eval.debug.debug import Search, debug, debug_pipelines
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, quantized_layers
 from fluxq.eval.metrics.schema import Debug
@@ -27,7 +27,7 @@ from fluxq.recipes.recipe import Recipe, load_recipe
 ITEMS = tuple(items_of(list(tiny.PROMPTS[:2]), 2, first_seed=0))
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 4}
 SHORT_CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
-BLOCKS_ONLY = {"steps": 1, "budget": 10}  # two runs for each of five blocks
+BLOCKS_ONLY = Search(steps=1, budget=10)  # two runs for each of five blocks
 LAYER = "transformer.single_transformer_blocks.1.proj_out"
 SIXTEEN_BIT = Side("16 bit", str(tiny.path()), "")
 
@@ -40,7 +40,7 @@ def folder(plain_checkpoint) -> Path:
 @pytest.fixture(scope="module")
 def sound(folder) -> Debug:
     """All that there is to know about a checkpoint without faults."""
-    return debug(SIXTEEN_BIT, Side("nvfp4", str(folder), ""), ITEMS, CALL, steps=2, growth=0.1)
+    return debug(SIXTEEN_BIT, Side("nvfp4", str(folder), ""), ITEMS, CALL, Search(2, growth=0.1))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def quantized(folder):
 
 
 def broken(pipe, quantized, **how) -> Debug:
-    return debug_pipelines(pipe, quantized, ITEMS[:1], SHORT_CALL, **(BLOCKS_ONLY | how))
+    return debug_pipelines(pipe, quantized, ITEMS[:1], SHORT_CALL, how.pop("search", BLOCKS_ONLY), **how)
 
 
 def test_sound_checkpoint_has_no_faults(sound):
@@ -155,7 +155,7 @@ def test_weights_times_one_and_a_half(pipe, plain_checkpoint):
     """Conformance case Q2."""
     quantized = Side("int8", str(plain_checkpoint("int8")), "").open()
     quantized_layers(quantized)[LAYER].weight_scale.data.mul_(1.5)
-    found = broken(pipe, quantized, budget=22, growth=0.1, recipe=("int8", load_recipe("int8")[1]))
+    found = broken(pipe, quantized, search=Search(1, 22, 0.1), recipe=("int8", load_recipe("int8")[1]))
     worst, block = found.layers[0], LAYER.rpartition(".")[0]
     assert worst.name == LAYER
     assert worst.gain > 0.9 and worst.damage > 0.9
@@ -198,7 +198,7 @@ def test_a_wrong_scale_is_ranked_first(pipe, quantized):
 def test_nan_is_traced_to_the_layer_that_makes_it(pipe, quantized):
     scale = quantized_layers(quantized)[LAYER].weight_scale.data
     scale[7, 3] = torch.nan
-    found = broken(pipe, quantized, budget=22)
+    found = broken(pipe, quantized, search=Search(1, 22))
     assert found.layers[0].name == LAYER
     assert "at step 0 NaN or infinity comes out of it, from an input that is finite" in found.findings[0]
     assert found.layers[0].gain == found.layers[0].damage == 1
@@ -244,6 +244,6 @@ def test_a_library_that_saturates_int8_products(pipe, plain_checkpoint, monkeypa
 
 def test_refusals(pipe, quantized):
     with pytest.raises(ValueError, match="a budget of 9 runs is too small for 5 blocks: give 10"):
-        broken(pipe, quantized, budget=9)
+        broken(pipe, quantized, search=Search(1, 9))
     with pytest.raises(ValueError, match="no layer that makes the latents is quantized"):
         debug_pipelines(pipe, pipe, ITEMS, CALL)

@@ -456,6 +456,7 @@ def debug(
     growth: share of bits that the patch may add.
     budget: runs of the prompts that the damages may take.
     """
+    from fluxq.eval.debug.debug import Search
     from fluxq.eval.debug.debug import debug as find_faults
 
     options = subject.options
@@ -480,8 +481,7 @@ def debug(
         subject.quantized,
         subject.items,
         subject.call,
-        budget=budget,
-        growth=growth,
+        Search(budget=budget, growth=growth),
         device=device,
         batch_size=options.batch_size,
     )
