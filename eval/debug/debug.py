@@ -68,9 +68,11 @@ def debug(
 ) -> Debug:
     """Find out which layers of `quantized` make it differ from `reference`, and why.
 
-    items: (prompt, seed), a few. call: pipeline arguments. Raises ValueError for a side without quantized layers, and a
-    16-bit model whose latents are not finite.
+    items: (prompt, seed), a few. call: pipeline arguments. Raises ValueError for a side with a step cache, one without
+    quantized layers, and a 16-bit model whose latents are not finite.
     """
+    if quantized.cache is not None or reference.cache is not None:
+        raise ValueError("layers that a step cache passes over cannot be followed: leave out the cache")
     record = read_plan_file(Path(quantized.folder))
     recipe = None
     if record is not None and "imported" not in record:  # no recipe made an imported one

@@ -66,8 +66,8 @@ _STORE_BYTES = 80 << 20  # shared memory for the arguments of actors; Ray's leas
 class Work:
     """Images to make: `side` on every (prompt, seed) of `items`, `batch_size` in a call, kept in `root`.
 
-    items: at least one, and none twice. call: pipeline arguments as JSON holds them. device: as torch writes it;
-    engines of several GPUs put each worker on its own.
+    call: pipeline arguments as JSON holds them. device: as torch writes it; engines of several GPUs put each worker
+    on its own. Raises ValueError without items, and for one that comes twice.
     """
 
     side: Side
@@ -76,6 +76,13 @@ class Work:
     batch_size: int
     root: Path
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.items:
+            raise ValueError("nothing to generate: the list of (prompt, seed) is empty")
+        (prompt, seed), count = Counter(self.items).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"{prompt!r} with seed {seed} is asked for {count} times: give every image its own noise")
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -517,7 +524,8 @@ class _Processes:
                     worker.make(index)
                     yield index
         self.ranks.meet()
-        yield from (index for index in pending if index not in set(share))
+        mine = set(share)
+        yield from (index for index in pending if index not in mine)
 
 
 @contextmanager

@@ -113,8 +113,13 @@ class ProtocolRow:
 def items_of(prompts: Sequence[str], count: int, seeds: int = 1, first_seed: int = 0) -> list[tuple[str, int]]:
     """Return (prompt, seed) of every image: the first `count` prompts, `seeds` images of each, and no seed twice.
 
-    A shorter list of prompts starts over. ValueError for seeds that torch cannot take.
+    A shorter list of prompts starts over. ValueError without prompts, for a count below 1, and for seeds that torch
+    cannot take.
     """
+    if not prompts:
+        raise ValueError("nothing to generate: the list of prompts is empty")
+    if count < 1 or seeds < 1:
+        raise ValueError(f"{count} prompts with {seeds} images each are none: both have to be at least 1")
     if first_seed < 0 or first_seed + count * seeds > 1 << 63:
         raise ValueError(f"seeds from {first_seed} on leave the range 0 to 2^63 - 1: give a smaller --seed")
     return [

@@ -59,9 +59,11 @@ class Side:
     def open(self, device: str = "cpu") -> Any:
         """Open the pipeline, ready to be called.
 
-        Raises ValueError for a cache or attention that it cannot have, and RuntimeError for files that have changed
-        since the digest was taken.
+        Raises ValueError for a backend, cache or attention that it cannot have, and RuntimeError for files that have
+        changed since the digest was taken.
         """
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
         from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # it imports torch's compiler
 
         folder = ModelFolder(self.name, Path(self.folder))

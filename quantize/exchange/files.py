@@ -88,7 +88,21 @@ class ModelFile(Headers):
                 self.disabled.setdefault(module, {})[suffix] = name
         apart = {name for parts in self.disabled.values() for name in parts.values()}
         self.plain = [name for name in plain if name not in apart]
-        self.family, self.names = _identify(self)
+        vars(self).pop("_identity", None)
+
+    @cached_property
+    def _identity(self) -> tuple[Family | None, str]:
+        return _identify(self)  # half a second for an encoder that no family has
+
+    @property
+    def family(self) -> Family | None:
+        """Its family; None where no row knows its names."""
+        return self._identity[0]
+
+    @property
+    def names(self) -> str:
+        """Whose names its modules have: "diffusers", "original" or the dialect's own."""
+        return self._identity[1]
 
     def other_components(self) -> dict[str, tuple[int, int]]:
         """Name -> (tensors, bytes) of what lies beside the denoiser in its file."""

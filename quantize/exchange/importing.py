@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,8 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
             f"{model.path}: has no quantized layer of the {target.class_name}{others}; take the 16-bit model"
         )
     try:
-        network = build_on_meta(target.library, target.class_name, target.settings)
+        # A copy: transformers changes nested settings in place.
+        network = build_on_meta(target.library, target.class_name, deepcopy(target.settings))
     except Exception as error:  # whatever a constructor makes of values that it did not expect
         raise ValueError(
             f"{model.path}: no {target.class_name} can be built from config.json ({type(error).__name__}: {error}); "

@@ -242,7 +242,9 @@ def test_a_library_that_saturates_int8_products(pipe, plain_checkpoint, monkeypa
     assert sum("its kernel is" in layer.fault for layer in found.layers) > 10
 
 
-def test_refusals(pipe, quantized):
+def test_refusals(pipe, quantized, folder):
+    with pytest.raises(ValueError, match="step cache"):
+        debug(SIXTEEN_BIT, Side("q", str(folder), "", cache=0.1), ITEMS, CALL)
     with pytest.raises(ValueError, match="a budget of 9 runs is too small for 5 blocks: give 10"):
         broken(pipe, quantized, search=Search(1, 9))
     with pytest.raises(ValueError, match="no layer that makes the latents is quantized"):

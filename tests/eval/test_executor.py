@@ -300,6 +300,13 @@ def test_a_pipe_among_the_images_is_not_waited_for(work, what):
         ensure_images(work)
 
 
+def test_nothing_and_twice_the_same_are_refused(work):
+    with pytest.raises(ValueError, match=r"list of .* is empty"):
+        replace(work, items=())
+    with pytest.raises(ValueError, match="'a' with seed 3 is asked for 2 times"):
+        replace(work, items=(*work.items, work.items[0]))
+
+
 # Once, and the same again
 
 

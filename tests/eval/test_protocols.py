@@ -131,6 +131,9 @@ def test_items_give_every_image_a_seed_of_its_own():
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (((), 3), "the list of prompts is empty"),
+        ((("a",), 0), "0 prompts with 1 images each are none"),
+        ((("a",), 3, 0), "3 prompts with 0 images each are none"),
         ((("a",), 1, 1, -1), "seeds from -1 on leave the range"),
         ((("a",), 2, 1, (1 << 63) - 1), "leave the range 0 to 2\\^63 - 1"),
     ],

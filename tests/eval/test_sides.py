@@ -85,3 +85,8 @@ def test_variants_are_named_after_what_differs(side):
         ("tiny-nvfp4, cached", "native", 0.1),
         ("tiny-nvfp4 as int8, cached", "int8", 0.1),
     ]
+
+
+def test_an_unknown_backend_is_named(side):
+    with pytest.raises(ValueError, match="backend 'fp4' is unknown; known: native, int8, 8bit"):
+        replace(side, backend="fp4").open()
