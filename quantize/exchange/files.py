@@ -101,7 +101,7 @@ class ModelFile(Headers):
 
     @property
     def names(self) -> str:
-        """Whose names its modules have: "diffusers", "original" or the dialect's own."""
+        """Owner of its modules' names: "diffusers", "original" or the dialect itself."""
         return self._identity[1]
 
     def other_components(self) -> dict[str, tuple[int, int]]:
