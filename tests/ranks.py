@@ -22,6 +22,7 @@ def main(count: int, *words: str) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
+        monitor_interval=0.005,  # seconds; who died first is seen before others fail for it
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
