@@ -463,24 +463,15 @@ def writing(output: Output, job: str, *, overwrite: bool) -> Iterator[Path | Non
     place = output.place
     stem = f".{place.name}.{job[:16]}"
     new, old = place.with_name(f"{stem}.{NEW}"), place.with_name(f"{stem}.{OLD}")
-    pairs = _moves(output, new)
     with sole_writer(place):
         output.put_back()
-        is_done = (
-            (not overwrite or old.is_dir()) and not any(source.exists() for source, _ in pairs) and output.holds(job)
-        )
+        is_swapped = not any(source.exists() for source, _ in _moves(output, new))
+        is_done = (not overwrite or old.is_dir()) and is_swapped and output.holds(job)
         output.clear(but=old if is_done else None)
         if not is_done:
             output.require_free(overwrite=overwrite)
-            new.mkdir(parents=True)
-            try:
+            with _swapping(output, new, old, overwrite=overwrite):
                 yield new
-                put(pairs, old, output, overwrite=overwrite)
-            except BaseException:
-                if not old.exists():  # else the way back failed too, and the next run needs both
-                    remove(new)
-                raise
-            remove(new)
         remove(old)
     if is_done:
         yield None
@@ -493,19 +484,26 @@ def atomic_output(output: Output, work: Path, *, overwrite: bool = False, is_pri
     work: folder on the same file system, for the new and the old files meanwhile.
     is_private: the output lies in a folder of fluxq's own; whatever stands there is replaced.
     """
-    part, old = work / NEW, work / OLD
+    new, old = work / NEW, work / OLD
     recover(output.place, work)
-    remove(part)
-    part.mkdir(parents=True)
+    remove(new)
+    with _swapping(output, new, old, overwrite=overwrite, is_private=is_private):
+        yield new
+    remove(old)
+
+
+@contextmanager
+def _swapping(output: Output, new: Path, old: Path, *, overwrite: bool, is_private: bool = False) -> Iterator[None]:
+    """Make the folder `new`, put what the block makes in it in place, and remove it; old files are then in `old`."""
+    new.mkdir(parents=True)
     try:
-        yield part
-        put(_moves(output, part), old, None if is_private else output, overwrite=overwrite)
+        yield
+        put(_moves(output, new), old, None if is_private else output, overwrite=overwrite)
     except BaseException:
         if not old.exists():  # else the way back failed too, and the next run needs both
-            remove(part)
+            remove(new)
         raise
-    remove(part)
-    remove(old)
+    remove(new)
 
 
 def recover(place: Path, work: Path) -> None:

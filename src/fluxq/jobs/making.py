@@ -152,11 +152,11 @@ def calibrate(job: Job) -> Path:
     identity = job.run.ranks.agree(identity_of(job) if job.run.ranks.leads else None)
     job = replace(job, identity=identity)
     with memory.within(job.run.limit, job.run.device), work_of(job) as work:
-        if job.run.ranks.leads:
-            _require_own_statistics(job)
-        statistics = _calibrate(job, job.load_reference(), work)
-        if job.run.ranks.leads:
-            _write_statistics(job, statistics, work)
+        ranks = job.run.ranks
+        if not ranks.agree(ranks.leads and _require_own_statistics(job)):
+            statistics = _calibrate(job, job.load_reference(), work)
+            if ranks.leads:
+                _write_statistics(job, statistics, work)
     return job.output
 
 

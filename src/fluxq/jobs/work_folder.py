@@ -23,7 +23,7 @@ import torch
 import fluxq
 from fluxq.base.console import logger, without_cure
 from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
-from fluxq.base.output import ANY_JOB, NEW, OLD, Output, is_being_written, job_digest, recover, remove, sole_writer
+from fluxq.base.output import ANY_JOB, NEW, OLD, Output, is_being_written, job_digest, remove, sole_writer
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs.job import Job
 from fluxq.jobs.requirements import existing_parent, require_free_space
@@ -153,13 +153,11 @@ def _begin(job: Job, work: Path) -> None:
         if other == work or not (other / _MANIFEST).is_file():
             _remove_if_unbegun(other)
             continue
-        recover(output, other)
         if not job.options.overwrite:
             _refuse(job, other)
         differing = _differing(identity, _read_manifest(other / _MANIFEST))
         logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
         remove(other)
-    recover(output, work)
     for part in list(work.rglob(".*.part")):
         remove(part)
     if (work / _MANIFEST).is_file():
