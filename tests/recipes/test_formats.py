@@ -1,10 +1,12 @@
 """FORMATS against the facts that the specifications state."""
 
+import ast
 import dataclasses
 
 import pytest
 
 from fluxq.recipes.formats import ELEMENTS, FORMATS, find_format
+from tests.house.test_house import our_modules
 
 # name: (element, elements per scale, scale type, rule, two levels, bits per weight of a 128 x 256 matrix)
 FACTS = {
@@ -60,6 +62,19 @@ def test_what_follows_from_an_element_is_what_was_written_down_before():
     assert derived == DERIVED_FACTS
     assert ELEMENTS["e2m1"].magnitudes == (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     assert len(ELEMENTS["e4m3"].magnitudes) == 0x7F and len(ELEMENTS["e5m2"].magnitudes) == 0x7C
+
+
+def named(source: str, name: str) -> bool:
+    """True if a source text names the format, or an element of that name, by a string."""
+    return any(isinstance(node, ast.Constant) and node.value == name for node in ast.walk(ast.parse(source)))
+
+
+@pytest.mark.parametrize("name", ["fp8_e5m2", "e5m2"])
+def test_a_format_is_two_rows_and_no_other_file_names_it(name):
+    """Of a format that no kernel and no program multiplies yet: its rows are all that it takes."""
+    modules = our_modules()
+    found = {module for module, path in modules.items() if named(path.read_text(encoding="utf-8"), name)}
+    assert found == {"fluxq.recipes.formats"}
 
 
 @pytest.mark.parametrize("wrong", [{"mantissa": 2}, {"exponent": 5}, {"max": 465.0}, {"bias": 9}])
