@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from fluxq.base.units import digits
+from fluxq.base.console import digits
 from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.jobs.footprint import decoding
 from fluxq.quantize.checkpoint import build_on_meta

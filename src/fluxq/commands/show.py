@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxq.base.units import duration as _duration
-from fluxq.base.units import size as _size
-from fluxq.base.units import work as _work
+from fluxq.base.console import duration as _duration
+from fluxq.base.console import size as _size
+from fluxq.base.console import work as _work
 from fluxq.commands.tables import echo, print_table
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from fluxq.base.console import first_line, logger
-from fluxq.base.devices import AUTO
-from fluxq.base.memory import free_bytes
+from fluxq.base.devices import AUTO, free_bytes
 from fluxq.base.model import ModelFolder
 from fluxq.base.residence import Residence, residence_of
 from fluxq.integrations.bounded import load_bounded

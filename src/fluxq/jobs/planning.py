@@ -11,9 +11,8 @@ import torch
 
 from fluxq.base import devices
 from fluxq.base.console import logger
-from fluxq.base.devices import AUTO
+from fluxq.base.devices import AUTO, free_bytes
 from fluxq.base.files import sha256_file
-from fluxq.base.memory import free_bytes
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
 from fluxq.base.output import Output
 from fluxq.base.ranks import ALONE, Ranks
