@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fluxq.base.console import size as _size
 from fluxq.base.console import visible_name
-from fluxq.commands.tables import echo, print_table
+from fluxq.commands.show import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

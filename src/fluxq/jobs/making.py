@@ -40,7 +40,7 @@ from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
-from fluxq.jobs import footprint, memory
+from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions
 from fluxq.jobs.planning import demand, job_of
 from fluxq.jobs.work_folder import (
@@ -132,11 +132,11 @@ def holding_on(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Ho
     for name in folder.components:
         if not is_model(folder, name):
             continue
-        weights: float = footprint.served_bytes(folder, name)
+        weights: float = memory.served_bytes(folder, name)
         if name in plans:
             others = weights - sum(_OF_16_BIT * layer.n * layer.k for layer in plans[name].layers)
             weights = weights_on(plans[name].layers, others, device.chip, prefer)
-        activations = footprint.activations(folder, name, size, _OF_16_BIT)
+        activations = memory.activations(folder, name, size, _OF_16_BIT)
         if name in costs:
             activations = activation_bytes(plans[name], costs[name].forward)
         pieces.append(PartSize(name, weights, activations))
@@ -242,7 +242,8 @@ def _quantize(job: Job, work: Path) -> Record | None:
             reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
         if job.fitted:
             fittings = _fittings(job, pipe, statistics)
-        memory.let_go(pipe)
+        if job.run.memory is not None:
+            memory.let_go(pipe)
         del pipe
     trajectory = statistics.trajectory if statistics else None
     for fitting in fittings.values():

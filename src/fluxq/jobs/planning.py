@@ -18,7 +18,7 @@ from fluxq.base.output import Output
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
-from fluxq.jobs import footprint, memory
+from fluxq.jobs import memory
 from fluxq.jobs.hub import require_pushable
 from fluxq.jobs.job import Job, JobOptions, Run
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
@@ -210,13 +210,13 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     checks, runs = writes and job.options.check, any(plan.static_groups() for plan in job.plans)
     if not (checks or job.fitted or runs):
         return None
-    calibrating = footprint.sizes(job.calibration_items, job.call) if job.fitted or runs else ()
+    calibrating = memory.sizes_of(job.calibration_items, job.call) if job.fitted or runs else ()
     return memory.demand_of(
         device,
         job.options.dtype,
         job.folder,
         sizes=calibrating,
-        shown=footprint.sizes(job.check_items, job.check_call) if checks else (),
+        shown=memory.sizes_of(job.check_items, job.check_call) if checks else (),
         fitted=fitted,
         fused=job.updates.keys(),
     )
