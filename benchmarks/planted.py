@@ -918,7 +918,7 @@ FAULTS: dict[str, Fault] = {
         _in("jobs/test_placement.py", "test_a_pipeline_to_judge_fits_or_takes_turns_or_is_computed_by_the_cpu"),
     ),
     "job: LoRA files not part of its identity": Fault(
-        "src/fluxq/jobs/work_folder.py",
+        "src/fluxq/jobs/job.py",
         '        "loras": [[lora.component, lora.digest, lora.weight] for lora in job.loras],\n',
         '        "loras": [],\n',
         _in("quantize/test_lora.py", "test_a_checkpoint_with_another_lora_is_another_checkpoint"),

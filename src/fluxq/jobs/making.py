@@ -41,9 +41,9 @@ from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
 from fluxq.jobs import memory
-from fluxq.jobs.job import Job, JobOptions
-from fluxq.jobs.planning import demand, job_of
-from fluxq.jobs.work_folder import (
+from fluxq.jobs.job import (
+    Job,
+    JobOptions,
     clear_leftovers,
     decisive,
     finished_checkpoint,
@@ -54,6 +54,7 @@ from fluxq.jobs.work_folder import (
     work_folder,
     work_of,
 )
+from fluxq.jobs.planning import demand, job_of
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
 from fluxq.quantize.digests import hash_files, write_digests

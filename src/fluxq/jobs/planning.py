@@ -20,7 +20,15 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import memory
 from fluxq.jobs.hub import require_pushable
-from fluxq.jobs.job import Job, JobOptions, Run
+from fluxq.jobs.job import (
+    Job,
+    JobOptions,
+    Run,
+    finished_checkpoint,
+    identity_of,
+    require_no_other,
+    require_same_statistics,
+)
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
@@ -30,7 +38,6 @@ from fluxq.jobs.requirements import (
     require_pictures,
     scheduler_of,
 )
-from fluxq.jobs.work_folder import finished_checkpoint, identity_of, require_no_other, require_same_statistics
 from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of
