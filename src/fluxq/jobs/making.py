@@ -81,7 +81,7 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.workloads import CallSize
-from fluxq.runtime.steps import KeptSteps, about_to_keep
+from fluxq.runtime.steps import KeptSteps
 
 __all__ = [  # all names that the commands need of a job, whichever file they are in
     "Job",
@@ -509,10 +509,8 @@ def _source(job: Job) -> str | None:
 
 def _check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
-    options = job.options
-    with about_to_keep():
-        folder = ModelFolder(job.output.name, part)
-    pipe = job.run.memory.load(folder, {}) if job.run.memory else load_pipeline(folder, options.dtype, job.run.device)
+    folder, run = ModelFolder(job.output.name, part), job.run
+    pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
     if job.recipe.steps and any(plan.steps for plan in job.plans):
         KeptSteps(pipe, job.recipe.steps, job.weights, {})
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
