@@ -852,13 +852,13 @@ FAULTS: dict[str, Fault] = {
         _in("eval/test_report.py", "test_untrusted_text_stays_text"),
     ),
     "config: a save loses the kept steps": Fault(
-        "src/fluxq/integrations/config.py",
+        "src/fluxq/integrations/loading.py",
         "            return _layers_of(model, self._steps)\n",
         "            return _layers_of(model, None)\n",
         _in("runtime/test_steps.py", "test_what_is_saved_is_the_checkpoint"),
     ),
     "dtypes: a VAE of more digits is cast": Fault(
-        "src/fluxq/integrations/dtypes.py",
+        "src/fluxq/integrations/diffusers.py",
         "        if name not in exempt and _is_exact(model, dtype):\n",
         "        if name not in exempt:\n",
         _in("integrations/test_dtypes.py", "test_a_component_with_more_digits_keeps_them"),
@@ -885,7 +885,7 @@ FAULTS: dict[str, Fault] = {
         _in("integrations/test_peft.py", "test_fused_adapters_with_weights_are_as_exact_as_unfused_ones"),
     ),
     "dtypes: a pipeline is cast part by part": Fault(
-        "src/fluxq/integrations/dtypes.py",
+        "src/fluxq/integrations/diffusers.py",
         "refuse_casting(models, dtype)",
         "refuse_casting({}, dtype)",
         _in(
