@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from fluxq.base.units import digits
+from fluxq.base.console import digits
 from fluxq.jobs.catalogue import CatalogueModel
-from fluxq.jobs.footprint import decoding
+from fluxq.jobs.memory import decoding
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import PUBLISHED, find_published
 from fluxq.recipes.cards import CONTEXT, GIB, PartSize, holding, weights_on

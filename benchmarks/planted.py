@@ -852,13 +852,13 @@ FAULTS: dict[str, Fault] = {
         _in("eval/test_report.py", "test_untrusted_text_stays_text"),
     ),
     "config: a save loses the kept steps": Fault(
-        "src/fluxq/integrations/config.py",
+        "src/fluxq/integrations/loading.py",
         "            return _layers_of(model, self._steps)\n",
         "            return _layers_of(model, None)\n",
         _in("runtime/test_steps.py", "test_what_is_saved_is_the_checkpoint"),
     ),
     "dtypes: a VAE of more digits is cast": Fault(
-        "src/fluxq/integrations/dtypes.py",
+        "src/fluxq/integrations/diffusers.py",
         "        if name not in exempt and _is_exact(model, dtype):\n",
         "        if name not in exempt:\n",
         _in("integrations/test_dtypes.py", "test_a_component_with_more_digits_keeps_them"),
@@ -885,7 +885,7 @@ FAULTS: dict[str, Fault] = {
         _in("integrations/test_peft.py", "test_fused_adapters_with_weights_are_as_exact_as_unfused_ones"),
     ),
     "dtypes: a pipeline is cast part by part": Fault(
-        "src/fluxq/integrations/dtypes.py",
+        "src/fluxq/integrations/diffusers.py",
         "refuse_casting(models, dtype)",
         "refuse_casting({}, dtype)",
         _in(
@@ -918,7 +918,7 @@ FAULTS: dict[str, Fault] = {
         _in("jobs/test_placement.py", "test_a_pipeline_to_judge_fits_or_takes_turns_or_is_computed_by_the_cpu"),
     ),
     "job: LoRA files not part of its identity": Fault(
-        "src/fluxq/jobs/work_folder.py",
+        "src/fluxq/jobs/job.py",
         '        "loras": [[lora.component, lora.digest, lora.weight] for lora in job.loras],\n',
         '        "loras": [],\n',
         _in("quantize/test_lora.py", "test_a_checkpoint_with_another_lora_is_another_checkpoint"),

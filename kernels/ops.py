@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.base import memory
+from fluxq.base import devices
 from fluxq.kernels import encode
 from fluxq.kernels.op import launches_on_gpu
 from fluxq.kernels.packing import read, unpack
@@ -193,7 +193,7 @@ def transformed(
 
 def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
     """Return (a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
-    done = memory.scratch(a.shape, torch.float32, a.device)
+    done = devices.scratch(a.shape, torch.float32, a.device)
     for start, part in row_chunks(a):
         _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, hadamard)
     return done

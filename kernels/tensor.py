@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.base import memory
+from fluxq.base import devices
 from fluxq.kernels import encode
 from fluxq.recipes.formats import Format, find_format
 
@@ -101,7 +101,7 @@ class QuantizedTensor:
         """Return room for a matrix (n, k), for `put` to fill."""
         shapes = stored_shapes(format, n, k)
         codes, scale = (
-            memory.empty(shape, dtype, device) for shape, dtype in (shapes["weight"], shapes["weight_scale"])
+            devices.empty(shape, dtype, device) for shape, dtype in (shapes["weight"], shapes["weight_scale"])
         )
         return cls(codes, scale, global_scale, (n, k), format)
 
@@ -142,7 +142,7 @@ class QuantizedTensor:
 
     def operand(self) -> Tensor:
         """Return `dequantize` in fp32, for one product: on a CPU in scratch memory that is not kept."""
-        return self.dequantize(out=memory.scratch(self.shape, torch.float32, self.codes.device))
+        return self.dequantize(out=devices.scratch(self.shape, torch.float32, self.codes.device))
 
     @property
     def bits_per_weight(self) -> float:
@@ -194,7 +194,7 @@ def round_blocks(
 ) -> Tensor:
     """Return the decoded `quantize_blocks` of the same arguments, (M, K) in fp32, without storing the codes."""
     how = _Rounding(x, format, global_scale, name, row_scale, four_over_six)
-    done = memory.scratch(x.shape, torch.float32, x.device)
+    done = devices.scratch(x.shape, torch.float32, x.device)
     for start, scaled, scale in how.scaled_rows(x, steps):
         step = encode.decode_scale(scale, format, how.global_of(start, len(scaled))).unsqueeze(-1)
         rounded = encode.decoded_codes(scaled, format.element)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fluxq.base import memory
+from fluxq.base import devices
 from fluxq.kernels import encode
 from fluxq.kernels.tensor import QuantizedTensor, largest
 from fluxq.quantize.checkpoint import SourceWeights
@@ -99,7 +99,7 @@ def round_units(
     def work(unit: RoundingUnit, tensors: dict[str, Tensor]) -> Rounded:
         return _rounded(unit, tensors, source, dtype, input_scales)
 
-    with memory.used_again():
+    with devices.used_again():
         yield from in_order(units, read, work, workers or min(_MOST_WORKERS, torch.get_num_threads()))
 
 

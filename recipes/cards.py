@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fluxq.base import units
+from fluxq.base import console
 from fluxq.recipes.cost import REFERENCE, Prefer, resident_bytes, route
 from fluxq.recipes.devices import Device
 from fluxq.recipes.plan import LayerPlan
@@ -60,7 +60,7 @@ class Holding:
         }
 
     def __str__(self) -> str:
-        at_once, in_turns, room = map(units.size, (self.at_once, self.in_turns, self.room))
+        at_once, in_turns, room = map(console.size, (self.at_once, self.in_turns, self.room))
         turns = f"in turns (enable_model_cpu_offload) {in_turns}, for {self.widest}"
         if self.word == "all":
             return f"holds the pipeline at once: {at_once} of {room}; {turns}"

@@ -340,13 +340,13 @@ def read_job(folder: Path) -> None:
     from types import SimpleNamespace
     from typing import cast
 
-    from fluxq.jobs import work_folder
+    from fluxq.jobs.job import _begin
 
     output = folder / "begun" / "out"
     options = SimpleNamespace(overwrite=False, parallel_blocks=False)
     prepared = cast(Any, SimpleNamespace(output=output, identity={"model": {"transformer": "a"}}, options=options))
     try:
-        work_folder._begin(prepared, output.parent / "its own")
+        _begin(prepared, output.parent / "its own")
     except ValueError as error:
         if "an interrupted run that differs in" not in str(error):  # the answer to a sound one
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fluxq.base import units
+from fluxq.base import console
 from fluxq.eval.metrics.schema import Estimate, Served, Speed, SpeedRow, Speedup, Verdict
 
 NONE = "–"
@@ -73,7 +73,7 @@ def sizes(speed: Speed) -> str:
 
 def size(count: float | None) -> str:
     """Return bytes in decimal units, as disks and cards are sold."""
-    return NONE if count is None else units.size(count)
+    return NONE if count is None else console.size(count)
 
 
 def bits(stored: float, resident: float) -> str:
@@ -90,7 +90,7 @@ def durations(seconds: Sequence[float]) -> str:
 
 def duration(seconds: float | None) -> str:
     """Return a time in three significant digits and the unit that suits."""
-    return NONE if seconds is None else units.duration(seconds)
+    return NONE if seconds is None else console.duration(seconds)
 
 
 def share(value: float | None) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from fluxq.base.console import first_line
 from fluxq.base.download import HUB_ID
-from fluxq.base.modest_yaml import front_matter
+from fluxq.base.files import front_matter
 from fluxq.base.output import is_sealed, seal, unsealed
 from fluxq.eval.metrics.figures import amount, limits
 from fluxq.eval.metrics.schema import Metric, Report, Run

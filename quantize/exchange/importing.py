@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base import FLUXQ_VERSION, units
+from fluxq.base import FLUXQ_VERSION, console
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
 from fluxq.base.linears import linear_size, linears_of
@@ -303,7 +303,7 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
     report.quantized = {module: str(scheme) for module, scheme in schemes.items()}
     report.notes = _counted(report.notes)
     for other, (count, nbytes) in model.other_components().items():
-        report.notes.append(f"{other}, {count} tensors of {units.size(nbytes)} beside the denoiser, was left out")
+        report.notes.append(f"{other}, {count} tensors of {console.size(nbytes)} beside the denoiser, was left out")
     if schemes:
         config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
     write_json(folder / "config.json", config)

@@ -15,7 +15,7 @@ from fluxq.integrations import register
 if TYPE_CHECKING:
     from fluxq import tiny
     from fluxq.base.settings import configure
-    from fluxq.integrations.config import FluxqConfig
+    from fluxq.integrations.loading import FluxqConfig
     from fluxq.kernels.linear import QuantLinear
     from fluxq.kernels.tensor import QuantizedTensor
     from fluxq.quantize.run import quantize_linear
@@ -56,7 +56,7 @@ _HOMES = {
     "Checkpoint": "fluxq.verbs",
     "FAMILIES": "fluxq.recipes.all_families",
     "FORMATS": "fluxq.recipes.formats",
-    "FluxqConfig": "fluxq.integrations.config",
+    "FluxqConfig": "fluxq.integrations.loading",
     "QuantLinear": "fluxq.kernels.linear",
     "QuantizedTensor": "fluxq.kernels.tensor",
     "calibrate_pipeline": "fluxq.verbs",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
-from fluxq.base import memory
+from fluxq.base import devices
 from fluxq.base import tensors as files
 from fluxq.base.files import sha256_file
 from fluxq.base.tensors import DTYPES, TensorFile, join_weights, save_sealed, save_weights
@@ -303,7 +303,7 @@ def test_for_a_while_memory_of_large_tensors_is_used_again_when_they_are_gone(tm
     large = {name: torch.full((600, 1000), value, dtype=torch.float32) for name, value in (("a", 1.0), ("b", 2.0))}
     save_weights(large, tmp_path / "x.safetensors", {})
     file = TensorFile(tmp_path / "x.safetensors")
-    with memory.used_again():
+    with devices.used_again():
         first = file.get_tensor("a")
         view, place = first[10:], first.data_ptr()
         del first
@@ -315,26 +315,26 @@ def test_for_a_while_memory_of_large_tensors_is_used_again_when_they_are_gone(tm
         assert again.untyped_storage().nbytes() == again.nbytes
     assert (again == 1).all()
     del again
-    assert not memory._FREE.blocks
+    assert not devices._FREE.blocks
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (3, 5), (700, 1000)])  # the last is more than a MiB
 def test_memory_for_a_short_while_is_a_tensor_like_any_other(shape):
-    tensor = memory.scratch(shape, torch.float32)
+    tensor = devices.scratch(shape, torch.float32)
     tensor.fill_(2.0)
     assert tensor.shape == shape and tensor.is_contiguous() and (tensor.t() @ tensor == 4 * shape[0]).all()
-    assert memory.scratch(shape, torch.bfloat16, "meta").is_meta
+    assert devices.scratch(shape, torch.bfloat16, "meta").is_meta
 
 
 def test_little_memory_is_kept(monkeypatch):
-    monkeypatch.setattr(memory, "_KEPT", 7 << 20)
-    with memory.used_again():
-        two, three, four = (memory.empty((size << 20,), torch.uint8) for size in (2, 3, 4))
+    monkeypatch.setattr(devices, "_KEPT", 7 << 20)
+    with devices.used_again():
+        two, three, four = (devices.empty((size << 20,), torch.uint8) for size in (2, 3, 4))
         place = three.data_ptr()
         del two, four, three  # one after the other; the first is too much then
-        assert sum(block.nbytes for block in memory._FREE.blocks.values()) == 7 << 20
-        assert memory.empty((2 << 20,), torch.uint8).data_ptr() == place  # the smallest that holds it
-        assert memory.empty((1 << 20,), torch.uint8).untyped_storage().nbytes() == 1 << 20
+        assert sum(block.nbytes for block in devices._FREE.blocks.values()) == 7 << 20
+        assert devices.empty((2 << 20,), torch.uint8).data_ptr() == place  # the smallest that holds it
+        assert devices.empty((1 << 20,), torch.uint8).untyped_storage().nbytes() == 1 << 20
 
 
 def test_large_files_go_to_the_disk_as_they_are_written(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from published_models import PIPELINES, ROWS, published
 from benchmarks import large_models
 from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
-from fluxq.jobs import footprint, making, planning
+from fluxq.jobs import making, memory, planning
 from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.recipes.cards import holding
 from fluxq.recipes.devices import DEVICES
@@ -79,7 +79,7 @@ def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
     assert found is not None and f"running vae on {ONE}" in found.needs
     assert found.working["vae"] == 2 * 4 * 256 * 5 * 1024 * 1024  # of a latent frame, and what is kept of the last
     wan, folder = (CallSize(1, 64, 64, frames, None) for frames in (9, 25)), ModelFolder("m", model)
-    assert len({footprint.activations(folder, "vae", size, 2) for size in wan}) == 1
+    assert len({memory.activations(folder, "vae", size, 2) for size in wan}) == 1
     video = json.loads((model / "vae" / "config.json").read_text())
     for cls, patch, frames in (("AutoencoderKLHunyuanVideo", None, 27), ("AutoencoderKLLTXVideo", 4, 27)):
         changed = {**video, "block_out_channels": [128, 256], "patch_size": patch}
@@ -87,7 +87,7 @@ def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
         index = json.loads((model / "model_index.json").read_text())
         (model / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", cls]}))
         size, pixels = CallSize(1, 64, 64, 25, None), 64 * 64 // (patch or 1) ** 2
-        assert footprint.activations(ModelFolder("m", model), "vae", size, 2) == 2 * 4 * 256 * pixels * frames
+        assert memory.activations(ModelFolder("m", model), "vae", size, 2) == 2 * 4 * 256 * pixels * frames
     with pytest.raises(ValueError, match="a smaller --height and --width, or fewer --frames"):
         found.bound(1 << 30)
 
@@ -199,4 +199,4 @@ def test_plan_says_what_a_card_does_not_hold_and_what_would_help(tmp_path, monke
 def test_activations_go_by_the_widest_layer(name, component, numbers, tmp_path):
     folder = ModelFolder(name, published(tmp_path / "model", name, component))
     size = CallSize(1, 1024, 1024, None, None)
-    assert footprint.activations(folder, component, size, 2) == pytest.approx(2 * numbers, rel=0.05)
+    assert memory.activations(folder, component, size, 2) == pytest.approx(2 * numbers, rel=0.05)

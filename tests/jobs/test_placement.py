@@ -125,7 +125,7 @@ def test_a_family_that_is_not_modelled_is_estimated_by_its_weights(monkeypatch):
     def unknown(*_: object) -> None:
         raise ValueError("not modelled")
 
-    monkeypatch.setattr(forecast.footprint, "forward_pass_of", unknown)
+    monkeypatch.setattr(forecast.memory, "forward_pass_of", unknown)
     weights = sum(linear.n * linear.k for linear in made.linears["transformer"])
     assert made.flops("transformer", 1) == 2 * weights * made.tokens("transformer", 1) != exact
 

@@ -15,7 +15,7 @@ from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq import tiny
-from fluxq.base import units
+from fluxq.base import console
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.calibrate.capture import Sampling, capture_statistics
 from fluxq.calibrate.statistics import Statistics
@@ -179,7 +179,7 @@ def test_eval_says_which_components_it_counts(fluxq, three, tmp_path):
     names = "transformer, text_encoder_2, text_encoder"
     parts = json.loads((three / "fluxq_plan.json").read_text())["components"]
     after = sum(part["bytes_after"] for part in parts)
-    assert f"{names}: {units.size(after)} on disk instead of 3.57 MB" in done.stdout
+    assert f"{names}: {console.size(after)} on disk instead of 3.57 MB" in done.stdout
     assert names in (folder / "eval" / "report.html").read_text()
 
 

@@ -30,7 +30,8 @@ from fluxq.calibrate import prompts
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
-from fluxq.jobs import judge, making, work_folder
+from fluxq.jobs import judge, making
+from fluxq.jobs.job import _keep_what_is_done
 from fluxq.quantize import checkpoint, finished, run
 from fluxq.quantize.checkpoint import SourceWeights
 
@@ -241,7 +242,7 @@ def test_statistics_alone_are_not_kept_where_the_model_is_at_fault(tmp_path):
         file = tmp_path / "work" / f"{name}.safetensors"
         file.parent.mkdir(parents=True)
         file.touch()
-        work_folder._keep_what_is_done(tmp_path / "work", ValueError("NaN"))
+        _keep_what_is_done(tmp_path / "work", ValueError("NaN"))
         assert file.exists() == is_kept
 
 

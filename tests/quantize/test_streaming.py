@@ -31,7 +31,8 @@ from fluxq.base.files import atomic_path
 from fluxq.base.model import resolve_model
 from fluxq.base.output import sole_writer
 from fluxq.base.tensors import TensorFile
-from fluxq.jobs import making, work_folder
+from fluxq.jobs import making
+from fluxq.jobs.job import _size, _space_needed, with_digests
 from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.finished import Outcome
@@ -386,7 +387,7 @@ def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path,
     first = quantize(tmp_path)
     monkeypatch.setattr(making, "_quantize", lambda *_: pytest.fail("quantized again"))
     assert making.quantize(prepared) == first == read_record(tmp_path / "out")
-    assert first.identity.model_dump() == work_folder.with_digests(prepared)
+    assert first.identity.model_dump() == with_digests(prepared)
 
 
 # Memory and cost
@@ -578,8 +579,8 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
     def measured(part: Path, *_: object) -> dict[str, str]:
         nonlocal most
         (blocks,) = tmp_path.glob(".out.*.work/transformer")
-        most = work_folder._size(part) + work_folder._size(blocks)
-        half.append(work_folder._space_needed(prepared, blocks.parent))
+        most = _size(part) + _size(blocks)
+        half.append(_space_needed(prepared, blocks.parent))
         return {}
 
     if slack < 1.1:
@@ -587,7 +588,7 @@ def test_the_space_that_is_asked_for_is_what_is_taken(tmp_path, monkeypatch, qui
     else:
         options = making.JobOptions("tiny", str(quick_recipe(recipe)), output=str(tmp_path / "out"), check=False)
     prepared = making.job_of(options)
-    needed = work_folder._space_needed(prepared, tmp_path / "nothing")
+    needed = _space_needed(prepared, tmp_path / "nothing")
     monkeypatch.setattr(making, "hash_files", measured)
     making.quantize(prepared)
     headers = 100_000  # and the small files

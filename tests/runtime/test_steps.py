@@ -22,8 +22,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 import fluxq
 from fluxq import tiny
+from fluxq.base.devices import free_bytes
 from fluxq.base.files import read_json, write_json
-from fluxq.base.memory import free_bytes
 from fluxq.eval.images.sides import Side
 from fluxq.eval.report.card import model_card
 from fluxq.jobs import making

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import xxhash
 
-from fluxq.base import memory
+from fluxq.base import devices
 from fluxq.base.files import atomic_path, place_in_work, room_left, sha256_json
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class TensorFile:
         if name not in self.stored:
             raise ValueError(f"{self.path}: holds no tensor {name!r}; copy the file again")
         stored = self.stored[name]
-        data = memory.empty((stored.nbytes,), torch.uint8)
+        data = devices.empty((stored.nbytes,), torch.uint8)
         with _damage(self.path), _opened(self.path) as stream:
             is_same = _version(stream) == self._version
             if is_same:

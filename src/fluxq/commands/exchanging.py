@@ -32,9 +32,9 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
         session.requirements.require_path(path)
         session.requirements.require_base(base)
         from fluxq.commands import show_inspection
-        from fluxq.jobs import inspecting
+        from fluxq.jobs import exchange
 
-        reports = inspecting.inspect(path, base)
+        reports = exchange.inspect(path, base)
         session.start_work()
         session.print(
             {name: report.describe() for name, report in reports.items()},
@@ -114,10 +114,10 @@ def import_file(
         session.requirements.require_path(path)
         session.requirements.require_base(base)
         from fluxq.commands import show_inspection
-        from fluxq.jobs import inspecting
+        from fluxq.jobs import exchange
 
         how = {"dequantize": dequantize, "overwrite": overwrite, "on_start": session.start_work}
-        reports = inspecting.import_(path, base, output, **how)
+        reports = exchange.import_(path, base, output, **how)
         session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
 
 

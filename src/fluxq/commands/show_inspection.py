@@ -6,9 +6,9 @@ import shlex
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from fluxq.base import units
+from fluxq.base.console import size as _size
 from fluxq.base.console import visible_name
-from fluxq.commands.tables import echo, print_table
+from fluxq.commands.show import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +44,7 @@ def _one(console: Console, report: Inspection, every_layer: bool) -> None:
     bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
     console.print(
         f"layers: {counts}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
-        f"{bits}, {units.size(report.nbytes)}"
+        f"{bits}, {_size(report.nbytes)}"
     )
     if report.metadata:
         first = list(report.metadata.items())[:12]

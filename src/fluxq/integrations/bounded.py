@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from fluxq.base.model import ModelFolder, check_weights, load_pipeline
 from fluxq.base.residence import Residence, put_tensor
 from fluxq.base.tensors import DTYPES, TensorFile
-from fluxq.integrations.config import FluxqConfig
-from fluxq.integrations.loading import lacking, put_layers, refuse_unannounced
+from fluxq.integrations.loading import FluxqConfig, lacking, put_layers, refuse_unannounced
 from fluxq.integrations.transformers import FluxqHfQuantizer
 from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model_class_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.integrations.config import FluxqConfig
+from fluxq.integrations.loading import FluxqConfig
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import shapes_of
 from fluxq.quantize.nearest import joined_scale, quantize_weight

@@ -22,8 +22,8 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
 from fluxq.base.tensors import DTYPES, TensorFile
-from fluxq.integrations.config import FluxqConfig
 from fluxq.integrations.loading import (
+    FluxqConfig,
     check_tensor,
     dequantize_layers,
     lacking,

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import nn
 
+from fluxq.base.console import digits
 from fluxq.base.tensors import Stored
-from fluxq.base.units import digits
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
 from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of

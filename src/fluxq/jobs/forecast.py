@@ -24,9 +24,8 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.eval.metrics.figures import amount
-from fluxq.jobs import footprint
+from fluxq.jobs import memory
 from fluxq.jobs.making import MOST_CALLS
-from fluxq.jobs.memory import weight_bytes
 from fluxq.jobs.planning import demand
 from fluxq.quantize.checkpoint import is_model, list_linears
 from fluxq.quantize.structure import component_family, denoisers_of
@@ -122,18 +121,18 @@ def of_images(
     """
     forward = _Forward(folder, call, device, dtype)
     parts = {name: times * forward.seconds(items, forward.steps) for name, (items, times) in runs.items()}
-    called = footprint.sizes(next(iter(runs.values()))[0], call)
+    called = memory.sizes_of(next(iter(runs.values()))[0], call)
     itemsize = getattr(torch, dtype).itemsize
     models = [name for name in folder.components if is_model(folder, name)]
-    working = max(footprint.activations(folder, name, size, itemsize) for name in models for size in called)
-    return Forecast(parts, _PROGRAM + sides * weight_bytes(folder, dtype) + working)
+    working = max(memory.activations(folder, name, size, itemsize) for name in models for size in called)
+    return Forecast(parts, _PROGRAM + sides * memory.weight_bytes(folder, dtype) + working)
 
 
 def _memory(job: Job, *, writes: bool) -> int:
     needs = demand(job, job.run.device, writes=writes)
     if needs is None:
         return _PROGRAM
-    weights = weight_bytes(job.folder, job.options.dtype)
+    weights = memory.weight_bytes(job.folder, job.options.dtype)
     return _PROGRAM + (job.run.limit or needs.unbounded(weights))
 
 
@@ -164,13 +163,13 @@ class _Forward:
 
     def tokens(self, component: str, images: int) -> int:
         """Return the tokens that a denoiser sees in one step of a batch."""
-        return footprint.tokens(self.folder, component, self._size(images))
+        return memory.tokens(self.folder, component, self._size(images))
 
     def flops(self, component: str, images: int) -> float:
         """Return the FLOPs of a denoiser's forward pass; 2 · weights · tokens where its family is not modelled."""
         tokens = self.tokens(component, images)
         try:
-            forward = footprint.forward_pass_of(self.folder, component, self._size(images))
+            forward = memory.forward_pass_of(self.folder, component, self._size(images))
             plan = self._plan(component)
         except ValueError:
             return 2.0 * tokens * sum(linear.n * linear.k for linear in self.linears[component])

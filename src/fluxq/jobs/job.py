@@ -1,27 +1,45 @@
-"""A job: options of the commands that make checkpoints, the plans made of them, and the place where it runs."""
+"""A job: options of commands that make checkpoints, the plans made of them, its place, its identity and its folder.
+
+The identity is all that decides the bytes that a job writes (`identity_of`). The folder is a finished checkpoint, or
+the work that an interrupted run goes on with: finished blocks lie beside the output in a hidden folder named by the
+identity, with a manifest (`job.json`). A run with other options compares it and names the differences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import errno
+import glob
+import os
+import platform
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from fluxq.base.files import sha256_json
+import torch
+
+import fluxq
+from fluxq.base.console import logger, without_cure
+from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
 from fluxq.base.model import ModelFolder, load_pipeline
+from fluxq.base.output import ANY_JOB, NEW, OLD, Output, is_being_written, job_digest, remove, sole_writer
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import PromptSet
 from fluxq.calibrate.sharing import watch_shared_inputs
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval.images.protocols import PROTOCOLS
 from fluxq.jobs.memory import Bound
-from fluxq.jobs.requirements import call_of, makes_video, require_steps
+from fluxq.jobs.requirements import call_of, existing_parent, makes_video, require_free_space, require_steps
 from fluxq.quantize import checkpoint
-from fluxq.quantize.checkpoint import SourceWeights
+from fluxq.quantize.checkpoint import SourceWeights, read_plan_file
 from fluxq.quantize.lora import FusedWeights, LoraFile, Updates, fuse_into
 from fluxq.recipes.plan import GENERIC, Plan
 from fluxq.recipes.recipe import Calibration, Recipe
 
+_MANIFEST = "job.json"  # in the work folder: the job whose work it is
 CHECK_IMAGES, CHECK_VIDEOS = 4, 2
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
@@ -168,3 +186,267 @@ class Job:
                 groups = plan.statistics_groups().values()
                 watch_shared_inputs(getattr(pipe, component), [[layer.name for layer in group] for group in groups])
         return pipe
+
+
+def identity_of(job: Job) -> dict[str, Any]:
+    """Return the identity of the job: checkpoints with equal identities are the same.
+
+    Where layers are only rounded and there is no checkpoint to compare with, models go by the stamps of their files:
+    they are hashed as they are read, and the record has the identity of `with_digests`.
+    """
+    options = job.options
+    # A pipeline in memory is written anew each time, and its files have other stamps.
+    is_rounded = job.recipe.profile == "rtn" and not job.loras and not options.in_memory
+    hashed_first = not is_rounded or is_taken(job)
+    name_of = job.folder.digest if hashed_first else job.folder.stamp
+    return {
+        "fluxq": fluxq.__version__,
+        "recipe": job.recipe.digest,
+        "model": {plan.component: name_of(plan.component) for plan in job.plans},
+        "copied": checkpoint.digest_rest(job.folder, [plan.component for plan in job.plans]),
+        "loras": [[lora.component, lora.digest, lora.weight] for lora in job.loras],
+        "components": sorted(plan.component for plan in job.plans),
+        "plans": sha256_json({p.component: [[la.name, str(la.scheme)] for la in p.layers] for p in job.plans}),
+        "prompts": job.prompts.digest,
+        "calibration": job.calibration.model_dump(mode="json"),
+        "statistics": job.statistics.content_digest if job.statistics else None,
+        "call": job.call,
+        "dtype": options.dtype,
+        "max_shard_bytes": options.max_shard_bytes,
+    }
+
+
+def finished_checkpoint(job: Job) -> bool:
+    """Tell whether this job's finished checkpoint is at the output; ValueError for another checkpoint."""
+    output = job.output
+    if not is_taken(job):
+        return False
+    record = read_plan_file(output) or {}  # `Output.require` has refused folders without one
+    differing = _differing(with_digests(job), record.get("identity", {}))
+    if differing:
+        raise ValueError(
+            f"output folder {output} holds a checkpoint that differs in {differing}; "
+            "give another --output, or --overwrite to replace it"
+        )
+    if job.options.check and record.get("check") is None:
+        raise ValueError(f"{output} was made with --no-check; pass it again to accept that, or --overwrite to check")
+    return True
+
+
+def require_same_statistics(job: Job) -> None:
+    """Raise ValueError for finished statistics at the output that are not this job's."""
+    if Statistics.stored_job(job.output) != job_digest(decisive(job)):
+        raise ValueError(
+            f"output {job.output} holds statistics of another run; give another --output, or --overwrite to replace it"
+        )
+    try:
+        Statistics.load(job.output)
+    except ValueError as error:
+        raise ValueError(f"{without_cure(error)}; --overwrite makes it again") from None
+
+
+def is_taken(job: Job) -> bool:
+    """Tell whether something stands at the output that may not be replaced."""
+    output = job.output
+    return not job.options.overwrite and output.exists() and (output.is_file() or any(output.iterdir()))
+
+
+def with_digests(job: Job, read: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
+    """Return the identity with digests in place of stamps. read: component -> fingerprints of hashed tensors."""
+    digests, folder = read or {}, job.folder
+    model = {
+        component: name if isinstance(name, str) else folder.digest(component, digests.get(component))
+        for component, name in job.identity["model"].items()
+    }
+    return {**job.identity, "model": model}
+
+
+@contextmanager
+def work_of(job: Job) -> Iterator[Path]:
+    """Yield the work folder to the processes of one job; it is removed when the job is done, and kept when it fails."""
+    ranks, work = job.run.ranks, work_folder(job)
+    with sole_writer(job.output) if ranks.leads else nullcontext():
+        if ranks.leads:
+            _begin(job, work)
+        ranks.meet()
+        if not (work / _MANIFEST).is_file():
+            raise RuntimeError(f"{platform.node()}: {work} is not here; use an output that every process can see")
+        try:
+            yield work
+        except BaseException as error:
+            if ranks.leads:  # a fault of the job looks like trouble that passes
+                _keep_what_is_done(work, error)
+            raise
+        if ranks.leads:
+            remove(work)
+
+
+def work_folder(job: Job) -> Path:
+    """Return the folder beside the output that an interrupted run of the same job, and no other, goes on with."""
+    output = job.output.resolve()
+    return output.parent / f".{output.name}.{job_digest(decisive(job))[:16]}.work"
+
+
+def decisive(job: Job) -> dict[str, Any]:
+    """Return all that decides the bytes of finished blocks, for `job_digest`; the size of shards does not."""
+    decisive = {key: value for key, value in job.identity.items() if key != "max_shard_bytes"}
+    return {**decisive, "parallel_blocks": job.options.parallel_blocks}
+
+
+def _begin(job: Job, work: Path) -> None:
+    """Make the work folder, or clear half-made files of a killed process in it.
+
+    Raises ValueError for the folder of another job, naming the differences; with `overwrite` that is removed.
+    """
+    output, identity = job.output.resolve(), decisive(job)
+    for other in _beside(output):
+        _clear_obstacles(other)
+    Output(output).put_back()  # of any killed command
+    Output(output).clear()
+    for other in _beside(output):
+        if other == work or not (other / _MANIFEST).is_file():
+            _remove_if_unbegun(other)
+            continue
+        if not job.options.overwrite:
+            _refuse(job, other)
+        differing = _differing(identity, _read_manifest(other / _MANIFEST))
+        logger.warning("what an interrupted run that differs in %s had done is removed: %s", differing, other)
+        remove(other)
+    for part in list(work.rglob(".*.part")):
+        remove(part)
+    if (work / _MANIFEST).is_file():
+        logger.warning("going on with what an interrupted run left in %s", work)
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(work / _MANIFEST, identity)
+
+
+def _clear_obstacles(work: Path) -> None:
+    """Remove a folder, pipe or broken link in place of a file, and a file in place of a folder."""
+    if work.is_file():
+        remove(work)
+    for root, folders, files in os.walk(work):
+        for path in (Path(root, name) for name in (*folders, *files)):
+            if not _is_of_its_kind(path, is_file=path.suffix in (".json", ".safetensors", ".part")):
+                logger.warning("%s: in the way of fluxq's own work, and removed", path)
+                remove(path)
+        if Path(root) == work:
+            folders[:] = [name for name in folders if name not in (NEW, OLD)]  # outputs, not work
+
+
+def _is_of_its_kind(path: Path, *, is_file: bool) -> bool:
+    """Tell whether a path is a file, or is a folder; OSError of a disk that does not answer, which says neither."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # a broken link
+            raise
+        return False
+    return stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)
+
+
+def require_no_other(job: Job) -> None:
+    """Refuse the work of another job before `_begin` would, unless a process is at it just now."""
+    begun = [work for work in _beside(job.output.resolve()) if (work / _MANIFEST).is_file()]
+    if job.options.overwrite or not begun or is_being_written(job.output):
+        return
+    job = replace(job, identity=job.identity or identity_of(job))
+    for other in begun:
+        if other != work_folder(job):
+            _refuse(job, other)
+
+
+def _beside(output: Path) -> list[Path]:
+    """List the work folders of an output, of all jobs."""
+    return sorted(output.parent.glob(f".{glob.escape(output.name)}.{ANY_JOB}.work"))
+
+
+def _refuse(job: Job, other: Path) -> NoReturn:
+    differing = _differing(decisive(job), _read_manifest(other / _MANIFEST))
+    raise ValueError(
+        f"{job.output}: an interrupted run that differs in {differing} is kept in {other}; go on with it "
+        "by its own command, give another --output, or --overwrite to remove what it has done"
+    )
+
+
+def _remove_if_unbegun(work: Path) -> None:
+    """Remove a work folder that holds no more than half a manifest: its process was killed in between."""
+    clear_parts(work, _MANIFEST)
+    with suppress(OSError):  # it holds something
+        work.rmdir()
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    """Read the job of a work folder; {}, which differs from any job in everything, for one that was damaged."""
+    try:
+        return read_json(file)
+    except ValueError:
+        return {}
+
+
+def clear_leftovers(job: Job) -> None:
+    """Remove files that a process, killed just before its end, left beside a finished checkpoint."""
+    output = job.output.resolve()
+    if not any(output.parent.glob(f".{glob.escape(output.name)}.*")):
+        return
+    stamps = {component: job.folder.stamp(component) for component in job.identity["model"]}
+    with suppress(RuntimeError), sole_writer(output):  # another holder of the lock clears away itself
+        Output(output).put_back()
+        Output(output).clear()
+        for model in (job.identity["model"], stamps):
+            remove(work_folder(replace(job, identity={**job.identity, "model": model})))
+
+
+def _keep_what_is_done(work: Path, error: BaseException) -> None:
+    """Keep finished blocks after an error, and log it; a note of an interruption says so.
+
+    Captured calls alone stay too, but not where the model or the recipe is at fault, which the next run would be.
+    """
+    has_blocks = any(work.glob("*/[0-9][0-9][0-9][0-9].safetensors"))
+    if not has_blocks and (isinstance(error, ValueError) or not any(work.rglob("*.safetensors"))):
+        remove(work)
+        return
+    kept = f"what is done is kept in {work}: the same command goes on with it"
+    if isinstance(error, KeyboardInterrupt):
+        error.add_note(kept)
+    else:
+        logger.warning(kept)
+
+
+def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Name the keys of `mine` that have another value in `theirs`; of objects in both, which of their keys."""
+    differences = []
+    for key in sorted(key for key, value in mine.items() if theirs.get(key) != value):
+        one, other, parts = mine[key], theirs.get(key), []
+        if isinstance(one, dict) and isinstance(other, dict):
+            parts = sorted(part for part in one.keys() | other.keys() if one.get(part) != other.get(part))
+        differences.append(f"{key} ({', '.join(parts)})" if parts else key)
+    return ", ".join(differences)
+
+
+def require_space(job: Job, work: Path) -> None:
+    """Raise OSError before the start where the disk would run out."""
+    needed = _space_needed(job, work)
+    require_free_space(existing_parent(job.output), needed, "finished blocks and the checkpoint")
+
+
+def _space_needed(job: Job, work: Path) -> int:
+    """Return the bytes that are still to be written, without the calls that layers are fitted to."""
+    folder = job.folder
+    planned = {plan.component: plan for plan in job.plans}
+    dtype = getattr(torch, job.options.dtype)
+    quantized = sum(_most_bytes(plan, job.weights(name), dtype) for name, plan in planned.items())
+    copied = sum(_size(folder.path / component) for component in folder.components if component not in planned)
+    written = sum(_size(work / component) for component in planned)
+    return 2 * quantized + copied - written
+
+
+def _most_bytes(plan: Plan, source: SourceWeights, dtype: torch.dtype) -> int:
+    """Return the bytes that a quantized component takes, if its layers end with all that may be tried."""
+    bits = {f"{layer.name}.weight": layer.most_stored_bits for layer in plan.quantized}
+    plain = [name for name in source.names if name not in bits]
+    stored = [(source.stored(name), source.stays_fp32(name)) for name in plain]
+    return sum(bits.values()) // 8 + sum(s.nbytes if as_is else prod(s.shape) * dtype.itemsize for s, as_is in stored)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -40,10 +40,10 @@ from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
-from fluxq.jobs import footprint, memory
-from fluxq.jobs.job import Job, JobOptions
-from fluxq.jobs.planning import demand, job_of
-from fluxq.jobs.work_folder import (
+from fluxq.jobs import memory
+from fluxq.jobs.job import (
+    Job,
+    JobOptions,
     clear_leftovers,
     decisive,
     finished_checkpoint,
@@ -54,6 +54,7 @@ from fluxq.jobs.work_folder import (
     work_folder,
     work_of,
 )
+from fluxq.jobs.planning import demand, job_of
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
 from fluxq.quantize.digests import hash_files, write_digests
@@ -80,7 +81,7 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.workloads import CallSize
-from fluxq.runtime.steps import KeptSteps, about_to_keep
+from fluxq.runtime.steps import KeptSteps
 
 __all__ = [  # all names that the commands need of a job, whichever file they are in
     "Job",
@@ -132,11 +133,11 @@ def holding_on(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Ho
     for name in folder.components:
         if not is_model(folder, name):
             continue
-        weights: float = footprint.served_bytes(folder, name)
+        weights: float = memory.served_bytes(folder, name)
         if name in plans:
             others = weights - sum(_OF_16_BIT * layer.n * layer.k for layer in plans[name].layers)
             weights = weights_on(plans[name].layers, others, device.chip, prefer)
-        activations = footprint.activations(folder, name, size, _OF_16_BIT)
+        activations = memory.activations(folder, name, size, _OF_16_BIT)
         if name in costs:
             activations = activation_bytes(plans[name], costs[name].forward)
         pieces.append(PartSize(name, weights, activations))
@@ -242,7 +243,8 @@ def _quantize(job: Job, work: Path) -> Record | None:
             reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
         if job.fitted:
             fittings = _fittings(job, pipe, statistics)
-        memory.let_go(pipe)
+        if job.run.memory is not None:
+            memory.let_go(pipe)
         del pipe
     trajectory = statistics.trajectory if statistics else None
     for fitting in fittings.values():
@@ -507,10 +509,8 @@ def _source(job: Job) -> str | None:
 
 def _check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
-    options = job.options
-    with about_to_keep():
-        folder = ModelFolder(job.output.name, part)
-    pipe = job.run.memory.load(folder, {}) if job.run.memory else load_pipeline(folder, options.dtype, job.run.device)
+    folder, run = ModelFolder(job.output.name, part), job.run
+    pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
     if job.recipe.steps and any(plan.steps for plan in job.plans):
         KeptSteps(pipe, job.recipe.steps, job.weights, {})
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")

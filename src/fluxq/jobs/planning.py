@@ -11,17 +11,24 @@ import torch
 
 from fluxq.base import devices
 from fluxq.base.console import logger
-from fluxq.base.devices import AUTO
+from fluxq.base.devices import AUTO, free_bytes
 from fluxq.base.files import sha256_file
-from fluxq.base.memory import free_bytes
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
 from fluxq.base.output import Output
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
-from fluxq.jobs import footprint, memory
+from fluxq.jobs import memory
 from fluxq.jobs.hub import require_pushable
-from fluxq.jobs.job import Job, JobOptions, Run
+from fluxq.jobs.job import (
+    Job,
+    JobOptions,
+    Run,
+    finished_checkpoint,
+    identity_of,
+    require_no_other,
+    require_same_statistics,
+)
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
@@ -31,7 +38,6 @@ from fluxq.jobs.requirements import (
     require_pictures,
     scheduler_of,
 )
-from fluxq.jobs.work_folder import finished_checkpoint, identity_of, require_no_other, require_same_statistics
 from fluxq.quantize.checkpoint import SourceWeights, list_linears
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of
@@ -211,13 +217,13 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     checks, runs = writes and job.options.check, any(plan.static_groups() for plan in job.plans)
     if not (checks or job.fitted or runs):
         return None
-    calibrating = footprint.sizes(job.calibration_items, job.call) if job.fitted or runs else ()
+    calibrating = memory.sizes_of(job.calibration_items, job.call) if job.fitted or runs else ()
     return memory.demand_of(
         device,
         job.options.dtype,
         job.folder,
         sizes=calibrating,
-        shown=footprint.sizes(job.check_items, job.check_call) if checks else (),
+        shown=memory.sizes_of(job.check_items, job.check_call) if checks else (),
         fitted=fitted,
         fused=job.updates.keys(),
     )

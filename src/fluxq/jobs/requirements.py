@@ -15,8 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fluxq.base import units
 from fluxq.base.console import did_you_mean, path_near
+from fluxq.base.console import size as _size
 from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder, check_weights, resolve_model
 from fluxq.base.output import Output, plain_path
@@ -275,7 +275,7 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"not enough space in {folder}: {what} may need {units.size(needed)}, {units.size(free)} are free; "
+            f"not enough space in {folder}: {what} may need {_size(needed)}, {_size(free)} are free; "
             "give another --output"
         )
 

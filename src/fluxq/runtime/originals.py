@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.base.memory import free_bytes
+from fluxq.base.devices import free_bytes
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import SourceWeights
 

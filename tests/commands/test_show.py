@@ -9,7 +9,7 @@ import os
 import pytest
 
 from fluxq.base import console
-from fluxq.commands import tables
+from fluxq.commands import show
 
 HEADER = ("layer", "N", "reason")
 NAME = "transformer_blocks.0.attn.to_out.0"
@@ -22,10 +22,10 @@ def printed(monkeypatch, capsys):
     """printed(columns, …) is what a terminal of so many columns shows, None: a pipe."""
 
     def run(columns: int | None, header=HEADER, rows=ROWS, **how) -> list[str]:
-        monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: columns is not None, raising=False)
+        monkeypatch.setattr(show.sys.stdout, "isatty", lambda: columns is not None, raising=False)
         size = os.terminal_size((columns or 80, 24))
-        monkeypatch.setattr(tables.shutil, "get_terminal_size", lambda: size)
-        tables.print_table(header, rows, **how)
+        monkeypatch.setattr(show.shutil, "get_terminal_size", lambda: size)
+        show.print_table(header, rows, **how)
         return [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in capsys.readouterr().out.splitlines()]
 
     return run
