@@ -34,7 +34,7 @@ from fluxq.base.linears import is_linear, linear_size, linears_of
 from fluxq.base.memory import free_bytes
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, PLAN_FILE, ModelFolder, module_of
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
-from fluxq.kernels.pointwise import placeholder
+from fluxq.kernels.linear import placeholder
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.shapes import Convolution, LinearShape
 

@@ -31,8 +31,7 @@ from fluxq.calibrate.blocks import LiveBlock, Replay
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.statistics import Statistics
 from fluxq.kernels import encode
-from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.pointwise import in_place_of
+from fluxq.kernels.linear import QuantLinear, in_place_of
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.finished import (
     GroupOutcome,

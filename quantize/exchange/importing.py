@@ -27,7 +27,7 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
 from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
-from fluxq.kernels.pointwise import placeholder
+from fluxq.kernels.linear import placeholder
 from fluxq.quantize.checkpoint import build_on_meta, copy_rest, library_of, names_in_model, write_shards
 from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, class_names, open_models

@@ -22,9 +22,8 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.debug.trace import Health, LayerCall, Local, Outputs
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.packing import pack
-from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
