@@ -56,10 +56,14 @@ from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights  # noqa: E40
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, list_linears  # noqa: E402
-from fluxq.quantize.finished import Outcome  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
 from fluxq.quantize.nearest import Rounded, round_units, sqnr, units_of  # noqa: E402
-from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
+from fluxq.quantize.run import (  # noqa: E402
+    Fitting,
+    Outcome,
+    blocks_of,
+    quantize_component,
+)
 from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.computing import QuantizationConfig  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402

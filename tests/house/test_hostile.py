@@ -33,9 +33,9 @@ from fluxq.jobs.requirements import require_call
 from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.inspect import inspect_path
-from fluxq.quantize.finished import GroupOutcome, Outcome, finish, is_finished
 from fluxq.quantize.group import Stage
 from fluxq.quantize.lora import LoraFile, read_updates
+from fluxq.quantize.run import GroupOutcome, Outcome, finish, is_finished
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import find_recipe, load_recipe

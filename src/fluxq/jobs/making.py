@@ -57,7 +57,6 @@ from fluxq.jobs.work_folder import (
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
 from fluxq.quantize.digests import hash_files, write_digests
-from fluxq.quantize.finished import Outcome
 from fluxq.quantize.record import (
     Check,
     Group,
@@ -73,7 +72,7 @@ from fluxq.quantize.record import (
     read_record,
     write_record,
 )
-from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
+from fluxq.quantize.run import Fitting, Outcome, quantize_component, require_finite_weights
 from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
 from fluxq.recipes.devices import find_device
