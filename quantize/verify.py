@@ -31,8 +31,7 @@ from fluxq.quantize.checkpoint import (
     read_plan_file,
     shapes_of,
 )
-from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest
-from fluxq.quantize.record import is_as_written
+from fluxq.quantize.record import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest, is_as_written
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 

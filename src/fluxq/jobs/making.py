@@ -56,7 +56,6 @@ from fluxq.jobs.work_folder import (
 )
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
-from fluxq.quantize.digests import hash_files, write_digests
 from fluxq.quantize.record import (
     Check,
     Group,
@@ -69,7 +68,9 @@ from fluxq.quantize.record import (
     RecordedModel,
     RecordedRecipe,
     RecordedStage,
+    hash_files,
     read_record,
+    write_digests,
     write_record,
 )
 from fluxq.quantize.run import Fitting, Outcome, quantize_component, require_finite_weights
