@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from fluxq.recipes.family import Family, InputGroup
 from fluxq.recipes.patterns import in_every_block
-from fluxq.recipes.plan import GENERIC, MODULATION_ROLE
-from fluxq.recipes.shapes import LinearShape
+from fluxq.recipes.plan import GENERIC, MODULATION_ROLE, LinearShape
 
 LEAST_CERTAINTY = 0.5  # below it a model is refused
 SMALLEST = 64  # smaller N and K win nothing: gates of heads, say

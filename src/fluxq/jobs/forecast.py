@@ -28,8 +28,8 @@ from fluxq.jobs import footprint
 from fluxq.jobs.making import MOST_CALLS
 from fluxq.jobs.memory import weight_bytes
 from fluxq.jobs.planning import demand
-from fluxq.quantize.checkpoint import is_model, list_linears
-from fluxq.quantize.structure import component_family, denoisers_of
+from fluxq.quantize.checkpoint import is_model
+from fluxq.quantize.structure import component_family, denoisers_of, list_linears
 from fluxq.recipes.cost import steps
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe

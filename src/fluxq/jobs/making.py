@@ -55,7 +55,7 @@ from fluxq.jobs.work_folder import (
     work_of,
 )
 from fluxq.quantize import checkpoint
-from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
+from fluxq.quantize.checkpoint import is_model, model_on_meta
 from fluxq.quantize.record import (
     Check,
     Group,
@@ -74,6 +74,7 @@ from fluxq.quantize.record import (
     write_record,
 )
 from fluxq.quantize.run import Fitting, Outcome, quantize_component, require_finite_weights
+from fluxq.quantize.structure import convolutions_of
 from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
 from fluxq.recipes.devices import find_device
