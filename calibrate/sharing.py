@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.recipes.patterns import in_every_block
+from fluxq.recipes.family import in_every_block
 
 
 def watch_shared_inputs(model: nn.Module, groups: Iterable[Iterable[str]]) -> None:

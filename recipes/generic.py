@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fluxq.recipes.family import Family, InputGroup
-from fluxq.recipes.patterns import in_every_block
+from fluxq.recipes.family import Family, InputGroup, in_every_block
 from fluxq.recipes.plan import GENERIC, MODULATION_ROLE, LinearShape
 
 LEAST_CERTAINTY = 0.5  # below it a model is refused

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fluxq.recipes.computing import Attention, Steps
-from fluxq.recipes.family import Family, InputGroup, Kind, Maker
+from fluxq.recipes.family import Family, InputGroup, Kind, Maker, matches
 from fluxq.recipes.formats import HADAMARDS, Scheme
-from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Workload
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import Workload, matches
 from fluxq.recipes.plan import MODULATION_ROLE
 
 

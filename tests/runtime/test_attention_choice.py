@@ -29,8 +29,7 @@ from fluxq.kernels import chips
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import BACKEND, attention_of
-from fluxq.recipes.family import Family
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import Family, matches
 from fluxq.runtime import attention_choice as choice
 
 TRANSFORMERS = [family for family in FAMILIES.values() if family.kind == "transformer"]

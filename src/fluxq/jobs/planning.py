@@ -35,7 +35,7 @@ from fluxq.jobs.work_folder import finished_checkpoint, identity_of, require_no_
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of, list_linears
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
 from fluxq.runtime.steps import require_followed
