@@ -25,7 +25,7 @@ import fluxq
 from fluxq import FluxqConfig, tiny
 from fluxq.base import settings
 from fluxq.jobs import making
-from fluxq.kernels import chips
+from fluxq.kernels import tiles
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import BACKEND, attention_of
@@ -245,7 +245,7 @@ CHIPS = {"sm_90": "", "sm_80": "no kernel for heads of 64 elements on sm_80 .*fp
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_gpu_without_the_kernel_computes_in_16_bit_unless_fluxq_is_strict(chip: str, monkeypatch) -> None:
-    monkeypatch.setattr(chips, "chip_of", lambda device: chip)
+    monkeypatch.setattr(tiles, "chip_of", lambda device: chip)
     monkeypatch.setattr(settings, "_set", {})
     cuda = torch.device("cuda", 0)
     why = choice._lacks(64, cuda)

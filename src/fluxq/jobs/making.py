@@ -295,7 +295,7 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
             f"--device {device}: kernels are compiled for the GPU that is there, and torch finds no such CUDA or ROCm "
             "device; run this on the machine that will serve"
         )
-    from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.tiles import chip_of
     from fluxq.runtime.warmup import kinds_of, warm_up
 
     kinds = dict.fromkeys(kind for model in quantized_models(output) for kind in kinds_of(model))

@@ -108,8 +108,8 @@ def _lacks(head_size: int, device: torch.device) -> str:
     if find_spec("triton") is None:
         why = f"no Triton for {device}"
     else:
-        from fluxq.kernels.chips import chip_of
         from fluxq.kernels.dispatch import refusal
+        from fluxq.kernels.tiles import chip_of
 
         chip = chip_of(device)
         refused = refusal(OP.name, str(head_size), chip)
