@@ -8,7 +8,7 @@ direction of a feed-forward. The certainty is
 
 Where structure leaves a doubt, less is quantized: Linears outside of blocks stay in 16 bit; Linears share an input
 group only where their names say so and their shapes agree, and are checked when calibration runs the model (see
-calibrate/sharing.py); nothing folds into a modulation, whose order of shift and scale no name tells.
+calibrate/capture.py); nothing folds into a modulation, whose order of shift and scale no name tells.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import nn
 import fluxq
 from fluxq import QuantLinear, tiny
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.sharing import watch_shared_inputs
+from fluxq.calibrate.capture import watch_shared_inputs
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import build_on_meta

@@ -10,8 +10,8 @@ from typing import Any
 from fluxq.base.files import sha256_json
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.capture import watch_shared_inputs
 from fluxq.calibrate.prompts import PromptSet
-from fluxq.calibrate.sharing import watch_shared_inputs
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval.images.protocols import PROTOCOLS
 from fluxq.jobs.memory import Bound
