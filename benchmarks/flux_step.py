@@ -47,9 +47,12 @@ from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.cost import forward_pass, in_16_bit  # noqa: E402
-from fluxq.recipes.plan import Plan, make_plan  # noqa: E402
+from fluxq.recipes.plan import (  # noqa: E402
+    LinearShape,
+    Plan,
+    make_plan,
+)
 from fluxq.recipes.recipe import load_recipe  # noqa: E402
-from fluxq.recipes.shapes import LinearShape  # noqa: E402
 from fluxq.recipes.workloads import CallSize  # noqa: E402
 
 FAMILY = FAMILIES["flux"]

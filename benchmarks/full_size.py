@@ -55,19 +55,29 @@ from fluxq.calibrate.inputs import InputsBuilder  # noqa: E402
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights  # noqa: E402
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
-from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, list_linears  # noqa: E402
-from fluxq.quantize.finished import Outcome  # noqa: E402
+from fluxq.quantize.checkpoint import SourceWeights, build_on_meta  # noqa: E402
 from fluxq.quantize.group import GroupLayer, fit_group, price_on  # noqa: E402
 from fluxq.quantize.nearest import Rounded, round_units, sqnr, units_of  # noqa: E402
-from fluxq.quantize.run import Fitting, blocks_of, quantize_component  # noqa: E402
+from fluxq.quantize.run import (  # noqa: E402
+    Fitting,
+    Outcome,
+    blocks_of,
+    quantize_component,
+)
+from fluxq.quantize.structure import list_linears  # noqa: E402
 from fluxq.recipes.all_families import FAMILIES  # noqa: E402
 from fluxq.recipes.computing import QuantizationConfig  # noqa: E402
 from fluxq.recipes.devices import find_device  # noqa: E402
 from fluxq.recipes.family import Maker  # noqa: E402
 from fluxq.recipes.formats import FORMATS, Scheme  # noqa: E402
-from fluxq.recipes.plan import LayerPlan, Plan, make_plan, with_method  # noqa: E402
+from fluxq.recipes.plan import (  # noqa: E402
+    LayerPlan,
+    LinearShape,
+    Plan,
+    make_plan,
+    with_method,
+)
 from fluxq.recipes.recipe import Recipe, load_recipe  # noqa: E402
-from fluxq.recipes.shapes import LinearShape  # noqa: E402
 
 COMPONENT = "transformer"
 STEPS = 8  # of each image; all are looked at

@@ -218,10 +218,10 @@ FAULTS: dict[str, Fault] = {
         _in("recipes/test_families.py", "test_every_linear_is_either_located_or_kept[flux-tiny_config]"),
     ),
     "patterns: a star crosses a dot": Fault(
-        "recipes/patterns.py",
+        "recipes/family.py",
         'r"[^.]+" if segment == "*"',
         'r".+" if segment == "*"',
-        _in("recipes/test_patterns.py", "test_what_does_not_match"),
+        _in("recipes/test_family.py", "test_what_does_not_match"),
     ),
     "plan: the first override wins": Fault(
         "recipes/plan.py",

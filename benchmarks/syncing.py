@@ -32,7 +32,7 @@ from fluxq.base.output import Output, atomic_output
 from fluxq.base.processor import commit, versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import copy_rest, join_shards
-from fluxq.quantize.finished import Outcome, finish
+from fluxq.quantize.run import Outcome, finish
 
 BLOCKS = 57  # of FLUX.1-dev
 WHOLE_RUN = Path(__file__).parent / "full_size_rtn.json"  # the shortest: rounding to nearest

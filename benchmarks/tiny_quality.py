@@ -52,9 +52,8 @@ from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan, make_plan
+from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, LinearShape, Plan, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
-from fluxq.recipes.shapes import LinearShape
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "tiny_quality.json"

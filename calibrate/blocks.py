@@ -35,8 +35,7 @@ from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
-from fluxq.recipes.family import Family
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import Family, matches
 
 _DONE = "done.json"
 _HEADER = "fluxq_output"

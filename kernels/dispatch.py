@@ -16,18 +16,19 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from fluxq.base.console import logger
-from fluxq.kernels.accepted import PROVEN, accepted_files, minor
 from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
-from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.op import Op
 from fluxq.kernels.ops import INT_MM, TORCH
+from fluxq.kernels.tiles import CHIPS
 from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
@@ -186,6 +187,18 @@ def _refusals(version: str) -> dict[tuple[str, str, str], str]:
     return refusals
 
 
+def accepted_files(version: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name of the kernel file, fields of a `CompiledCell` of benchmarks/kernels/aot.py) for a Triton version."""
+    for file in sorted(COMPILED.glob("*.json")):
+        for fields in json.loads(file.read_text(encoding="utf-8")).get(minor(version), []):
+            yield file.stem, fields
+
+
+def minor(version: str) -> str:
+    """Return the first two numbers of a version, which tell compilers apart."""
+    return ".".join(version.split(".")[:2])
+
+
 @functools.cache
 def _measured() -> tuple[dict, ...]:
     return tuple(json.loads(MEASURED.read_text(encoding="utf-8"))) if MEASURED.exists() else ()
@@ -194,3 +207,5 @@ def _measured() -> tuple[dict, ...]:
 SCALED_MM = "F.scaled_mm"  # the library's, beside INT_MM
 SWIZZLED = ("sm_100", "sm_103")  # whose matrix units read scales from memory of their own, a 128x4 block at a time
 MEASURED = Path(__file__).parent / "measured.json"
+COMPILED = Path(__file__).parent / "compiled"  # written by `python -m benchmarks.kernels.aot --write`
+PROVEN = ("3.6", "3.8", "3.9")  # Triton versions that tests/kernels/test_interpreter.py passes on

@@ -20,13 +20,13 @@ from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels import ops
 from fluxq.kernels.all_ops import OPS
-from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dispatch import INT_MM, SCALED_MM, TORCH, Choice, choose
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
 from fluxq.kernels.packing import read, unpack
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import chip_of
 from fluxq.recipes.formats import FORMATS, Scheme
 
 

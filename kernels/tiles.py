@@ -1,10 +1,10 @@
-"""Tile sizes are data: kernels/tuned/<kernel>.json holds them by format, chip and number of tokens.
+"""Chips by name, and tiles: kernels/tuned/<kernel>.json holds their sizes by format, chip and number of tokens.
 
 Each file is a list of rows; the first that fits counts:
 
     {"format": "fp8", "chips": ["sm_90"], "max_m": 64, "tile": {"m": 64, "n": 128, …}, "measured": "NVIDIA H200"}
 
-chips: names of chips.CHIPS; without it the row is for every chip.
+chips: names of CHIPS; without it the row is for every chip.
 max_m: the largest M; without it the row is for every M.
 measured: the GPU whose timings chose the tile; without it the tile was chosen because it compiles without spills.
 """
@@ -16,7 +16,13 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
+
+# A100; RTX 30 and A40; RTX 40 and L40S; H100 and H200; B200; B300; RTX 50; MI300; MI350; RX 9070.
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "gfx1201")
+# Chips with the instructions and no less shared memory than another, which stands for them.
+SAME_AS = {"sm_87": "sm_86", "sm_121": "sm_120", "gfx1200": "gfx1201"}
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,21 @@ def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
         )
         for row in rows
     )
+
+
+def chip_of(device: torch.device) -> str:
+    """Return the name of the chip behind a CUDA or ROCm device; it need not be one of CHIPS."""
+    return _chip(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _chip(index: int) -> str:
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
+    else:
+        major, minor = torch.cuda.get_device_capability(index)
+        name = f"sm_{major}{minor}"
+    return SAME_AS.get(name, name)
 
 
 def cdiv(size: int, tile: int) -> int:

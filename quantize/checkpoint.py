@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +30,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from fluxq.base.devices import free_bytes
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
-from fluxq.base.linears import is_linear, linear_size, linears_of
+from fluxq.base.linears import linears_of
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, PLAN_FILE, ModelFolder, module_of
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
-from fluxq.kernels.pointwise import placeholder
+from fluxq.kernels.linear import placeholder
 from fluxq.recipes.computing import QuantizationConfig
-from fluxq.recipes.shapes import Convolution, LinearShape
 
 if TYPE_CHECKING:
     from fluxq.recipes.plan import Plan
@@ -165,32 +163,6 @@ def _few_modules() -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
-    """List every Linear of a component in the model's order, from its configuration: no weights are read."""
-    return shapes_of(model_on_meta(folder, component))
-
-
-def shapes_of(model: nn.Module) -> list[LinearShape]:
-    """List every Linear of a model in its order, 1x1 convolutions included."""
-    return [LinearShape(name, *linear_size(module)) for name, module in linears_of(model).items()]
-
-
-def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
-    """List every convolution of a model that is no Linear, in its order, for `forward_pass`."""
-    convolutions = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
-    return tuple(
-        Convolution(
-            name,
-            m.out_channels,
-            m.in_channels // m.groups * prod(m.kernel_size),
-            m.in_channels,
-            stride=m.stride[0],
-            depthwise=m.groups == m.in_channels,
-        )
-        for name, m in convolutions
-    )
 
 
 def filed_shape(library: str, shape: tuple[int, ...]) -> tuple[int, ...]:

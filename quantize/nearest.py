@@ -129,9 +129,9 @@ def in_order(
         torch.set_num_threads(before)
 
 
-def most_at_once(sizes: Sequence[int], workers: int = _MOST_WORKERS) -> int:
+def most_at_once(sizes: Sequence[int]) -> int:
     """Return the most bytes that `in_order` has in memory of items of these sizes: those read ahead, and one in use."""
-    span = _AHEAD * workers + 1
+    span = _AHEAD * _MOST_WORKERS + 1
     return max((sum(sizes[at : at + span]) for at in range(len(sizes))), default=0)
 
 

@@ -5,7 +5,11 @@
     rounded    layers that need no data: to nearest, with their group's amax where `input_scale` or a shared global
                scale needs it (nearest.py)
 
-Either way a finished block is one file (finished.py), and is not made again.
+Either way a finished block is one file, and is not made again; an interrupted run goes on from those that are there:
+
+    0000.safetensors    a block's tensors under their names in the checkpoint; decisions on it in the header
+
+Such a file appears complete or not at all. The caller has to know whose blocks are in a folder.
 
 Several processes share the folder. Each rounds whole blocks. Fitted blocks depend on each other: each process fits some
 of a block's groups and reads the other groups from files, and all make the block's outputs, some calls each. Where
@@ -15,35 +19,29 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from fluxq.base.console import blocks_progress, logger
+from fluxq.base.console import blocks_progress, first_line, logger, without_cure
 from fluxq.base.linears import channels_last, linear_size
 from fluxq.base.ranks import ALONE, Ranks
+from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate.blocks import LiveBlock, Replay
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.statistics import Statistics
 from fluxq.kernels import encode
-from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.pointwise import in_place_of
+from fluxq.kernels.linear import QuantLinear, in_place_of
 from fluxq.quantize.checkpoint import SourceWeights
-from fluxq.quantize.finished import (
-    GroupOutcome,
-    Outcome,
-    block_files,
-    finish,
-    is_finished,
-    layer_tensors,
-    read_parts,
-)
-from fluxq.quantize.group import FittedGroup, GroupLayer, fit_group, price_on
+from fluxq.quantize.group import FittedGroup, GroupLayer, Stage, fit_group, price_on
 from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
@@ -51,6 +49,7 @@ from fluxq.recipes.plan import LayerPlan, Plan, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
 
 _FEW_TOKENS = 256  # for quantize_linear, worth a warning
+_HEADER = "fluxq_block"
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,69 @@ class Block:
     names: tuple[str, ...]
     nbytes: int
     file: Path
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """Outcome of a fitted input group. plain_db, db: held-out SQNR, rounded to nearest and as kept."""
+
+    layers: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    plain_db: float | None
+    db: float | None
+
+    @classmethod
+    def of(cls, group: FittedGroup) -> Self:
+        """Return the outcome of a group, which is the group without its tensors."""
+        return cls(tuple(group.layers), group.stages, group.plain_db, group.db)
+
+
+@dataclass
+class Outcome:
+    """Outcome of a block, or of a component.
+
+    schemes: layer -> final scheme, of fitted layers.
+    weight_sqnr: layer -> dB.
+    groups: name -> outcome, of fitted groups.
+    fingerprints: of the source tensors that only rounding read, for `ModelFolder.digest`.
+    """
+
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    weight_sqnr: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, GroupOutcome] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, files: Iterable[Path]) -> Self:
+        """Read the headers of finished blocks together; ValueError naming a file whose header is damaged."""
+        whole = cls()
+        for file in files:
+            header = _header_of(TensorFile(file))
+            whole.schemes |= {name: Scheme.parse(text) for name, text in header.schemes.items()}
+            whole.weight_sqnr |= header.weight_sqnr
+            whole.groups |= header.groups
+            whole.fingerprints |= header.fingerprints
+        return whole
+
+    def to_json(self) -> str:
+        """Return the text that `read` reads."""
+        header: dict[str, Any] = {
+            "schemes": {name: str(scheme) for name, scheme in self.schemes.items()},
+            "weight_sqnr": self.weight_sqnr,
+            "groups": {name: asdict(group) for name, group in self.groups.items()},
+            "fingerprints": self.fingerprints,
+        }
+        return json.dumps(header)
+
+    def applied_to(self, plan: Plan) -> Plan:
+        """Return the plan with final schemes, and the stages that were kept among its reasons."""
+        groups = {name: group for group in self.groups.values() for name in group.layers}
+        layers = []
+        for layer in plan.layers:
+            kept = [stage.name for stage in groups[layer.name].stages if stage.kept] if layer.name in groups else []
+            reason = f"{layer.reason}; kept: {', '.join(kept)}" if kept else layer.reason
+            layers.append(replace(layer, scheme=self.schemes.get(layer.name, layer.scheme), reason=reason))
+        return replace(plan, layers=tuple(layers))
 
 
 def quantize_component(
@@ -147,9 +209,9 @@ def blocks_of(plan: Plan, source: SourceWeights, folder: Path, first: Sequence[s
             tuple(layers.get(path, ())),
             tuple(names.get(path, ())),
             sum(source.stored(name).nbytes for name in names.get(path, ())),
-            file,
+            folder / f"{index:04}.safetensors",
         )
-        for path, file in zip(paths, block_files(folder, len(paths)), strict=True)
+        for index, path in enumerate(paths)
     ]
 
 
@@ -333,7 +395,7 @@ def _fit(
     layers = [
         GroupLayer(
             layer.name,
-            _weight(source, layer).to(device),
+            weight_matrix(source[f"{layer.name}.weight"], layer).to(device),
             source[f"{layer.name}.bias"].to(device) if f"{layer.name}.bias" in source else None,
             layer.scheme,
             bool(layer.scale_group),
@@ -400,10 +462,6 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     return in_place_of(linear, group.layers["linear"])
 
 
-def _weight(source: SourceWeights, layer: LayerPlan) -> Tensor:
-    return weight_matrix(source[f"{layer.name}.weight"], layer)
-
-
 def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor]:
     """Return layer -> its calibrated `input_scale`, the same for all layers of one input."""
     scales: dict[str, Tensor] = {}
@@ -417,3 +475,71 @@ def _input_scales(plan: Plan, statistics: Statistics | None) -> dict[str, Tensor
             scale = encode.input_scale_for(statistics.amax(group), scheme.activations)
             scales |= dict.fromkeys((layer.name for layer in members), scale)
     return scales
+
+
+@dataclass(frozen=True)
+class _BlockHeader:
+    """Header of a block, as `Outcome.to_json` writes it."""
+
+    schemes: dict[str, str]
+    weight_sqnr: dict[str, float]
+    groups: dict[str, GroupOutcome]
+    fingerprints: dict[str, str]
+
+
+_HEADER_ADAPTER = TypeAdapter(_BlockHeader)
+
+
+def _header_of(file: TensorFile) -> _BlockHeader:
+    try:
+        header = _HEADER_ADAPTER.validate_json(file.metadata().get(_HEADER, ""), strict=True)
+        for text in header.schemes.values():
+            Scheme.parse(text)
+    except ValueError as error:  # pydantic's is one
+        why = f"{first_line(error)}; remove the file, and the same command makes it again"
+        raise ValueError(f"{file.path}: the header of this finished block is damaged: {why}") from None
+    return header
+
+
+def finish(file: Path, tensors: Mapping[str, Tensor], outcome: Outcome) -> None:
+    """Write a finished block, with a hash of all of it."""
+    save_sealed(tensors, file, {_HEADER: outcome.to_json()})
+
+
+def is_finished(file: Path, source: SourceWeights) -> bool:
+    """Tell whether a block's file is as it was written, and `source` has the tensors that it was rounded from.
+
+    If it is not, the block has to be made again, and the log says why.
+    """
+    if not file.is_file():
+        return False
+    try:
+        stored = TensorFile(file)
+        fingerprints = _header_of(stored).fingerprints
+        stored.require_as_written()
+        if source.differing(fingerprints):
+            raise ValueError(f"{file}: made of other weights than the model has now")
+    except ValueError as error:
+        logger.warning("%s: this block is made again", without_cure(error))
+        return False
+    return True
+
+
+def read_parts(files: Sequence[Path], groups: Sequence[str]) -> tuple[dict[str, Tensor], Outcome]:
+    """Read a block whose groups were fitted in several files: tensors and outcome, in the order of `groups`."""
+    stored, whole = [TensorFile(file) for file in files], Outcome.read(files)
+    tensors = {key: part.get_tensor(key) for part in stored for key in part.keys()}
+    layers = [name for group in groups for name in whole.groups[group].layers]
+    schemes = {name: whole.schemes[name] for name in layers}
+    lost = {name: whole.weight_sqnr[name] for name in layers}
+    return tensors, Outcome(schemes, lost, {name: whole.groups[name] for name in groups})
+
+
+def layer_tensors(file: Path, layers: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Read a finished block's tensors: layer -> name of the parameter -> tensor."""
+    stored, tensors = TensorFile(file), {name: {} for name in layers}
+    for key in stored.keys():
+        name, _, parameter = key.rpartition(".")
+        if name in tensors:
+            tensors[name][parameter] = stored.get_tensor(key)
+    return tensors

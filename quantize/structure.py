@@ -1,23 +1,53 @@
-"""The family of a component or of a model in memory, with or without a row for its class.
+"""The structure of a component or of a model in memory: its Linears and convolutions, and its family.
 
-Only denoisers may go without a row: classes that are defined in diffusers' transformers and UNets. A text encoder or
-VAE without a row stays in 16 bit.
+Only denoisers may go without a row for their class: those that are defined in diffusers' transformers and UNets. A text
+encoder or VAE without a row stays in 16 bit.
 """
 
 from __future__ import annotations
 
+from math import prod
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from fluxq.base.linears import is_linear, linear_size, linears_of
 from fluxq.base.model import ModelFolder
-from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta, shapes_of
+from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta
 from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.generic import ModuleTree
+from fluxq.recipes.plan import LinearShape
+from fluxq.recipes.workloads import Convolution
 
 _DENOISERS = ("diffusers.models.transformers.", "diffusers.models.unets.")
 _families: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()  # of classes without a row
+
+
+def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
+    """List every Linear of a component in the model's order, from its configuration: no weights are read."""
+    return shapes_of(model_on_meta(folder, component))
+
+
+def shapes_of(model: nn.Module) -> list[LinearShape]:
+    """List every Linear of a model in its order, 1x1 convolutions included."""
+    return [LinearShape(name, *linear_size(module)) for name, module in linears_of(model).items()]
+
+
+def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:
+    """List every convolution of a model that is no Linear, in its order, for `forward_pass`."""
+    convolutions = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and not is_linear(m)]
+    return tuple(
+        Convolution(
+            name,
+            m.out_channels,
+            m.in_channels // m.groups * prod(m.kernel_size),
+            m.in_channels,
+            stride=m.stride[0],
+            depthwise=m.groups == m.in_channels,
+        )
+        for name, m in convolutions
+    )
 
 
 def tree_of(model: nn.Module) -> ModuleTree:

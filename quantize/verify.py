@@ -29,10 +29,9 @@ from fluxq.quantize.checkpoint import (
     library_of,
     quantized_on_meta,
     read_plan_file,
-    shapes_of,
 )
-from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest
-from fluxq.quantize.record import is_as_written
+from fluxq.quantize.record import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS, config_digest, is_as_written
+from fluxq.quantize.structure import shapes_of
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import ELEMENTS, Element, Scheme
 

@@ -34,13 +34,11 @@ from typing import Literal
 
 from fluxq.recipes.computing import Attention
 from fluxq.recipes.devices import KERNEL_ELEMENTS, Device, Efficiency
-from fluxq.recipes.family import Maker
+from fluxq.recipes.family import Maker, matches
 from fluxq.recipes.formats import FORMATS, Format, Scheme
-from fluxq.recipes.patterns import matches
 from fluxq.recipes.plan import LayerPlan, Plan
-from fluxq.recipes.shapes import Convolution
 from fluxq.recipes.workloads import STREAMS as STREAMS
-from fluxq.recipes.workloads import WORKLOADS, ForwardPass, passes_before, stream_of
+from fluxq.recipes.workloads import WORKLOADS, Convolution, ForwardPass, passes_before, stream_of
 from fluxq.recipes.workloads import forward_pass as forward_pass
 
 Level = Literal["unfused", "fused", "ideal"]

@@ -52,7 +52,7 @@ _SCALAR = Efficiency(
 class Device:
     """A row of DEVICES.
 
-    chip: a name of kernels/chips.py.
+    chip: a name of kernels/tiles.py.
     memory: GiB, which are sold as so many GB.
     bandwidth: GB/s.
     peaks: arithmetic -> dense TFLOP/s (or TOP/s); one that is missing has no instruction.

@@ -1,21 +1,32 @@
 """State the facts of a model family: Linears, original names, work and published configurations.
 
 families/ has a file for each family. Imports no torch: a row is names only, and tests check the names against the class
-on the meta device.
+on the meta device. Patterns over module paths are anchored at both ends: `*` is one path segment (or part of one), `**`
+any number of segments, and `proj_out` is the module at the top, never `single_transformer_blocks.0.proj_out`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from fluxq.recipes.fusable import FusableBlock
 from fluxq.recipes.keymap_rows import Rule
-from fluxq.recipes.patterns import matches
 
 Kind = Literal["transformer", "text_encoder", "vae"]
 Maker = Literal["norm", "attention", "activation", "concatenation", "outside", "unknown"]
+
+# Reasons why layers are kept in 16 bit, and members of blocks, that several families have.
+EMBEDDER = "embeds the timestep, text or patches: few weights, and every token depends on them"
+FINAL = "last projection: its error goes to the image undamped"
+SHARED = "modulates every block: few weights, and their error reaches all blocks"
+QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+_ADDED_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+FF = ("ff.net.0.proj", "ff.net.2")
+TEXT_FF = ("ff_context.net.0.proj", "ff_context.net.2")
 
 
 @dataclass(frozen=True)
@@ -190,3 +201,96 @@ class Family:
     def kept(self, path: str) -> str | None:
         """Return the reason why the Linear at `path` stays in 16 bit, or None."""
         return next((reason for pattern, reason in self.keep.items() if matches(pattern, path)), None)
+
+
+def normed(role: str, block: str, members: tuple[str, ...], modulation: str = "", chunk: int = 0) -> InputGroup:
+    """Group Linears behind a norm; modulation: the Linear of the same block that scales and shifts it, if any."""
+    by = Modulation(modulation, chunk) if modulation else None
+    return InputGroup(role, block, members, len(members) > 1, "norm", by)
+
+
+def image_and_text(
+    block: str,
+    image_ff: tuple[str, str],
+    text_ff: tuple[str, str],
+    modulation: tuple[str, str] = ("", ""),
+) -> tuple[InputGroup, ...]:
+    """Group a block of two streams that share one attention (MMDiT). image_ff, text_ff: up and down.
+
+    modulation: of the image, of the text; it makes shift, scale and gate of the attention, then of the feed-forward.
+    """
+    image, text = modulation
+    return (
+        normed("qkv", block, QKV, image, 0),
+        normed("text_qkv", block, _ADDED_QKV, text, 0),
+        InputGroup("attn_out", block, ("attn.to_out.0",), made_by="attention"),
+        InputGroup("text_attn_out", block, ("attn.to_add_out",), made_by="attention"),
+        normed("ff_up", block, image_ff[:1], image, 3),
+        normed("text_ff_up", block, text_ff[:1], text, 3),
+        InputGroup("ff_down", block, image_ff[1:], made_by="activation"),
+        InputGroup("text_ff_down", block, text_ff[1:], made_by="activation"),
+        *(InputGroup("modulation", block, (linear,)) for linear in modulation if linear),
+    )
+
+
+def both_at_once(block: str, members: tuple[str, ...], down: str, modulation: str = "") -> tuple[InputGroup, ...]:
+    """Group a block of one stream whose attention and feed-forward run side by side."""
+    return (
+        normed("single_in", block, members, modulation, 0),
+        InputGroup("mixed_out", block, (down,), made_by="concatenation"),
+        *(InputGroup("modulation", block, (linear,)) for linear in (modulation,) if linear),
+    )
+
+
+def self_and_cross(block: str, cross_q: Maker) -> tuple[InputGroup, ...]:
+    """Group the attention to the image itself and the one to the text; cross_q: what makes the input of the latter."""
+    return (
+        normed("qkv", block, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        InputGroup("attn_out", block, ("attn1.to_out.0",), made_by="attention"),
+        InputGroup("cross_q", block, ("attn2.to_q",), made_by=cross_q),
+        InputGroup("cross_kv", block, ("attn2.to_k", "attn2.to_v"), joined=True),
+        InputGroup("cross_out", block, ("attn2.to_out.0",), made_by="attention"),
+    )
+
+
+def feed_forward(block: str, up: str, down: str) -> tuple[InputGroup, ...]:
+    return (
+        normed("ff_up", block, (up,)),
+        InputGroup("ff_down", block, (down,), made_by="activation"),
+    )
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Tell whether the module path `path` matches `pattern` as a whole."""
+    return _compile(pattern).fullmatch("." + path) is not None
+
+
+def compact(paths: Iterable[str]) -> str:
+    """Return module paths as people read them: by their blocks, with * for indices."""
+    starred = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", path) for path in paths)
+    blocks: dict[str, list[str]] = {}
+    for path in starred:
+        block, star, rest = path.partition(".*.")
+        blocks.setdefault(block if star else "", []).append(rest if star else path)
+    return ", ".join(
+        ", ".join(rest) if not block else f"{block}.*.{rest[0] if len(rest) == 1 else '{' + ', '.join(rest) + '}'}"
+        for block, rest in blocks.items()
+    )
+
+
+def in_every_block(path: str) -> str:
+    """Return the pattern of a module's path and of those in its place in other blocks: * for indices."""
+    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> re.Pattern[str]:
+    if "" in pattern.split("."):
+        raise ValueError(f"pattern {pattern!r} is no module path; write for example 'transformer_blocks.*.attn.to_q'")
+    return re.compile("".join(_segment(segment) for segment in pattern.split(".")))
+
+
+def _segment(segment: str) -> str:
+    if segment == "**":
+        return r"(?:\.[^.]+)*"
+    return r"\." + (r"[^.]+" if segment == "*" else "[^.]*".join(map(re.escape, segment.split("*"))))

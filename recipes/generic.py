@@ -8,7 +8,7 @@ direction of a feed-forward. The certainty is
 
 Where structure leaves a doubt, less is quantized: Linears outside of blocks stay in 16 bit; Linears share an input
 group only where their names say so and their shapes agree, and are checked when calibration runs the model (see
-calibrate/sharing.py); nothing folds into a modulation, whose order of shift and scale no name tells.
+calibrate/capture.py); nothing folds into a modulation, whose order of shift and scale no name tells.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fluxq.recipes.family import Family, InputGroup
-from fluxq.recipes.patterns import in_every_block
-from fluxq.recipes.plan import GENERIC, MODULATION_ROLE
-from fluxq.recipes.shapes import LinearShape
+from fluxq.recipes.family import Family, InputGroup, in_every_block
+from fluxq.recipes.plan import GENERIC, MODULATION_ROLE, LinearShape
 
 LEAST_CERTAINTY = 0.5  # below it a model is refused
 SMALLEST = 64  # smaller N and K win nothing: gates of heads, say

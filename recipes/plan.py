@@ -5,7 +5,7 @@
 A plan fixes formats. Of transforms, low rank and rounding it lists the candidates (`Method`); when a layer is
 quantized, the error of held-out tokens decides between them.
 
-Nothing here reads weights or imports torch: a model is a list of `LinearShape`s (see quantize/checkpoint.py).
+Nothing here reads weights or imports torch: a model is a list of `LinearShape`s (see quantize/structure.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fluxq.recipes.computing import Attention, Steps
-from fluxq.recipes.family import Family, InputGroup, Kind, Maker
+from fluxq.recipes.family import Family, InputGroup, Kind, Maker, matches
 from fluxq.recipes.formats import HADAMARDS, Scheme
-from fluxq.recipes.patterns import matches
 from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
-from fluxq.recipes.shapes import LinearShape
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure
 UNKNOWN_ROLE = "other"
@@ -28,6 +26,15 @@ _MUCH = 0.05  # of the weights: worth a note where a recipe leaves them out
 KEPT_ROLE = "kept"
 MODULATION_ROLE = "modulation"
 DEFLATED_K = 6144  # wider rows do not fit on chip, and deflation needs a whole one before the first element is rounded
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A Linear of the model, or a 1x1 convolution: module path, out features N, in features K."""
+
+    name: str
+    n: int
+    k: int
 
 
 @dataclass(frozen=True)

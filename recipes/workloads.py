@@ -11,10 +11,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Workload
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import Workload, matches
 from fluxq.recipes.plan import MODULATION_ROLE
-from fluxq.recipes.shapes import Convolution
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Describe a convolution that is no Linear.
+
+    n, k: output channels, and the inputs of one output channel.
+    channels: of the input.
+    stride: input pixels to one output pixel on a side.
+    depthwise: each channel by itself.
+    """
+
+    name: str
+    n: int
+    k: int
+    channels: int
+    stride: int = 1
+    depthwise: bool = False
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def read_block(folder: Path) -> None:
     from types import SimpleNamespace
     from typing import Any, cast
 
-    from fluxq.quantize.finished import Outcome, is_finished, layer_tensors
+    from fluxq.quantize.run import Outcome, is_finished, layer_tensors
 
     file = folder / "work" / "0000.safetensors"
     if not is_finished(

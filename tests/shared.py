@@ -23,8 +23,7 @@ from fluxq import tiny
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.jobs import making
-from fluxq.recipes.family import Family
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import Family, matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 forked.do_not_sync()

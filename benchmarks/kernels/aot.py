@@ -34,9 +34,8 @@ from triton.compiler import ASTSource
 
 from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
-from fluxq.kernels.accepted import COMPILED, accepted_files, minor
-from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.tiles import TUNED
+from fluxq.kernels.dispatch import COMPILED, accepted_files, minor
+from fluxq.kernels.tiles import CHIPS, TUNED
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,9 @@ from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.base.processor import commit, versions
 from fluxq.eval.speed.machine import describe
-from fluxq.kernels.chips import chip_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import NoTile
+from fluxq.kernels.tiles import NoTile, chip_of
 from fluxq.recipes.formats import Scheme
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of

@@ -45,7 +45,7 @@ import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-from fluxq.kernels.accepted import PROVEN, minor
+from fluxq.kernels.dispatch import PROVEN, minor
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def check_version(version: str) -> None:
         raise RuntimeError(
             f"the interpreter of Triton {version} was never compared with exact arithmetic, only those of "
             f"{', '.join(PROVEN[:-1])} and {PROVEN[-1]} were: install one of these, or add the version to PROVEN in "
-            "kernels/accepted.py once `pytest tests/kernels/test_interpreter.py` passes"
+            "kernels/dispatch.py once `pytest tests/kernels/test_interpreter.py` passes"
         )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.kernels.workloads import ATTENTIONS, BASELINE, FLUX_STEP, LAYERS, PRODUCTS, Case, Shape
 from fluxq.kernels import dispatch
 from fluxq.kernels.all_ops import OPS
-from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.op import Op
+from fluxq.kernels.tiles import CHIPS
 
 KIND = "fluxq kernels on a GPU"  # of result files
 CASE_FIELDS = ("op", "scheme", "implementation", "shared")

@@ -30,14 +30,13 @@ from fluxq.base.console import first_line
 from fluxq.base.files import write_json
 from fluxq.kernels import ops
 from fluxq.kernels.attention import kernel as attention
-from fluxq.kernels.chips import chip_of
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import NoTile, find_tile
+from fluxq.kernels.tiles import NoTile, chip_of, find_tile
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
 

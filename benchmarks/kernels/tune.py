@@ -34,8 +34,7 @@ from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.eval.speed.machine import describe
 from fluxq.kernels import tiles
-from fluxq.kernels.chips import chip_of
-from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, find_tile, tuned_rows
+from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, chip_of, find_tile, tuned_rows
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
 TUNE_REPEATS = 10

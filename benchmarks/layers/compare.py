@@ -42,16 +42,14 @@ from fluxq.calibrate.calls import capture_calls
 from fluxq.calibrate.capture import Sampling, images_per_batch
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.prompts import load_prompts
-from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.group import GroupLayer, fit_group, price_on
-from fluxq.quantize.structure import component_family, denoisers_of
+from fluxq.quantize.structure import component_family, denoisers_of, list_linears
 from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device, find_device
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, component_recipe, make_plan, with_method
+from fluxq.recipes.plan import LayerPlan, LinearShape, component_recipe, make_plan, with_method
 from fluxq.recipes.recipe import Component, Gate, LowRank, Recipe, Rounding, load_recipe, shipped_recipes
-from fluxq.recipes.shapes import LinearShape
 
 T = TypeVar("T")
 

@@ -30,8 +30,7 @@ from fluxq.eval.debug.damage import Damages, locate
 from fluxq.eval.debug.trace import decibels, module_of
 from fluxq.eval.metrics.schema import Patch
 from fluxq.eval.speed.served import stored_bits
-from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.pointwise import in_place_of
+from fluxq.kernels.linear import QuantLinear, in_place_of
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.formats import FORMATS, Scheme

@@ -82,8 +82,8 @@ def _instead(layer: QuantLinear, device: torch.device) -> str:
 
 def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: torch.dtype) -> str | None:
     """Return the format of the activations in a GPU's product for a layer; the torch reference has all."""
-    from fluxq.kernels.chips import chip_of  # needs Triton
     from fluxq.kernels.dispatch import choose
+    from fluxq.kernels.tiles import chip_of  # needs Triton
 
     shape = tokens, layer.out_features, layer.in_features
     return choose(layer.scheme, chip_of(device), *shape, dtype, layer.stored(ROW_SCALE) is not None).activations

@@ -42,8 +42,7 @@ from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.speed.machine import POWER_LIMIT, Machine, machine_of
 from fluxq.eval.speed.served import model_bytes, served
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.checkpoint import convolutions_of, shapes_of
-from fluxq.quantize.structure import model_family
+from fluxq.quantize.structure import convolutions_of, model_family, shapes_of
 from fluxq.recipes.cards import CONTEXT, GIB
 from fluxq.recipes.computing import attention_of
 from fluxq.recipes.cost import forward_pass, steps

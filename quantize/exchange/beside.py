@@ -13,7 +13,7 @@ from typing import Any
 
 from fluxq.base.files import read_json, sha256_file
 from fluxq.base.model import ModelFolder
-from fluxq.quantize.digests import settings_of
+from fluxq.quantize.record import settings_of
 
 _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model")
 _SCHEDULER, _SHOWN = "scheduler_config.json", 60

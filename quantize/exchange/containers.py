@@ -14,8 +14,8 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.output import EXPORT_FILE, JOB, VERSION
 from fluxq.base.tensors import Stored, join_weights
 from fluxq.quantize.checkpoint import PLAN_FILE, copy_rest, join_shards
-from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.native import NativeComponent
+from fluxq.quantize.record import hash_files
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.rows import Row, row_for
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.computing import quantization_of
+from fluxq.recipes.family import compact
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymaps import Joined, original_names
-from fluxq.recipes.patterns import compact
 from fluxq.recipes.plan import MODULATION_ROLE
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 

@@ -20,9 +20,17 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.processor import versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import build_on_meta, library_of
-from fluxq.quantize.digests import hash_files
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.record import Identity, Layer, Origin, Record, RecordedComponent, RecordedModel, RecordedRecipe
+from fluxq.quantize.record import (
+    Identity,
+    Layer,
+    Origin,
+    Record,
+    RecordedComponent,
+    RecordedModel,
+    RecordedRecipe,
+    hash_files,
+)
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import Scheme

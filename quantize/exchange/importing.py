@@ -27,9 +27,8 @@ from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
 from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
-from fluxq.kernels.pointwise import placeholder
+from fluxq.kernels.linear import placeholder
 from fluxq.quantize.checkpoint import build_on_meta, copy_rest, library_of, names_in_model, write_shards
-from fluxq.quantize.digests import write_digests
 from fluxq.quantize.exchange.files import ModelFile, class_names, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
@@ -39,7 +38,7 @@ from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, mended
 from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.exchange.rows import not_finite
-from fluxq.quantize.record import Record, write_record
+from fluxq.quantize.record import Record, write_digests, write_record
 from fluxq.quantize.verify import stored_fault
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.formats import Scheme

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fluxq.recipes.family import Family, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, SHARED, TEXT_FF, both_at_once, image_and_text
+from fluxq.recipes.family import (
+    EMBEDDER,
+    FF,
+    FINAL,
+    QKV,
+    SHARED,
+    TEXT_FF,
+    Family,
+    Published,
+    Workload,
+    both_at_once,
+    image_and_text,
+)
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, bfl_double, rows
 
 _ORIGINALS = rows(

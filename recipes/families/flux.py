@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.family import (
+    EMBEDDER,
+    FF,
+    FINAL,
+    QKV,
+    TEXT_FF,
+    Family,
+    Published,
+    Workload,
+    both_at_once,
+    image_and_text,
+)
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
-from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, TEXT_FF, both_at_once, image_and_text
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
 
 _BLOCKS = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fluxq.recipes.family import Family, InputGroup, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FINAL, normed
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, normed
 from fluxq.recipes.keymap_rows import SAME_NAMES
 
 _QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")

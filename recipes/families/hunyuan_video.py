@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FF, FINAL, QKV, TEXT_FF, both_at_once, image_and_text
+from fluxq.recipes.family import (
+    EMBEDDER,
+    FF,
+    FINAL,
+    QKV,
+    TEXT_FF,
+    Family,
+    Published,
+    Workload,
+    both_at_once,
+    image_and_text,
+)
 from fluxq.recipes.keymap_rows import ADDED_QKV, SWAPPED_FINAL, TO_QKV, below, rows
 
 _REFINER = "txt_in.individual_token_refiner.blocks.*", "context_embedder.token_refiner.refiner_blocks.*"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FF, FINAL, SHARED, feed_forward, self_and_cross
+from fluxq.recipes.family import EMBEDDER, FF, FINAL, SHARED, Family, Published, Workload, feed_forward, self_and_cross
 from fluxq.recipes.keymap_rows import NOT_HELD, TO_QKV, Table, below, rows
 
 SHARED_NAMES: Table = {

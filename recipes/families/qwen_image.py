@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, Published, Workload
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, Published, Workload, image_and_text
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
-from fluxq.recipes.groups import EMBEDDER, FINAL, image_and_text
 from fluxq.recipes.keymap_rows import SAME_NAMES
 
 _BLOCKS = (

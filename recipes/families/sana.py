@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fluxq.recipes.families.pixart import SHARED_NAMES
-from fluxq.recipes.family import Family, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FINAL, feed_forward, self_and_cross
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, Published, Workload, feed_forward, self_and_cross
 from fluxq.recipes.keymap_rows import NOT_HELD, Rule, rows
 
 _SANA_1_6B = {

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, InputGroup, Published, Workload
+from fluxq.recipes.family import (
+    EMBEDDER,
+    FF,
+    FINAL,
+    TEXT_FF,
+    Family,
+    InputGroup,
+    Published,
+    Workload,
+    image_and_text,
+    normed,
+)
 from fluxq.recipes.fusable import NORM, FusableBlock, OwnAttention, Stream, feed_forward_classes
-from fluxq.recipes.groups import EMBEDDER, FF, FINAL, TEXT_FF, image_and_text, normed
 from fluxq.recipes.keymap_rows import ADDED_QKV, SWAPPED_FINAL, TO_QKV, Rule, below, rows
 
 _MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fluxq.recipes.family import Family, InputGroup, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FF, feed_forward, self_and_cross
+from fluxq.recipes.family import EMBEDDER, FF, Family, InputGroup, Published, Workload, feed_forward, self_and_cross
 from fluxq.recipes.keymap_rows import Rule, Table, compiled, rows
 
 _ENDS = "begins or ends a stack of blocks: few weights, and all of the stack passes through them"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, InputGroup, Published, Workload
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, feed_forward, self_and_cross
 from fluxq.recipes.fusable import CrossAttention, FusableBlock, Stream, feed_forward_classes
-from fluxq.recipes.groups import EMBEDDER, FINAL, feed_forward, self_and_cross
 from fluxq.recipes.keymap_rows import rows
 
 _I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}

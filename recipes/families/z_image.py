@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import Family, InputGroup, Published, Workload
-from fluxq.recipes.groups import EMBEDDER, FINAL, normed
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, normed
 from fluxq.recipes.keymap_rows import TO_QKV, Rule, below, rows
 
 

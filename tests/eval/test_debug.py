@@ -17,8 +17,9 @@ from fluxq.eval.images.sides import Side, quantized_layers
 from fluxq.eval.metrics.schema import Debug
 from fluxq.kernels import ops
 from fluxq.kernels.encode import decode
-from fluxq.quantize.checkpoint import list_linears, read_plan_file
+from fluxq.quantize.checkpoint import read_plan_file
 from fluxq.quantize.record import bits_per_weight, read_record
+from fluxq.quantize.structure import list_linears
 from fluxq.recipes.all_families import family_of
 from fluxq.recipes.formats import FORMATS
 from fluxq.recipes.plan import component_recipe, make_plan

@@ -11,7 +11,7 @@ from fluxq import tiny
 from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, quantized_layers
 from fluxq.eval.metrics.figures import ARITHMETICS, computed
 from fluxq.eval.speed.served import model_bytes, served, stored_bits
-from fluxq.kernels import chips, ops
+from fluxq.kernels import ops, tiles
 from fluxq.quantize.record import bits_per_weight, read_record
 from fluxq.runtime.layout import lay_out
 from fluxq.runtime.prepare import prepare
@@ -78,7 +78,7 @@ def test_attention_counts_too(side, native):
 )
 def test_a_gpu_without_a_product_for_the_codes_computes_something_else(side, native, monkeypatch, chip, backend, words):
     """NVFP4 codes that nobody prepared: Hopper decodes them, Blackwell multiplies them."""
-    monkeypatch.setattr(chips, "chip_of", lambda device: chip)
+    monkeypatch.setattr(tiles, "chip_of", lambda device: chip)
     found = served(replace(side, backend=backend).open(), "cuda")
     assert found.arithmetic == words and (found.digest == native.digest) == (words == NATIVE)
 
@@ -86,7 +86,7 @@ def test_a_gpu_without_a_product_for_the_codes_computes_something_else(side, nat
 def test_a_gpu_computes_re_encoded_layers_as_the_cpu_does(side, monkeypatch):
     pipe = replace(side, backend="8bit").open()
     on_cpu = served(pipe, "cpu")
-    monkeypatch.setattr(chips, "chip_of", lambda device: "sm_90")
+    monkeypatch.setattr(tiles, "chip_of", lambda device: "sm_90")
     assert served(pipe, "cuda") == on_cpu
 
 

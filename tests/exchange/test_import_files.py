@@ -21,7 +21,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
 from fluxq.jobs import judge
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import PLAN_FILE, list_linears
+from fluxq.quantize.checkpoint import PLAN_FILE
 from fluxq.quantize.exchange import comfy, nunchaku, nunchaku_file
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.files import open_model
@@ -33,6 +33,7 @@ from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.proof import window
 from fluxq.quantize.record import read_record
+from fluxq.quantize.structure import list_linears
 from fluxq.quantize.verify import verify
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import QuantizationConfig

@@ -31,12 +31,13 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import WEIGHTS_NAME, filed_shape, library_of, list_linears
+from fluxq.quantize.checkpoint import WEIGHTS_NAME, filed_shape, library_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, Exported, SideLayers
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
+from fluxq.quantize.structure import list_linears
 from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.family import Family

@@ -30,12 +30,12 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import GroupSums, Statistics
 from fluxq.eval.report.card import with_evaluation
 from fluxq.jobs.requirements import require_call
-from fluxq.quantize.checkpoint import list_linears
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.inspect import inspect_path
-from fluxq.quantize.finished import GroupOutcome, Outcome, finish, is_finished
 from fluxq.quantize.group import Stage
 from fluxq.quantize.lora import LoraFile, read_updates
+from fluxq.quantize.run import GroupOutcome, Outcome, finish, is_finished
+from fluxq.quantize.structure import list_linears
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import find_recipe, load_recipe

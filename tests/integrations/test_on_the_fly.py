@@ -27,9 +27,8 @@ from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.nearest import sqnr
 from fluxq.recipes.all_families import FAMILIES, family_of
-from fluxq.recipes.plan import component_recipe, make_plan
+from fluxq.recipes.plan import LinearShape, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
-from fluxq.recipes.shapes import LinearShape
 
 PARTS = ("transformer", "text_encoder", "text_encoder_2")
 DATA_FREE = [("fp8", None), ("mxfp8", None), ("int8", "rtn"), ("int4", "rtn"), ("nvfp4", "rtn"), ("nvfp4-max", "rtn")]

@@ -20,8 +20,9 @@ from fluxq import tiny
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.jobs import making
-from fluxq.quantize.checkpoint import SourceWeights, list_linears, write_component
+from fluxq.quantize.checkpoint import SourceWeights, write_component
 from fluxq.quantize.run import quantize_component
+from fluxq.quantize.structure import list_linears
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import component_recipe, make_plan

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fluxq
 from fluxq import FluxqConfig, tiny
 from fluxq.integrations import diffusers as backend
-from fluxq.kernels.pointwise import placeholder
+from fluxq.kernels.linear import placeholder
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fluxq.cli import cli
 from fluxq.jobs import catalogue
 from fluxq.jobs.catalogue import CatalogueModel
-from fluxq.quantize.checkpoint import convolutions_of, shapes_of
+from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, find_published
 from fluxq.recipes.cost import activation_bytes, cost
 from fluxq.recipes.devices import DEVICES

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from benchmarks.kernels import aot
 from benchmarks.kernels.aot import CompiledCell, compile_cell
 from benchmarks.kernels.cells.cell import Cell
-from fluxq.kernels.accepted import PROVEN, minor
-from fluxq.kernels.chips import CHIPS
+from fluxq.kernels.dispatch import PROVEN, minor
+from fluxq.kernels.tiles import CHIPS
 
 compiles = pytest.mark.slow
 
@@ -149,7 +149,7 @@ def accepted(tmp_path, monkeypatch):
     file = tmp_path / "file.json"
     file.write_text(json.dumps({"2.0": [dataclasses.asdict(ROW)]}))
     monkeypatch.setattr(aot, "COMPILED", tmp_path)
-    monkeypatch.setattr("fluxq.kernels.accepted.COMPILED", tmp_path)
+    monkeypatch.setattr("fluxq.kernels.dispatch.COMPILED", tmp_path)
     monkeypatch.setattr(aot, "REQUIRED", {})
     monkeypatch.setattr(aot, "KERNEL_FILES", ("file",))
     monkeypatch.setattr(aot, "all_cells", lambda files: [dataclasses.replace(BF16, targets=("sm_89", "sm_90"))])

@@ -16,12 +16,11 @@ from torch import Tensor
 from benchmarks.kernels import report
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
-from fluxq.kernels import accepted, dispatch, launch, ops
+from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
-from fluxq.kernels.chips import CHIPS
 from fluxq.kernels.dequantize.op import dequantize
 from fluxq.kernels.dispatch import choose
 from fluxq.kernels.packing import pack
@@ -31,6 +30,7 @@ from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.reencode import row_scales
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.tiles import CHIPS
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
 from fluxq.recipes.devices import KERNEL_FORMATS
@@ -153,8 +153,8 @@ def fresh_rows():
 def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, fresh_rows):
     good = {"kernel": "k", "format": "fp8 128x128", "target": "sm_90", "ok": True, "spills": 0}
     bad = good | {"format": "fp8 128x128 fused", "ok": False, "reason": "9 spills"}
-    monkeypatch.setattr(accepted, "COMPILED", tmp_path)
-    version = accepted.minor(dispatch.triton.__version__)
+    monkeypatch.setattr(dispatch, "COMPILED", tmp_path)
+    version = dispatch.minor(dispatch.triton.__version__)
     for rows, expected in (
         ([good], ""),
         ([good, bad], "9 spills"),

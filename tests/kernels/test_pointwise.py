@@ -22,14 +22,14 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.debug.trace import Health, LayerCall, Local, Outputs
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.packing import pack
-from fluxq.kernels.pointwise import QuantPointwise, in_place_of, placeholder
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import SourceWeights, list_linears, shapes_of
+from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
 from fluxq.quantize.nearest import round_units, sqnr, units_of, weight_matrix
 from fluxq.quantize.run import quantize_linear
+from fluxq.quantize.structure import list_linears, shapes_of
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan, make_plan

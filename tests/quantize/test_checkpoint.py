@@ -20,8 +20,9 @@ from fluxq.base.output import PLAN_FILE, Output, atomic_output, recover
 from fluxq.calibrate.statistics import Statistics
 from fluxq.jobs import making
 from fluxq.quantize import checkpoint as ckpt
-from fluxq.quantize.checkpoint import SourceWeights, list_linears
+from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.run import quantize_component
+from fluxq.quantize.structure import list_linears
 from fluxq.recipes.computing import QuantizationConfig
 from fluxq.recipes.recipe import shipped_recipes
 

@@ -22,9 +22,10 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.checkpoint import SourceWeights, library_of, list_linears, write_component
+from fluxq.quantize.checkpoint import SourceWeights, library_of, write_component
 from fluxq.quantize.nearest import quantize_weight
 from fluxq.quantize.run import quantize_component
+from fluxq.quantize.structure import list_linears
 from fluxq.quantize.verify import verify
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.plan import Plan, component_recipe, make_plan

@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluxq.quantize.digests import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS
+from fluxq.quantize.record import CONFIG_DIGEST, CONFIG_DIGESTS, DIGEST, DIGESTS
 from fluxq.quantize.verify import verify
 from fluxq.recipes.recipe import shipped_recipes
 

@@ -32,7 +32,7 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
 from fluxq.jobs import judge, making
 from fluxq.jobs.job import _keep_what_is_done
-from fluxq.quantize import checkpoint, finished, run
+from fluxq.quantize import checkpoint, run
 from fluxq.quantize.checkpoint import SourceWeights
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -58,7 +58,7 @@ def quantize(source: Path, out: Path, **more) -> Path:
 
 def behind(monkeypatch, blocks: int, happens: Callable[[], object]) -> None:
     """Let something happen behind a number of finished blocks."""
-    real, left = finished.finish, [blocks]
+    real, left = run.finish, [blocks]
 
     def finish(*arguments) -> None:
         real(*arguments)
@@ -257,8 +257,8 @@ def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypat
     (work,) = tmp_path.glob(".out.*.work")
     done = blocks_of(work)
     assert len(done) == 4
-    made: list[Path] = []
-    monkeypatch.setattr(run, "finish", lambda file, *more: made.append(file) or finished.finish(file, *more))
+    made, finish = [], run.finish
+    monkeypatch.setattr(run, "finish", lambda file, *more: made.append(file) or finish(file, *more))
     assert quantize(source, out).read_bytes() == clean
     assert made and not {file.name for file in made} & done.keys()
 

@@ -35,10 +35,9 @@ from fluxq.jobs import making
 from fluxq.jobs.job import _size, _space_needed, with_digests
 from fluxq.quantize import run
 from fluxq.quantize.checkpoint import SourceWeights, write_component
-from fluxq.quantize.finished import Outcome
 from fluxq.quantize.nearest import in_order, round_units, units_of
 from fluxq.quantize.record import Record, read_record
-from fluxq.quantize.run import blocks_of, quantize_component
+from fluxq.quantize.run import Outcome, blocks_of, quantize_component
 
 QUANTIZE = ("quantize", "tiny", "--recipe", "nvfp4", "--profile", "rtn", "--no-check", "-o", "out")
 PLAN = "fluxq_plan.json"  # says how long it took

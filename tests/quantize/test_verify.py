@@ -22,8 +22,7 @@ from fluxq.base.tensors import TensorFile
 from fluxq.cli import cli, main
 from fluxq.jobs import making
 from fluxq.quantize import record
-from fluxq.quantize.digests import DIGEST, DIGESTS, write_digests
-from fluxq.quantize.record import read_record
+from fluxq.quantize.record import DIGEST, DIGESTS, read_record, write_digests
 from fluxq.quantize.verify import CHECKS, stored_fault, verify
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import shipped_recipes

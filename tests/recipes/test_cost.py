@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fluxq.kernels.dispatch import choose, compiled_with, refusal
-from fluxq.quantize.checkpoint import build_on_meta, convolutions_of, shapes_of
+from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED
 from fluxq.recipes.cost import (
     EIGHT_BIT,
@@ -29,9 +30,8 @@ from fluxq.recipes.cost import (
 )
 from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
-from fluxq.recipes.plan import Plan, make_plan
+from fluxq.recipes.plan import LinearShape, Plan, make_plan
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
-from fluxq.recipes.shapes import LinearShape
 from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass
 
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]

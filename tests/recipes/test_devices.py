@@ -2,7 +2,7 @@
 
 import pytest
 
-from fluxq.kernels.chips import CHIPS
+from fluxq.kernels.tiles import CHIPS
 from fluxq.recipes.cost import EIGHT_BIT, NATIVE, REFERENCE
 from fluxq.recipes.devices import DEVICES, find_device
 

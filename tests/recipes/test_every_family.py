@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import fluxq
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import Replay, block_names
-from fluxq.quantize.checkpoint import SourceWeights, shapes_of, write_component
-from fluxq.quantize.finished import Outcome
-from fluxq.quantize.run import Fitting, quantize_component
+from fluxq.quantize.checkpoint import SourceWeights, write_component
+from fluxq.quantize.run import Fitting, Outcome, quantize_component
+from fluxq.quantize.structure import shapes_of
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import make_plan

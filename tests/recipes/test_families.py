@@ -15,9 +15,10 @@ from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq.base.linears import channels_last, is_linear, linear_size, linears_of
-from fluxq.quantize.checkpoint import build_on_meta, shapes_of
+from fluxq.quantize.checkpoint import build_on_meta
+from fluxq.quantize.structure import shapes_of
 from fluxq.recipes.all_families import FAMILIES, family_of
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import matches
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 from tests.house.test_house import our_modules

@@ -17,7 +17,7 @@ from torch import nn
 import fluxq
 from fluxq import QuantLinear, tiny
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.sharing import watch_shared_inputs
+from fluxq.calibrate.capture import watch_shared_inputs
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.quantize.checkpoint import build_on_meta
@@ -25,7 +25,7 @@ from fluxq.quantize.structure import component_family, denoisers_of, model_famil
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.generic import LEAST_CERTAINTY, ModuleTree, generic_family, read_structure
-from fluxq.recipes.shapes import LinearShape
+from fluxq.recipes.plan import LinearShape
 
 ROWS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 

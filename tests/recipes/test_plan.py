@@ -3,11 +3,10 @@
 import pytest
 
 from fluxq.base.model import resolve_model
-from fluxq.quantize.checkpoint import list_linears
+from fluxq.quantize.structure import list_linears
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.plan import Method, component_recipe, make_plan
+from fluxq.recipes.plan import LinearShape, Method, component_recipe, make_plan
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
-from fluxq.recipes.shapes import LinearShape
 
 FLUX = FAMILIES["flux"]
 LINEARS = list_linears(resolve_model("tiny"), "transformer")

@@ -25,12 +25,11 @@ import fluxq
 from fluxq import FluxqConfig, tiny
 from fluxq.base import settings
 from fluxq.jobs import making
-from fluxq.kernels import chips
+from fluxq.kernels import tiles
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import BACKEND, attention_of
-from fluxq.recipes.family import Family
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import Family, matches
 from fluxq.runtime import attention_choice as choice
 
 TRANSFORMERS = [family for family in FAMILIES.values() if family.kind == "transformer"]
@@ -246,7 +245,7 @@ CHIPS = {"sm_90": "", "sm_80": "no kernel for heads of 64 elements on sm_80 .*fp
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_gpu_without_the_kernel_computes_in_16_bit_unless_fluxq_is_strict(chip: str, monkeypatch) -> None:
-    monkeypatch.setattr(chips, "chip_of", lambda device: chip)
+    monkeypatch.setattr(tiles, "chip_of", lambda device: chip)
     monkeypatch.setattr(settings, "_set", {})
     cuda = torch.device("cuda", 0)
     why = choice._lacks(64, cuda)

@@ -494,7 +494,7 @@ def test_residuals_of_a_controlnet_are_added_between_blocks() -> None:
 def test_on_a_gpu_only_what_it_multiplies_is_shared(scheme: str, chip: str, shares: int, monkeypatch) -> None:
     """Nothing runs there: only the decision is looked at, and that a call elsewhere is the blocks' own."""
     pytest.importorskip("triton", reason="what a chip offers is in the tables of the Triton kernels")
-    monkeypatch.setattr("fluxq.kernels.chips.chip_of", lambda device: chip)
+    monkeypatch.setattr("fluxq.kernels.tiles.chip_of", lambda device: chip)
     model = quantized(scheme)
     want = output(model)
     rows = {(row.block, row.part): row for row in fluxq.optimize(model, device="cuda")}
@@ -528,7 +528,7 @@ def test_on_a_gpu_attention_is_read_beside_the_feed_forward_where_a_kernel_can(
     if chip == "without it":
         chip = "sm_90"
         monkeypatch.setattr(dispatch, "refusal", without_beside)
-    monkeypatch.setattr("fluxq.kernels.chips.chip_of", lambda device: chip)
+    monkeypatch.setattr("fluxq.kernels.tiles.chip_of", lambda device: chip)
     monkeypatch.setattr("fluxq.kernels.quantize_activation.kernel.LARGEST_RANK", 4)
     rows = {row.part: row for row in fluxq.optimize(quantized(scheme), device="cuda")}
     row = rows["mixed_out"]

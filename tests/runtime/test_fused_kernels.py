@@ -36,7 +36,6 @@ from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.attention import kernel as attention_kernels
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.op import Operands
-from fluxq.kernels.chips import chip_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.products import ProductTensors
@@ -45,7 +44,7 @@ from fluxq.kernels.quantize_activation import kernel as producer
 from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import MatmulTile, Tile, find_matmul_tile, find_memory_tile
+from fluxq.kernels.tiles import MatmulTile, Tile, chip_of, find_matmul_tile, find_memory_tile
 from fluxq.kernels.weight_only_matmul import kernel as weight_only
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.runtime import layout

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.kernels import chips, dispatch, ops
+from fluxq.kernels import dispatch, ops, tiles
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.kernels.packing import pack
 from fluxq.kernels.tensor import QuantizedTensor
@@ -232,7 +232,7 @@ def offers(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(chip): "cuda" is that chip, as far as `fluxq.prepare` asks."""
-    return lambda chip: monkeypatch.setattr(chips, "chip_of", lambda device: chip)
+    return lambda chip: monkeypatch.setattr(tiles, "chip_of", lambda device: chip)
 
 
 @pytest.mark.parametrize(

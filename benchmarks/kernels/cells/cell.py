@@ -8,8 +8,7 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from fluxq.kernels.chips import CHIPS
-from fluxq.kernels.tiles import MatmulTile, Tile, tuned_rows
+from fluxq.kernels.tiles import CHIPS, MatmulTile, Tile, tuned_rows
 from fluxq.recipes.formats import Format
 
 MAX_REGISTERS = 128  # of a memory-bound kernel: with more, too few warps fit on a chip to hide its loads
@@ -27,7 +26,7 @@ class Cell:
     tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "mxfp8", "mxfp4", "nvfp4"), None for no
     matmul.
     max_registers: per thread; None for as many as the chip has.
-    targets: the chips that this tile is meant for, by their names in chips.CHIPS; empty for all.
+    targets: the chips that this tile is meant for, by their names in CHIPS; empty for all.
     """
 
     kernel: JITFunction

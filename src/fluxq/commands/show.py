@@ -90,7 +90,7 @@ def _layers(component: Plan) -> None:
 
 def _reasons(component: Plan) -> None:
     """Print each reason once, with its roles, or with its layers where a role has several reasons."""
-    from fluxq.recipes.patterns import compact
+    from fluxq.recipes.family import compact
     from fluxq.recipes.plan import KEPT_ROLE
 
     reasons: dict[str, dict[str, list[str]]] = {}
@@ -333,7 +333,7 @@ def exported(done: Exported) -> None:
 
 def _changes(changed: Sequence[Changed]) -> None:
     """Print a line for all layers with the same change for the same reason; names are never cut."""
-    from fluxq.recipes.patterns import compact
+    from fluxq.recipes.family import compact
 
     alike: dict[tuple[str, str, str], list[Changed]] = {}
     for layer in changed:

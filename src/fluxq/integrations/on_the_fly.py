@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.integrations.loading import FluxqConfig
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.checkpoint import shapes_of
 from fluxq.quantize.nearest import joined_scale, quantize_weight
-from fluxq.quantize.structure import model_family
+from fluxq.quantize.structure import model_family, shapes_of
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
 

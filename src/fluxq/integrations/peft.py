@@ -20,8 +20,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import Tensor, nn
 
 from fluxq.base.linears import PIXELS
-from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.pointwise import QuantPointwise
+from fluxq.kernels.linear import QuantLinear, QuantPointwise
 
 
 class _IntoBranch(lora.LoraLayer):

@@ -128,7 +128,7 @@ def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
         arguments = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
         if getattr(self, "hf_quantizer", None) is not None and arguments.get("is_main_process", True):
             if arguments.get("variant") is None:
-                from fluxq.quantize.digests import write_own_digest
+                from fluxq.quantize.record import write_own_digest
 
                 write_own_digest(Path(save_directory))
         return result

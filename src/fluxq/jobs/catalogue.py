@@ -23,15 +23,15 @@ from torch import nn
 
 from fluxq.base.console import digits
 from fluxq.base.tensors import Stored
-from fluxq.quantize.checkpoint import SourceWeights, build_on_meta, convolutions_of, shapes_of
+from fluxq.quantize.checkpoint import SourceWeights, build_on_meta
 from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of
+from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
 from fluxq.recipes.cost import activation_bytes, forward_pass
 from fluxq.recipes.family import Family
-from fluxq.recipes.plan import LayerPlan, Plan, component_recipe, make_plan
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
-from fluxq.recipes.shapes import LinearShape
 from fluxq.recipes.workloads import CallSize
 
 CELL = (

@@ -94,8 +94,8 @@ def _implementation(scheme: Scheme, device: str, chip: str) -> tuple[str, str]:
     """Return the implementation of a scheme, and the reason: on a GPU with Triton the choice of kernels/dispatch.py."""
     if device != "cuda" or find_spec("triton") is None:
         return implementation(scheme, device)
-    from fluxq.kernels.chips import SAME_AS
     from fluxq.kernels.dispatch import choose
+    from fluxq.kernels.tiles import SAME_AS
 
     choice = choose(scheme, SAME_AS.get(chip, chip), 4096, 3072, 3072)
     return choice.implementation, choice.reason

@@ -27,8 +27,8 @@ from fluxq.eval.metrics.figures import amount
 from fluxq.jobs import memory
 from fluxq.jobs.making import MOST_CALLS
 from fluxq.jobs.planning import demand
-from fluxq.quantize.checkpoint import is_model, list_linears
-from fluxq.quantize.structure import component_family, denoisers_of
+from fluxq.quantize.checkpoint import is_model
+from fluxq.quantize.structure import component_family, denoisers_of, list_linears
 from fluxq.recipes.cost import steps
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe

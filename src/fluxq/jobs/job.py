@@ -27,8 +27,8 @@ from fluxq.base.files import clear_parts, read_json, sha256_json, write_json
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.base.output import ANY_JOB, NEW, OLD, Output, is_being_written, job_digest, remove, sole_writer
 from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.capture import watch_shared_inputs
 from fluxq.calibrate.prompts import PromptSet
-from fluxq.calibrate.sharing import watch_shared_inputs
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval.images.protocols import PROTOCOLS
 from fluxq.jobs.memory import Bound

@@ -56,9 +56,7 @@ from fluxq.jobs.job import (
 )
 from fluxq.jobs.planning import demand, job_of
 from fluxq.quantize import checkpoint
-from fluxq.quantize.checkpoint import convolutions_of, is_model, model_on_meta
-from fluxq.quantize.digests import hash_files, write_digests
-from fluxq.quantize.finished import Outcome
+from fluxq.quantize.checkpoint import is_model, model_on_meta
 from fluxq.quantize.record import (
     Check,
     Group,
@@ -71,10 +69,13 @@ from fluxq.quantize.record import (
     RecordedModel,
     RecordedRecipe,
     RecordedStage,
+    hash_files,
     read_record,
+    write_digests,
     write_record,
 )
-from fluxq.quantize.run import Fitting, quantize_component, require_finite_weights
+from fluxq.quantize.run import Fitting, Outcome, quantize_component, require_finite_weights
+from fluxq.quantize.structure import convolutions_of
 from fluxq.recipes.cards import Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pass
 from fluxq.recipes.devices import find_device
@@ -296,7 +297,7 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
             f"--device {device}: kernels are compiled for the GPU that is there, and torch finds no such CUDA or ROCm "
             "device; run this on the machine that will serve"
         )
-    from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.tiles import chip_of
     from fluxq.runtime.warmup import kinds_of, warm_up
 
     kinds = dict.fromkeys(kind for model in quantized_models(output) for kind in kinds_of(model))

@@ -38,13 +38,12 @@ from fluxq.jobs.requirements import (
     require_pictures,
     scheduler_of,
 )
-from fluxq.quantize.checkpoint import SourceWeights, list_linears
+from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
-from fluxq.quantize.structure import component_family, denoisers_of
-from fluxq.recipes.patterns import matches
-from fluxq.recipes.plan import Plan, component_recipe, make_plan, require_matches
+from fluxq.quantize.structure import component_family, denoisers_of, list_linears
+from fluxq.recipes.family import matches
+from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
 from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
-from fluxq.recipes.shapes import LinearShape
 from fluxq.runtime.steps import require_followed
 
 

@@ -23,7 +23,6 @@ from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels.attention.op import FLOATS, OP, attention_fp8
 from fluxq.recipes.computing import BACKEND
-from fluxq.recipes.patterns import matches
 from fluxq.runtime.placed import models_of
 
 if TYPE_CHECKING:
@@ -109,8 +108,8 @@ def _lacks(head_size: int, device: torch.device) -> str:
     if find_spec("triton") is None:
         why = f"no Triton for {device}"
     else:
-        from fluxq.kernels.chips import chip_of
         from fluxq.kernels.dispatch import refusal
+        from fluxq.kernels.tiles import chip_of
 
         chip = chip_of(device)
         refused = refusal(OP.name, str(head_size), chip)
@@ -145,6 +144,8 @@ def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
 
 def _attention_modules(model: nn.Module, family: Family, attention: str) -> Iterator[tuple[str, Any]]:
     """Yield (name, module) to set a choice on: self-attention; for 16 bit every module that asks the dispatcher."""
+    from fluxq.recipes.family import matches
+
     for name, module in model.named_modules():
         path = name.replace("_orig_mod.", "")
         is_asking = attention == "16bit" and hasattr(getattr(module, "processor", None), "_attention_backend")

@@ -33,9 +33,8 @@ from torch import nn
 
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Family, Maker
+from fluxq.recipes.family import Family, Maker, matches
 from fluxq.recipes.fusable import FusableBlock, Stream
-from fluxq.recipes.patterns import matches
 from fluxq.runtime.fused_calls import CALLS, BlockInputs
 from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, takers_of, why_alone
 

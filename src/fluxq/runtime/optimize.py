@@ -67,8 +67,8 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
     if find_spec("triton") is None:
         raise ValueError(f"fluxq.optimize needs kernels in Triton for {device}: install triton")
     from fluxq.kernels import dispatch
-    from fluxq.kernels.chips import chip_of
     from fluxq.kernels.quantize_activation.kernel import LARGEST_RANK
+    from fluxq.kernels.tiles import chip_of
 
     chip = chip_of(device)
     for op in (ADALN_QUANTIZE, QK_NORM_ROPE):

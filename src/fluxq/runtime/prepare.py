@@ -116,7 +116,7 @@ def _chip(device: torch.device) -> str:
             f"fluxq.prepare lays a model out for kernels in Triton, which is not there for {device}: install triton, "
             "or prepare for device='cpu'"
         )
-    from fluxq.kernels.chips import chip_of
+    from fluxq.kernels.tiles import chip_of
 
     return chip_of(device)
 

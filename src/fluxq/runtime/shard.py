@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fluxq.kernels import encode, ops
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, QuantPointwise
 from fluxq.kernels.packing import pack
-from fluxq.kernels.pointwise import QuantPointwise
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.formats import Scheme
 

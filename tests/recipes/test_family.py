@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxq.recipes.patterns import matches
+from fluxq.recipes.family import matches
 
 PATHS = st.lists(st.text("ab_0", min_size=1, max_size=3), min_size=1, max_size=5)
 
