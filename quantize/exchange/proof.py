@@ -353,7 +353,9 @@ def _against(
     wrong = _strays(read, truth, bound, rows, None, plain)
     factors = None
     if not plausible or wrong:
-        one_would_do = alone <= bound and cosine > 0 and not _strays(read * factor, truth, bound, rows, None)
+        # A factor that rounding may have is no explanation of an error that is too large everywhere.
+        may_be_one = (scaled or wrong) and alone <= bound and cosine > 0
+        one_would_do = may_be_one and not _strays(read * factor, truth, bound, rows, None)
         gained = 0.0 if one_would_do else _GAINED * alone
         found = [each for each in (columns, _factors_of(read, truth, 1)) if each and each.left < gained]
         for each in sorted(found, key=lambda factors: factors.left):
