@@ -182,6 +182,17 @@ def test_a_modulation_takes_factors_back_as_it_makes_x(wrong: str, base, tmp_pat
     assert report.is_sound is (wrong == ""), [fault for fault in report.faults if fault.is_error]
 
 
+def test_folded_factors_are_told_from_one_factor_that_rounding_may_have(base, tmp_path) -> None:
+    """Of such sizes that the error is just above the bound, and 4 % off all numbers would bring it below."""
+    spread = torch.linspace(1 - 0.287, 1 + 0.287, 128)
+    factors = spread[torch.randperm(128, generator=torch.Generator().manual_seed(0))]
+    state = dict(base_state())
+    state |= folded_modulation(state, "transformer_blocks.0.norm1.linear", factors)
+    state |= {name: (state[name].float() * factors).bfloat16() for name in READERS}
+    report = inspect_path(made(tmp_path, "modelopt", NVFP4, state=state), base)[""]
+    assert report.is_sound, [fault for fault in report.faults if fault.is_error]
+
+
 def as_codes(weight: Tensor, most: int) -> Tensor:
     """Rounded to integers up to `most` with a scale for each row, and in 16 bit again."""
     scale = weight.float().abs().amax(1, keepdim=True) / most
