@@ -255,6 +255,7 @@ def test_a_missing_module_is_not_installed():
             assert not peers.is_installed(name)
 
 
+@pytest.mark.slow
 def test_a_configuration_that_fails_or_kills_its_process_is_a_row(monkeypatch, tmp_path):
     """A peer of our own, that the other process imports by way of sitecustomize."""
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)

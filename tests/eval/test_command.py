@@ -138,6 +138,7 @@ def test_a_look_says_what_was_seen_and_judges_nothing(evaluated) -> None:
     assert any("these have 16 x 16" in text for text in report.warnings)
 
 
+@pytest.mark.slow
 def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(evaluated, tmp_path: Path) -> None:
     out, _ = evaluated
     bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1, "--optimize")

@@ -594,6 +594,7 @@ def main(engine, root, side, *deaths):
     assert (made is None) == (again is None) == (os.environ.get("RANK", "0") != "0")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
     killed = forked.run(__file__, "local", tmp_path, side, "torn")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -650,6 +651,7 @@ class Meeting:
         return pipe
 
 
+@pytest.mark.slow
 def test_two_actors_make_what_one_process_makes(tmp_path, side, whole, ray_engine):
     made = work_in(tmp_path / "images", Meeting(SIDES[side], tmp_path))
     images = ensure_images(made, ray_engine)

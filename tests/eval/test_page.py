@@ -196,6 +196,7 @@ def test_page_without_javascript_shows_tables_charts_and_pictures(open_page):
     assert page.locator("#metric").bounding_box() is None  # what only a script makes work is not there
 
 
+@pytest.mark.slow
 def test_print_shows_whole_pictures_side_by_side(open_page):
     page = open_page()
     page.locator(".row input").first.fill("50")

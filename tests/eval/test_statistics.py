@@ -116,7 +116,7 @@ def test_coverage_where_seeds_share_a_prompt():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompts, seeds", [(64, 1), (256, 1), (1024, 1), (64, 8), (256, 4)])
+@pytest.mark.parametrize("prompts, seeds", [(256, 1), (64, 8)])
 def test_coverage_at_full_size(prompts, seeds):
     ours, naive = coverage(np.random.default_rng(prompts), trials=1000, prompts=prompts, seeds=seeds, resamples=1999)
     assert 0.92 <= ours <= 0.98

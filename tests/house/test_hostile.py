@@ -56,11 +56,11 @@ QUICK = {  # cases of every run
     **{"weights": 40, "index": 20, "model_index": 20, "config": 20, "quantized config": 20, "plan": 10, "subject": 10},
     **{"load weights": 3, "load config": 3, "lora": 15, "statistics": 40, "recipe": 60, "report": 40},
 }
-ALL = {  # 10,000, and as many of each of the rest as take a minute
-    **{name: 100 * count for name, count in FEW.items()},
-    **{"weights": 1500, "index": 800, "model_index": 800, "config": 500, "encoder config": 500},
-    **{"quantized config": 700, "quantized weights": 300, "plan": 300, "subject": 500, "load weights": 150},
-    **{"load config": 150, "lora": 800, "statistics": 1000, "recipe": 1500, "report": 500},
+ALL = {  # 3,000, and of each of the rest as many as take twenty seconds
+    **{name: 30 * count for name, count in FEW.items()},
+    **{"weights": 500, "index": 250, "model_index": 250, "config": 150, "encoder config": 150},
+    **{"quantized config": 200, "quantized weights": 100, "plan": 100, "subject": 150, "load weights": 50},
+    **{"load config": 50, "lora": 250, "statistics": 300, "recipe": 500, "report": 150},
 }
 
 

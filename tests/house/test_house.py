@@ -170,7 +170,9 @@ def test_help_loads_nothing_heavy() -> None:
     assert "Usage:" in done.stdout and done.stdout.strip().endswith("[]")
 
 
-@pytest.mark.parametrize("order", ["fluxq, {}, {}", "{}, {}, fluxq"], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "order", ["fluxq, {}, {}", pytest.param("{}, {}, fluxq", marks=pytest.mark.slow)], ids=["first", "last"]
+)
 def test_diffusers_and_transformers_learn_of_fluxq_in_either_order(order: str) -> None:
     modules = "diffusers.quantizers.auto", "transformers.quantizers.auto"
     code = f"import {order.format(*modules)}\n"

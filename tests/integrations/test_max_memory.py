@@ -425,9 +425,10 @@ def wide_model(folder: Path, double: int, single: int) -> Path:
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "bound", "check"),
-    [((1, 6), 180, "--no-check"), pytest.param((2, 12), 240, "", marks=pytest.mark.slow)],
+    [((1, 6), 180, "--no-check"), ((2, 12), 240, "")],
     ids=["small", "large"],
 )
 def test_a_process_stays_within_the_bound(tmp_path, recipe, blocks, bound, check):

@@ -213,7 +213,7 @@ def loaded(component: str = "transformer") -> nn.Module:
 
 @pytest.mark.parametrize(
     "make",
-    [sdxl, sana, *(pytest.param(make, marks=pytest.mark.slow) for make in (z_image, chroma, flux2, ltx))],
+    [sana, *(pytest.param(make, marks=pytest.mark.slow) for make in (sdxl, z_image, chroma, flux2, ltx))],
 )
 def test_a_pipeline_is_captured_fitted_written_and_run(make, quantize):
     Path("quick.yaml").write_text("extends: nvfp4\ncalibration: {count: 2, steps: 2}\n")
@@ -228,6 +228,7 @@ def test_a_pipeline_is_captured_fitted_written_and_run(make, quantize):
     assert any(layer.scheme.features for layer in layers.values())
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_does_not_tell_of_its_steps_is_fitted_checked_and_judged(quantize):
     Path("quick.yaml").write_text("extends: nvfp4\ncalibration: {count: 2, steps: 2}\n")
     done = quantize(pixart, "--recipe", "quick.yaml")

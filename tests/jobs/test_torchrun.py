@@ -176,7 +176,9 @@ def shared(tmp_path_factory) -> Path:
 # Two processes
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("fitted", "parallel") else name for name in JOBS]
+)
 def test_two_processes_write_what_one_writes(shared, single, name):
     assert files_of(shared / name) == single(name)
     said = [(shared / f"{name}.{rank}.out").read_text() for rank in (0, 1)]

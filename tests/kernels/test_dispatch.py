@@ -557,6 +557,7 @@ for module in {IMPORTED_FIRST}:
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_registered_whatever_is_imported_first() -> None:
     """Each in a process of its own, forked once torch is there; the ops say which devices have kernels of their own."""
     done = subprocess.run([sys.executable, "-c", IN_ITS_OWN_PROCESS], capture_output=True, text=True)

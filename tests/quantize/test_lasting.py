@@ -368,7 +368,9 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("damage", [empty, flip, swap, folder, pipe, Path.unlink])
+@pytest.mark.parametrize(
+    "damage", [flip, folder, *(pytest.param(each, marks=pytest.mark.slow) for each in (empty, swap, pipe, Path.unlink))]
+)
 def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monkeypatch, caplog, quick_recipe):
     def fitted(out: Path) -> bytes:
         asked = making.JobOptions("tiny", str(quick_recipe("nvfp4")), None, str(out), call=FEW, check=False)

@@ -199,6 +199,7 @@ def test_an_interrupted_run_goes_on_with_blocks_that_a_lora_changed(lora_file, t
     assert len(made) == 4 and not {*made} & {*again} and "other weights" not in caplog.text
 
 
+@pytest.mark.slow
 def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_lora(lora_file, quick_recipe, tmp_path):
     file = lora_file("l.safetensors", (*LAYERS, "proj_out", "to_v"))
     fitted = {"recipe": str(quick_recipe("int8")), "profile": None}

@@ -328,6 +328,7 @@ def tensors() -> dict[int, int]:
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in alive}
 
 
+@pytest.mark.slow
 def test_resident_weights_take_the_16_bit_bytes_of_the_quantized_layers(pipe) -> None:
     layers = [module for module in pipe.transformer.modules() if isinstance(module, QuantLinear)]
     wanted = sum(2 * layer.in_features * layer.out_features for layer in layers)
@@ -590,9 +591,8 @@ def test_no_room_and_no_way_to_stream_is_said(pipe, monkeypatch) -> None:
         keep_steps(pipe)
 
 
-@pytest.mark.parametrize(
-    "how", ["blocks", *(pytest.param(how, marks=pytest.mark.slow) for how in ("whole", "wrapped"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["blocks", "whole", "wrapped"])
 def test_a_compiled_model_keeps_its_steps(pipe, loaded, sixteen, how) -> None:
     torch._dynamo.reset()
     counted: list[int] = []

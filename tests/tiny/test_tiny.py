@@ -236,6 +236,7 @@ def test_log_tells_how_the_weights_were_made():
     assert {"seed", "hardware", "versions"} <= set(log)
 
 
+@pytest.mark.slow
 def test_training_script_runs_and_writes_a_pipeline(tmp_path):
     from benchmarks.tiny import train
 
