@@ -36,6 +36,7 @@ from fluxq.kernels.packing import pack
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.transforms import InputTransform
 from fluxq.quantize import checkpoint as ckpt
+from fluxq.quantize.structure import list_linears
 from fluxq.quantize.verify import verify
 from fluxq.recipes.formats import FEATURES, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
@@ -683,7 +684,7 @@ def transformed_checkpoint(folder: Path) -> dict[str, Simulated]:
     """The embedded pipeline with a scheme of SCHEMES for each Linear of its blocks, and their simulations."""
     source = ModelFolder("tiny", tiny.path())
     weights = load_file(tiny.path() / "transformer" / "diffusion_pytorch_model.safetensors")
-    linears = [shape for shape in ckpt.list_linears(source, "transformer") if "blocks." in shape.name]
+    linears = [shape for shape in list_linears(source, "transformer") if "blocks." in shape.name]
     layers, simulations, schemes = [], {}, []
 
     def tensors():
