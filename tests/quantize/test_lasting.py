@@ -369,7 +369,7 @@ def pipe(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [flip, folder, *(pytest.param(each, marks=pytest.mark.slow) for each in (empty, swap, pipe, Path.unlink))]
+    "damage", [empty, swap, *(pytest.param(each, marks=pytest.mark.slow) for each in (flip, folder, pipe, Path.unlink))]
 )
 def test_damaged_files_of_the_work_folder_are_made_again(damage, tmp_path, monkeypatch, caplog, quick_recipe):
     def fitted(out: Path) -> bytes:
