@@ -302,7 +302,7 @@ def _run(asked: argparse.Namespace) -> int:
         _write(asked.json, found, asked.every, by, time.monotonic() - began)
     faults = sum(len(each.faults) for each in found)
     print(f"{sum(each.trials.total() for each in found)} trials, {faults} faults, {time.monotonic() - began:.0f} s")
-    return int(faults > 0)
+    return int(faults > 0 or not all(each.trials for each in found))  # without a trial nothing was shown
 
 
 def _say(found: Found) -> None:
