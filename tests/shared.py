@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -306,10 +307,16 @@ LONG = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
     items.sort(key=lambda item: item.path.stem not in LONG)
+    sets = Counter()
     for item in items:
         costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
         if costs and recipe_of(item) not in QUICK:
             item.add_marker(pytest.mark.slow)
+        if (often := item.get_closest_marker("often")) and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            sets[test] += 1
+            if sets[test] > often.args[0]:
+                item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
             item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -110,6 +110,7 @@ fluxq.cli.main()
     assert code == 2 and "exists" in said and bytes_of(here) == before, said
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )

@@ -61,6 +61,7 @@ def compared(recipes, tmp_path_factory):
     return done.output, json.loads((folder / "rows.json").read_text()), (folder / "plot.svg").read_text()
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_each_recipe_and_what_it_is_compared_with(compared):
     output, report, _ = compared
     header, *lines = output.splitlines()
@@ -164,6 +165,7 @@ def test_the_gate_of_the_recipe_decides(recipes):
     assert "low rank" in kept[row] and "low rank" not in kept[dear] and "gptq" in kept[dear]
 
 
+@pytest.mark.slow
 def test_a_model_is_compared_block_by_block_on_images_that_judge_or_decide_but_not_both(recipes):
     source = compare.Model(resolve_model("tiny"), 4, "cpu")
     rows = [row for row in compare._rows([recipes[1]]) if row.name != "Hadamard + GPTQ"]

@@ -35,6 +35,7 @@ def run(script: ModuleType, out: Path, *arguments: str):
     return CliRunner().invoke(script.main, [*SMALL, "--out", str(out), *arguments], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_every_row_runs_without_a_compiler(script, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: None)
     done = run(script, tmp_path / "found.json", "--uncompiled")

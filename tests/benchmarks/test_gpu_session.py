@@ -267,6 +267,7 @@ def test_no_tile_is_chosen_by_a_dry_run(tmp_path) -> None:
         tune.write_tuned(timed(Tile(1, 64, 1), tune.SEARCHES[0], dry_run=True), tmp_path)
 
 
+@pytest.mark.slow
 def test_candidates_are_compiled_checked_and_timed(tmp_path) -> None:
     tried, timings = tmp_path / "tried.json", tmp_path / "timed.json"
     for arguments in (
@@ -325,6 +326,7 @@ def dry(tmp_path) -> Any:
     return session.Session(tmp_path, dry_run=True)
 
 
+@pytest.mark.slow
 def test_a_stage_that_crashes_hangs_or_leaves_nothing_takes_no_other_with_it(dry) -> None:
     def unreadable(_: object) -> dict:
         raise FileNotFoundError("tests.0.json")

@@ -148,6 +148,7 @@ def test_options_have_the_names_that_diffusers_uses(command, options):
 # The way it is meant to go
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_plan_prints_every_layer_and_why(fluxq, recipe):
     result = fluxq("plan", "--recipe", recipe, "--layers")
@@ -834,6 +835,7 @@ def test_generation_defaults_that_the_pipeline_does_not_take_are_refused(fluxq, 
     assert_refused(fluxq("quantize", tiny_folder), 2, "fluxq_generation.json", "heigth")
 
 
+@pytest.mark.slow
 def test_calibrate_says_what_its_statistics_are_for(fluxq, tiny_folder, quick_recipe):
     """A command that works from here; with a fitted recipe they widen scales, with others they may be of no use."""
     few = ("--num-inference-steps", 1, "-o", "s.safetensors", "--overwrite")

@@ -91,6 +91,7 @@ def test_a_second_eval_makes_no_image_and_says_the_same(evaluated) -> None:
     assert after.model_copy(update={"created": before.created, "time": before.time}) == before
 
 
+@pytest.mark.slow
 def test_report_joins_two_evaluations_of_one_model(evaluated, plain_checkpoint, tmp_path: Path) -> None:
     out, _ = evaluated
     other = Path(shutil.copytree(plain_checkpoint("int8"), out.parent / "tiny-int8"))
@@ -105,6 +106,7 @@ def test_report_joins_two_evaluations_of_one_model(evaluated, plain_checkpoint, 
     assert "http://" not in (tmp_path / "both.html").read_text(encoding="utf-8").replace("http://www.w3.org", "")
 
 
+@pytest.mark.slow
 def test_evaluations_with_other_steps_are_not_joined(evaluated, plain_checkpoint, tmp_path: Path) -> None:
     out, _ = evaluated
     other = Path(shutil.copytree(plain_checkpoint("int8"), tmp_path / "tiny-int8"))
@@ -173,6 +175,7 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     assert f"quality not measured: {command}" in page
 
 
+@pytest.mark.slow
 def test_what_an_older_version_found_is_named_and_left_out(judged: Path, caplog) -> None:
     path, debug = judged / "eval" / "report.json", judged / "eval" / "debug.json"
     known = read_report(path).runs[0].provenance["checkpoint (SHA-256)"]
@@ -188,6 +191,7 @@ def test_what_an_older_version_found_is_named_and_left_out(judged: Path, caplog)
     assert json.loads(path.read_text(encoding="utf-8"))["schema_version"] == 2  # left as it was
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("text", ["[]", '{"checkpoint"', "found", "rows"])
 def test_what_bench_left_damaged_costs_no_evaluation(judged: Path, caplog, text: str) -> None:
     digest = read_report(judged / "eval" / "report.json").runs[0].provenance["checkpoint (SHA-256)"]
@@ -206,6 +210,7 @@ JUDGING = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("command", JUDGING)
 def test_what_judges_writes_alone_and_clears_what_killed_ones_left(quantized: Path, monkeypatch, command: str) -> None:
     parts = [
@@ -226,6 +231,7 @@ def test_what_judges_writes_alone_and_clears_what_killed_ones_left(quantized: Pa
     assert {path.name for path in quantized.parent.glob(".*")} == set()
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("command", JUDGING)
 def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(quantized, monkeypatch, command) -> None:
     record = quantized / "fluxq_plan.json"
@@ -243,6 +249,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(qua
     assert not (quantized / "eval").exists()
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("command", JUDGING)
 @pytest.mark.parametrize("side", ["checkpoint", "16-bit"])
 def test_files_that_change_before_they_are_loaded_are_judged_by_nobody(tmp_path, quantized, monkeypatch, command, side):
@@ -269,6 +276,7 @@ def test_a_file_in_place_of_the_reports_is_refused_before_any_work(quantized) ->
     assert done.exit_code == 2 and "is a file, where the report's folder would be; move it" in done.output, done.output
 
 
+@pytest.mark.slow
 def test_a_patch_replaces_what_its_own_command_wrote_and_nothing_else(quantized, tmp_path, monkeypatch) -> None:
     patch, forecast = tmp_path / "better.yaml", judge._forecast
     words = ("debug", quantized, "--count", 1, "--budget", 24, "--growth", 1, "--patch", patch)
@@ -312,6 +320,7 @@ def test_a_checkpoint_in_a_read_only_folder_is_judged(quantized, monkeypatch) ->
     assert done.exit_code == 2 and ".eval.lock is in the way" in done.output, done.output
 
 
+@pytest.mark.slow
 def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized, monkeypatch, caplog):
     monkeypatch.setattr(judge, "free_bytes", lambda device: 1_000_000)
     few = "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1
@@ -330,6 +339,7 @@ def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room
     assert [row["side"] for row in json.loads(in_fp32.output)["rows"]] == ["16-bit", quantized.name]
 
 
+@pytest.mark.slow
 def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantized: Path) -> None:
     done = fluxq("eval", quantized, *FEW, "--cache", 1000, "--json")
     stored = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))

@@ -677,6 +677,7 @@ class Broken(FakeSide):
         raise ValueError(f"backend {self.backend!r} is unknown")
 
 
+@pytest.mark.slow
 def test_an_error_of_an_actor_arrives_as_what_it_is(tmp_path, ray_engine):
     broken = replace(work_in(tmp_path, Broken("fake", "", "", backend="abacus")), items=(("one", 1),))
     with pytest.raises(ValueError, match=r"^backend 'abacus' is unknown"):

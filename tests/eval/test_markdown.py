@@ -104,6 +104,7 @@ def test_sizes_and_shares():
     assert [share(value) for value in (0.123, -0.05, 19.704, None)] == ["12.3 %", "−5 %", "1970 %", "–"]
 
 
+@pytest.mark.slow
 def test_no_text_of_a_report_is_markup_in_its_markdown(three):
     """R21p: whatever a stranger's report.json says, each of its texts and names in turn."""
     evil, text, names, tried = "<img src=x>", three.model_dump_json(), set(), 0

@@ -49,6 +49,7 @@ def open_page(browser, address):
     assert all(url == address or url.startswith("data:image/") for url in asked)
 
 
+@pytest.mark.slow
 def test_slider_moves_the_cut_of_all_runs_of_a_row(open_page):
     page = open_page()
     row = page.locator(".row").first
@@ -66,6 +67,7 @@ def test_slider_moves_the_cut_of_all_runs_of_a_row(open_page):
     assert 70 < float(slider.input_value()) < 80
 
 
+@pytest.mark.slow
 def test_tables_sort_both_ways_and_leave_what_is_missing_last(open_page):
     page = open_page()
     runs = page.locator("#runs")
@@ -108,6 +110,7 @@ def visible(page, cell):
     )
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("script", [True, False])
 @pytest.mark.parametrize("table", ["#runs", "#metrics"])
 def test_a_phone_shows_every_number_with_what_it_is(open_page, table, script):
@@ -121,6 +124,7 @@ def test_a_phone_shows_every_number_with_what_it_is(open_page, table, script):
         assert label and label in cell.evaluate("node => getComputedStyle(node, '::before').content")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 1024])
 def test_no_column_of_four_runs_is_cut_on_a_desktop(browser, tmp_path, width):
     address = write_report(tmp_path / "four.html", example_report.example(4)).as_uri()
@@ -150,6 +154,7 @@ def test_a_word_s_link_opens_the_glossary(open_page):
     assert meaning.is_visible() and page.locator(":target").inner_text() == "PSNR"
 
 
+@pytest.mark.slow
 def test_charts_are_live_fit_and_follow_the_chosen_metric(open_page):
     page = open_page()
     live = page.locator("[data-chart].vega-embed:has(svg.marks)")
@@ -169,6 +174,7 @@ def test_charts_are_live_fit_and_follow_the_chosen_metric(open_page):
     page.locator(".vg-tooltip.visible", has_text="schnell-").wait_for()
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
 def test_dark_and_narrow(open_page, width, scheme):
     page = open_page(width, color_scheme=scheme)

@@ -524,6 +524,7 @@ class Shared:
         return self.pipe
 
 
+@pytest.mark.slow
 def test_the_embedded_pipeline_is_timed_and_left_as_it_was(pipe, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="eager", dynamic=False))

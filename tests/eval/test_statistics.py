@@ -109,6 +109,7 @@ def test_coverage_of_skewed_data():
     assert 0.92 <= ours <= 0.98
 
 
+@pytest.mark.slow
 def test_coverage_where_seeds_share_a_prompt():
     ours, naive = coverage(np.random.default_rng(0), trials=300, prompts=64, seeds=4, resamples=399)
     assert 0.92 <= ours <= 0.98
@@ -261,6 +262,7 @@ def test_recipes_are_decided_step_by_step():
     assert together(close, close, close, high=0.235)[1].outcome == "inconclusive"
 
 
+@pytest.mark.slow
 def test_wrong_decisions_anywhere_stay_below_alpha():
     rng = np.random.default_rng(0)
     wrong = naive = 0

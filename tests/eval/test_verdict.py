@@ -87,6 +87,7 @@ def around(mean: float, spread: float, count: int = 64, seed: int = 0) -> list[f
 # what runs are held against
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.model}-{row.bits}")
 def test_no_published_best_is_judged_worse_and_those_with_a_psnr_are_as_good(row) -> None:
     """At their own figures, over 400 images of which single ones differ by 3 dB."""
@@ -212,6 +213,7 @@ def test_looking_at_more_recipes_asks_for_more_certainty() -> None:
     assert "which it would be alone on a page" in among.text
 
 
+@pytest.mark.slow
 def test_all_questions_of_a_page_share_one_error() -> None:
     """Every run lies just outside by PSNR and by LPIPS; a wrong word anywhere on a page of five counts."""
     wrong = 0

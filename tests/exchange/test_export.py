@@ -176,6 +176,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 # --- bfl
 
 
+@pytest.mark.slow
 @pytest.mark.reader("diffusers", "bfl")
 def test_stock_diffusers_reads_the_same_weights_without_fluxq(exported, read_by_diffusers) -> None:
     for name, read in read_by_diffusers.items():
@@ -575,6 +576,7 @@ def small(request, tmp_path) -> ModelFolder:
     return resolve_model(str(tmp_path / "model"))
 
 
+@pytest.mark.often(4)
 def test_original_names_lead_back_to_the_same_weights_in_every_family(small, tmp_path) -> None:
     family = family_of(small.components["transformer"]).name
     target = tmp_path / "x.safetensors"

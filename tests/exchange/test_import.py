@@ -45,6 +45,7 @@ def layers(model: torch.nn.Module) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize(
     ("dialect", "scheme"),
     [
@@ -103,6 +104,7 @@ def test_a_pipeline_as_base_makes_a_whole_pipeline(plain_checkpoint, tmp_path) -
     assert torch.isfinite(image).all()
 
 
+@pytest.mark.slow
 def test_an_imported_pipeline_is_evaluated_like_any_other(plain_checkpoint, tmp_path) -> None:
     made = export(ModelFolder("tiny", plain_checkpoint("fp8")), "bfl", tmp_path / "fp8.safetensors")
     import_model(Path(made.target), tmp_path / "out", plain_checkpoint("16 bit"))
@@ -298,6 +300,7 @@ def test_a_configuration_beside_a_file_is_checked_like_any_other(base, tmp_path)
     assert inspect_path(path)[""].container == "single safetensors file"
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("dialect", ["bfl", "modelopt", "torchao"])
 def test_a_checkpoint_comes_back_from_another_program_byte_for_byte(dialect, plain_checkpoint, tmp_path) -> None:
     checkpoint, name = plain_checkpoint("fp8"), "transformer/diffusion_pytorch_model.safetensors"

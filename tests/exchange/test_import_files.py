@@ -112,6 +112,7 @@ def arbitrary(k: int, g: torch.Generator) -> Tensor:
 BEHIND_GELU = ("ff.net.2.bias", "ff_context.net.2.bias", "proj_out.bias")  # GELU's shift leaves and comes back
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("main", ["int4-int4-smooth-r16", "nvfp4-nvfp4-smooth-r16"])
 def test_nunchakus_single_file_comes_back_byte_for_byte(main, tmp_path) -> None:
     folder, file = native(tmp_path / "native", main, powers_of_two), tmp_path / "there.safetensors"
@@ -334,6 +335,7 @@ def three(tmp_path_factory) -> Path:
     return quantized("fp8", out, ("transformer", "text_encoder_2", "text_encoder"))
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_several_quantized_components_becomes_one_checkpoint(three, tmp_path) -> None:
     there, te = tmp_path / "there", tmp_path / "te"
     export(ModelFolder("three", three), "torchao", there, component="transformer")
@@ -690,6 +692,7 @@ def of_source(source: str, weight: Tensor) -> tuple[Tensors, Tensor, dict]:
     return {"weight": codes, "weight_scale_inv": scale}, dense, marked
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_no_format_of_ours_holds_is_decoded_to_16_bit(source, tmp_path) -> None:
     base, tensors, dense, said = write_base(tmp_path / "base"), {}, {}, {}

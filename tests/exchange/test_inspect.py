@@ -65,6 +65,7 @@ def drop(name: str) -> Break:
     return broken
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize(
     ("dialect", "scheme"),
     [
@@ -193,6 +194,7 @@ UNLIKE: dict[str, tuple[str, Break, str]] = {
 }
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("case", UNLIKE)
 def test_what_is_not_the_bases_is_wrong_and_is_not_imported(case, base, tmp_path) -> None:
     scheme, broken, kind = UNLIKE[case]
@@ -289,6 +291,7 @@ def test_what_marks_contradict_is_decided_by_the_base_or_refused(base, tmp_path)
     assert len(done.mended) == len(done.quantized) and set(map(tuple, done.mended.values())) == {("swapped nibbles",)}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_what_modelopt_took_out_of_a_weight_in_16_bit_is_put_back(rank, base, tmp_path) -> None:
     """Embedders that were calibrated with the rest, and disabled then."""

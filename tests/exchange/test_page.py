@@ -215,6 +215,7 @@ def marked_tests() -> dict[tuple[str, str], list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_program_is_said_to_be_run_where_a_test_runs_it_and_nowhere_else() -> None:
     assert marked_tests().keys() == {(reader.program, reader.dialect) for reader in RAN}
 

@@ -214,6 +214,7 @@ def at_row(weight: Tensor, row: Tensor) -> Tensor:
     return torch.cat([weight[:GATE], row[None], weight[GATE + 1 :]])
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("most", [127, None], ids=["codes once", "16 bit"])
 @pytest.mark.parametrize("damage", GATES)
 def test_rounding_of_a_gate_is_told_from_its_damage(damage: str, most: int | None, base, tmp_path) -> None:
@@ -282,6 +283,7 @@ PLAIN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("case", PLAIN)
 def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
     broken, kind = PLAIN[case]
@@ -443,6 +445,7 @@ LEFT: dict[str, Tensors] = {
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", LEFT)
 def test_damage_of_what_modelopt_took_out_of_a_weight(case, base, tmp_path) -> None:
     name, folder = "context_embedder", made(tmp_path, "modelopt", FP8)

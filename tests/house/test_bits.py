@@ -30,6 +30,7 @@ def bits_in(text: str) -> set[str]:
     return {bits for bits in found if bits != "16.00"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
 def test_every_command_says_the_same_bits_per_weight(recipe: str, checkpoint: Callable[[str], Path], tmp_path) -> None:
     """fp8 stores what its formats say, so its plan knows them; nvfp4 is fitted, and keeps what fitting found."""

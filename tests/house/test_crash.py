@@ -81,6 +81,7 @@ def only(*names: str) -> list[str]:
     return [word for name in names for word in ("--only", name)]
 
 
+@pytest.mark.slow
 def test_no_kill_and_no_failing_call_loses_anything(tmp_path):
     done, found = run(tmp_path / "found.json", *only(*QUICK), "--every", "60", "--jobs", "1")
     assert found["faults"] == 0 and done.returncode == 0, done.stdout

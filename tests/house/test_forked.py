@@ -25,6 +25,7 @@ ENDS = {
 }
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_program_ends_as_python_ends_it(how, unbuffered, tmp_path, monkeypatch):
@@ -93,6 +94,7 @@ def test_nothing_that_one_does_is_seen_by_the_next():
     )
 
 
+@pytest.mark.slow
 def test_ranks_know_one_another_and_one_that_dies_ends_all():
     names = "'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'TORCHELASTIC_RUN_ID', 'MASTER_ADDR', 'MASTER_PORT'"
     code = f"import os; print(*(os.environ[name] for name in ({names})))"

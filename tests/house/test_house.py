@@ -170,6 +170,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert "Usage:" in done.stdout and done.stdout.strip().endswith("[]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", ["fluxq, {}, {}", pytest.param("{}, {}, fluxq", marks=pytest.mark.slow)], ids=["first", "last"]
 )

@@ -55,6 +55,7 @@ def test_saving_again_gives_the_same_bits(recipe: str, checkpoint: Callable[[str
     assert torch.equal(latents(load(tmp_path)), latents(pipe))
 
 
+@pytest.mark.often(2)
 @pytest.mark.feature("FluxPipeline, DiffusionPipeline, AutoModel, the model class with subfolder")
 @pytest.mark.parametrize("recipe", ["16 bit", *shipped_recipes()])
 def test_every_stock_class_loads_it(recipe: str, checkpoint: Callable[[str], Path]) -> None:

@@ -49,6 +49,7 @@ def quantized(request, checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint(request.param) / "transformer"
 
 
+@pytest.mark.often(2)
 @pytest.mark.feature("sharded files, HF_ENABLE_PARALLEL_LOADING")
 def test_sharded_files_load_alike_also_in_parallel(folder, tmp_path, monkeypatch):
     model = load(folder)
@@ -60,6 +61,7 @@ def test_sharded_files_load_alike_also_in_parallel(folder, tmp_path, monkeypatch
     assert torch.equal(output(load(tmp_path)), want)
 
 
+@pytest.mark.often(4)
 @pytest.mark.feature("device_map: cpu, auto, a dictionary")
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
 def test_device_maps_load_alike(folder, device_map):
@@ -160,6 +162,7 @@ def test_the_config_survives_a_save(quantized, tmp_path):
     assert quantization_of(tmp_path) == quantization_of(quantized) is not None
 
 
+@pytest.mark.often(4)
 @pytest.mark.feature("group offload: leaf, block, disk")
 @pytest.mark.parametrize("how", ["leaf", "block", "leaf to disk"])
 def test_group_offload_computes_alike(folder, tmp_path, how):
@@ -198,6 +201,7 @@ def raw(tensor: Tensor) -> Tensor:
 TWO_WAYS = ("int8", "nvfp4")  # through the op; the others compile to the same graph as the second
 
 
+@pytest.mark.often(1)
 @pytest.mark.feature("torch.compile(fullgraph=True), one graph for every resolution")
 @pytest.mark.parametrize(
     "folder",

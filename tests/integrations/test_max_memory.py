@@ -190,6 +190,7 @@ def test_a_model_says_where_it_runs_and_a_replaced_layer_takes_its_weights_with_
 # Models of the libraries
 
 
+@pytest.mark.often(10)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_built_without_weights_is_the_one_that_is_loaded(name, dtype, tmp_path):
@@ -313,6 +314,7 @@ def test_the_checkpoint_has_the_same_bytes(tmp_path, recipe, tight, lora_file, h
     assert len(tight) == (1 if how else 2) and all(residence.resident_bytes == 0 for residence in tight)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monkeypatch):
     from fluxq.quantize import run
 

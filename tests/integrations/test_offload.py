@@ -43,6 +43,7 @@ def over_cpu_and_disk(model: nn.Module, tmp_path) -> None:
     accelerate.dispatch_model(model, split(model), main_device="cpu", offload_dir=tmp_path)
 
 
+@pytest.mark.often(4)
 @pytest.mark.feature("accelerate: offload to memory or disk, dispatch over both")
 @pytest.mark.parametrize("offload", [to_memory, to_disk, as_a_whole, over_cpu_and_disk])
 def test_accelerate_brings_every_bit_back(folder, tmp_path, offload):
@@ -55,6 +56,7 @@ def test_accelerate_brings_every_bit_back(folder, tmp_path, offload):
     assert_holds_what_the_file_holds(model, folder)
 
 
+@pytest.mark.often(3)
 @pytest.mark.feature("device_map over cpu and disk")
 @pytest.mark.parametrize("how", [{}, {"offload_state_dict": True}, {"low_cpu_mem_usage": True}], ids=str)
 def test_a_model_loaded_over_cpu_and_disk_holds_what_the_file_holds(folder, tmp_path, how):
@@ -67,6 +69,7 @@ def test_a_model_loaded_over_cpu_and_disk_holds_what_the_file_holds(folder, tmp_
     assert_holds_what_the_file_holds(model, folder)
 
 
+@pytest.mark.often(2)
 @pytest.mark.feature("device_map='auto' with a memory limit")
 def test_a_memory_limit_sends_layers_to_disk(folder, tmp_path):
     want = output(load(folder))
@@ -76,6 +79,7 @@ def test_a_memory_limit_sends_layers_to_disk(folder, tmp_path):
     assert_holds_what_the_file_holds(model, folder)
 
 
+@pytest.mark.often(2)
 @pytest.mark.feature("pipeline: model and sequential CPU offload")
 @pytest.mark.parametrize("how", ["model", "sequential"])
 @pytest.mark.parametrize("column", COLUMNS)
@@ -91,6 +95,7 @@ def test_a_pipeline_offloaded_to_memory_paints_the_same_image(checkpoint, column
         assert torch.equal(image(pipe), want)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("how", ["leaves", "blocks", "leaves on disk", "blocks on disk"])
 def test_a_pipeline_offloaded_in_groups_paints_the_same_image(checkpoint, tmp_path, how):
     want = image(pipeline(checkpoint("nvfp4")))

@@ -95,6 +95,7 @@ def test_every_family_has_a_published_model_and_every_name_is_one():
     assert len({name.lower() for name in names}) == len(names) and set(BILLIONS) == {row.name for row in PUBLISHED}
 
 
+@pytest.mark.often(10)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
 def test_a_configuration_makes_as_many_parameters_as_are_published(row):
     model = named(row.name)
@@ -118,6 +119,7 @@ def test_a_configuration_says_only_what_the_class_knows(row):
             assert {one: getattr(owner, one) for one in said if one in known} == said
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if row in FEW else pytest.mark.slow, id=row.name) for row in PUBLISHED],
@@ -282,6 +284,7 @@ ARGUMENTS = {
 SHALLOW = {"num_layers": 1, "num_single_layers": 1, "transformer_layers_per_block": 1}
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
     """At full width and the usual size, with tensors that have no data. Depth does not matter: layers come in turn."""

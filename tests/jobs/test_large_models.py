@@ -34,6 +34,7 @@ def line_of(name: str, folder: Path) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "FLUX.1-dev" else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
 )
@@ -71,6 +72,7 @@ def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_videos_are_decoded_a_few_frames_at_a_time_or_all_at_once(tmp_path):
     """By hand: what a VAE takes, of the short videos of the closing check, in numbers of 2 bytes."""
     model = published(tmp_path / "model", "Wan2.2-T2V-A14B")
@@ -96,6 +98,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("mark", "table"),
     [
@@ -165,6 +168,7 @@ def test_a_model_of_two_halves_counts_them_both():
     assert names == ["transformer", "transformer_2"]
 
 
+@pytest.mark.slow
 def test_plan_says_what_a_card_does_not_hold_and_what_would_help(tmp_path, monkeypatch):
     """FLUX.1-dev's own shapes, of which the memory of a 12 GB card is the question; as the table of the page has it."""
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,7 @@ def folder(made, tmp_path) -> Path:
     return copy_of(made, tmp_path / "diffusion")
 
 
+@pytest.mark.slow
 def test_the_checker_is_carried_over_and_works(made, tmp_path):
     index = read_json(made / "model_index.json")
     assert index["safety_checker"] == ["stable_diffusion", "StableDiffusionSafetyChecker"]
@@ -93,6 +94,7 @@ def test_its_weights_are_checked_like_all_others(folder):
         load_pipeline(resolve_model(str(folder)))
 
 
+@pytest.mark.slow
 def test_without_a_checker_there_is_none(folder):
     index = read_json(folder / "model_index.json")
     index |= {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}

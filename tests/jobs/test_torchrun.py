@@ -176,6 +176,7 @@ def shared(tmp_path_factory) -> Path:
 # Two processes
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("fitted", "parallel") else name for name in JOBS]
 )

@@ -56,7 +56,7 @@ def test_a_job_that_failed_is_resumed_by_the_same_call(tmp_path, pipe, monkeypat
 def test_a_checkpoint_is_evaluated_against_a_pipeline_in_memory(tmp_path, pipe, plain_checkpoint) -> None:
     made = fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", call=CALL, check=False)
     report = fluxq.evaluate_pipeline(
-        made, pipeline=pipe, count=2, call=CALL, gates=["psnr>=20"], images=str(tmp_path / "images")
+        made, pipeline=pipe, count=2, call=CALL, metrics=["psnr"], gates=["psnr>=20"], images=str(tmp_path / "images")
     )
     gates = [gate for run in report.runs for gate in run.gates]
     assert gates and all(gate.passed for gate in gates)

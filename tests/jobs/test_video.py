@@ -44,6 +44,7 @@ def made(tmp_path_factory):
     return folder / "out", quantized, fluxq("eval", folder / "out", *FEW)
 
 
+@pytest.mark.slow
 def test_the_closing_check_compares_videos(made):
     out, quantized, _ = made
     assert quantized.exit_code == 0, quantized.output
@@ -114,6 +115,7 @@ def test_videos_are_short_and_few_where_nobody_says_otherwise(made, tmp_path):
     assert len(prepared.check_items) == 2
 
 
+@pytest.mark.slow
 def test_a_second_eval_makes_no_video_and_says_the_same(made):
     out = made[0]
     before, folder = judged(out), out.parent / "fluxq-images"
@@ -124,6 +126,7 @@ def test_a_second_eval_makes_no_video_and_says_the_same(made):
     assert judged(out).model_copy(update={"created": before.created, "time": before.time}) == before
 
 
+@pytest.mark.slow
 def test_bench_times_sizes_with_frames_and_debug_finds_layers(made):
     out = made[0]
     bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--size", "16x16x1")

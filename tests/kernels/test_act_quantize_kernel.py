@@ -117,12 +117,14 @@ def test_every_bf16_number(act: str) -> None:
     assert not found.isfinite()[~x.isfinite()].any() and found.isnan()[x.isnan()].all()
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("format", PRODUCED)
 def test_fused_gives_the_bytes_of_two_passes(format: str, act: str) -> None:
     check_fused(quantize_activation, format, act)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("format", PRODUCED)
 def test_fused_with_every_step_and_the_low_rank_product(format: str) -> None:
     block, nvfp4 = format in ("mxfp8", "mxfp4", "nvfp4"), format == "nvfp4"

@@ -253,6 +253,7 @@ def test_other_types_of_x_are_composed_alike(format: str, dtype: torch.dtype) ->
     check_fused(adaln_quantize, format, dtype=dtype, norm="rms")
 
 
+@pytest.mark.often(10)
 @pytest.mark.parametrize(
     ("format", "options"),
     [
@@ -421,6 +422,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }
 
 
+@pytest.mark.often(10)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]

@@ -140,12 +140,14 @@ def check_distant_heads(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
 SHAPES = [(1, 1, 1, 1), (1, 17, 130, 2), (2, 130, 128, 1), (1, 128, 17, 3)]
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("dtype", reference.FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_the_references_bytes(shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     check_codes(kernels_attention, monkeypatch, shape, dtype)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("rows", [16, 128])
 def test_codes_of_heads_of_128_by_other_numbers_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_codes(kernels_attention, monkeypatch, (1, 130, 257, 2), tile=Tile(rows, 128, 4))
@@ -191,6 +193,7 @@ def test_keys_far_below_the_maximum_add_nothing() -> None:
     assert found.isfinite().all()
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_and_infinity_go_where_the_references_go(name: str, value: float) -> None:
@@ -270,6 +273,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }  # fmt: skip
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, check = FAULTS[fault]

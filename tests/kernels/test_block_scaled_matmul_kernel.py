@@ -119,6 +119,7 @@ def test_tokens_may_share_one_global_scale() -> None:
     check(block_scaled_matmul, "nvfp4", (17, 40, 80), one_global=True)
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("follows", matmul.FOLLOWS)
 def test_what_follows_the_product_is_computed_in_fp32(follows: str) -> None:
     check(block_scaled_matmul, "nvfp4", (130, 70, 96), **matmul.FOLLOWS[follows])
@@ -131,6 +132,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("format", SUPPORTED)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_load_and_store_computes_the_same(variant: str, format: str) -> None:
@@ -247,6 +249,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]

@@ -234,6 +234,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.often(10)
 @pytest.mark.parametrize(("scheme", "chip", "implementation"), CHOSEN)
 @pytest.mark.parametrize("m", [1, 33])
 def test_what_is_chosen_computes_the_scheme(offers, scheme: str, chip: str, implementation: str, m: int) -> None:
@@ -259,6 +260,7 @@ def test_4_bit_weights_with_a_scale_per_row_are_decoded_to_8_bit(offers, activat
     assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
+@pytest.mark.slow
 def test_swizzled_scales_are_passed_on(offers) -> None:
     offers(**ALL)
     x, rest = operands("nvfp4-nvfp4", 33)
@@ -329,6 +331,7 @@ GIVEN = {"fp8_tensor": torch.tensor(0.01), "nvfp4": torch.tensor(0.002), "fp8": 
 QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")]
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize(("kind", "scale"), QUANTIZERS + list(GIVEN.items()))
 def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     offers(**ALL)

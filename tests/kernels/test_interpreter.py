@@ -506,6 +506,7 @@ assert type(stock.interpreter_builder) is kind and stock._patch_lang is patch
 """
 
 
+@pytest.mark.slow
 def test_nothing_stays_changed_after_the_block(tmp_path):
     assert run(RESTORED, tmp_path).strip() == ""
 
@@ -557,6 +558,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_stock_triton_is_still_wrong(tmp_path):
     """Red when upstream fixed something: then its replacement in `_Builder` can go, for that version and later."""
     found = json.loads(run(STOCK, tmp_path, TRITON_INTERPRET="1"))

@@ -183,6 +183,7 @@ def test_nan_and_infinity_in_a_token_make_its_outputs_nan_or_infinite(scheme, ba
         assert y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.often(10)
 @EVERY_SCHEME
 @pytest.mark.parametrize("rank", [0, RANK])
 def test_the_op_passes_opcheck_and_changes_no_input(scheme, rank):
@@ -207,6 +208,7 @@ def test_the_fake_has_the_real_shape_and_dtype(scheme):
         assert (y.shape, y.dtype, y.device.type) == ((*shape[:-1], N), torch.bfloat16, "meta")
 
 
+@pytest.mark.often(6)
 @EVERY_SCHEME
 def test_it_compiles_without_a_graph_break(scheme):
     layer, _, _, _, x = layer_and_input(scheme, True, torch.bfloat16, (5, K))
@@ -394,6 +396,7 @@ def test_the_int8_product_is_exact_for_the_largest_codes():
     exec(LARGEST_CODES, {})
 
 
+@pytest.mark.slow
 def test_the_int8_product_is_exact_on_processors_without_vnni_too():
     """oneDNN, told to use AVX2 only, saturates pairs of int8 products at 16 bits."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

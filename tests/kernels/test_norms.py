@@ -74,6 +74,7 @@ def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("steps", [(1e-6, True, False, 0), (1e-5, False, True, 4)])
 def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:

@@ -239,6 +239,7 @@ def test_dequantized_it_is_a_convolution():
     torch.testing.assert_close(plain(images().float()), layer(images().float()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 @pytest.mark.parametrize("bias", [True, False])
 def test_whatever_is_tried_it_ends_as_the_linear_does(recipe, bias):
@@ -340,6 +341,7 @@ def model_of(folder):
     return lambda recipe="nvfp4": sana(folder, quantization_config=fluxq.FluxqConfig(recipe=recipe, profile="rtn"))
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_compiled_and_made_plain_again(folder, model_of, tmp_path):
     model = model_of()
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantPointwise)}
@@ -466,6 +468,7 @@ def test_a_lora_is_fused_before_quantizing(folder, tmp_path):
 # --- K = 5600: SANA 1.6B's conv_point
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("scheme", "chip", "k"),
     [

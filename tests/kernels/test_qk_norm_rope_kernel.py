@@ -120,6 +120,7 @@ def check_every_element_is_written(kernels: ModuleType, monkeypatch: pytest.Monk
         assert not y.isnan().any(), f"{int(y.isnan().sum())} differ: not written"
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("round_before_weight", [False, True])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -129,6 +130,7 @@ def test_bits_are_the_references_where_sums_are_exact(
     check_exact(qk_norm_rope, dtype=dtype, interleaved=interleaved, round_before_weight=round_before_weight)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("shape", [(1, 1, 2, 64), (1, 5, 4, 32), (3, 7, 5, 16), (1, 130, 2, 16)])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_ragged_tokens_heads_and_head_sizes(shape: tuple[int, int, int, int], interleaved: bool) -> None:
@@ -246,6 +248,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }  # fmt: skip
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]

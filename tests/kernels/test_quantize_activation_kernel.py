@@ -262,6 +262,7 @@ def assert_equal_values(found: Tensor, expected: Tensor) -> None:
         )
 
 
+@pytest.mark.often(12)
 @pytest.mark.parametrize("m", [1, 5, 17, 130])
 @pytest.mark.parametrize("format", PRODUCED)
 def test_codes_and_scales_are_the_reference_byte_for_byte(format: str, m: int) -> None:
@@ -320,12 +321,14 @@ def test_mean_smoothing_and_hadamard_come_first(format: str, given: bool) -> Non
     check_steps(quantize_activation, format, given=given, hadamard=32)
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("hadamard", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize("m", [1, 5, 130])
 def test_every_hadamard_size_gives_the_bits_of_the_reference(hadamard: int, m: int) -> None:
     check_steps(quantize_activation, "mxfp8", m, hadamard=hadamard)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("dtype", "given"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
 )
@@ -346,6 +349,7 @@ def test_the_low_rank_product_of_other_types(dtype: torch.dtype) -> None:
     check_steps(quantize_activation, "int8", 5, dtype, rank=1)
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize(("beside", "act", "m"), [(1, None, 5), (192, "gelu_tanh", 33), (333, "silu_mul", 5)])
 @pytest.mark.parametrize("format", PRODUCED)
 def test_what_stands_beside_x_makes_the_first_columns(format: str, beside: int, act: str | None, m: int) -> None:
@@ -393,6 +397,7 @@ def test_rows_may_be_any_distance_apart() -> None:
     check_distant_rows(quantize_activation)
 
 
+@pytest.mark.often(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", [*KERNEL_FORMATS, "int4_g128"])
 def test_dequantized_matrices_are_the_references_bits(format: str, dtype: torch.dtype) -> None:
@@ -571,6 +576,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
 }
 
 
+@pytest.mark.often(12)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     file, old, new, check = FAULTS[fault]

@@ -193,6 +193,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_multiply_computes_the_same(variant: str) -> None:
     """Promotion too, where sums are fp32 as here."""
@@ -306,6 +307,7 @@ def test_without_a_fault_the_checks_are_green(check: Callable) -> None:
     check(scaled_matmul)
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, check = FAULTS[fault]

@@ -573,6 +573,7 @@ def assert_near(found: Tensor, expected: Tensor, exact: Tensor) -> None:
     assert worst < 2**-7 or relative(found, exact) < 1.05 * relative(expected, exact), worst
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize(("scheme", "chip", "implementation"), ON_CHIPS)
 @pytest.mark.parametrize("m", [1, 33])
 def test_kernels_compute_the_scheme(everything_is_offered, scheme: str, chip: str, implementation: str, m: int) -> None:

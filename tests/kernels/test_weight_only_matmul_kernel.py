@@ -99,6 +99,7 @@ def test_matmul_in_float16_rounds_no_weight_of_usual_size(weights: str) -> None:
     check(weight_only_matmul, weights, (5, 33, 256), dtype=torch.float16)
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("m", [1, 3, 16])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_gemv_is_within_the_rounding_of_its_sums(weights: str, m: int) -> None:
@@ -248,6 +249,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
 }
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, red = FAULTS[fault]

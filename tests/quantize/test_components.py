@@ -149,6 +149,7 @@ def test_the_record_the_card_and_the_rest_of_the_folder(three):
             assert copied.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_quantized_text_encoders_stays_close(three):
     prompts, noise = list(tiny.PROMPTS[:2]), [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     call = {**tiny.CALL_KWARGS, "num_inference_steps": 2, "output_type": "latent"}
@@ -173,6 +174,7 @@ def test_what_the_commands_print_counts_all_components(fluxq, three):
     assert other.exit_code == 2 and "differs in components" in other.stderr
 
 
+@pytest.mark.slow
 def test_eval_says_which_components_it_counts(fluxq, three, tmp_path):
     folder = shutil.copytree(three, tmp_path / "out")
     done = fluxq("eval", folder, "--count", "2", "--num-inference-steps", "1", "--metrics", "psnr")
@@ -337,6 +339,7 @@ def wan(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_transformers_are_fitted_each_to_its_own_calls(fluxq, wan, tmp_path):
     recipe = tmp_path / "quick.yaml"
     recipe.write_text("extends: nvfp4\ncompat: full\ncalibration: {count: 2, steps: 4}\n")
@@ -352,6 +355,7 @@ def test_two_transformers_are_fitted_each_to_its_own_calls(fluxq, wan, tmp_path)
         assert {name for m in model.modules() if isinstance(m, QuantLinear) for name in m.scheme.features}
 
 
+@pytest.mark.slow
 def test_two_transformers_are_calibrated_in_one_run(fluxq, wan, quick_recipe):
     recipe = quick_recipe("nvfp4", fitted=False)
     recipe.write_text(recipe.read_text().replace("{count: 8, steps: 2}", "{count: 2, steps: 4}"))

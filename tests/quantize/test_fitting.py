@@ -109,6 +109,7 @@ def test_nothing_is_left_beside_the_checkpoint(finished):
     assert sorted(path.name for path in folder.parent.iterdir()) == ["fitted.yaml", "out"]
 
 
+@pytest.mark.slow
 def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, quickly_finished, monkeypatch):
     """Stopped within the third block: two are read again, the others are fitted."""
     fit_block = run._fit_block
@@ -132,6 +133,7 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, quickly_fin
     assert record.components[0].groups == quickly_finished[1].components[0].groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, monkeypatch, parallel):
     """A process may end after a block's file and before its outputs."""
@@ -160,6 +162,7 @@ def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, mo
     assert weights_of(folders[1] / "out") == weights_of(folders[0] / "out")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, monkeypatch, parallel):
     """Its inputs are gone too, so the blocks before it run again; those after it stay as they are."""
@@ -189,6 +192,7 @@ def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, m
     assert {name for name in kept if (blocks / name).stat().st_ino != kept[name]} == {"0002.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_after_the_last_block_fits_nothing_again(tmp_path, quickly_finished, monkeypatch):
     monkeypatch.setattr(making, "hash_files", lambda *_: pytest.fail("disk full"))
     with pytest.raises(pytest.fail.Exception):
@@ -199,6 +203,7 @@ def test_a_run_that_failed_after_the_last_block_fits_nothing_again(tmp_path, qui
     assert weights_of(tmp_path / "out") == weights_of(quickly_finished[0])
 
 
+@pytest.mark.slow
 def test_another_job_does_not_go_on_with_that_work(tmp_path, monkeypatch):
     few = NO_SEARCH.replace("count: 8, steps: 2", "count: 2, steps: 1")
     fit_block = run._fit_block
@@ -221,6 +226,7 @@ def test_another_job_does_not_go_on_with_that_work(tmp_path, monkeypatch):
     assert seen == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_parallel_blocks_are_fitted_to_16_bit_ones(tmp_path, quickly_finished):
     record = making.quantize(making.job_of(options(tmp_path, NO_SEARCH, parallel_blocks=True)))
     first, last = (r.components[0].groups for r in (record, quickly_finished[1]))
@@ -235,6 +241,7 @@ def test_one_image_alone_decides_nothing(tmp_path):
     assert {stage.reason for group in groups for stage in group.stages} == {"skipped: no held-out token to judge by"}
 
 
+@pytest.mark.slow
 def test_statistics_widen_input_scales(tmp_path, finished, statistics_file, monkeypatch):
     """Of inputs that nothing is done to, the scale covers what the statistics saw."""
     plain = ALL_STAGES.replace("[center, smooth, hadamard]", "[]").replace("{rank: 1/24, deflate: true}", "null")
@@ -359,6 +366,7 @@ def test_a_rank_that_a_layer_does_not_have_is_refused_with_a_cure(tmp_path):
         making.job_of(options(tmp_path, ALL_STAGES.replace("rank: 1/24", "rank: 129")))
 
 
+@pytest.mark.slow
 def test_dead_inputs_and_zero_weights_of_a_model_leave_numbers_in_its_checkpoint(tmp_path, tiny_folder):
     """The feed-forward of the first block returns zeros: what follows it has nothing to be fitted to."""
     path = tiny_folder / "transformer" / "diffusion_pytorch_model.safetensors"

@@ -165,6 +165,7 @@ def test_the_part_of_a_text_encoder_is_refused_with_the_way_out(sdxl, tmp_path):
         fused(sdxl, "unet", str(tmp_path / "both.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_unet_holds_the_fused_weights_and_is_judged_against_them(sdxl, tmp_path):
     file = tmp_path / "style.safetensors"
     save_file({f"unet.{name}": t for name, t in factors(unet_of(sdxl), UNET_LAYERS).items()}, file)

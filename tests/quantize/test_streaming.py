@@ -126,6 +126,7 @@ POINTS = {  # where a process is killed -> blocks that are done by then
 }
 
 
+@pytest.mark.often(3)
 @linux
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_somewhere_the_same_command_goes_on_there(whole, tmp_path, point):
@@ -217,6 +218,7 @@ REPLACING = {  # where a process is killed -> what then stands at the output
 }
 
 
+@pytest.mark.often(1)
 @linux
 @pytest.mark.parametrize("point", REPLACING)
 def test_killed_while_it_replaces_a_checkpoint_the_old_one_is_not_lost(whole, tmp_path, point):
@@ -313,6 +315,7 @@ def change(folder: Path, component: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("component", ["transformer", "text_encoder", "scheduler"])
 def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, component):
     """Of a finished job, and of an interrupted one but for its weights, which the blocks tell."""

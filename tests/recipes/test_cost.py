@@ -153,6 +153,7 @@ def test_every_denoiser_has_a_workload():
     assert set(WORKLOADS) == set(TINY_PASSES) == {row.name for row in TRANSFORMERS}
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("row", MODELLED, ids=lambda row: row.name)
 def test_in_full_size_no_layer_is_left_without_a_part(row):
     module = model(row.name, json.dumps(full_size(row.name)))
@@ -428,6 +429,7 @@ def test_where_there_is_no_kernel_torch_decodes_each_weight_and_multiplies_in_fp
 # Times
 
 
+@pytest.mark.often(20)
 @pytest.mark.parametrize("device", ONE_EACH.values(), ids=ONE_EACH)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_fusing_never_costs_time_and_the_total_is_the_sum(recipe, device):

@@ -401,6 +401,7 @@ def run(*arguments: object):
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_a_row_is_calibrated_fitted_written_loaded_and_run(lumina, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     Path("quick.yaml").write_text("extends: nvfp4-max\ncalibration: {count: 2, steps: 2}\n")

@@ -89,6 +89,7 @@ def check_against_the_converter(name: str, config: dict) -> None:
     assert [key for key, value in state.items() if not torch.equal(read[key], value)] == []
 
 
+@pytest.mark.often(8)
 @cases(READ)
 def test_diffusers_reads_the_original_names_as_the_same_tensors(name, config):
     check_against_the_converter(name, config)

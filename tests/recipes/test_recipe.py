@@ -559,6 +559,7 @@ def test_the_committed_schema_is_up_to_date():
     assert committed == json.loads(json.dumps(recipe_schema())), "write recipe_schema() to recipes/schema.json again"
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_the_schema_accepts_what_is_accepted_and_refuses_a_misspelt_key(name):
     jsonschema = pytest.importorskip("jsonschema")

@@ -160,6 +160,7 @@ def test_diffusers_own_methods_choose_it_and_take_it_away() -> None:
         assert torch.equal(output(model_of(FLUX)), chosen)
 
 
+@pytest.mark.slow
 def test_the_choice_goes_with_copies_pickles_and_compiled_models() -> None:
     model = model_of(FLUX)
     fluxq.set_attention(model, "fp8")

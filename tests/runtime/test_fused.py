@@ -54,6 +54,7 @@ def test_fused_is_unfused_byte_for_byte(scheme: str) -> None:
     assert torch.equal(output(model), want)
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("scheme", ["16 bit", FULL, *(pytest.param(s, marks=pytest.mark.slow) for s in SOME)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_in_every_dtype_batch_and_size(scheme: str, dtype: torch.dtype) -> None:
@@ -66,6 +67,7 @@ def test_in_every_dtype_batch_and_size(scheme: str, dtype: torch.dtype) -> None:
         assert torch.equal(output(model, **call), before), call
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("recipe", ["16 bit", "int8", "fp8", "nvfp4"])
 def test_the_embedded_pipeline_draws_the_same_images(recipe: str, plain_checkpoint) -> None:
     assert_same_images(tiny.load(folder=plain_checkpoint(recipe)))

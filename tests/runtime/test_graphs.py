@@ -368,6 +368,7 @@ def test_weights_of_adapters_are_forms_and_come_back(flux, lora_file):
         assert torch.equal(made[0], made[3])
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", ["16 bit", "int8"])
 def test_adapters_that_come_and_go(quantized, lora_file, recipe):
     pipe = quantized(recipe)

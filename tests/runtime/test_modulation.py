@@ -467,6 +467,7 @@ def by_block(model: nn.Module) -> None:
     )
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("move", [to_memory, as_a_whole, by_layer, by_block])
 @pytest.mark.parametrize("first", ["offloaded", "hoisted"])
 def test_every_way_to_offload_works_with_it(move, first, monkeypatch):

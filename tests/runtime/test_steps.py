@@ -136,6 +136,7 @@ def kinds(calls: list, quantized: nn.Module, original: nn.Module) -> str:
 # --- which steps, with which bits
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_kept_steps_are_the_16_bit_model_and_the_others_the_quantized_one(pipe, loaded, sixteen, weights) -> None:
     before = kinds(run(pipe), loaded.transformer, sixteen.transformer)
@@ -178,6 +179,7 @@ class Heun(diffusers.FlowMatchHeunDiscreteScheduler):
         super().set_timesteps(num_inference_steps or len(sigmas), device)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("scheduler", "want"),
     [
@@ -469,6 +471,7 @@ def test_an_adapter_counts_in_kept_steps_too(pipe, loaded, sixteen, lora_file) -
     assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == "kqqkk"
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("order", ["fused first", "kept first", "without a record"])
 def test_a_fused_adapter_counts_in_kept_steps_too(pipe, loaded, sixteen, lora_file, order) -> None:
     """Beside the low-rank branch that the layers have of their own, which belongs to their codes."""
@@ -525,6 +528,7 @@ def test_hoisted_modulation_is_made_of_the_weights_of_each_step(pipe, loaded, si
             assert distance(output, far.transformer(*args, **kwargs)[0]) > 0.01
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("how", ["model", "layers", "groups", "groups on disk"])
 def test_an_offloaded_model_streams(pipe, loaded, sixteen, tmp_path, how) -> None:
     if how == "model":
@@ -559,6 +563,7 @@ def graphs_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 2)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("first", ["captured", "kept"])
 def test_captured_steps_are_two_graphs(pipe, loaded, sixteen, graphs_on_the_cpu, first) -> None:
     put = {"captured": lambda: fluxq.capture(pipe), "kept": lambda: keep_steps(pipe, weights="resident")}
@@ -621,6 +626,7 @@ def test_a_compiled_model_is_captured_before_steps_are_kept(pipe, graphs_on_the_
         fluxq.capture(pipe)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_is_quantized_at_every_step(pipe, loaded, sixteen) -> None:
     with keep_steps(pipe) as kept:
         run(pipe)
@@ -727,6 +733,7 @@ def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     assert check.steps == 8 and check.psnr_db == [None] * 4  # the same images
 
 
+@pytest.mark.slow
 def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path, sixteen) -> None:
     (tmp_path / "kept.yaml").write_text("extends: fp8\nsteps: {last: 1}\n")
     how = diffusers.PipelineQuantizationConfig(

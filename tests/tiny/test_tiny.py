@@ -144,6 +144,7 @@ def test_output_types_and_prompt_matters(pipe):
     assert torch.nn.functional.mse_loss(same.float(), other.float()) > 0.05
 
 
+@pytest.mark.slow
 def test_generated_images_show_their_prompts(pipe, network):
     prompts = list(tiny.PROMPTS[:64])
     images = draw(pipe, prompts, output_type="pt")
@@ -154,6 +155,7 @@ def test_generated_images_show_their_prompts(pipe, network):
     assert right["background"] >= 0.9
 
 
+@pytest.mark.slow
 def test_reconstructions_show_their_captions(pipe, network):
     from benchmarks.tiny import stages
 
