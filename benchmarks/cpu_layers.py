@@ -41,8 +41,8 @@ from torch import Tensor, nn  # noqa: E402
 
 import fluxq  # noqa: E402
 from fluxq.base.console import logger  # noqa: E402
+from fluxq.base.devices import commit, flags, instructions, versions  # noqa: E402
 from fluxq.base.files import read_json, write_json, write_text  # noqa: E402
-from fluxq.base.processor import commit, flags, instructions, versions  # noqa: E402  # noqa: E402
 from fluxq.kernels import ops  # noqa: E402
 from fluxq.kernels.linear import QuantLinear, branch_shapes  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402

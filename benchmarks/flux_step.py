@@ -38,8 +38,8 @@ from torch import Tensor, nn  # noqa: E402
 import fluxq  # noqa: E402
 from benchmarks.kernels.tune import tuned_from  # noqa: E402
 from fluxq.base.console import first_line  # noqa: E402
+from fluxq.base.devices import commit, cpu_name  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
-from fluxq.base.processor import commit, cpu_name  # noqa: E402
 from fluxq.eval.speed.machine import Machine, describe, machine_of  # noqa: E402
 from fluxq.eval.speed.speed import device_row  # noqa: E402
 from fluxq.kernels.encode import global_scale_for  # noqa: E402

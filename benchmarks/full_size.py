@@ -43,9 +43,9 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.layers.synthetic import draw  # noqa: E402
+from fluxq.base.devices import commit, cpu_name, versions  # noqa: E402
 from fluxq.base.files import write_json  # noqa: E402
 from fluxq.base.model import GENERATION_FILE, ModelFolder, resolve_model  # noqa: E402
-from fluxq.base.processor import commit, cpu_name, versions  # noqa: E402
 from fluxq.base.tensors import Stored, word_for, write_weights  # noqa: E402
 from fluxq.calibrate import nested  # noqa: E402
 from fluxq.calibrate.blocks import Replay, block_names  # noqa: E402

@@ -45,8 +45,8 @@ import torch  # noqa: E402
 
 from benchmarks.kernels import tune  # noqa: E402
 from benchmarks.kernels.report import goals, measured_rows, report  # noqa: E402
+from fluxq.base.devices import commit  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
-from fluxq.base.processor import commit  # noqa: E402
 from fluxq.eval.speed.machine import describe  # noqa: E402
 
 

@@ -36,9 +36,9 @@ from diffusers.hooks import apply_group_offloading
 from transformers import T5EncoderModel
 
 from fluxq import tiny
+from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder, load_pipeline
-from fluxq.base.processor import commit, versions
 from fluxq.base.tensors import fingerprint_of, write_weights
 from fluxq.jobs import memory
 from fluxq.quantize.checkpoint import build_on_meta

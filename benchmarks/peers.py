@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxq import tiny
+from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json
-from fluxq.base.processor import commit, versions
 from fluxq.jobs import making
 
 HERE = Path(__file__).parent

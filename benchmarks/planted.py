@@ -840,7 +840,7 @@ FAULTS: dict[str, Fault] = {
         _in("eval/test_verdict.py", "test_margins_follow_bits_and_steps"),
     ),
     "markdown: a tag not escaped": Fault(
-        "eval/report/markdown.py",
+        "src/fluxq/base/console.py",
         'for special in "\\\\`*_[]<>|#":',
         'for special in "\\\\`*_[]|#":',
         _in("eval/test_markdown.py", "test_names_and_verdicts_cannot_inject_markup"),

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fluxq.base.processor import commit
+from fluxq.base.devices import commit
 from fluxq.eval.report.report import write_report
 from fluxq.jobs import judge
 

@@ -26,10 +26,10 @@ import torch
 
 from fluxq import tiny
 from fluxq.base import files, output
+from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.output import Output, atomic_output
-from fluxq.base.processor import commit, versions
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import copy_rest, join_shards
 from fluxq.quantize.run import Outcome, finish

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
+from fluxq.base.devices import commit, versions
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
-from fluxq.base.processor import commit, versions
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.images.protocols import items_of

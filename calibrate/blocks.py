@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.linears import channels_last, linear_size
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.residence import device_of, residence_of
 from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
+from fluxq.kernels.linear import channels_last, linear_size
 from fluxq.recipes.family import Family, matches
 
 _DONE = "done.json"

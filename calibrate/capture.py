@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from fluxq.base.console import first_line, logger, progress, without_cure
 from fluxq.base.files import place_in_work, read_json, sha256_json
-from fluxq.base.linears import channels_last
 from fluxq.base.model import GENERATION_FILE
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import ImageFile, PromptRow
 from fluxq.calibrate.statistics import GroupSums, Statistics
+from fluxq.kernels.linear import channels_last
 from fluxq.recipes.family import in_every_block
 
 _PIXELS_PER_BATCH = 1 << 20

@@ -25,9 +25,8 @@ from torch import Tensor
 from fluxq.kernels.checks import check_tensor
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.op import Op
-from fluxq.kernels.packing import unpack
 from fluxq.kernels.products import ProductTensors
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, unpack_named
 from fluxq.recipes.formats import find_format
 
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
@@ -97,7 +96,7 @@ def launch_product(
     plain: bool = False,
 ) -> Tensor:
     """Launch an op of products.py by the `multiply` of its kernel's file. plain: whether x is no codes."""
-    operands, names = unpack(ProductTensors, tensors, formats)
+    operands, names = unpack_named(ProductTensors, tensors, formats)
     require(op.name, names, chip)
     weights, _, activations = names.partition("-")
     w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, find_format(weights))

@@ -22,10 +22,9 @@ from fluxq.kernels import ops
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.dispatch import INT_MM, SCALED_MM, TORCH, Choice, choose
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
-from fluxq.kernels.packing import read, unpack
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, read_named, unpack_named
 from fluxq.kernels.tiles import chip_of
 from fluxq.recipes.formats import FORMATS, Scheme
 
@@ -55,7 +54,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
     rounded to x's dtype before them and after them. The same holds for decoded weights, whose kernel takes 16 bit.
     Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
     """
-    operands, parsed = unpack(ops.LinearTensors, tensors, scheme, Scheme.parse)
+    operands, parsed = unpack_named(ops.LinearTensors, tensors, scheme, Scheme.parse)
     w = QuantizedTensor.stored(*operands[:3], parsed.weights)
     n, k = w.shape
     if not x.is_floating_point() or x.element_size() < 2 or x.shape[-1] != k:
@@ -64,7 +63,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
     if m == 0:
         return x.new_empty(*x.shape[:-1], n)
     choice = choose(parsed, chip, m, n, k, x.dtype, operands.row_scale is not None)
-    announce(read(scheme)[0], chip, choice)
+    announce(read_named(scheme)[0], chip, choice)
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
         if choice.implementation == TORCH:

@@ -34,9 +34,8 @@ from torch import Tensor
 from fluxq.base import devices
 from fluxq.kernels import encode
 from fluxq.kernels.op import launches_on_gpu
-from fluxq.kernels.packing import read, unpack
 from fluxq.kernels.reencode import reencode
-from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, round_blocks, row_chunks
+from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, read_named, round_blocks, row_chunks, unpack_named
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
 
@@ -84,7 +83,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tenso
 
 def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """Compute the op with torch, on every device."""
-    operands, parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    operands, parsed = unpack_named(LinearTensors, tensors, scheme, Scheme.parse)
     input_scale, row_scale, (mean, smooth, basis, out) = operands.input_scale, operands.row_scale, operands.steps
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"input is {x.dtype}, expected float16, bfloat16 or float32: something cast it to the codes'")
@@ -124,8 +123,8 @@ launches_on_gpu("quantized_linear", quantized_linear)
 
 def _save_for_backward(ctx, inputs, output) -> None:
     _, tensors, scheme = inputs
-    ctx.names = read(scheme)[1]
-    operands, ctx.parsed = unpack(LinearTensors, tensors, scheme, Scheme.parse)
+    ctx.names = read_named(scheme)[1]
+    operands, ctx.parsed = unpack_named(LinearTensors, tensors, scheme, Scheme.parse)
     ctx.save_for_backward(*operands._replace(input_scale=None, bias=None, row_scale=None, mean=None))
 
 

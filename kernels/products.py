@@ -26,9 +26,8 @@ from torch import Tensor
 
 from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import fp32, no_autocast, scaled_int8_product
-from fluxq.kernels.packing import unpack
 from fluxq.kernels.reencode import reencode
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, unpack_named
 from fluxq.recipes.formats import Format, find_format
 
 
@@ -62,7 +61,7 @@ def product_op(op: Op, weights: tuple[str, ...], activations: tuple[str, ...] = 
     """
 
     def reference(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
-        operands, names = unpack(ProductTensors, tensors, formats)
+        operands, names = unpack_named(ProductTensors, tensors, formats)
         first, _, second = names.partition("-")
         name = f"{op.name}: weights" if activations else op.name
         w_format = x_format = _format(name, first, weights)

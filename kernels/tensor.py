@@ -3,14 +3,17 @@
     w ≈ codes · scale                      one-level formats
     w ≈ codes · (scale · global_scale)     nvfp4
 
-encode.py has the arithmetic, recipes/formats.py the formats; this file joins them.
+encode.py has the arithmetic, recipes/formats.py the formats; this file joins them. Ops with many optional tensors take
+them as one list, with a text of the names of those given: `pack_named`, `unpack_named`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,9 @@ from torch import Tensor
 from fluxq.base import devices
 from fluxq.kernels import encode
 from fluxq.recipes.formats import Format, find_format
+
+Named = TypeVar("Named", bound=tuple)  # a NamedTuple of tensors, None for those that are not there
+How = TypeVar("How")
 
 _CACHED = 1 << 18  # elements that a core rounds at a time
 _AT_ONCE = 1 << 26  # elements that a GPU does
@@ -337,3 +343,25 @@ def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:
         )
     tiles = flat.view(torch.uint8).reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(tall * 128, wide * 4)[:rows, :groups].contiguous().view(flat.dtype)
+
+
+def pack_named(named: Any, text: object = "") -> tuple[list[Tensor], str]:
+    """Return (tensors, text) as an op takes them: a NamedTuple's tensors but None, and the text with their names."""
+    tensors = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
+    return [*tensors.values()], f"{text} {','.join(tensors)}"
+
+
+def unpack_named(
+    kind: type[Named], tensors: Sequence[Tensor], text: str, parse: Callable[[str], How] = str
+) -> tuple[Named, How]:
+    """Invert `pack_named` for a NamedTuple of this kind: (the tuple, the parsed text)."""
+    before, names = read_named(text, parse)
+    fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+    return kind(**fields), before
+
+
+@functools.lru_cache(1024)
+def read_named(text: str, parse: Callable[[str], How] = str) -> tuple[How, tuple[str, ...]]:
+    """Return (the parsed text before the names, the names)."""
+    before, _, names = text.rpartition(" ")
+    return parse(before), tuple(filter(None, names.split(",")))

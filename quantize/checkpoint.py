@@ -30,10 +30,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from fluxq.base.devices import free_bytes
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
-from fluxq.base.linears import linears_of
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, PLAN_FILE, ModelFolder, module_of
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
-from fluxq.kernels.linear import placeholder
+from fluxq.kernels.linear import linears_of, placeholder
 from fluxq.recipes.computing import QuantizationConfig
 
 if TYPE_CHECKING:

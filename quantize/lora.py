@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.linears import is_linear
 from fluxq.base.model import ModelFolder
+from fluxq.kernels.linear import is_linear
 from fluxq.quantize.checkpoint import SourceWeights, model_on_meta
 from fluxq.quantize.lora_file import LoraFile
 from fluxq.quantize.record import Lora

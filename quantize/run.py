@@ -32,14 +32,13 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from fluxq.base.console import blocks_progress, first_line, logger, without_cure
-from fluxq.base.linears import channels_last, linear_size
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate.blocks import LiveBlock, Replay
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.statistics import Statistics
 from fluxq.kernels import encode
-from fluxq.kernels.linear import QuantLinear, in_place_of
+from fluxq.kernels.linear import QuantLinear, channels_last, in_place_of, linear_size
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.group import FittedGroup, GroupLayer, Stage, fit_group, price_on
 from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fluxq.base.linears import is_linear, linear_size, linears_of
 from fluxq.base.model import ModelFolder
+from fluxq.kernels.linear import is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta
 from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family

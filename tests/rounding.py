@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from fluxq.kernels.adaln_quantize.op import NormTensors
-from fluxq.kernels.packing import pack
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
+from fluxq.kernels.tensor import pack_named
 
 
 def steps(format: str, **options: Any) -> tuple[RoundingTensors, Rounding]:
@@ -17,7 +17,7 @@ def steps(format: str, **options: Any) -> tuple[RoundingTensors, Rounding]:
 def packed(format: str, **options: Any) -> tuple[list[Tensor], str]:
     """The same as the op takes them."""
     tensors, rounding = steps(format, **options)
-    return pack(tensors, rounding)
+    return pack_named(tensors, rounding)
 
 
 def norm_steps(format: str, **options: Any) -> tuple[NormTensors, Rounding]:
@@ -28,7 +28,7 @@ def norm_steps(format: str, **options: Any) -> tuple[NormTensors, Rounding]:
 def norm_packed(format: str, **options: Any) -> tuple[list[Tensor], str]:
     """The same as the op takes them."""
     tensors, rounding = norm_steps(format, **options)
-    return pack(tensors, rounding)
+    return pack_named(tensors, rounding)
 
 
 def _split(kind: Any, format: str, options: dict[str, Any]) -> tuple[Any, Rounding]:

@@ -33,8 +33,8 @@ from benchmarks.kernels.report import KIND, README, report, with_tables
 from benchmarks.kernels.tune import tuned_from
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
+from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
-from fluxq.base.processor import commit, versions
 from fluxq.eval.speed.machine import describe
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor

@@ -24,7 +24,6 @@ from fluxq.kernels.attention.kernel import attention_fp8
 from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.packing import pack
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.qk_norm_rope.kernel import qk_norm_rope
 from fluxq.kernels.qk_norm_rope.kernel import tuned_name as qk_tile_name
@@ -33,7 +32,7 @@ from fluxq.kernels.quantize_activation.kernel import quantize_activation, quanti
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.reencode import reencode, row_scales
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
-from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
 from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile
 from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.kernel import weight_only_matmul
@@ -292,7 +291,7 @@ def _qk(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
         return qk_norm_rope(q, k, operands, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        return as_matrix(rope.qk_norm_rope(q, k, *pack(operands), 1e-6, True, False, 0))
+        return as_matrix(rope.qk_norm_rope(q, k, *pack_named(operands), 1e-6, True, False, 0))
 
     return Work(call, expected, 0.0, _size(q, k, *weights, cos, sin, call()), None)
 

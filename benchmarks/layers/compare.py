@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from benchmarks.layers import peers
 from benchmarks.layers.synthetic import draw
 from fluxq.base.console import progress
+from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
-from fluxq.base.processor import commit, versions
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import capture_calls
 from fluxq.calibrate.capture import Sampling, images_per_batch

@@ -18,7 +18,7 @@ from fluxq.eval.speed.served import rounded_to
 from fluxq.kernels import ops
 from fluxq.kernels.encode import decode, unpack
 from fluxq.kernels.linear import TRANSFORMS, QuantLinear
-from fluxq.kernels.packing import pack
+from fluxq.kernels.tensor import pack_named
 from fluxq.recipes.formats import FORMATS, Scheme
 
 KERNEL_TOLERANCE = 0.02  # far above the rounding of 16-bit outputs and what a code that falls the other way adds
@@ -69,7 +69,7 @@ def kernel_error(layer: QuantLinear, x: Tensor, y: Tensor) -> float:
         scheme = _arithmetic_on(x, layer)
         tensors = tensors._replace(input_scale=layer.stored("input_scale") if scheme.static_input else None)
     with torch.no_grad():
-        worst = _worst_tile(y, ops.quantized_linear_reference(x, *pack(tensors, scheme)))
+        worst = _worst_tile(y, ops.quantized_linear_reference(x, *pack_named(tensors, scheme)))
         if multiplies_integers(layer):
             codes = ops.quantize_activation(_rounded_by(layer, x), FORMATS["int8"]).codes
             weight = layer.quantized_weight.codes

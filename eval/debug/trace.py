@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.linears import channels_last
 from fluxq.calibrate.capture import batches, run_pipeline
 from fluxq.eval.debug.arithmetic import health, kernel_error
 from fluxq.eval.images.denoiser import hooked
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, channels_last
 
 L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
 

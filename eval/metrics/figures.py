@@ -48,13 +48,6 @@ def count(estimates: Sequence[Estimate | None]) -> str:
     return "" if not counts else str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def amount(number: int, frames: int | None) -> str:
-    """Return a number of images or videos in words: `8 images`, `4 videos of 25 frames`."""
-    if frames is None:
-        return f"{number} image{'s' * (number != 1)}"
-    return f"{number} video{'s' * (number != 1)} of {frames} frame{'s' * (frames != 1)}"
-
-
 def shape(row: SpeedRow | Speedup) -> str:
     """Return the shape of one call: batch, height, width, and of videos frames."""
     return " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)

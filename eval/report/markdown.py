@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from fluxq.base.console import visible
+from fluxq.base.console import code, escaped
 from fluxq.eval.debug.findings import about_shares
 from fluxq.eval.metrics import figures
 from fluxq.eval.metrics.figures import (
@@ -277,16 +277,3 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
     return [lines[0], "|" + "---|" * len(head), *lines[1:]]
-
-
-def escaped(text: str) -> str:
-    """Return plain text as Markdown text: no markup, table cells, line breaks or control characters of its own."""
-    text = visible(" ".join(text.split()))
-    for special in "\\`*_[]<>|#":
-        text = text.replace(special, f"\\{special}")
-    return text
-
-
-def code(text: str) -> str:
-    """Return plain text as it may stand between backticks, in a table too."""
-    return visible(" ".join(text.split())).replace("`", "'").replace("|", "\\|")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fluxq.base.console import first_line
-from fluxq.base.processor import cpu_name, instructions
+from fluxq.base.devices import cpu_name, instructions
 
 # Reasons for lowered clocks, of `Machine.slowdowns`. A power limit is where large products usually run.
 POWER_LIMIT = "the power limit"

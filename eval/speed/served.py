@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from fluxq.base.files import sha256_json
-from fluxq.base.linears import linear_size, linears_of
 from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
 from fluxq.eval.metrics.schema import Served
-from fluxq.kernels.linear import QuantLinear, quant_layers
+from fluxq.kernels.linear import QuantLinear, linear_size, linears_of, quant_layers
 from fluxq.recipes.computing import attention_of
 from fluxq.runtime.layout import ROW_SCALE
 

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from fluxq.base.console import first_line, progress
+from fluxq.base.devices import instructions
 from fluxq.base.model import ModelFolder
-from fluxq.base.processor import instructions
 from fluxq.calibrate.capture import frames_argument, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.images.generate import pictures

@@ -34,11 +34,10 @@ from fluxq.kernels.codes import (
     transform_tile,
 )
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.packing import unpack
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
 from fluxq.kernels.quantize_activation.kernel import new_codes, returned
 from fluxq.kernels.quantize_activation.op import Rounding, check_steps
-from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
+from fluxq.kernels.tensor import QuantizedTensor, swizzled_size, unpack_named
 from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import Format, find_format
 
@@ -94,7 +93,7 @@ def launch(
     x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float, *, chip: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the op on a chip; ValueError where it has no kernel."""
-    operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
     require(OP.name, how.format or "16bit", chip)
     tile = find_memory_tile(OP.file, tuned_name(x.shape[-1]), chip, x.shape[0])
     q, new = adaln_quantize(x, operands, how, norm=norm, eps=eps, tile=tile)

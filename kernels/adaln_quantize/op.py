@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast
-from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.quantize_activation.op import PRODUCED, Rounding, RoundingTensors, quantize_activation
+from fluxq.kernels.tensor import pack_named, unpack_named
 
 OP = Op("adaln_quantize", (*PRODUCED, "16bit"), "memory")
 NORMS = ("layer", "rms")
@@ -58,11 +58,11 @@ def adaln_quantize(
     tensors, rounding: of `pack(NormTensors(…), Rounding(…))`. norm: "layer" or "rms". What is not there comes back as
     an empty tensor (0,).
     """
-    operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):
         v, new = modulated_norm(x, operands, norm, eps)
         if how.format:
-            codes, step, global_scale, _ = quantize_activation(v, *pack(operands.of_rounding, how))
+            codes, step, global_scale, _ = quantize_activation(v, *pack_named(operands.of_rounding, how))
         else:
             codes, step, global_scale = v, x.new_empty(0), x.new_empty(0)
         return codes, step, global_scale, x.new_empty(0) if new is None else new
@@ -70,11 +70,11 @@ def adaln_quantize(
 
 @adaln_quantize.register_fake
 def _(x, tensors, rounding, norm, eps):
-    operands, how = unpack(NormTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
     new = x.new_empty(0 if operands.branch is None else x.shape)
     if not how.format:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), new
-    return *quantize_activation(x, *pack(operands.of_rounding, how))[:3], new
+    return *quantize_activation(x, *pack_named(operands.of_rounding, how))[:3], new
 
 
 launches_on_gpu(OP.name, adaln_quantize)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.packing import unpack
 from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors, check_positions
+from fluxq.kernels.tensor import unpack_named
 from fluxq.kernels.tiles import Tile, find_memory_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,7 +87,7 @@ def launch(q: Tensor, k: Tensor, tensors: Sequence[Tensor], names: str, *how: An
     require(OP.name, "16bit", chip)
     tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
     named = dict(zip(("eps", "interleaved", "round_before_weight", "position"), how, strict=True))
-    return qk_norm_rope(q, k, unpack(RopeTensors, tensors, names)[0], **named, tile=tile)
+    return qk_norm_rope(q, k, unpack_named(RopeTensors, tensors, names)[0], **named, tile=tile)
 
 
 def tuned_name(d: int) -> str:

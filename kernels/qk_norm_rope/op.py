@@ -18,7 +18,7 @@ from torch import Tensor
 from fluxq.kernels.adaln_quantize.op import rms_norm
 from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast
-from fluxq.kernels.packing import unpack
+from fluxq.kernels.tensor import unpack_named
 
 OP = Op("qk_norm_rope", ("16bit",), "memory")
 
@@ -54,7 +54,7 @@ def qk_norm_rope(
     interleaved: pairs are neighbours (Flux; as complex numbers Qwen-Image), otherwise elements D / 2 apart.
     round_before_weight: as diffusers' RMSNorm; torch.nn.RMSNorm rounds once.
     """
-    (cos, sin, q_weight, k_weight), _ = unpack(RopeTensors, tensors, names)
+    (cos, sin, q_weight, k_weight), _ = unpack_named(RopeTensors, tensors, names)
     check_positions(q, cos, position)
     rows = slice(position, position + q.shape[1])
     cos, sin = cos[rows, None], sin[rows, None]  # (S, 1, D)

@@ -39,7 +39,6 @@ from fluxq.kernels.codes import (
 )
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.epilogue import gelu_tanh
-from fluxq.kernels.packing import unpack
 from fluxq.kernels.quantize_activation.op import (
     ACTS,
     GATED,
@@ -49,7 +48,7 @@ from fluxq.kernels.quantize_activation.op import (
     check_beside,
     check_steps,
 )
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size
+from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size, unpack_named
 from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
 from fluxq.recipes.formats import Format, find_format
 
@@ -153,7 +152,7 @@ def quantize_tuned(
 
 def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the op on a chip; ValueError where it has no kernel."""
-    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
     require(OP.name, how.format if operands.down is None else "down", chip)
     if operands.beside is not None:
         require(OP.name, f"{how.format}-beside", chip)

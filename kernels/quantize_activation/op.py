@@ -26,8 +26,7 @@ from torch import Tensor
 from fluxq.kernels import ops
 from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast, transform
-from fluxq.kernels.packing import unpack
-from fluxq.kernels.tensor import stored_shapes, swizzle_scales, swizzled_size
+from fluxq.kernels.tensor import stored_shapes, swizzle_scales, swizzled_size, unpack_named
 from fluxq.recipes.formats import FORMATS, HADAMARDS, Format
 
 PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
@@ -96,14 +95,14 @@ def quantize_activation(x: Tensor, tensors: Sequence[Tensor], rounding: str) -> 
     tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. A scale that was given as input_scale, one that the
     format lacks, and h without `down` come back as empty tensors (0,).
     """
-    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):
         return _produce(_activated(x, operands.beside, how.act), operands, how)
 
 
 @quantize_activation.register_fake
 def _(x, tensors, rounding):
-    operands, how = unpack(RoundingTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
     k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if operands.beside is None else operands.beside.shape[1])
     return _empty(x, k, operands, how)
 

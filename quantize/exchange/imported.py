@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fluxq.base import FLUXQ_VERSION
+from fluxq.base.devices import versions
 from fluxq.base.files import read_json, sha256_json
-from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
-from fluxq.base.processor import versions
 from fluxq.base.tensors import TensorFile
+from fluxq.kernels.linear import linear_size, linears_of
 from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.record import (

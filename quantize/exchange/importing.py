@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from fluxq.base import FLUXQ_VERSION, console
 from fluxq.base.console import progress
 from fluxq.base.files import sha256_file, sha256_json, write_json, write_text
-from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder, require_harmless, require_harmless_values, require_safe
 from fluxq.base.output import Output, contents, job_digest, writing
 from fluxq.base.tensors import save_weights
-from fluxq.kernels.linear import placeholder
+from fluxq.kernels.linear import linear_size, linears_of, placeholder
 from fluxq.quantize.checkpoint import build_on_meta, copy_rest, library_of, names_in_model, write_shards
 from fluxq.quantize.exchange.files import ModelFile, class_names, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of

@@ -20,10 +20,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fluxq.base.linears import linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile, by_tensor, word_for
-from fluxq.kernels.linear import QuantLinear, QuantPointwise
+from fluxq.kernels.linear import QuantLinear, QuantPointwise, linear_size, linears_of
 from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
 from fluxq.quantize.exchange.layer import QuantTensors, all_equal
 from fluxq.quantize.structure import tree_of

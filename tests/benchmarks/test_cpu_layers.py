@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fluxq.base.processor import instructions
+from fluxq.base.devices import instructions
 from fluxq.recipes.recipe import shipped_recipes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu_layers.py"

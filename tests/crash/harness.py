@@ -314,8 +314,8 @@ def _say(found: Found) -> None:
 def _write(file: Path, found: list[Found], every: int, by: str, seconds: float) -> None:
     from datetime import date
 
+    from fluxq.base.devices import commit, versions
     from fluxq.base.files import write_json
-    from fluxq.base.processor import commit, versions
 
     rows = {
         each.command: {

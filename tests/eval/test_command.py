@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from fluxq import tiny
+from fluxq.base.devices import instructions
 from fluxq.base.output import sole_writer
-from fluxq.base.processor import instructions
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import SCHEMA_VERSION, read_report
 from fluxq.eval.report.advice import advice

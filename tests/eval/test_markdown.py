@@ -8,9 +8,10 @@ import example_report
 import pytest
 from pydantic import ValidationError
 
+from fluxq.base.console import escaped
 from fluxq.eval.metrics.figures import count, duration, figure, limits, mark, share, size, stated
 from fluxq.eval.metrics.schema import Estimate, Report, Verdict
-from fluxq.eval.report.markdown import escaped, markdown
+from fluxq.eval.report.markdown import markdown
 
 
 @pytest.fixture(scope="module")

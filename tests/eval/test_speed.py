@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fluxq import tiny
-from fluxq.base.processor import Instructions
+from fluxq.base.devices import Instructions
 from fluxq.commands import show
 from fluxq.eval.images.sides import Side
 from fluxq.eval.report import markdown

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fluxq.base.processor import instructions
+from fluxq.base.devices import instructions
 from fluxq.cli import cli
 from fluxq.jobs import environment as env
 from fluxq.kernels import dispatch, ops

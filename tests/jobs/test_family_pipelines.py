@@ -15,9 +15,9 @@ from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq import QuantLinear, tiny
-from fluxq.base.linears import linears_of
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import read_report
+from fluxq.kernels.linear import linears_of
 from fluxq.recipes.all_families import FAMILIES
 
 SMALL = {"num_inference_steps": 2, "height": 16, "width": 16}

@@ -24,10 +24,9 @@ from fluxq.kernels import encode, ops
 from fluxq.kernels.block_scaled_matmul import kernel as block_scaled_matmul
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul as reference
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
-from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile
 from fluxq.recipes.formats import FORMATS
 
@@ -181,7 +180,7 @@ def test_sums_that_fp32_holds_are_exact_and_those_of_the_reference(format: str) 
     y = block_scaled_matmul.block_scaled_matmul(q, w, epilogue=Epilogue(dtype=FP32), tile=TILE)
     assert torch.equal(y.double(), decoded(q) @ decoded(w).T)
     given = ProductTensors(w.codes, w.scale, q.scale, w.global_scale, q.global_scale)
-    assert torch.equal(y, reference(q.codes, *pack(given, format), False, FP32))
+    assert torch.equal(y, reference(q.codes, *pack_named(given, format), False, FP32))
 
 
 def test_a_block_of_nan_reaches_its_row_and_no_other() -> None:

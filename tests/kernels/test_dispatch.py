@@ -23,13 +23,12 @@ from fluxq.kernels.attention import op as attention
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
 from fluxq.kernels.dequantize.op import dequantize
 from fluxq.kernels.dispatch import choose
-from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.reencode import row_scales
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
-from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
 from fluxq.kernels.tiles import CHIPS
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
@@ -210,7 +209,7 @@ def operands(scheme: str, m: int, rank: int = 0) -> tuple[Tensor, dict]:
 def packed(named: dict[str, Any]) -> tuple[list[Tensor], str]:
     """Operands by name as the op takes them."""
     tensors = {name: value for name, value in named.items() if name != "scheme"}
-    return pack(ops.LinearTensors(**tensors), named["scheme"])
+    return pack_named(ops.LinearTensors(**tensors), named["scheme"])
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -368,7 +367,7 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
     check_op(
         rope.qk_norm_rope,
         launch.launcher("qk_norm_rope"),
-        (q, k, *pack(rope.RopeTensors(cos, sin)), 1e-6, True, False, 2),
+        (q, k, *pack_named(rope.RopeTensors(cos, sin)), 1e-6, True, False, 2),
         exact=False,
     )
 
@@ -401,7 +400,7 @@ def test_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     x, w = matrices(kind)
     given = ProductTensors(w.codes, w.scale, x.scale)
-    arguments = (x.codes, *pack(given, kind), False, torch.bfloat16)
+    arguments = (x.codes, *pack_named(given, kind), False, torch.bfloat16)
     check_op(scaled_matmul, launch.launcher("scaled_matmul"), arguments, exact=False)
 
 
@@ -410,7 +409,7 @@ def test_block_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
     offers(**ALL)
     x, w = matrices(kind)
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale)
-    arguments = (x.codes, *pack(given, kind), False, torch.bfloat16)
+    arguments = (x.codes, *pack_named(given, kind), False, torch.bfloat16)
     check_op(block_scaled_matmul, launch.launcher("block_scaled_matmul"), arguments, exact=False)
 
 
@@ -420,10 +419,10 @@ def test_decoding_ops_on_a_gpu(offers, kind: str) -> None:
     w, x = matrices(kind)[1], matrices("int8")[0]
     stored = (w.codes, w.scale, w.global_scale)
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, row_scale=row_scales(w, "int8"))
-    arguments = (x.codes, *pack(given, f"{kind}-int8"), False, torch.float32)
+    arguments = (x.codes, *pack_named(given, f"{kind}-int8"), False, torch.float32)
     check_op(w4a8_matmul, launch.launcher("w4a8_matmul"), arguments)
     tokens = torch.randn(3, K, generator=torch.Generator().manual_seed(1)).bfloat16()
-    arguments = (tokens, *pack(given._replace(x_scale=None, row_scale=None), kind), False, tokens.dtype)
+    arguments = (tokens, *pack_named(given._replace(x_scale=None, row_scale=None), kind), False, tokens.dtype)
     check_op(weight_only_matmul, launch.launcher("weight_only_matmul"), arguments, exact=False)
     check_op(dequantize, launch.launcher("dequantize"), (*stored, kind, torch.bfloat16))
 
@@ -433,7 +432,9 @@ def test_an_op_without_a_kernel_on_a_chip_says_so(offers) -> None:
     x, w = matrices("nvfp4")
     given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale)
     with pytest.raises(ValueError, match=r"block_scaled_matmul: no kernel for nvfp4 on sm_90 \(no unit\)"):
-        launch.launcher("block_scaled_matmul")(x.codes, *pack(given, "nvfp4"), False, torch.bfloat16, chip="sm_90")
+        launch.launcher("block_scaled_matmul")(
+            x.codes, *pack_named(given, "nvfp4"), False, torch.bfloat16, chip="sm_90"
+        )
 
 
 def test_every_op_of_the_table_has_a_form_for_a_gpu() -> None:
@@ -485,7 +486,7 @@ def test_fp32_tokens_of_weight_only_layers_are_multiplied_in_fp32(offers, m: int
     noise = torch.Generator().manual_seed(m)
     w = QuantizedTensor.quantize(torch.randn(8, k, generator=noise), "fp8")
     x = torch.randn(m, k, generator=noise)
-    arguments = (x, *pack(ops.LinearTensors(w.codes, w.scale), "fp8-16bit"))
+    arguments = (x, *pack_named(ops.LinearTensors(w.codes, w.scale), "fp8-16bit"))
     with interpreting():
         found = launch.quantized_linear(*arguments, chip="sm_90")
     torch.testing.assert_close(found, ops.quantized_linear(*arguments), rtol=1e-5, atol=1e-5)
@@ -514,7 +515,7 @@ def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
 def test_without_rows_an_op_returns_what_its_reference_does() -> None:
     x, w = matrices("fp8")
     given = ProductTensors(w.codes, w.scale, x.scale[:0])
-    arguments = (x.codes[:0], *pack(given, "fp8"), False, torch.bfloat16)
+    arguments = (x.codes[:0], *pack_named(given, "fp8"), False, torch.bfloat16)
     assert launch.run("scaled_matmul", *arguments).shape == (0, N)
     found = launch.run("quantize_activation", torch.zeros(0, K), *packed_steps("nvfp4"))
     assert [tuple(t.shape) for t in found] == [(0, K // 2), (0, K // 16), (0, 1), (0,)]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fluxq.kernels import encode, ops
 from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.packing import pack
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, stored_shapes
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 
 N, K = 24, 256
@@ -195,7 +194,9 @@ def test_the_op_passes_opcheck_and_changes_no_input(scheme, rank):
     checks = ["test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
     if not {layer.weight.dtype, layer.weight_scale.dtype} & {torch.float8_e4m3fn, torch.float8_e5m2}:
         checks.append("test_schema")  # compares its inputs with allclose, which torch lacks for float8
-    torch.library.opcheck(ops.quantized_linear, (x, *pack(ops.LinearTensors(*tensors[1:]), scheme)), test_utils=checks)
+    torch.library.opcheck(
+        ops.quantized_linear, (x, *pack_named(ops.LinearTensors(*tensors[1:]), scheme)), test_utils=checks
+    )
     for tensor, before in zip(tensors, kept, strict=True):
         assert tensor is None or torch.equal(tensor.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
 
@@ -315,7 +316,7 @@ def test_token_scales_given_from_outside_are_the_ones_used(format):
     own = encode.block_scale(amax.unsqueeze(-1), FORMATS[format], None)
     own = encode.global_scale_for(amax, FORMATS[format]) if format == "nvfp4" else own
     given = [layer.tensors._replace(input_scale=scale) for scale in (None, own, own * 1.7)]
-    y = [ops.quantized_linear(x, *pack(each, layer.scheme)) for each in given]
+    y = [ops.quantized_linear(x, *pack_named(each, layer.scheme)) for each in given]
     assert torch.equal(y[0], y[1]) and not torch.equal(y[0], y[2])
     assert 0 < (y[2] - y[0]).norm() / y[0].norm() < 0.1
 

@@ -9,9 +9,9 @@ from rounding import norm_packed
 from torch import Tensor
 
 from fluxq.kernels.adaln_quantize import op as adaln
-from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.tensor import pack_named, unpack_named
 
 STEPS = ("layer", 1e-6, {"format": ""})  # norm, eps and rounding
 
@@ -37,7 +37,9 @@ def heads(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
 def normed(position: int = 0) -> tuple[Tensor, Tensor]:
     """`qk_norm_rope` of `heads()`."""
     q, k, q_weight, k_weight, cos, sin = heads()
-    return rope.qk_norm_rope(q, k, *pack(rope.RopeTensors(cos, sin, q_weight, k_weight)), 1e-6, True, False, position)
+    return rope.qk_norm_rope(
+        q, k, *pack_named(rope.RopeTensors(cos, sin, q_weight, k_weight)), 1e-6, True, False, position
+    )
 
 
 ADALN_CASES = {
@@ -80,7 +82,7 @@ def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
 def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:
     q, k, *weights, cos, sin = heads()
     given = rope.RopeTensors(cos, sin, *(weights if weighted else ()))
-    arguments = q, k, *pack(given), *steps
+    arguments = q, k, *pack_named(given), *steps
     torch.library.opcheck(rope.qk_norm_rope, arguments)
     found = compiled(rope.qk_norm_rope, arguments)
     for ours, theirs in zip(found, rope.qk_norm_rope(*arguments), strict=True):
@@ -91,14 +93,14 @@ def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:
 def test_codes_are_those_of_v_quantized_by_itself(case: str) -> None:
     x, tensors, rounding, norm, eps = arguments(case)
     codes, scale, global_scale, new = adaln.adaln_quantize(x, tensors, rounding, norm, eps)
-    given, how = unpack(adaln.NormTensors, tensors, rounding, quantizer.Rounding.parse)
-    plain = pack(given._replace(input_scale=None, smooth=None, mean=None), quantizer.Rounding())
+    given, how = unpack_named(adaln.NormTensors, tensors, rounding, quantizer.Rounding.parse)
+    plain = pack_named(given._replace(input_scale=None, smooth=None, mean=None), quantizer.Rounding())
     v, no_scale, no_global, alone = adaln.adaln_quantize(x, *plain, norm, eps)
     assert torch.equal(new, alone) and no_scale.numel() == no_global.numel() == 0
     if not how.format:
         assert torch.equal(codes, v) and codes.dtype == x.dtype
         return
-    expected = quantizer.quantize_activation(v, *pack(given.of_rounding, how))
+    expected = quantizer.quantize_activation(v, *pack_named(given.of_rounding, how))
     for ours, theirs in zip((codes, scale, global_scale), expected, strict=False):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -244,7 +246,7 @@ def test_heads_of_flux(dtype: torch.dtype, dim: int) -> None:
     cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, freqs_dtype=torch.float64)
     if dim == -2:
         cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, repeat_interleave_real=False)
-    found = rope.qk_norm_rope(q, k, *pack(rope.RopeTensors(cos, sin, *weights)), 1e-6, dim == -1, False, 4)
+    found = rope.qk_norm_rope(q, k, *pack_named(rope.RopeTensors(cos, sin, *weights)), 1e-6, dim == -1, False, 4)
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = torch.nn.RMSNorm(16, eps=1e-6).to(dtype)
         norm.weight.data.copy_(weight)
@@ -258,7 +260,7 @@ def test_heads_of_qwen_image(dtype: torch.dtype) -> None:
     qwen = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage")
     q, k, *weights, cos, sin = heads(dtype)
     frequencies = torch.complex(cos, sin)[:5, ::2]
-    found = rope.qk_norm_rope(q, k, *pack(rope.RopeTensors(cos, sin, *weights)), 1e-6, True, True, 0)
+    found = rope.qk_norm_rope(q, k, *pack_named(rope.RopeTensors(cos, sin, *weights)), 1e-6, True, True, 0)
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = layer("RMSNorm", dtype, 16, 1e-6)
         norm.weight.data.copy_(weight)

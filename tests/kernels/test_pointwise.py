@@ -14,7 +14,6 @@ from torch.nn.functional import conv2d, linear
 
 import fluxq
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.base.linears import channels_last, is_linear, is_pixelwise, linear_size, linears_of
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
 from fluxq.calibrate.capture import _Recorder
@@ -22,9 +21,18 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.debug.trace import Health, LayerCall, Local, Outputs
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
-from fluxq.kernels.linear import QuantLinear, QuantPointwise, in_place_of, placeholder
-from fluxq.kernels.packing import pack
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.linear import (
+    QuantLinear,
+    QuantPointwise,
+    channels_last,
+    in_place_of,
+    is_linear,
+    is_pixelwise,
+    linear_size,
+    linears_of,
+    placeholder,
+)
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import FusedWeights, LoraFile, fuse_into, read_updates
 from fluxq.quantize.nearest import round_units, sqnr, units_of, weight_matrix
@@ -488,7 +496,7 @@ def test_kernels_take_rows_that_are_no_multiple_of_64(scheme, chip, k):
     parsed = Scheme.parse(scheme)
     w = QuantizedTensor.quantize(torch.randn(16, k, generator=noise) / 16, parsed.weights)
     x = torch.randn(3, k, generator=noise).bfloat16()
-    operands = (x, *pack(ops.LinearTensors(w.codes, w.scale, w.global_scale), scheme))
+    operands = (x, *pack_named(ops.LinearTensors(w.codes, w.scale, w.global_scale), scheme))
     with interpreting():
         found = launch.quantized_linear(*operands, chip=chip)
     want = ops.quantized_linear(*operands).float()

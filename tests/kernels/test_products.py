@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fluxq.kernels import ops, reencode
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
-from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
-from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales, unswizzle_scales
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
 from fluxq.recipes.formats import FORMATS, find_format
@@ -64,7 +63,7 @@ class Case:
         tensors = {name: value for name, value in by.items() if name != "gelu"}
         return (
             self.x,
-            *pack(self.given._replace(**(tensors if by is not NOTHING else {})), self.formats),
+            *pack_named(self.given._replace(**(tensors if by is not NOTHING else {})), self.formats),
             by["gelu"],
             self.dtype,
         )
@@ -150,7 +149,9 @@ def test_int8_is_quantized_linear_to_the_bit() -> None:
     x, w, bias = noise(M, K), weight("int8"), noise(N)
     q = ops.quantize_activation(x, FORMATS["int8"])
     y = Case(scaled_matmul, q.codes, ProductTensors(w.codes, w.scale, q.scale, bias=bias), "int8")()
-    assert torch.equal(y, ops.quantized_linear(x, *pack(ops.LinearTensors(w.codes, w.scale, bias=bias), "int8-int8")))
+    assert torch.equal(
+        y, ops.quantized_linear(x, *pack_named(ops.LinearTensors(w.codes, w.scale, bias=bias), "int8-int8"))
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

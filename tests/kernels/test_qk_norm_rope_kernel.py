@@ -16,9 +16,9 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
 from benchmarks.kernels.interpreter import interpreting
-from fluxq.kernels.packing import pack
 from fluxq.kernels.qk_norm_rope import kernel as qk_norm_rope
 from fluxq.kernels.qk_norm_rope import op as rope
+from fluxq.kernels.tensor import pack_named
 from fluxq.kernels.tiles import Tile
 
 TILE = Tile(rows=4, columns=64, warps=4)
@@ -79,7 +79,7 @@ def check_exact(
     given = rope.RopeTensors(cos, sin, q_weight, k_weight)
     how = {"eps": EPS, "interleaved": interleaved, "round_before_weight": round_before_weight, "position": 2}
     found = kernels.qk_norm_rope(q, k, given, **how, tile=TILE)
-    for ours, theirs in zip(found, rope.qk_norm_rope(q, k, *pack(given), *how.values()), strict=True):
+    for ours, theirs in zip(found, rope.qk_norm_rope(q, k, *pack_named(given), *how.values()), strict=True):
         assert_same_bits(ours, theirs)
 
 
@@ -154,7 +154,7 @@ def test_a_head_without_weights_is_only_normalized() -> None:
     q = heads((1, 3, 4, 64), torch.bfloat16, whole=True)
     given = rope.RopeTensors(*angles(3, 64))
     found = qk_norm_rope.qk_norm_rope(q, q, given, eps=EPS, tile=TILE)
-    expected = rope.qk_norm_rope(q, q, *pack(given), EPS, True, False, 0)
+    expected = rope.qk_norm_rope(q, q, *pack_named(given), EPS, True, False, 0)
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_bits(ours, theirs)
 
@@ -164,7 +164,7 @@ def test_nan_and_infinity_stay_in_their_head() -> None:
     q[0, 0, 1, 5], q[0, 1, 2, 6], q[0, 2, 3, 7] = torch.nan, torch.inf, -torch.inf
     given = rope.RopeTensors(*angles(3, 64), *weights(64, q.dtype))
     found = qk_norm_rope.qk_norm_rope(q, q, given, eps=EPS, tile=TILE)
-    for ours, theirs in zip(found, rope.qk_norm_rope(q, q, *pack(given), EPS, True, False, 0), strict=True):
+    for ours, theirs in zip(found, rope.qk_norm_rope(q, q, *pack_named(given), EPS, True, False, 0), strict=True):
         assert_same_bits(ours, theirs)
         assert ours.isnan().any(-1).nonzero().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3]]
 
@@ -174,7 +174,7 @@ def test_heads_whose_squares_overflow_become_zeros_as_in_torch() -> None:
     given = rope.RopeTensors(*angles(1, 64))
     for ours, theirs in zip(
         qk_norm_rope.qk_norm_rope(q, q, given, eps=EPS, tile=TILE),
-        rope.qk_norm_rope(q, q, *pack(given), EPS, True, False, 0),
+        rope.qk_norm_rope(q, q, *pack_named(given), EPS, True, False, 0),
         strict=True,
     ):
         assert_same_bits(ours, theirs)

@@ -19,9 +19,8 @@ from triton.runtime.errors import InterpreterError
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import ops
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.packing import pack
 from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.kernels.tiles import MatmulTile
 from fluxq.recipes.formats import FORMATS
 
@@ -63,7 +62,7 @@ def check_int8(kernels: ModuleType, m: int, n: int, k: int, tile: MatmulTile = T
     x, q, w, bias = operands("int8", m, n, k)
     with poisoned():
         out = kernels.scaled_matmul(q, w, epilogue=Epilogue(bias=bias, dtype=torch.float32), tile=tile)
-    expected = ops.quantized_linear(x, *pack(ops.LinearTensors(w.codes, w.scale, bias=bias), "int8-int8"))
+    expected = ops.quantized_linear(x, *pack_named(ops.LinearTensors(w.codes, w.scale, bias=bias), "int8-int8"))
     assert_within(out, expected, torch.zeros_like(expected), tile)
 
 

@@ -32,8 +32,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.packing import pack
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.kernels.transforms import InputTransform
 from fluxq.quantize import checkpoint as ckpt
 from fluxq.quantize.structure import list_linears
@@ -417,9 +416,9 @@ def test_steps_that_do_not_fit_the_input_are_named() -> None:
     layer, _ = layer_of("fp8-fp8-center-smooth")
     given, scheme = layer.tensors, layer.scheme
     with pytest.raises(ValueError, match="scheme fp8-fp8-center-smooth needs smooth"):
-        ops.quantized_linear(input_of(2, K), *pack(given._replace(smooth=None), scheme))
+        ops.quantized_linear(input_of(2, K), *pack_named(given._replace(smooth=None), scheme))
     with pytest.raises(ValueError, match="scheme fp8-fp8-center-smooth takes no basis"):
-        ops.quantized_linear(input_of(2, K), *pack(given._replace(basis=torch.ones(2, K)), scheme))
+        ops.quantized_linear(input_of(2, K), *pack_named(given._replace(basis=torch.ones(2, K)), scheme))
 
 
 # --- the op
@@ -616,7 +615,9 @@ def test_a_layer_of_int4_activations_becomes_one_of_8_bit(everything_is_offered)
 def test_steps_that_lack_a_tensor_are_named_on_a_gpu_too(everything_is_offered) -> None:
     layer, _ = layer_of("fp8-fp8-center-smooth")
     with pytest.raises(ValueError, match="needs mean"):
-        launch.quantized_linear(input_of(3, K), *pack(layer.tensors._replace(mean=None), layer.scheme), chip="sm_89")
+        launch.quantized_linear(
+            input_of(3, K), *pack_named(layer.tensors._replace(mean=None), layer.scheme), chip="sm_89"
+        )
 
 
 def test_a_lora_that_would_widen_a_layer_that_centers_is_refused() -> None:

@@ -14,7 +14,7 @@ import transformers
 from tiny_configs import TINY_CONFIGS
 from torch import nn
 
-from fluxq.base.linears import channels_last, is_linear, linear_size, linears_of
+from fluxq.kernels.linear import channels_last, is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.quantize.structure import shapes_of
 from fluxq.recipes.all_families import FAMILIES, family_of

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.qk_norm_rope import op as rope
+from fluxq.kernels.tensor import pack_named, unpack_named
 from fluxq.runtime import fused_forms, layout
 
 BLOCKS = 3
@@ -195,9 +195,9 @@ def swapped_k_and_v(attention, qkv, images):
 
 
 def no_rope(q, k, tensors, names, *rest):
-    given = unpack(rope.RopeTensors, tensors, names)[0]
+    given = unpack_named(rope.RopeTensors, tensors, names)[0]
     given = given._replace(cos=torch.ones_like(given.cos), sin=torch.zeros_like(given.sin))
-    return ROPE(q, k, *pack(given), *rest)
+    return ROPE(q, k, *pack_named(given), *rest)
 
 
 MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, rope.qk_norm_rope

@@ -37,13 +37,12 @@ from fluxq.kernels.attention import kernel as attention_kernels
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.op import Operands
 from fluxq.kernels.linear import QuantLinear
-from fluxq.kernels.packing import pack, unpack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import kernel as producer
 from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.reencode import reencode
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
 from fluxq.kernels.tiles import MatmulTile, Tile, chip_of, find_matmul_tile, find_memory_tile
 from fluxq.kernels.weight_only_matmul import kernel as weight_only
 from fluxq.recipes.formats import Scheme, find_format
@@ -290,7 +289,7 @@ def check_adaln(kernels: Kernels, found, tile: Tile, x, tensors, rounding, norm,
     """n to the bit; v within its bound; codes to the bit those of the v that the kernel writes without a format."""
     codes, step, global_scale, new = found
     rows = tile.rows, D
-    given, how = unpack(adaln.NormTensors, tensors, rounding, quantizer.Rounding.parse)
+    given, how = unpack_named(adaln.NormTensors, tensors, rounding, quantizer.Rounding.parse)
     n = adaln.modulated_norm(x, given, norm, eps)[1]
     if n is None:
         n = x
@@ -298,7 +297,7 @@ def check_adaln(kernels: Kernels, found, tile: Tile, x, tensors, rounding, norm,
         assert_equal("adaln_quantize: n", new, n, rows)
     v = codes
     if how.format:
-        plain = pack(given._replace(input_scale=None, smooth=None, mean=None), quantizer.Rounding())
+        plain = pack_named(given._replace(input_scale=None, smooth=None, mean=None), quantizer.Rounding())
         (v, *_), _ = kernels.launched("adaln_quantize", x, *plain, norm, eps)
         assert_codes("adaln_quantize", (codes, step, global_scale), v, rows, given.of_rounding, how)
     exact, bound = modulated(n, given.scale, given.shift, eps)
@@ -321,7 +320,7 @@ def modulated(n: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tens
 
 def check_rope(kernels: Kernels, found, tile: Tile, q, k, tensors, names, eps, interleaved, position, **_) -> None:
     """Within the bound of test_qk_norm_rope_kernel.py; rows are heads, one token's after those of the token before."""
-    cos, sin, q_weight, k_weight = unpack(rope.RopeTensors, tensors, names)[0]
+    cos, sin, q_weight, k_weight = unpack_named(rope.RopeTensors, tensors, names)[0]
     cos, sin = (t[position : position + q.shape[1], None].double() for t in (cos, sin))
     for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
         v = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
@@ -337,7 +336,7 @@ def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -
 
     In a single block attention stands beside it.
     """
-    given, how = unpack(quantizer.RoundingTensors, tensors, rounding, quantizer.Rounding.parse)
+    given, how = unpack_named(quantizer.RoundingTensors, tensors, rounding, quantizer.Rounding.parse)
     assert given.down is None and how.act == "gelu_tanh"
     size = tile.rows, tile.columns
     a = kernels.activated(x, how.act, tile)
@@ -363,20 +362,20 @@ def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
 
 
 def check_scaled(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
-    given, name = unpack(ProductTensors, tensors, formats)
+    given, name = unpack_named(ProductTensors, tensors, formats)
     left, right = matrix(x, given.x_scale, None, name), matrix(given.w, given.w_scale, None, name)
     assert_product(kernels, "scaled_matmul", found, left, right, tile, **following(given), **follows)
 
 
 def check_block_scaled(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
-    given, name = unpack(ProductTensors, tensors, formats)
+    given, name = unpack_named(ProductTensors, tensors, formats)
     left = matrix(x, given.x_scale, given.x_scale_2, name)
     right = matrix(given.w, given.w_scale, given.w_scale_2, name)
     assert_product(kernels, "block_scaled_matmul", found, left, right, tile, **following(given), **follows)
 
 
 def check_w4a8(kernels: Kernels, found, tile: MatmulTile, x, tensors, formats, **follows) -> None:
-    given, names = unpack(ProductTensors, tensors, formats)
+    given, names = unpack_named(ProductTensors, tensors, formats)
     weights, _, activations = names.partition("-")
     left = matrix(x, given.x_scale, None, activations)
     right = reencode(matrix(given.w, given.w_scale, given.w_scale_2, weights), activations, given.row_scale)
@@ -390,7 +389,7 @@ def following(given: ProductTensors) -> dict[str, Any]:
 
 def check_linear(kernels: Kernels, found, tile: Tile | MatmulTile, x, tensors, scheme) -> None:
     """A layer that shares nothing: codes of its own, then the product; or 16-bit activations."""
-    given, parsed = unpack(ops.LinearTensors, tensors, scheme, Scheme.parse)
+    given, parsed = unpack_named(ops.LinearTensors, tensors, scheme, Scheme.parse)
     weight, weight_scale, weight_scale_2, input_scale, bias, *branches = given._replace(row_scale=None)
     assert all(value is None for value in branches)
     row_scale, x = given.row_scale, x.reshape(-1, x.shape[-1])
@@ -434,7 +433,7 @@ def assert_codes(
     how: quantizer.Rounding,
 ) -> None:
     """Codes, scales and global scale are those that the torch reference makes of v."""
-    expected = quantizer.quantize_activation(v, *pack(given, how))
+    expected = quantizer.quantize_activation(v, *pack_named(given, how))
     row = how.row
     groups = max(1, size[1] // (row.group_size or size[1]))
     sizes = (size[0], size[1] * row.element.bits // 8), (size[0], groups), (size[0], 1)

@@ -20,8 +20,7 @@ import fluxq
 from fluxq import tiny
 from fluxq.kernels import dispatch, ops, tiles
 from fluxq.kernels.linear import QuantLinear, quant_layers
-from fluxq.kernels.packing import pack
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.recipe import shipped_recipes
 from fluxq.runtime import prepare as integration
@@ -60,7 +59,7 @@ def layer_of(scheme: str, *, rank: int = 0, n: int = 96, k: int = 128) -> QuantL
 
 def with_decoded(layer: QuantLinear, decoded: torch.Tensor) -> torch.Tensor:
     """The op's result with this in the place of the decoded codes."""
-    return ops.quantized_linear(X, *pack(layer.tensors._replace(decoded=decoded), layer.scheme))
+    return ops.quantized_linear(X, *pack_named(layer.tensors._replace(decoded=decoded), layer.scheme))
 
 
 X = torch.randn(3, 7, 128, generator=torch.Generator().manual_seed(1)).bfloat16()

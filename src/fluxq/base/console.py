@@ -245,3 +245,23 @@ def without_loading_bars() -> Iterator[None]:
     finally:
         for log in libraries:
             log.enable_progress_bar()
+
+
+def amount(number: int, frames: int | None) -> str:
+    """Return a number of images or videos in words: `8 images`, `4 videos of 25 frames`."""
+    if frames is None:
+        return f"{number} image{'s' * (number != 1)}"
+    return f"{number} video{'s' * (number != 1)} of {frames} frame{'s' * (frames != 1)}"
+
+
+def escaped(text: str) -> str:
+    """Return plain text as Markdown text: no markup, table cells, line breaks or control characters of its own."""
+    text = visible(" ".join(text.split()))
+    for special in "\\`*_[]<>|#":
+        text = text.replace(special, f"\\{special}")
+    return text
+
+
+def code(text: str) -> str:
+    """Return plain text as it may stand between backticks, in a table too."""
+    return visible(" ".join(text.split())).replace("`", "'").replace("|", "\\|")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fluxq.base.console import amount, is_terminal, visible
 from fluxq.base.console import duration as _duration
-from fluxq.base.console import is_terminal, visible
 from fluxq.base.console import size as _size
 from fluxq.base.console import work as _work
 
@@ -526,8 +526,6 @@ def warmed(rows: list[dict[str, Any]]) -> None:
 def _psnr(check: Check | None) -> str:
     if check is None:
         return "not measured (--no-check)"
-    from fluxq.eval.metrics.figures import amount
-
     number = amount(check.images, check.frames)
     if check.mean_psnr_db is None:
         return f"identical ({number})" if check.finite else "not finite"

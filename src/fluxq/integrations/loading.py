@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import write_text
-from fluxq.base.linears import is_linear, linear_size
 from fluxq.integrations.whole import guard_fusing
-from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, placeholder, quant_layers
+from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig, Steps, attention_of
 from fluxq.recipes.formats import Scheme
 

@@ -19,8 +19,7 @@ from peft.tuners.lora.variants import DoraConv2dVariant, DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from fluxq.base.linears import PIXELS
-from fluxq.kernels.linear import QuantLinear, QuantPointwise
+from fluxq.kernels.linear import PIXELS, QuantLinear, QuantPointwise
 
 
 class _IntoBranch(lora.LoraLayer):

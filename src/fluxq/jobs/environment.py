@@ -17,7 +17,7 @@ import torch
 from torch.utils import collect_env
 
 import fluxq
-from fluxq.base.processor import cpu_name, instructions
+from fluxq.base.devices import cpu_name, instructions
 from fluxq.kernels.ops import implementation
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes

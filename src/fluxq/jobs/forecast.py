@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fluxq.base.console import amount
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
-from fluxq.eval.metrics.figures import amount
 from fluxq.jobs import memory
 from fluxq.jobs.making import MOST_CALLS
 from fluxq.jobs.planning import demand

@@ -21,11 +21,10 @@ from pydantic import BaseModel
 
 from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import first_line, logger
-from fluxq.base.devices import free_bytes
+from fluxq.base.devices import free_bytes, versions
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, takes_files, writing
-from fluxq.base.processor import versions
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval.images.protocols import PROTOCOLS, items_of

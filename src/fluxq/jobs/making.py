@@ -26,10 +26,10 @@ import torch
 
 import fluxq
 from fluxq.base.console import logger, without_cure
+from fluxq.base.devices import versions
 from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest, remove
-from fluxq.base.processor import versions
 from fluxq.base.ranks import Ranks
 from fluxq.calibrate.blocks import Replay
 from fluxq.calibrate.calls import Calls, capture_calls

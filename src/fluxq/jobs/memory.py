@@ -191,7 +191,7 @@ def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, device_option
     Raises ValueError for a pipeline that does not fit.
     """
     place = torch.device(device)
-    free = free_bytes(place) if place.type in ("cpu", "cuda") else None
+    free = free_bytes(place)
     if free is None or nbytes <= (FREE * free if place.type == "cuda" else free):
         return device, False
     needs = f"weights of {folder.name} take {in_words(nbytes)}, {in_words(free)} are free on {device}"

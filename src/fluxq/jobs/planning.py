@@ -195,6 +195,8 @@ def _loras(
     folder: ModelFolder, plans: Sequence[Plan], options: JobOptions
 ) -> tuple[tuple[LoraFile, ...], dict[str, tuple[Updates, ...]]]:
     """Return the files, each with the component that it changes, and component -> updates of its weights."""
+    if not options.lora:
+        return (), {}
     loras = tuple(of_component(LoraFile.parse(text), folder, denoisers_of(folder)) for text in options.lora)
     planned = [plan.component for plan in plans]
     for lora in loras:
@@ -236,7 +238,7 @@ def settle(job: Job, device_option: str, *, writes: bool) -> Run:
     """
     run, name = job.run, job.folder.name
     device = torch.device(run.device)
-    free = free_bytes(device) if device.type in ("cpu", "cuda") else None
+    free = free_bytes(device)
     needs = demand(job, run.device, writes=writes)
     if free is None or needs is None:
         return run

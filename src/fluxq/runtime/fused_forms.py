@@ -23,10 +23,10 @@ from fluxq.kernels import all_ops
 from fluxq.kernels.adaln_quantize.op import NormTensors, adaln_quantize
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.op import Op
-from fluxq.kernels.packing import pack
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
 from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activation
+from fluxq.kernels.tensor import pack_named
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
 from fluxq.runtime.fused_calls import BlockInputs
@@ -224,11 +224,11 @@ def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: N
         first_taker = next(iter(takers.values()))
         input_scale, smooth, mean, *_ = first_taker.rounding_tensors
         tensors = tensors._replace(input_scale=input_scale, smooth=smooth, mean=mean)
-        packed = pack(tensors, first_taker.rounding)
+        packed = pack_named(tensors, first_taker.rounding)
         codes, *scales, n = adaln_quantize(_tokens(x), *packed, "layer", norm.eps)
         encoded = _codes(first_taker, codes, *scales)
     else:  # something reads the input itself
-        v, _, _, n = adaln_quantize(_tokens(x), *pack(tensors, Rounding()), "layer", norm.eps)
+        v, _, _, n = adaln_quantize(_tokens(x), *pack_named(tensors, Rounding()), "layer", norm.eps)
         encoded = _quantized(next(iter(takers.values())), v) if takers else None
     ys = [
         _product(layer, encoded, v) if path in takers else _called(layer, v, x.shape[0])
@@ -300,7 +300,7 @@ def _normed(
     if q_norm is None:  # only of blocks that rotate nothing either
         return q, k
     cos, sin, position = rope or _no_rotation(q)
-    packed = pack(RopeTensors(cos, sin, q_norm.weight, k_norm.weight))
+    packed = pack_named(RopeTensors(cos, sin, q_norm.weight, k_norm.weight))
     return qk_norm_rope(q, k, *packed, q_norm.eps, True, type(q_norm) is not nn.RMSNorm, position)
 
 
@@ -399,7 +399,7 @@ def _called(layer: nn.Module, x: Tensor, images: int) -> Tensor:
 
 def _quantized(layer: QuantLinear, x: Tensor) -> Codes:
     """Quantize x (M, K) in a layer's format."""
-    codes, *scales, _ = quantize_activation(x, *pack(layer.rounding_tensors, layer.rounding))
+    codes, *scales, _ = quantize_activation(x, *pack_named(layer.rounding_tensors, layer.rounding))
     return _codes(layer, codes, *scales)
 
 
@@ -407,7 +407,7 @@ def _activated(layer: QuantLinear, up: Tensor, act: str, attended: Tensor | None
     """Quantize act(up), or [attended, act(up)], (M, K), and multiply it by the first half of a low-rank branch."""
     down = layer.low_rank[0].to(up.dtype) if layer.low_rank is not None else None
     tensors = layer.rounding_tensors._replace(down=down, beside=attended)
-    codes, *scales, h = quantize_activation(up, *pack(tensors, replace(layer.rounding, act=act)))
+    codes, *scales, h = quantize_activation(up, *pack_named(tensors, replace(layer.rounding, act=act)))
     return _codes(layer, codes, *scales), None if down is None else h
 
 
@@ -441,4 +441,4 @@ def _multiplied(layer: QuantLinear, encoded: Codes, dtype: torch.dtype) -> Tenso
     if product is None:
         raise RuntimeError(f"no op multiplies codes of a {layer.scheme} layer")
     op, formats = product
-    return getattr(torch.ops.fluxq, op.name)(encoded.codes, *pack(tensors, formats), False, dtype)
+    return getattr(torch.ops.fluxq, op.name)(encoded.codes, *pack_named(tensors, formats), False, dtype)

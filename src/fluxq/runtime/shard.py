@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from fluxq.kernels import encode, ops
 from fluxq.kernels.linear import QuantLinear, QuantPointwise
-from fluxq.kernels.packing import pack
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.recipes.formats import Scheme
 
 
@@ -126,7 +125,7 @@ class RowParallel(nn.Module):
         _require_no_gradient(x)
         part = self.part
         operands = part.tensors._replace(input_scale=self._input_scale(x))
-        y = ops.quantized_linear(x.float(), *pack(operands, part.scheme))
+        y = ops.quantized_linear(x.float(), *pack_named(operands, part.scheme))
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 

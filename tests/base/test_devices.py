@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fluxq
-from fluxq.base import processor
-from fluxq.base.processor import Instructions, instructions, versions
+from fluxq.base import devices
+from fluxq.base.devices import Instructions, instructions, versions
 
 EPYC = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 avx512f avx512_bf16 avx512_vnni\n\n"
 XEON = "model name : Xeon\nflags : avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
@@ -24,7 +24,7 @@ GRAVITON = "processor : 0\nFeatures : fp asimd sve i8mm bf16\n"
 def machine(tmp_path, monkeypatch):
     def of(listing: str, capability: str) -> None:
         (tmp_path / "cpuinfo").write_text(listing)
-        monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(devices, "_CPUINFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
 
     return of
@@ -56,23 +56,23 @@ def test_instructions_are_those_that_are_there_and_allowed(machine, listing, cap
 
 
 def test_a_system_that_lists_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "no such file")
-    monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(devices, "_CPUINFO", tmp_path / "no such file")
+    monkeypatch.setattr(devices.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert (processor.cpu_name(), processor.flags(), instructions()) == ("arm64", (), Instructions("arm64"))
+    assert (devices.cpu_name(), devices.flags(), instructions()) == ("arm64", (), Instructions("arm64"))
 
 
 def test_flags_are_those_that_matter_in_the_order_of_their_table(machine):
     machine(EPYC, "AVX512")
-    assert processor.flags() == ("avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16")
-    assert processor.cpu_name() == "AMD EPYC"
+    assert devices.flags() == ("avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16")
+    assert devices.cpu_name() == "AMD EPYC"
 
 
 def test_variables_that_libraries_read_are_seen():
-    code = "from fluxq.base.processor import instructions; print(instructions())"
+    code = "from fluxq.base.devices import instructions; print(instructions())"
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
-    done = subprocess.run([sys.executable, "-c", code], env={**processor.os.environ, **limits}, capture_output=True)
-    assert done.stdout.decode().strip() == processor.platform.machine(), done.stderr
+    done = subprocess.run([sys.executable, "-c", code], env={**devices.os.environ, **limits}, capture_output=True)
+    assert done.stdout.decode().strip() == devices.platform.machine(), done.stderr
 
 
 def test_the_version_of_the_code_is_that_of_the_package():
