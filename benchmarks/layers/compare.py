@@ -42,6 +42,7 @@ from fluxq.calibrate.calls import capture_calls
 from fluxq.calibrate.capture import Sampling, images_per_batch
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.calibrate.prompts import load_prompts
+from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.group import GroupLayer, fit_group, price_on
 from fluxq.quantize.structure import component_family, denoisers_of, list_linears
 from fluxq.recipes.cost import group_seconds
@@ -99,7 +100,7 @@ def main(
         return
     where = _checked("--gpu", lambda: find_device(gpu))
     _checked("--device", lambda: torch.empty(0, device=device))
-    rows = _rows(recipes or _default_recipes())
+    rows = rows_of(recipes or default_recipes())
     source = _source(layers, drawings, size, images, device)
     packages = [name for name in peers.PEERS if with_peers and peers.is_installed(name)]
     try:
@@ -133,7 +134,7 @@ def _measured(
     for batch in source.batches(planned):
         for case in batch:
             for row in rows:
-                yield from _measure(row, planned[row].get(case.group, ()), case, gpu, tokens)
+                yield from measure(row, planned[row].get(case.group, ()), case, gpu, tokens)
         for name in packages:
             yield from _measured_by(name, batch)
 
@@ -150,7 +151,8 @@ class Row:
     recipe: Recipe
 
 
-def _default_recipes() -> list[str]:
+def default_recipes() -> list[str]:
+    """Return the shipped recipes in 4 bits, and int8."""
     loaded = {name: load_recipe(name)[1].components.get(COMPONENT) for name in shipped_recipes()}
     return [name for name, part in loaded.items() if part and (_bits(part) == 4 or part.weights.row.name == "int8")]
 
@@ -159,8 +161,8 @@ def _bits(component: Component) -> int:
     return component.weights.row.element.bits
 
 
-def _rows(names: Sequence[str]) -> list[Row]:
-    """Rows by formats, in the order of the recipes: rounded to nearest, references, the recipes themselves."""
+def rows_of(names: Sequence[str]) -> list[Row]:
+    """Return rows by formats, in the order of the recipes: rounded to nearest, references, the recipes themselves."""
     groups: dict[str, list[Row]] = {}
     for name in names:
         stem, recipe = _checked("--recipe", lambda name=name: load_recipe(name))
@@ -244,6 +246,18 @@ def _source(layers: str, drawings: int, size: int, images: int, device: str) -> 
     return _checked("--layers", lambda: Model(resolve_model(layers), images, device))
 
 
+def planned_alone(layer: LayerPlan, recipe: Recipe, why_not_folded: str | None) -> LayerPlan:
+    """Return a layer of no model with what a recipe makes of it. why_not_folded: as `with_method` takes it."""
+    part = recipe.components[COMPONENT]
+    row = part.activations.row if part.activations else None
+    is_fitted = recipe.profile != "rtn"
+    is_static = is_fitted and recipe.needs_data(part) and row is not None and row.has_tensor_scale
+    scheme = Scheme(part.weights.row, row, static_input=is_static)
+    scheme.weights.check_shape(layer.n, layer.k, layer.name)
+    layer = replace(layer, scheme=scheme)
+    return with_method(layer, part, recipe.profile, why_not_folded) if is_fitted else layer
+
+
 class Synthetic:
     """Single layers of each family, all of them taken as foldable into what makes their input."""
 
@@ -256,18 +270,11 @@ class Synthetic:
         return {"layers": "synthetic", "drawings": self.drawings, "k": self.size, "n": self.size, "fit": FIT_TOKENS}
 
     def planned(self, recipe: Recipe) -> Planned:
-        part = recipe.components[COMPONENT]
-        row = part.activations.row if part.activations else None
-        is_fitted = recipe.profile != "rtn"
-        is_static = is_fitted and recipe.needs_data(part) and row is not None and row.has_tensor_scale
-        scheme, size = Scheme(part.weights.row, row, static_input=is_static), self.size
-        scheme.weights.check_shape(size, size, "a synthetic layer")
+        size = self.size
         layers = [
-            LayerPlan(family, size, size, family, family, False, scheme, "", made_by=made_by)
+            planned_alone(LayerPlan(family, size, size, family, family, False, None, "", made_by=made_by), recipe, None)
             for family, made_by in MADE_BY.items()
         ]
-        if is_fitted:
-            layers = [with_method(layer, part, recipe.profile, None) for layer in layers]
         return {layer.group: [layer] for layer in layers}
 
     def batches(self, planned: Mapping[Row, Planned]) -> Iterator[list[Case]]:
@@ -362,7 +369,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Measured:
-    """One layer under one row. own_bits: of its format alone. microseconds: modelled. kept: stages. error: instead."""
+    """One layer under one row.
+
+    own_bits: of its format alone.
+    microseconds: modelled.
+    kept: stages.
+    error: instead of numbers.
+    median_db, low_db: median and 10th percentile of the tokens' own SQNR.
+    """
 
     formats: str
     row: str
@@ -377,11 +391,20 @@ class Measured:
     scheme: str = ""
     kept: tuple[str, ...] = ()
     error: str = ""
+    median_db: float | None = None
+    low_db: float | None = None
 
 
 @torch.no_grad()
-def _measure(row: Row, layers: Sequence[LayerPlan], case: Case, gpu: Device, tokens: int) -> Iterator[Measured]:
-    """A row's layers of one group, quantized and judged."""
+def measure(
+    row: Row,
+    layers: Sequence[LayerPlan],
+    case: Case,
+    gpu: Device,
+    tokens: int,
+    kept: dict[str, QuantLinear] | None = None,
+) -> Iterator[Measured]:
+    """Quantize and judge a row's layers of one group. kept: name -> layer, to be filled."""
     for members in _alike(layers):
         shapes = [(layer.n, layer.k) for layer in members]
         given = [
@@ -397,22 +420,35 @@ def _measure(row: Row, layers: Sequence[LayerPlan], case: Case, gpu: Device, tok
         modelled = group_seconds(
             shapes, [layer.scheme for layer in group.layers.values()], gpu, tokens, made_by=made_by
         )
+        if kept is not None:
+            kept.update(group.layers)
         for (name, layer), (n, k) in zip(group.layers.items(), shapes, strict=True):
-            y = case.judge @ case.weights[name].T
+            y, approximate = case.judge @ case.weights[name].T, layer(case.judge)
+            median_db, low_db = token_db(y, approximate)
             yield Measured(
                 row.formats,
                 row.name,
                 case.column,
                 case.drawing,
                 name,
-                peers.output_db(y, layer(case.judge)),
+                peers.output_db(y, approximate),
                 layer.bits_per_weight,
                 layer.scheme.weights.stored_bits(n, k) / (n * k),
                 seconds,
                 1e6 * modelled / len(members),
                 str(layer.scheme),
                 tuple(stage.name for stage in group.stages if stage.kept),
+                median_db=median_db,
+                low_db=low_db,
             )
+
+
+def token_db(y: Tensor, approximate: Tensor) -> tuple[float, float]:
+    """Return (median, 10th percentile) over the tokens of y (M, N) of each one's own SQNR, in dB."""
+    lost = (approximate - y).double().square().sum(-1)
+    each = 10 * torch.log10(y.double().square().sum(-1).clamp(min=1e-30) / lost.clamp(min=1e-30))
+    median, low = torch.quantile(each, torch.tensor([0.5, 0.1], dtype=torch.float64)).tolist()
+    return median, low
 
 
 def _alike(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:

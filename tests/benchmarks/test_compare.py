@@ -152,7 +152,7 @@ def test_the_number_comes_from_tokens_that_nothing_was_fitted_to():
 
 def test_the_gate_of_the_recipe_decides(recipes):
     """At a rate that nothing can pay for only what is free is kept."""
-    (row,) = [row for row in compare._rows([recipes[0]]) if row.name == "four balanced"]
+    (row,) = [row for row in compare.rows_of([recipes[0]]) if row.name == "four balanced"]
     dear = replace(row, recipe=row.recipe.model_copy(update={"gate": compare.Gate(db_per_percent=1000.0)}))
     source = compare.Synthetic(1, K, "cpu")
     (batch,) = source.batches({})
@@ -160,7 +160,7 @@ def test_the_gate_of_the_recipe_decides(recipes):
     kept = {}
     for one in (row, dear):
         layers = source.planned(one.recipe)[case.group]
-        (measured,) = compare._measure(one, layers, case, find_device("b200"), 4608)
+        (measured,) = compare.measure(one, layers, case, find_device("b200"), 4608)
         kept[one] = set(measured.kept)
     assert "low rank" in kept[row] and "low rank" not in kept[dear] and "gptq" in kept[dear]
 
@@ -168,7 +168,7 @@ def test_the_gate_of_the_recipe_decides(recipes):
 @pytest.mark.slow
 def test_a_model_is_compared_block_by_block_on_images_that_judge_or_decide_but_not_both(recipes):
     source = compare.Model(resolve_model("tiny"), 4, "cpu")
-    rows = [row for row in compare._rows([recipes[1]]) if row.name != "Hadamard + GPTQ"]
+    rows = [row for row in compare.rows_of([recipes[1]]) if row.name != "Hadamard + GPTQ"]
     planned = {row: source.planned(row.recipe) for row in rows}
     batches = source.batches(planned)
     cases = {case.column: case for case in next(batches)}
@@ -187,9 +187,7 @@ def test_a_model_is_compared_block_by_block_on_images_that_judge_or_decide_but_n
     assert len(case.judge) == len(case.inputs.held_out) == compare.STEPS * 16  # tokens of one image each
     assert not set(map(tuple, case.judge.tolist())) & set(map(tuple, case.inputs.held_out.float().tolist()))
     assert case.inputs.held_weight.mean() == 1
-    rtn, eight = (
-        list(compare._measure(row, planned[row][case.group], case, find_device("h200"), 4608)) for row in rows
-    )
+    rtn, eight = (list(compare.measure(row, planned[row][case.group], case, find_device("h200"), 4608)) for row in rows)
     assert [one.layer for one in eight] == list(case.weights)
     assert all(b.db > a.db for a, b in zip(rtn, eight, strict=True))
     batches.close()
@@ -216,7 +214,7 @@ def test_a_model_is_compared_by_role(recipes, tmp_path):
         (("--recipe", "int8", "--recipe", "int8.yaml"), "int8.yaml: a second recipe called int8; rename the file"),
         (("--layers", "/nowhere"), "Invalid value for --layers: "),
         (("--gpu", "b300x"), "Invalid value for --gpu: unknown GPU 'b300x'"),
-        (("--size", "100", "--recipe", "nvfp4"), "a synthetic layer: shape (100, 100) does not fit nvfp4"),
+        (("--size", "100", "--recipe", "nvfp4"), "adaln: shape (100, 100) does not fit nvfp4"),
         (("--device", "cuda:77"), "Invalid value for --device: "),
         (("--layers", "tiny", "--images", "1"), "Invalid value for '--images'"),
     ],
@@ -228,7 +226,7 @@ def test_wrong_options_are_named(words, says):
 
 
 def test_without_recipes_those_of_four_bits_and_int8_are_compared():
-    names = compare._default_recipes()
+    names = compare.default_recipes()
     assert {"nvfp4", "int4", "int8"} <= set(names) and not {"fp8", "mxfp8"} & set(names)
 
 

