@@ -56,28 +56,25 @@ _NOT_FOLDED = "nothing makes this input that could take a factor"
 @click.option("--network", "names", multiple=True, type=click.Choice(list(NETWORKS)), help="Repeatable; default: all.")
 @click.option("--recipe", "recipes", multiple=True, help="A recipe, shipped or a file (repeatable).")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder of the fetched packages.")
+@click.option("--again", is_flag=True, help="Measure networks that are in the JSON file, too.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write JSON here.")
-def main(names: tuple[str, ...], recipes: tuple[str, ...], cache: Path | None, json_file: Path | None) -> None:
+def main(
+    names: tuple[str, ...], recipes: tuple[str, ...], cache: Path | None, again: bool, json_file: Path | None
+) -> None:
     """Compare recipes on layers of networks that others trained."""
     torch.set_num_threads(1)
     rows = list(_with_run_time(rows_of(recipes or [*default_recipes(), "int4", "fp8"])))
-    report = _begun(json_file)
+    report: dict[str, Any] = {}
+    if json_file is not None and json_file.is_file():
+        report = json.loads(json_file.read_text(encoding="utf-8"))
+    provenance = {"commit": commit(), "versions": versions()}
     for name in names or NETWORKS:
-        if name in report["networks"] and not report["networks"][name].get("unavailable"):
+        if not again and "layers" in report.get(name, {}):
             continue
-        report["networks"][name] = measured(name, NETWORKS[name], rows, cache)
+        report[name] = {**provenance, **measured(name, NETWORKS[name], rows, cache)}
         if json_file is not None:
             write_json(json_file, report)
-        _print(name, report["networks"][name])
-
-
-def _begun(json_file: Path | None) -> dict[str, Any]:
-    """Return the report to add to: an interrupted one of this commit, or a new one."""
-    new = {"commit": commit(), "versions": versions(), "networks": {}}
-    if json_file is None or not json_file.is_file():
-        return new
-    old = json.loads(json_file.read_text(encoding="utf-8"))
-    return old if all(old.get(key) == new[key] for key in ("commit", "versions")) else new
+        _print(name, report[name])
 
 
 def _with_run_time(rows: Sequence[Row]) -> Iterator[Row]:

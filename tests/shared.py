@@ -105,8 +105,8 @@ def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable
 
 @pytest.fixture(scope="session")
 def tested_recipes(pytestconfig) -> list[str]:
-    """The shipped recipes whose checkpoints this run tests: a few, or all of them with --run-slow."""
-    return [name for name in shipped_recipes() if pytestconfig.getoption("--run-slow") or name in QUICK]
+    """The shipped recipes whose checkpoints this run tests: a few, or all of them with --run-all."""
+    return [name for name in shipped_recipes() if pytestconfig.getoption("--run-all") or name in QUICK]
 
 
 @pytest.fixture(scope="session")
@@ -304,21 +304,30 @@ LONG = (
 )
 
 
+SLOW_SETS = 4  # of each slow test, with --run-slow
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
     items.sort(key=lambda item: item.path.stem not in LONG)
-    sets = Counter()
+    runs_all = config.getoption("--run-all")
+    runs_slow = runs_all or config.getoption("--run-slow")
+    sets, slow_sets = Counter(), Counter()
     for item in items:
         costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
         if costs and recipe_of(item) not in QUICK:
             item.add_marker(pytest.mark.slow)
+        test = item.nodeid.partition("[")[0]
         if (often := item.get_closest_marker("often")) and not item.get_closest_marker("slow"):
-            test = item.nodeid.partition("[")[0]
             sets[test] += 1
             if sets[test] > often.args[0]:
                 item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
+        if item.get_closest_marker("slow"):
+            slow_sets[test] += 1
+            if not runs_slow:
+                item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
+            elif slow_sets[test] > SLOW_SETS and not runs_all:
+                item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-all` or `.ci/run --full` runs it"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

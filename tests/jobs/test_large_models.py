@@ -117,7 +117,7 @@ def test_the_page_says_what_serves_what(mark, table, request):
         PAGE.write_text(text, encoding="utf-8")
         written = text.split(f"<!-- {mark} -->\n")[1]
     assert written.splitlines() == lines, (
-        "`pytest --write-features --run-slow tests/jobs/test_large_models.py` updates it"
+        "`pytest --write-features --run-all tests/jobs/test_large_models.py` updates it"
     )
 
 
