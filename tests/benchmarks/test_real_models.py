@@ -148,6 +148,35 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
     assert "toy: a toy" in run("--json", tmp_path / "rows.json", *more).output
 
 
+def test_tables_hold_the_means_the_worst_layer_and_the_whole():
+    def layer(row, name, db, median):
+        return {"formats": "f", "row": row, "layer": name, "bits": 4.5, "db": db, "median_db": median}
+
+    layers = [
+        *(layer("RTN", "a", 20.0, 20.0), layer("RTN", "b", 22.0, 21.0)),
+        *(layer("SVDQuant + GPTQ", "a", 23.0, 23.0), layer("SVDQuant + GPTQ", "b", 23.0, 23.0)),
+        *(layer("ours", "a", 24.0, 19.0), layer("ours", "b", 22.5, 22.0)),
+    ]
+    ridden = dict.fromkeys(
+        ("max_over_rms", "kurtosis", "channel_max_over_median", "token_max_over_median", "weight_kurtosis"), 3.0
+    )
+    inputs = {
+        "0": {"k": 64, "power_of_top_channels": 0.5, **ridden},
+        "1": {"k": 128, "power_of_top_channels": 1, **ridden},
+    }
+    whole = [{"formats": "f", "row": "ours", "db": 15.0, "distance": 0.0161}]
+    report = {"one": {"layers": layers, "inputs": inputs, "whole": whole}, "gone": {"unavailable": "why"}}
+    page = f"before\n{real_models.MARK}old\n{real_models.MARK}after\n"
+    written = real_models.with_tables(page, report)
+    assert written.startswith("before\n") and written.endswith(f"\n{real_models.MARK}after\n") and "old" not in written
+    gains, wholes, outliers = written.split(real_models.MARK)[1].strip().split("\n\n")
+    assert gains.splitlines()[2:] == [
+        "| f | ours | 4.50 | 21.0 | 23.2 | +2.25 | +0.50 | -1.00 | +0.25 | -0.50 | 1 of 2 |"
+    ]
+    assert wholes.splitlines()[2:] == ["| one | f | ours | 15.0 | 0.0161 |"]
+    assert outliers.splitlines()[2:] == ["| one | 2: 64 to 128 | 3 / 3 | 3 / 3 | 3 / 3 | 0.75 / 1 | 3 / 3 | 3 / 3 |"]
+
+
 def test_a_network_without_the_layers_is_named():
     groups = (*TOY_GROUPS, Group("1.up", "ff_up", "norm", ("blocks.1.up",), True))
     with pytest.raises(Unavailable, match=r"toy: has no Linear blocks\.1\.up"):
