@@ -1,4 +1,4 @@
-"""Recipes on networks that others trained: the layers' SQNR on inputs of real use, and one whole network.
+"""Recipes on networks that others trained: the layers' SQNR on the networks' own inputs, and one whole network.
 
     python -m benchmarks.real_models --json benchmarks/real_models.json      all networks; those in the file are kept
     python -m benchmarks.real_models --network minilm --recipe nvfp4         one of them, printed
@@ -10,7 +10,8 @@ tokens that neither fit nor gate has seen: in total, and for the median and the 
 portable recipe has a second row, "at run time": what it would be if factors and means did not have to be folded.
 
 These networks have no timesteps, no modulation and no joint attention: they say how recipes fare on real outliers, and
-nothing of images. Inputs of norms count as foldable, as those of modulated norms are in diffusion transformers.
+nothing of images. Inputs of norms count as foldable, as those of modulated norms are in diffusion transformers; in the
+networks here such a norm often feeds a residual too, and could not take a factor.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.layers.compare import (
 from benchmarks.layers.peers import output_db
 from benchmarks.real.networks import NETWORKS, Group, Network, Opened
 from benchmarks.real.packages import PACKAGES, Unavailable
-from fluxq.base.console import progress
+from fluxq.base.console import first_line, progress
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
 from fluxq.calibrate.inputs import InputsBuilder
@@ -83,12 +84,24 @@ def main(
         report = json.loads(json_file.read_text(encoding="utf-8"))
     provenance = {"commit": commit(), "versions": versions()}
     for name in names or NETWORKS:
-        if not again and "layers" in report.get(name, {}):
+        if not again and _is_measured(report.get(name, {}), NETWORKS[name], rows):
+            click.echo(f"{name}: kept, measured at {report[name]['commit']}")
             continue
         report[name] = {**provenance, **measured(name, NETWORKS[name], rows, cache)}
         if json_file is not None:
             write_json(json_file, report)
         _print(name, report[name])
+
+
+def _is_measured(known: Mapping[str, Any], network: Network, rows: Sequence[Row]) -> bool:
+    """Tell whether all of these rows were measured on this network."""
+    there = {(layer["formats"], layer["row"]) for layer in known.get("layers", ())}
+    return known.get("packages") == _packages(network) and there >= {(row.formats, row.name) for row in rows}
+
+
+def _packages(network: Network) -> dict[str, dict[str, str]]:
+    packages = [PACKAGES[name] for name in network.packages]
+    return {f"{one.name}=={one.version}": {"sha256": one.sha256, "licence": one.licence} for one in packages}
 
 
 def _with_run_time(rows: Sequence[Row]) -> Iterator[Row]:
@@ -100,16 +113,14 @@ def _with_run_time(rows: Sequence[Row]) -> Iterator[Row]:
 
 def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | None) -> dict[str, Any]:
     """Return what is known of a network: its packages, how outlier-ridden its groups are, every row of every layer."""
-    packages = [PACKAGES[package] for package in network.packages]
-    known: dict[str, Any] = {
-        "about": network.about,
-        "packages": {f"{one.name}=={one.version}": {"sha256": one.sha256, "licence": one.licence} for one in packages},
-    }
+    known: dict[str, Any] = {"about": network.about, "packages": _packages(network)}
     try:
         opened = network.open(cache)
         require_layers(name, opened.model, network.groups)
     except Unavailable as error:
         return {**known, "unavailable": str(error)}
+    except Exception as error:  # whatever another version of a library makes of these files
+        return {**known, "unavailable": f"cannot be opened ({type(error).__name__}: {first_line(error)[:200]})"}
     cases = cases_of(opened, network)
     layers: list[dict[str, Any]] = []
     quantized: dict[Row, dict[str, QuantLinear]] = {row: {} for row in rows}

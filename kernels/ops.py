@@ -75,7 +75,7 @@ class LinearTensors(NamedTuple):
 def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """Multiply x (…, K) of a float dtype with a quantized weight (N, K), stored as `scheme`; returns (…, N).
 
-    tensors, scheme: of `pack(LinearTensors(…), scheme)`.
+    tensors, scheme: of `pack_named(LinearTensors(…), scheme)`.
     """
     with no_autocast(x):
         return quantized_linear_reference(x, tensors, scheme)

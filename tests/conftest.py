@@ -17,9 +17,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="also run slow tests, a few parameter sets of each")
+    parser.addoption("--run-slow", action="store_true", help="also run slow tests, four parameter sets of each")
     parser.addoption("--run-all", action="store_true", help="also run slow tests, with all their parameter sets")
-    parser.addoption("--write-features", action="store_true", help="write the cells that ran into docs/diffusers.md")
+    parser.addoption("--write-features", action="store_true", help="write the tables of documents that tests make")
 
 
 def pytest_configure(config: pytest.Config) -> None:

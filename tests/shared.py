@@ -9,8 +9,9 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import diffusers
 import forked
@@ -29,6 +30,8 @@ from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 forked.do_not_sync()
 torch.set_num_threads(1)  # tiny tensors: on shared cores a second thread made the suite several times slower
+
+T = TypeVar("T")
 
 SIXTEEN_BIT = "16 bit"
 # Columns of the table of docs/diffusers.md; what is not there stores the same kinds of tensor.
@@ -304,15 +307,14 @@ LONG = (
 )
 
 
-SLOW_SETS = 4  # of each slow test, with --run-slow
+SLOW_SETS = 4  # of each slow test, with --run-slow; spread, since those of the first may share a parameter
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
     items.sort(key=lambda item: item.path.stem not in LONG)
-    runs_all = config.getoption("--run-all")
-    runs_slow = runs_all or config.getoption("--run-slow")
-    sets, slow_sets = Counter(), Counter()
+    sets: Counter[str] = Counter()
+    slow: dict[str, list[pytest.Item]] = {}
     for item in items:
         costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
         if costs and recipe_of(item) not in QUICK:
@@ -323,13 +325,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if sets[test] > often.args[0]:
                 item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow"):
-            slow_sets[test] += 1
-            if not runs_slow:
-                item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-slow` or `.ci/run --full` runs it"))
-            elif slow_sets[test] > SLOW_SETS and not runs_all:
-                item.add_marker(pytest.mark.skip(reason="slow: `pytest --run-all` or `.ci/run --full` runs it"))
+            slow.setdefault(test, []).append(item)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.getoption("--run-all"):
+        return
+    option = "--run-all" if config.getoption("--run-slow") else "--run-slow"
+    skip = pytest.mark.skip(reason=f"slow: `pytest {option}` or `.ci/run --full` runs it")
+    for items_of_test in slow.values():
+        for item in items_of_test if option == "--run-slow" else without_spread(items_of_test, SLOW_SETS):
+            item.add_marker(skip)
+
+
+def without_spread(items: Sequence[T], most: int) -> list[T]:
+    """Return the items without those that run: `most` of them, the first one and then at equal distances."""
+    runs = {index * len(items) // most for index in range(most)}
+    return [item for index, item in enumerate(items) if index not in runs]
 
 
 def pytest_collection_finish() -> None:

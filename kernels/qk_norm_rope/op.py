@@ -50,7 +50,7 @@ def qk_norm_rope(
 
     Token s takes row position + s of cos and sin.
 
-    tensors, names: of `pack(RopeTensors(…))`.
+    tensors, names: of `pack_named(RopeTensors(…))`.
     interleaved: pairs are neighbours (Flux; as complex numbers Qwen-Image), otherwise elements D / 2 apart.
     round_before_weight: as diffusers' RMSNorm; torch.nn.RMSNorm rounds once.
     """

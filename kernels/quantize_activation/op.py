@@ -92,8 +92,8 @@ class RoundingTensors(NamedTuple):
 def quantize_activation(x: Tensor, tensors: Sequence[Tensor], rounding: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize x (M, K) of a float dtype, or (M, 2K) for gated acts; returns (codes, scale, global scale, h) as stored.
 
-    tensors, rounding: of `pack(RoundingTensors(…), Rounding(…))`. A scale that was given as input_scale, one that the
-    format lacks, and h without `down` come back as empty tensors (0,).
+    tensors, rounding: of `pack_named(RoundingTensors(…), Rounding(…))`. A scale that was given as input_scale, one that
+    the format lacks, and h without `down` come back as empty tensors (0,).
     """
     operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):

@@ -1,4 +1,4 @@
-"""Tests of the processor's name and of the instructions that PyTorch uses, on machines that the test makes up."""
+"""Tests of free memory, and of the processor's name and the instructions that PyTorch uses on machines made up here."""
 
 import importlib.metadata
 import subprocess
@@ -84,3 +84,12 @@ def test_installed_versions_are_read_once(monkeypatch):
     found = versions()
     monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: 1 / 0)
     assert versions() == found
+
+
+def test_free_memory_is_that_of_a_cpu_or_a_gpu(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    monkeypatch.setattr(devices, "_MEMORY", tmp_path / "meminfo")
+    assert devices.free_bytes(torch.device("cpu")) == 50 * 1024
+    assert devices.free_bytes(torch.device("mps")) is None  # the machine's memory is not that of any other device
+    monkeypatch.setattr(devices, "_MEMORY", tmp_path / "no such file")
+    assert devices.free_bytes(torch.device("cpu")) is None

@@ -214,7 +214,7 @@ def test_a_model_is_compared_by_role(recipes, tmp_path):
         (("--recipe", "int8", "--recipe", "int8.yaml"), "int8.yaml: a second recipe called int8; rename the file"),
         (("--layers", "/nowhere"), "Invalid value for --layers: "),
         (("--gpu", "b300x"), "Invalid value for --gpu: unknown GPU 'b300x'"),
-        (("--size", "100", "--recipe", "nvfp4"), "adaln: shape (100, 100) does not fit nvfp4"),
+        (("--size", "100", "--recipe", "nvfp4"), "a synthetic layer: shape (100, 100) does not fit nvfp4"),
         (("--device", "cuda:77"), "Invalid value for --device: "),
         (("--layers", "tiny", "--images", "1"), "Invalid value for '--images'"),
     ],

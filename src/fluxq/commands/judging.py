@@ -40,7 +40,7 @@ from fluxq.commands.session import session_of
     "--backends",
     callback=names_in,
     metavar="NAME,NAME",
-    help="Arithmetics to compare: native, int8, 8bit; by default those that change something.",
+    help="Ways to compute layers: native, int8, 8bit; by default those that differ here.",
 )
 @click.option(
     "--cache",
@@ -134,14 +134,14 @@ def evaluate(output: str, **arguments: Any) -> None:
     default=2,
     show_default=True,
     metavar="N",
-    help="Calls of each before those.",
+    help="Calls of each before they are timed.",
 )
 @click.option(
     "--prefer",
     type=click.Choice(["speed", "memory", "decoded"]),
     default="speed",
     show_default=True,
-    help="As fluxq.prepare: 8 bits for speed, codes as they are, or on a CPU fp32 beside them.",
+    help="Weights: 8 bits for speed, codes as they are, or on a CPU fp32 beside the codes.",
 )
 @common_options
 def bench(output: str, **arguments: Any) -> None:

@@ -77,7 +77,7 @@ def env(**arguments: Any) -> None:
     type=click.Choice(["speed", "memory"]),
     default="speed",
     show_default=True,
-    help="What weights become that the GPU cannot multiply in 4 bits, as in fluxq.prepare.",
+    help="Form of the weights where the GPU cannot multiply 4 bits, as in fluxq.prepare.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of activations.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")

@@ -97,7 +97,7 @@ recipe_options = option_group(
     click.option(
         "--profile",
         type=click.Choice(["rtn", "fast", "balanced", "best"]),
-        help="How much effort, in place of the recipe's word: rtn only rounds, best takes longest.",
+        help="Effort, overriding the recipe's profile: rtn only rounds, best takes longest.",
     ),
     click.option(
         "--components",
@@ -175,7 +175,9 @@ fitting_options = option_group(
     ),
 )
 statistics_option = click.option(
-    "--statistics", metavar="FILE", help="Statistics of `fluxq calibrate`; input scales then cover what that saw too."
+    "--statistics",
+    metavar="FILE",
+    help="Statistics of `fluxq calibrate`; input scales then cover their ranges too.",
 )
 checkpoint_options = option_group(
     click.argument("output", metavar="CHECKPOINT"),

@@ -78,7 +78,7 @@ def plan(
         )
 
 
-@click.command(short_help="Gather statistics of a model's activations, to widen input scales with.")
+@click.command(short_help="Gather statistics of a model's activations, for wider input scales.")
 @fitting_options
 @output_option("<model>-<recipe>-statistics.safetensors")
 @overwrite_option

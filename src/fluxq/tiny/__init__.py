@@ -68,9 +68,9 @@ def feature_network(file: Path | None = None) -> FeatureNetwork:
 
 
 def clip_path() -> Path:
-    """Return the folder of the open_clip model; it needs no network access:
+    """Return the folder of the open_clip model, which needs no network access.
 
-    `open_clip.create_model_and_transforms(f"local-dir:{clip_path()}")` and
+    Load it with `open_clip.create_model_and_transforms(f"local-dir:{clip_path()}")` and
     `open_clip.get_tokenizer(f"local-dir:{clip_path()}")`. The tokenizer is a Hugging Face one, read from
     the folder.
     """
