@@ -17,7 +17,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="also run slow tests, four parameter sets of each")
+    parser.addoption("--run-slow", action="store_true", help="also run slow tests, two parameter sets of each")
     parser.addoption("--run-all", action="store_true", help="also run slow tests, with all their parameter sets")
     parser.addoption("--write-features", action="store_true", help="write the tables of documents that tests make")
 

@@ -307,7 +307,7 @@ LONG = (
 )
 
 
-SLOW_SETS = 4  # of each slow test, with --run-slow; spread, since those of the first may share a parameter
+SLOW_SETS = 2  # of each slow test, with --run-slow: the first and one in the middle
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

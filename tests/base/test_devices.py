@@ -68,6 +68,7 @@ def test_flags_are_those_that_matter_in_the_order_of_their_table(machine):
     assert devices.cpu_name() == "AMD EPYC"
 
 
+@pytest.mark.slow
 def test_variables_that_libraries_read_are_seen():
     code = "from fluxq.base.devices import instructions; print(instructions())"
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}

@@ -643,6 +643,7 @@ def test_what_cannot_be_removed_is_named_and_costs_nothing(tmp_path, monkeypatch
     assert f"{tmp_path / '.out.pid'} could not be removed" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_report_appears_with_its_json_and_markdown_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(example().model_dump_json())
     with monkeypatch.context() as patch:

@@ -44,6 +44,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -129,6 +130,7 @@ fluxq.cli.main()
         assert ended == 0 and "written before by this command" in said, said
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("words", ["export ck --format torchao -o out", "import y.safetensors -o out --base {tiny}"])
 def test_what_a_killed_quantize_moved_aside_is_put_back_before_another_command_writes(here, words, monkeypatch):
     fluxq("export ck --format bfl -o y.safetensors")
@@ -153,6 +155,7 @@ def test_what_a_killed_quantize_moved_aside_is_put_back_before_another_command_w
     assert code == 0 and not list(here.glob(".out*")), said
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("make", "words", "named"),
     [

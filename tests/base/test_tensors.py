@@ -59,6 +59,7 @@ def test_every_dtype_is_written_as_safetensors_writes_it_and_read_again(tmp_path
     assert all(entry.begin % DTYPES[entry.dtype][1] == 0 for entry in stored.stored.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(

@@ -156,6 +156,7 @@ def test_peaks_are_of_what_the_library_multiplies():
 # --- cases and what is wrong with them
 
 
+@pytest.mark.slow
 def test_every_case_of_a_dry_run_is_right_and_reported(tmp_path):
     file = tmp_path / "bench.json"
     done = CliRunner().invoke(bench.main, ["--dry-run", "--json", str(file)], catch_exceptions=False)

@@ -449,6 +449,7 @@ EDIT = {"height": 32, "width": 32, "true_cfg_scale": 4.0}
 VIDEO = {"height": 16, "width": 16, "guidance_scale": 4.0}
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("make", "call", "columns", "tokens"),
     [

@@ -294,6 +294,7 @@ def test_quantize_twice_then_otherwise_then_again(fluxq, quick_recipe, tmp_path)
     assert json.loads(replaced.out)["check"] is None and weights.stat().st_mtime_ns > written
 
 
+@pytest.mark.slow
 def test_calibrate_then_quantize_with_its_statistics(fluxq, quick_recipe, tmp_path):
     """Check that statistics are all that quantizing needs to know of the inputs where nothing is fitted."""
     how = ("tiny", "--recipe", quick_recipe("nvfp4", fitted=False), *FEW_STEPS)
@@ -597,6 +598,7 @@ def test_nan_found_by_calibration_names_the_weight_that_holds_it(fluxq, tiny_fol
     assert_refused(result, 1, f"{LAYER}.weight: holds NaN or infinity")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("place", ["None.py", "transformer/diffusers.py", "vae/diffusers.py", "FluxPipeline.py"])
 def test_code_beside_the_weights_is_never_run(fluxq, tiny_folder, tmp_path, place):
     (tiny_folder / place).write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\n")

@@ -140,7 +140,7 @@ def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
     assert not re.search(r"(?<!\\)(<img|\]\(javascript)", re.sub("`[^`]*`", "", body))
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "written",
     [

@@ -196,6 +196,7 @@ def test_a_wrong_scale_is_ranked_first(pipe, quantized):
     assert found.findings[0].startswith(f"{LAYER}: a scale is wrong: stored weights of row 7, columns 48 to 63 are ")
 
 
+@pytest.mark.slow
 def test_nan_is_traced_to_the_layer_that_makes_it(pipe, quantized):
     scale = quantized_layers(quantized)[LAYER].weight_scale.data
     scale[7, 3] = torch.nan

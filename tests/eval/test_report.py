@@ -276,6 +276,7 @@ def test_h2_json_round_trips_and_alone_draws_the_page(one, pages, tmp_path):
     assert stored == one and unsealed(path.read_text(encoding="utf-8")).strip() == pages[1].strip()
 
 
+@pytest.mark.slow
 def test_page_stays_below_15_mb_however_many_runs(without_charts):
     few = example_report.example(2, count=12, size=300)
     picture = (
@@ -340,6 +341,7 @@ def test_merge_refuses_what_does_not_compare(one, change, words):
         merge([one, one.model_copy(update=change)])
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("change", [{"how": "Inception v3, clean resize"}, {"value": Estimate(mean=20.0, n=15)}])
 def test_b3_fids_of_another_variant_or_n_are_not_compared(three, change, monkeypatch):
     monkeypatch.setattr(charts, "_svg", lambda spec: "")

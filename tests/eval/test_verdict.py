@@ -100,6 +100,7 @@ def test_no_published_best_is_judged_worse_and_those_with_a_psnr_are_as_good(row
     assert found.text.startswith(f"As good as published {row.bits}-bit models: PSNR ")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("bits", "steps", "psnr", "lpips"),
     [(8.2, 50, 14.0, 0.55), (4.5, 50, 12.0, 0.611), (4.5, 4, 16.3, 0.345), (4.5, 20, 14.8, 0.517)],

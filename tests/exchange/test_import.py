@@ -45,7 +45,7 @@ def layers(model: torch.nn.Module) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("dialect", "scheme"),
     [
@@ -242,6 +242,7 @@ def test_the_command_imports_a_folder_by_itself(tmp_path) -> None:
     assert native.exit_code == 2 and "nothing in it was quantized by another program" in native.output
 
 
+@pytest.mark.slow
 def test_one_model_without_its_pipeline_is_a_checkpoint_too(base, tmp_path) -> None:
     """Check what is typed next: verify, export to a file and a folder, import of those; eval says what it lacks."""
     out = tmp_path / "out"

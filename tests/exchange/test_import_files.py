@@ -692,7 +692,7 @@ def of_source(source: str, weight: Tensor) -> tuple[Tensors, Tensor, dict]:
     return {"weight": codes, "weight_scale_inv": scale}, dense, marked
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_no_format_of_ours_holds_is_decoded_to_16_bit(source, tmp_path) -> None:
     base, tensors, dense, said = write_base(tmp_path / "base"), {}, {}, {}

@@ -65,7 +65,7 @@ def drop(name: str) -> Break:
     return broken
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("dialect", "scheme"),
     [

@@ -283,7 +283,7 @@ PLAIN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", PLAIN)
 def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
     broken, kind = PLAIN[case]

@@ -127,7 +127,7 @@ def slow_but(pairs: Iterable[Any], quick: set[Any]) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in quick else pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("recipe", "dialect"), slow_but(ROUND_TRIPS, QUICK))
 def test_recipes_rounded_to_nearest_come_back(recipe, dialect, plain_checkpoint, tmp_path) -> None:
     require_recipe_back(plain_checkpoint(recipe), dialect, tmp_path)

@@ -131,6 +131,7 @@ TRAPS: dict[str, tuple[str, str, Break, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_is_named_and_nothing_else_is(trap, base, tmp_path) -> None:
     dialect, scheme, broken, kind, how = TRAPS[trap]

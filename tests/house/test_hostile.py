@@ -169,6 +169,7 @@ def in_a_process_of_its_own(*arguments: object) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("counts", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_damaged_files_are_read_or_refused(strange, counts):
     asked = [f"{name}={count}" for name, count in counts.items()]
@@ -236,6 +237,7 @@ IN_TENSORS = {  # layers whose JSON is the data of a tensor: what it is called, 
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("dialect", IN_TENSORS)
 def test_json_in_a_tensor_may_say_anything(dialect, tmp_path):
     name, said, rest = IN_TENSORS[dialect]

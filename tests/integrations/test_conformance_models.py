@@ -500,6 +500,7 @@ def cases() -> Iterator:
             yield marked(subject, check, *([] if check in LONG else [SAMPLE]))
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize(("subject", "check"), cases())
 def test_it_does_what_the_library_s_models_do(subject, check, subjects, tmp_path):
     check(subjects(*subject), tmp_path)

@@ -43,6 +43,7 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(t.dtype == b[n].dtype and torch.equal(raw(t), raw(b[n])) for n, t in a.items())
 
 
+@pytest.mark.often(1)
 @pytest.mark.feature("save_pretrained again: the same bits")
 @pytest.mark.parametrize("recipe", ["16 bit", *shipped_recipes()])
 def test_saving_again_gives_the_same_bits(recipe: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_saving_again_gives_the_same_bits(recipe: str, checkpoint: Callable[[str
     assert torch.equal(latents(load(tmp_path)), latents(pipe))
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.feature("FluxPipeline, DiffusionPipeline, AutoModel, the model class with subfolder")
 @pytest.mark.parametrize("recipe", ["16 bit", *shipped_recipes()])
 def test_every_stock_class_loads_it(recipe: str, checkpoint: Callable[[str], Path]) -> None:

@@ -36,6 +36,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("pipeline", [FluxPipeline, DiffusionPipeline])
 def test_it_is_what_naming_the_dtype_loads_and_is_saved_as_it_was(checkpoint, tmp_path, caplog, pipeline):
     pipe = pipeline.from_pretrained(checkpoint("nvfp4"))

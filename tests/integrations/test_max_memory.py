@@ -239,6 +239,7 @@ def pictures(pipe: Any) -> tuple[Tensor, Tensor]:
     return made.images, made.latents
 
 
+@pytest.mark.slow
 def test_a_quantized_pipeline_paints_the_same_image(tmp_path):
     """Also with a text encoder whose codes are filed with another shape."""
     options = making.JobOptions("tiny", "int4", "rtn", str(tmp_path / "out"), check=False)
@@ -299,6 +300,7 @@ def tight(monkeypatch) -> list[Residence]:
     return made
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "how", [{}, pytest.param({"parallel_blocks": True, "check": False}, marks=pytest.mark.slow)], ids=["", "parallel"]
 )
@@ -375,6 +377,7 @@ def test_a_size_without_meaning_is_refused(size):
     assert result.exit_code == 2 and "write a size with its unit" in result.output
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "error",
     [

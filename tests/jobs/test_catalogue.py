@@ -95,7 +95,7 @@ def test_every_family_has_a_published_model_and_every_name_is_one():
     assert len({name.lower() for name in names}) == len(names) and set(BILLIONS) == {row.name for row in PUBLISHED}
 
 
-@pytest.mark.often(10)
+@pytest.mark.often(4)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
 def test_a_configuration_makes_as_many_parameters_as_are_published(row):
     model = named(row.name)
@@ -119,7 +119,7 @@ def test_a_configuration_says_only_what_the_class_knows(row):
             assert {one: getattr(owner, one) for one in said if one in known} == said
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if row in FEW else pytest.mark.slow, id=row.name) for row in PUBLISHED],
@@ -347,6 +347,7 @@ def test_unknown_names_and_recipes_are_refused():
         assert result.exit_code != 0 and words in str(result.exception)
 
 
+@pytest.mark.slow
 def test_without_a_name_there_is_a_line_for_each_model(monkeypatch):
     monkeypatch.setattr(catalogue, "PUBLISHED", FEW)
     result = run()

@@ -35,6 +35,7 @@ def implementations(device: str = "cpu") -> dict[str, dict[str, str]]:
     return {row["scheme"]: row for row in env.environment()["implementations"] if row["device"] == device}
 
 
+@pytest.mark.slow
 def test_the_command_holds_no_names_paths_or_tokens_and_imports_neither_diffusers_nor_transformers():
     private = {"HOME": "/home/alice", "USER": "alice", "FLUXQ_CACHE": "/home/alice/cache", "HF_TOKEN": "hf_secret"}
     set_here = {"FLUXQ_STRICT": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}

@@ -51,6 +51,7 @@ def test_the_page_says_the_least_that_a_model_can_be_given(name, tmp_path, reque
     assert line in lines
 
 
+@pytest.mark.slow
 def test_the_closing_check_asks_for_most_where_nothing_is_fitted(tmp_path):
     """By hand, of FLUX.1-dev under fp8: one image of a megapixel, through the transformer and through the VAE."""
     model = str(published(tmp_path / "model", "FLUX.1-dev"))

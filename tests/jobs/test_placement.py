@@ -80,6 +80,7 @@ def test_nothing_has_to_fit_where_nothing_runs(monkeypatch):
     assert job.run.memory is None
 
 
+@pytest.mark.slow
 def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_path, quick_recipe):
     recipe = str(quick_recipe("nvfp4", fitted=False))
     outputs = []

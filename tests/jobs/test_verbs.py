@@ -53,6 +53,7 @@ def test_a_job_that_failed_is_resumed_by_the_same_call(tmp_path, pipe, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_against_a_pipeline_in_memory(tmp_path, pipe, plain_checkpoint) -> None:
     made = fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", call=CALL, check=False)
     report = fluxq.evaluate_pipeline(

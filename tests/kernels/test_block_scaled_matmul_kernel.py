@@ -103,6 +103,7 @@ def decoded(q: QuantizedTensor) -> Tensor:
     return blocks.reshape(q.shape) * (1.0 if q.global_scale is None else q.global_scale.double())
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", SUPPORTED)
 def test_products_are_within_the_rounding_of_their_sums(format: str, shape: tuple[int, int, int]) -> None:

@@ -330,7 +330,7 @@ GIVEN = {"fp8_tensor": torch.tensor(0.01), "nvfp4": torch.tensor(0.002), "fp8": 
 QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")]
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("kind", "scale"), QUANTIZERS + list(GIVEN.items()))
 def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     offers(**ALL)

@@ -566,6 +566,7 @@ def test_stock_triton_is_still_wrong(tmp_path):
     assert [name for name, right in found.items() if right is True] == []
 
 
+@pytest.mark.slow
 def test_the_same_script_is_right_on_ours(tmp_path):
     on = "from benchmarks.kernels.interpreter import interpreting\nblock = interpreting()\nblock.__enter__()\n"
     script = STOCK.replace("E4M3 =", f"{on}E4M3 =")

@@ -137,6 +137,7 @@ def test_ragged_tokens_heads_and_head_sizes(shape: tuple[int, int, int, int], in
     check_exact(qk_norm_rope, shape, interleaved=interleaved)
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("round_before_weight", [False, True])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

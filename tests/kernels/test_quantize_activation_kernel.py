@@ -576,7 +576,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
 }
 
 
-@pytest.mark.often(12)
+@pytest.mark.often(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     file, old, new, check = FAULTS[fault]

@@ -724,6 +724,7 @@ def latents(pipe: diffusers.DiffusionPipeline) -> Tensor:
     return pipe(prompt=list(tiny.PROMPTS[100:102]), generator=noise, output_type="latent", **tiny.CALL_KWARGS).images
 
 
+@pytest.mark.slow
 def test_latents_of_the_loaded_checkpoint_equal_the_simulation(by_hand) -> None:
     folder, simulations = by_hand
     loaded = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)

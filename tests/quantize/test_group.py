@@ -81,6 +81,7 @@ def test_plain_method_is_rounding_to_nearest(layer, inputs):
     assert set(tensors(group)) == {"weight", "weight_scale", "weight_scale_2", "input_scale"}
 
 
+@pytest.mark.slow
 def test_layers_of_a_group_share_what_is_done_to_x(layer, inputs):
     other = draw("attn", k=K, n=64, seed=3).weight
     joined = [GroupLayer(name, w, None, scheme("nvfp4"), True) for name, w in (("a", layer.weight), ("b", other))]

@@ -163,6 +163,7 @@ def replace_weights(source: Path, other: Path) -> None:
     (other / file).rename(source / file)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("changed", ["vae/config.json", "vae/more/new.json", "LICENSE.txt"])
 def test_what_is_copied_is_what_the_plan_records_or_nothing_is_written(tmp_path, changed):
     """R7, of parts that are copied unchanged: they change between the start and the copying."""
@@ -277,6 +278,7 @@ def test_a_checkpoint_replaces_nothing_that_was_put_there_meanwhile(tmp_path, mo
     assert quantize(tiny.path(), out, overwrite=True).read_bytes() == plain
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("place", "error"),
     [

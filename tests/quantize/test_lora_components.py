@@ -215,6 +215,7 @@ def test_of_two_experts_a_file_changes_the_first_or_the_one_that_is_named(wan, m
         require_same(fused(wan, component, text), want, SourceWeights(folder, component), 2)
 
 
+@pytest.mark.slow
 def test_each_expert_takes_its_own_files_and_the_checkpoint_tells_them_apart(wan, motion, tmp_path):
     def options(*loras: str, output: str = "out") -> making.JobOptions:
         return making.JobOptions(

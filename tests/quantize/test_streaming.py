@@ -126,7 +126,7 @@ POINTS = {  # where a process is killed -> blocks that are done by then
 }
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @linux
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_somewhere_the_same_command_goes_on_there(whole, tmp_path, point):
@@ -373,6 +373,7 @@ def test_statistics_that_were_gathered_are_not_gathered_again(tmp_path, quick_re
     assert record.statistics_digest and record.trajectory
 
 
+@pytest.mark.slow
 @linux
 def test_the_second_writer_is_refused_with_the_first_one_s_number(tmp_path):
     with sole_writer(tmp_path / "out"):

@@ -261,6 +261,7 @@ def test_a_batch_multiplies_tokens_but_not_weights():
 # Bytes
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4", "int8", "16 bit"])
 def test_bytes_of_the_passes_between_the_matmuls(recipe):
     """In units of one (S, D) tensor in 16 bit; q is what a quantized one is of it."""

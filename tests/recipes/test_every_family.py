@@ -149,6 +149,7 @@ def test_it_computes_what_the_16_bit_model_computes_up_to_four_bits(case):
     assert 1e-4 < (got - want).norm() / want.norm() < 0.25
 
 
+@pytest.mark.often(4)
 def test_it_is_saved_and_loaded_bit_for_bit(case, tmp_path):
     model = case.load()
     model.save_pretrained(tmp_path, max_shard_size="200KB")
@@ -207,6 +208,7 @@ COMPILED = [  # tests/integrations/test_loading.py compiles FLUX.1; HiDream coun
 ]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", COMPILED, indirect=True)
 def test_compiled_it_is_one_graph(case):
     model = case.load()

@@ -144,7 +144,7 @@ def test_every_row_says_why_layers_are_kept(family):
     assert all(len(reason.split()) > 4 for reason in family.keep.values())
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(2)
 def test_every_shipped_recipe_fits_every_linear_in_full_size(family):
     shapes = shapes_of(on_meta(family, FULL_SIZE.get(family.name, {})))
     for name in shipped_recipes():

@@ -483,6 +483,7 @@ def test_memory_that_changed_meanwhile_is_another_input():
         model(torch.randn(1, 4, 64))
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_names_mislead_is_refused_before_it_is_fitted(lumina, tmp_path, monkeypatch, quick_recipe):
     def forward(self, attn, *args, **how):
         return stock(self, Crossed(attn), *args, **how)

@@ -332,6 +332,7 @@ def test_a_lora_of_the_same_rank_is_swapped_without_recording(quantized, lora_fi
         assert captured.captures == 1 and not torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_of_another_rank_and_scaling_too_where_hot_swapping_was_enabled(quantized, lora_file):
     pipe = quantized("int8")
     one = lora_file("one.safetensors", ADAPTED)

@@ -289,6 +289,7 @@ def quantized_layer(linear: nn.Linear, scheme: Scheme) -> QuantLinear:
     return QuantLinear.from_quantized(weight, linear.bias.detach(), scheme)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("scheme", ["16 bit", "fp8-16bit", "int4_g64-16bit", "int8-int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @torch.no_grad()
@@ -416,6 +417,7 @@ def test_with_gradients_or_an_embedder_that_drifts_nothing_is_looked_up(flux, ca
 MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("kind", ["16 bit", "quantized"])
 def test_adapters_on_modulation_loaded_before_or_in_the_middle_and_fused_there(request, lora_file, kind):
     pipe = tiny.load() if kind == "16 bit" else request.getfixturevalue("quantized")

@@ -343,6 +343,7 @@ def test_resident_weights_take_the_16_bit_bytes_of_the_quantized_layers(pipe) ->
     assert sum(size for address, size in tensors().items() if address not in before) == 0
 
 
+@pytest.mark.slow
 def test_streamed_weights_are_two_blocks_at_most_and_none_in_between(pipe, monkeypatch) -> None:
     alive: list[weakref.ref] = []
     most: list[int] = []
@@ -435,6 +436,7 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, sixteen) -> None:
     assert attention_of(pipe.transformer) == "fp8"
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_optimized_blocks_take_no_codes_in_kept_steps(pipe, loaded, sixteen, weights) -> None:
     fluxq.optimize(pipe, device="cpu")
@@ -456,6 +458,7 @@ def test_a_prepared_model_is_the_original_all_the_same(pipe, loaded, sixteen) ->
 ADAPTED = ("to_q", "proj_mlp", "ff.net.2", "proj_out")
 
 
+@pytest.mark.slow
 def test_an_adapter_counts_in_kept_steps_too(pipe, loaded, sixteen, lora_file) -> None:
     file = lora_file("style.safetensors", ADAPTED)
     models = []
