@@ -4,8 +4,9 @@
     python benchmarks/same_bytes.py --record            # write benchmarks/same_bytes.json anew
     python benchmarks/same_bytes.py --keep FOLDER       # leave the checkpoints there
 
-A change that moves code and no arithmetic leaves every byte of the weights and of config.json as it was. Digests are of
-whole files on one kind of CPU: another kind may round sums otherwise, so record on the machine that compares.
+A change that moves code and no arithmetic leaves every tensor and every setting as it was. Another kind of CPU may
+round sums otherwise: compare commits on one machine. `PYTHONPATH=OTHER/src python benchmarks/same_bytes.py --record`
+makes the digests of another checkout.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import argparse
 import hashlib
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_suffix(".json")
@@ -52,7 +56,7 @@ def digests(folder: Path) -> dict[str, str]:
             checkpoint = folder / name.replace(" ", "-")
             fluxq("quantize", "tiny", "--recipe", recipe, *OPTIONS[profile], "--no-check", "-o", checkpoint)
             done[name] = digest(checkpoint)
-            print(name, done[name][:16], flush=True)
+            print(name, done[name], flush=True)
             for form in FORMATS:
                 target = folder / f"{checkpoint.name}.{form}" / "model.safetensors"
                 is_done = fluxq("export", checkpoint, "--format", form, "-o", target, may_refuse=True)
@@ -70,12 +74,45 @@ def fluxq(*arguments: str | Path, may_refuse: bool = False) -> bool:
 
 
 def digest(folder: Path) -> str:
-    """Return the SHA-256 over the weights and every config.json in a folder, by name and content."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name.endswith((".safetensors", "config.json")):
-            total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
+    """Return the SHA-256 of the tensors and the settings in a folder, by name and content; "tensors settings".
+
+    Settings are config.json files and the headers of safetensors files, without the digests of content that they hold.
+    """
+    tensors, settings = hashlib.sha256(), hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix == ".safetensors":
+            header, data = read(path)
+            settings.update(_text(name, header.pop("__metadata__", {})))
+            for tensor, place in sorted(header.items()):
+                start, stop = place.pop("data_offsets")
+                tensors.update(_text(name, tensor, place) + data[start:stop])
+        elif path.name.endswith("config.json"):
+            settings.update(_text(name, json.loads(path.read_text(encoding="utf-8"))))
+    return f"{tensors.hexdigest()[:32]} {settings.hexdigest()[:32]}"
+
+
+def read(path: Path) -> tuple[dict[str, Any], memoryview]:
+    """Return the header and the data of a safetensors file."""
+    whole = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", whole)
+    return json.loads(whole[8 : 8 + size]), memoryview(whole)[8 + size :]
+
+
+def _text(*values: object) -> bytes:
+    return json.dumps([_without_digests(value) for value in values], sort_keys=True).encode()
+
+
+def _without_digests(value: Any) -> Any:
+    """Return JSON without the keys of digests and of what made the file, in objects and in texts that hold one."""
+    if isinstance(value, dict):
+        return {key: _without_digests(entry) for key, entry in value.items() if not _OWN.search(key)}
+    if isinstance(value, str) and value.startswith("{"):
+        return _without_digests(json.loads(value))
+    return value
+
+
+_OWN = re.compile("digest|^fluxq_(version|job|seal)$")
 
 
 if __name__ == "__main__":
