@@ -557,7 +557,7 @@ print("finished" if new is None else "made", left)
 """
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overwrite", ["", "overwrite"])
 @pytest.mark.parametrize("is_file", ["file", "folder"])
@@ -805,6 +805,7 @@ def test_control_characters_of_a_strangers_file_are_shown_and_not_obeyed(tmp_pat
     assert r"\x1b]0;PWNED" in refused and "\x1b" not in refused
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("encoding", ["cp437", "latin-1"])
 def test_a_sign_that_the_terminal_lacks_ends_no_command(tmp_path, encoding):
     """R21o: × and … of a plan, and what a command warns of."""
@@ -825,7 +826,7 @@ def test_the_root_of_the_file_system_is_no_output(tmp_path, monkeypatch):
             Output(Path("/"), is_file).require({}, overwrite=True)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 @pytest.mark.parametrize("modes", [(0o444, 0o555), (0o600, 0o700)], ids=["read-only", "private"])
 def test_a_checkpoint_has_the_modes_of_new_files_whatever_the_models_are(tmp_path, umask, modes):

@@ -44,7 +44,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -78,6 +78,7 @@ def test_the_same_command_again_says_that_it_had_finished_and_another_that_somet
         assert code == 2 and "exists; give another --output" in said, said
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("words", ["-o x --format torchao", "-o x.safetensors --format bfl"])
 def test_a_left_over_does_not_make_another_output_this_commands(here, words):
     """A kill before the old output is removed, then another checkpoint at the place."""
@@ -111,7 +112,7 @@ fluxq.cli.main()
     assert code == 2 and "exists" in said and bytes_of(here) == before, said
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )
@@ -130,7 +131,7 @@ fluxq.cli.main()
         assert ended == 0 and "written before by this command" in said, said
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["export ck --format torchao -o out", "import y.safetensors -o out --base {tiny}"])
 def test_what_a_killed_quantize_moved_aside_is_put_back_before_another_command_writes(here, words, monkeypatch):
     fluxq("export ck --format bfl -o y.safetensors")

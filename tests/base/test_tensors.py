@@ -159,6 +159,7 @@ def test_a_damaged_file_is_refused_by_name_with_a_cure(tmp_path, case):
     assert peak < 1_000_000 + 40 * len(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_what_is_accepted_is_what_safetensors_accepts(tmp_path_factory, data):

@@ -140,6 +140,7 @@ def test_mean_and_error_are_over_drawings():
     assert row.kept == "smooth, gptq 2/4" and row.most_above == 0.25
 
 
+@pytest.mark.slow
 def test_the_number_comes_from_tokens_that_nothing_was_fitted_to():
     source = compare.Synthetic(1, K, "cpu")
     (batch,) = source.batches({})
@@ -150,6 +151,7 @@ def test_the_number_comes_from_tokens_that_nothing_was_fitted_to():
         assert not set(map(tuple, seen.tolist())) & set(map(tuple, case.judge.tolist()))
 
 
+@pytest.mark.slow
 def test_the_gate_of_the_recipe_decides(recipes):
     """At a rate that nothing can pay for only what is free is kept."""
     (row,) = [row for row in compare.rows_of([recipes[0]]) if row.name == "four balanced"]

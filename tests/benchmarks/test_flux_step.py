@@ -73,6 +73,7 @@ def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path
     assert seen == [(False, "16bit"), (True, "16bit"), (True, "fp8")] and len(set(map(id, made))) == 1
 
 
+@pytest.mark.slow
 def test_what_is_there_is_kept_and_time_is_kept_too(script, monkeypatch, tmp_path: Path) -> None:
     out, timed = tmp_path / "found.json", []
     took = {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3}
@@ -213,6 +214,7 @@ class Bytes(TorchDispatchMode):
         return {place: tensor for place, tensor in held if place not in self.tables}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("state", ["eager", "optimized"])
 @pytest.mark.parametrize("recipe", [None, "fp8", "nvfp4"])
 def test_modelled_passes_move_the_bytes_that_blocks_do(script, recipe: str | None, state: str, monkeypatch) -> None:

@@ -71,6 +71,7 @@ def test_layers_of_a_model_on_disk_are_fitted(script, tmp_path: Path) -> None:
     assert row["peak_memory_bytes"]["quantize"] > 0 and min(row["block"]["output_sqnr_db"].values()) > 15
 
 
+@pytest.mark.slow
 def test_the_random_model_is_the_same_each_time_and_loads(script, tmp_path: Path) -> None:
     from diffusers import FluxTransformer2DModel
 

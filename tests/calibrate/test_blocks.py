@@ -99,7 +99,7 @@ def run_all(replay: Replay) -> None:
         block.observe({block.name: f"{block.name}.{path}"}, advance=True)
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("row", TRANSFORMERS, ids=lambda row: row.name)
 def test_a_block_sees_in_replay_what_it_sees_in_the_whole_model(row, family_inputs, tmp_path):
     """With outputs of blocks in memory, and with outputs on disk."""
@@ -144,7 +144,7 @@ def groups_of(model: nn.Module, block: str) -> dict[str, str]:
     return {f"input of {name}": name for name in linears if "norm" not in name}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_observed_are_the_tokens_of_the_calls(embedded, parallel):
     model, calls, seen = embedded

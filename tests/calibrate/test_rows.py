@@ -486,6 +486,7 @@ def test_images_reach_the_transformer(make, call, columns, tokens, folder, monke
     assert torch.equal(inputs_of(again)[0]["hidden_states"], third)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("strength", "made"), [(None, 3), (0.5, 2), (0.6, 3), (0.7, 3), (0.75, 3), (1.0, 4)])
 def test_of_an_image_only_the_steps_that_are_made_are_looked_at(strength, made, folder):
     """Of four steps, of which the pipeline's own strength, .6, leaves three: what is recorded is what ran."""
@@ -518,6 +519,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.slow
 def test_several_sizes_are_captured_weighed_and_replayed(tmp_path):
     pipe = tiny.load()
     calls = capture(pipe, SIZES, FLUX_CALL, tmp_path, held=[(row("a", height=24), 7)])
@@ -563,6 +565,7 @@ def test_a_job_refuses_columns_before_anything_is_computed(folder, quick_recipe,
         prepared(folder, [{"prompt": "a", "image": "one.png"}], str(quick_recipe("nvfp4")), folder / "out")
 
 
+@pytest.mark.slow
 def test_a_job_with_sizes_is_calibrated_checked_and_says_so(folder, quick_recipe):
     rows = [{"prompt": p, "height": h} for p, h in zip(tiny.PROMPTS[:4], (16, 24, 16, 24), strict=True)]
     recipe = str(quick_recipe("nvfp4", fitted=False))

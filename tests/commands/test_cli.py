@@ -148,7 +148,7 @@ def test_options_have_the_names_that_diffusers_uses(command, options):
 # The way it is meant to go
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_plan_prints_every_layer_and_why(fluxq, recipe):
     result = fluxq("plan", "--recipe", recipe, "--layers")
@@ -351,6 +351,7 @@ def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):
     assert again.code == 1 and "gate missed" in again.err and again.left == []
 
 
+@pytest.mark.slow
 def test_white_images_fail_the_closing_check_whatever_the_gates(fluxq, tmp_path, monkeypatch):
     from fluxq.jobs import making
 
@@ -583,6 +584,7 @@ BAD_WEIGHTS = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", BAD_WEIGHTS)
 def test_weights_that_cannot_be_quantized_name_the_layer_and_leave_nothing(fluxq, tiny_folder, case):
     damage, words = BAD_WEIGHTS[case]
@@ -591,6 +593,7 @@ def test_weights_that_cannot_be_quantized_name_the_layer_and_leave_nothing(fluxq
     assert_refused(fluxq("quantize", "model", "--recipe", "nvfp4", "--profile", "rtn", "--no-check"), 1, *words)
 
 
+@pytest.mark.slow
 def test_nan_found_by_calibration_names_the_weight_that_holds_it(fluxq, tiny_folder, quick_recipe):
     edit_weights(tiny_folder / WEIGHTS, BAD_WEIGHTS["nan"][0])
     assert_refused(fluxq("quantize", "model", "--recipe", quick_recipe("nvfp4")), 1, f"{LAYER}.weight: holds NaN")
@@ -666,6 +669,7 @@ def test_a_full_disk_is_foreseen(fluxq, monkeypatch):
     )
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("command", ["quantize", "calibrate"])
 def test_a_write_that_fails_is_named_and_leaves_nothing(fluxq, quick_recipe, command):
     arguments = ["quantize", "--recipe", "fp8", "--no-check"] if command == "quantize" else ["calibrate", "--recipe"]
@@ -709,6 +713,7 @@ def test_a_fault_of_our_own_is_not_hidden(fluxq, monkeypatch, tmp_path):
         main()
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_only_what_is_done(fluxq, monkeypatch, tmp_path, caplog):
     """Before the first block that is nothing; afterwards the blocks, which the same command goes on with."""
 
@@ -752,6 +757,7 @@ def test_what_lies_where_the_lock_goes_is_refused_before_any_work(fluxq, tmp_pat
     assert_refused(fluxq(*words), 2, f".out.{kind} is in the way, where fluxq needs a file of its own; remove it")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("command", ["quantize", "calibrate"])
 def test_the_work_of_another_job_is_refused_before_any_work_and_a_process_at_it_later(fluxq, tmp_path, command):
     """2 is what cannot work; that another process writes there just now is no fault of what was asked."""
@@ -814,6 +820,7 @@ def test_a_real_process_ends_with_code_and_message(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_work_ends_with_a_message_and_leaves_what_is_done(tmp_path):
     process = forked.start("-m", "fluxq", *"quantize --recipe fp8 --num-inference-steps 16".split(), cwd=tmp_path)
     try:

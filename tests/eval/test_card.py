@@ -34,6 +34,7 @@ def test_card_is_made_from_the_plan_file_alone(plain_checkpoint, card):
     assert ModelCard(card).data.library_name == "diffusers"
 
 
+@pytest.mark.slow
 def test_fitting_is_shown_by_what_outputs_gained(checkpoint, plain_checkpoint):
     """Fitted weights lie farther from the originals than rounded ones: that figure alone would say the opposite."""
     fitted, plain = (read_record(make("nvfp4")) for make in (checkpoint, plain_checkpoint))
@@ -140,7 +141,7 @@ def test_what_a_stranger_wrote_stays_text_in_the_card(plain_checkpoint, text):
     assert not re.search(r"(?<!\\)(<img|\]\(javascript)", re.sub("`[^`]*`", "", body))
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "written",
     [

@@ -62,6 +62,7 @@ def test_dominated_is_as_good_or_better_and_no_dearer(points, better, expected):
     assert dominated(points, better) == expected
 
 
+@pytest.mark.slow
 def test_cost_charts_hold_every_run_with_its_interval_and_cost(three, no_svg):
     bits, latency, memory = cost_charts(three)
     for drawing, expected in ((bits, [4.5, 8.02, 4.3]), (latency, None), (memory, None)):
@@ -97,6 +98,7 @@ def test_a_file_that_is_re_encoded_in_memory_dominates_nothing_for_its_size_on_d
     assert "no" in [row["front"] for row in rows(drawing, "front") if row["metric"] == "psnr"]
 
 
+@pytest.mark.slow
 def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
     twin = three.runs[0].model_copy(update={"name": "twin"})
     report = three.model_copy(update={"runs": (*three.runs, twin)})
@@ -105,6 +107,7 @@ def test_names_that_would_cover_each_other_share_a_label(three, no_svg):
     assert labels["schnell-int8"] == "schnell-int8"
 
 
+@pytest.mark.slow
 def test_time_is_of_the_fastest_mode_per_image(three, no_svg):
     run = three.runs[0]
     fastest = first_speed(run.speed)
@@ -203,6 +206,7 @@ def test_damage_charts_hold_blocks_in_order_and_the_worst_layers(three, no_svg):
     assert damage_charts(0, bare) == []
 
 
+@pytest.mark.slow
 def test_drawings_are_well_formed_with_ids_of_their_own_and_the_pages_colours(three):
     first, second = (damage_charts(index, three.runs[0].debug)[1] for index in (0, 1))
     for drawing in (first, second):

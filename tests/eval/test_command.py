@@ -79,6 +79,7 @@ def test_eval_judges_every_arithmetic_with_every_metric(evaluated) -> None:
     assert fluxq("verify", out).exit_code == 0  # its model card was extended
 
 
+@pytest.mark.slow
 def test_a_second_eval_makes_no_image_and_says_the_same(evaluated) -> None:
     out, _ = evaluated
     before = read_report(out / "eval" / "report.json")
@@ -191,7 +192,7 @@ def test_what_an_older_version_found_is_named_and_left_out(judged: Path, caplog)
     assert json.loads(path.read_text(encoding="utf-8"))["schema_version"] == 2  # left as it was
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[]", '{"checkpoint"', "found", "rows"])
 def test_what_bench_left_damaged_costs_no_evaluation(judged: Path, caplog, text: str) -> None:
     digest = read_report(judged / "eval" / "report.json").runs[0].provenance["checkpoint (SHA-256)"]
@@ -210,7 +211,7 @@ JUDGING = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", JUDGING)
 def test_what_judges_writes_alone_and_clears_what_killed_ones_left(quantized: Path, monkeypatch, command: str) -> None:
     parts = [
@@ -231,7 +232,7 @@ def test_what_judges_writes_alone_and_clears_what_killed_ones_left(quantized: Pa
     assert {path.name for path in quantized.parent.glob(".*")} == set()
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", JUDGING)
 def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(quantized, monkeypatch, command) -> None:
     record = quantized / "fluxq_plan.json"
@@ -249,7 +250,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_gets_no_figures_of_another(qua
     assert not (quantized / "eval").exists()
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", JUDGING)
 @pytest.mark.parametrize("side", ["checkpoint", "16-bit"])
 def test_files_that_change_before_they_are_loaded_are_judged_by_nobody(tmp_path, quantized, monkeypatch, command, side):
@@ -307,6 +308,7 @@ def test_what_lies_where_the_lock_goes_is_refused_before_anything_is_judged(quan
     assert done.exit_code == 2 and ".out.lock is in the way" in done.output, done.output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_a_read_only_folder_is_judged(quantized, monkeypatch) -> None:
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != quantized.parent and may(path, *how))
@@ -349,6 +351,7 @@ def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantiz
     assert psnr[0] != psnr[1]
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -152,6 +152,7 @@ def _schemes(recipe: Recipe) -> dict[str, str]:
     return {layer.name: str(layer.scheme) for layer in plan.layers}
 
 
+@pytest.mark.slow
 def test_weights_times_one_and_a_half(pipe, plain_checkpoint):
     """Conformance case Q2."""
     quantized = Side("int8", str(plain_checkpoint("int8")), "").open()
@@ -174,6 +175,7 @@ def test_weights_times_one_and_a_half(pipe, plain_checkpoint):
     assert "extends: int8\n" in found.patch.recipe
 
 
+@pytest.mark.slow
 def test_a_swapped_nibble_is_ranked_first(pipe, quantized):
     weight = quantized_layers(quantized)[LAYER].weight.data
     element = FORMATS["nvfp4"].element
@@ -188,6 +190,7 @@ def test_a_swapped_nibble_is_ranked_first(pipe, quantized):
     assert [layer.name for layer in found.layers if layer.fault] == [LAYER]
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_is_ranked_first(pipe, quantized):
     scale = quantized_layers(quantized)[LAYER].weight_scale.data
     scale[7, 3] = scale[7, 3].float().mul(2).to(scale.dtype)
@@ -211,6 +214,7 @@ def test_nan_is_traced_to_the_layer_that_makes_it(pipe, quantized):
     assert found.sqnr_db is None and found.additivity is None
 
 
+@pytest.mark.slow
 def test_a_static_scale_that_is_too_small(pipe, quantized):
     quantized_layers(quantized)[LAYER].input_scale.data.div_(8)
     found = broken(pipe, quantized)
@@ -219,6 +223,7 @@ def test_a_static_scale_that_is_too_small(pipe, quantized):
     assert max(found.layers[0].health["range"]) > 2 and max(found.layers[0].health["clipped"]) > 0.01
 
 
+@pytest.mark.slow
 def test_a_faulty_kernel_is_no_quantization_error(pipe, quantized, monkeypatch):
     """A device kernel that loses the last 64 columns of one layer; codes, scales and reference are sound."""
     own, codes = ops.quantized_linear, quantized_layers(quantized)[LAYER].weight
@@ -237,6 +242,7 @@ def test_a_faulty_kernel_is_no_quantization_error(pipe, quantized, monkeypatch):
     assert [layer.name for layer in found.layers if layer.fault] == [LAYER]
 
 
+@pytest.mark.slow
 def test_a_library_that_saturates_int8_products(pipe, plain_checkpoint, monkeypatch):
     own = ops.int8_product
     monkeypatch.setattr(ops, "int8_product", lambda a, b: own(a, b).clamp(-30000, 30000))

@@ -98,6 +98,7 @@ def test_F7_order_and_shards_do_not_matter(shards):
     assert kernel == pytest.approx(kid(seen(a), seen(b))[0], rel=1e-10)
 
 
+@pytest.mark.often(1)
 @pytest.mark.filterwarnings("ignore:The `disp` argument is deprecated")
 @pytest.mark.parametrize("case", ["full", "wide"])
 def test_frechet_equals_the_packages(case):
@@ -154,6 +155,7 @@ def test_B3_features_made_in_different_ways_have_no_distance(field):
     assert fid(seen(values), seen(values, **{field: None}), "x") < 1e-9  # a file that does not say
 
 
+@pytest.mark.slow
 def test_B1_fid_at_infinity_undoes_the_bias():
     """d = 256, power-law spectrum, true FID .1664 (a shift): 5,000 images a side say about .605."""
     d, n, truth = 256, 5000, 0.1664

@@ -68,6 +68,7 @@ def means(curve):
     return [each.mean for each in curve.values]
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("guidance", [None, "rows", "calls"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_figures_that_can_be_worked_out(guidance, size):
@@ -243,6 +244,7 @@ def test_the_last_step_agrees_with_the_final_latents(side, found, quantized):
     assert found.curves["latent_sqnr"].values[-1].mean == pytest.approx(float(values.mean()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_noise_floor_is_well_below_a_4_bit_model(side, followed, found, quantized):
     floor = drift(followed, replace(side, attention=floor_attention("cpu")).open(), 3)
     whole = drift(followed, quantized, floor=floor)
@@ -260,6 +262,7 @@ def test_a_side_with_another_attention_backend_changes_no_other(side, followed):
     assert means(drift(followed, side.open()).curves["velocity_error"]) == [0] * 4
 
 
+@pytest.mark.slow
 def test_true_guidance_with_two_calls_in_a_step(side, quantized):
     call = CALL | {"negative_prompt": ["a blue one"] * 2, "true_cfg_scale": 3.0}
     guided = follow(side.open(), TINY_ITEMS[:2], call, 2)

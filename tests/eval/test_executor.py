@@ -131,6 +131,7 @@ def require_same(made: Work, whole: Work, workers: int = 1):
 # What a set of images is
 
 
+@pytest.mark.slow
 def test_images_on_disk_are_those_of_generate(whole):
     work = whole("tiny")
     made = ensure_images(work)
@@ -608,12 +609,14 @@ def complete_lines(folder):
     return [line for path in folder.glob("manifest-*") for line in path.read_text().split("\n")[:-1]]
 
 
+@pytest.mark.slow
 def test_two_ranks_make_what_one_process_makes(tmp_path, side, whole):
     done = ranks.run(2, __file__, "torchrun", tmp_path, side)
     assert done.returncode == 0, done.stderr
     require_same(work_in(tmp_path / "images", SIDES[side]), whole(side), workers=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_taken_up_where_it_was(tmp_path, side, whole):
     killed = ranks.run(2, __file__, "torchrun", tmp_path, side, "torn")
     assert killed.returncode != 0

@@ -59,6 +59,7 @@ def sample(pictures, networks):
     return Sample(some(pictures[1]), some(pictures[2], seed=1), networks)
 
 
+@pytest.mark.slow
 def test_every_metric_is_taken(sample):
     taken = {key: METRICS[key].measure(sample) for key in METRICS.keys() - FOREIGN - OF_VIDEOS}
     assert set(taken) == PER_IMAGE | OF_SETS
@@ -102,6 +103,7 @@ def test_Q1_a_model_against_itself(pictures, networks):
     assert taken["clip_score"].change.low <= 0 <= taken["clip_score"].change.high
 
 
+@pytest.mark.slow
 def test_Q1_lpips_of_identical_images_is_zero_and_small_ones_have_none(networks, pictures):
     from torchvision.models import alexnet
 

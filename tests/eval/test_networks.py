@@ -68,6 +68,7 @@ def test_L2_a_file_with_another_hash_is_an_error(weights):
         find_networks(Networks(), weights=weights)
 
 
+@pytest.mark.slow
 def test_L2_a_checked_file_is_used(weights, hub, monkeypatch):
     from torchvision.models import alexnet
 

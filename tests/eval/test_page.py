@@ -110,7 +110,7 @@ def visible(page, cell):
     )
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [True, False])
 @pytest.mark.parametrize("table", ["#runs", "#metrics"])
 def test_a_phone_shows_every_number_with_what_it_is(open_page, table, script):
@@ -137,6 +137,7 @@ def test_no_column_of_four_runs_is_cut_on_a_desktop(browser, tmp_path, width):
     context.close()
 
 
+@pytest.mark.slow
 def test_a_table_that_does_not_fit_says_that_there_is_more(open_page):
     """By a shadow at the side where it goes on, which stays at the box when the table is scrolled."""
     page = open_page(390)
@@ -146,6 +147,7 @@ def test_a_table_that_does_not_fit_says_that_there_is_more(open_page):
     assert box.evaluate("node => getComputedStyle(node).backgroundAttachment") == "local, local, scroll, scroll"
 
 
+@pytest.mark.slow
 def test_a_word_s_link_opens_the_glossary(open_page):
     page = open_page()
     meaning = page.locator("#glossary dd").first
@@ -174,7 +176,7 @@ def test_charts_are_live_fit_and_follow_the_chosen_metric(open_page):
     page.locator(".vg-tooltip.visible", has_text="schnell-").wait_for()
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
 def test_dark_and_narrow(open_page, width, scheme):
     page = open_page(width, color_scheme=scheme)
@@ -190,6 +192,7 @@ def test_dark_and_narrow(open_page, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
+@pytest.mark.slow
 def test_page_without_javascript_shows_tables_charts_and_pictures(open_page):
     page = open_page(charts=False, java_script_enabled=False)
     for selector in ("#metrics", "[data-chart=cost-bits] svg", "[data-chart=drift-velocity_error] svg"):

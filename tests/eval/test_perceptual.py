@@ -67,6 +67,7 @@ def test_L1_identical_images_have_no_distance(lpips):
     assert lpips.distance(images(2, 64), images(2, 64)).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.often(1)
 @pytest.mark.filterwarnings("ignore:The parameter 'pretrained' is deprecated")
 @pytest.mark.filterwarnings("ignore:Arguments other than a weight enum")
 @pytest.mark.parametrize("size", [31, 64, 150])
@@ -86,6 +87,7 @@ def test_L1_equals_lpips_and_torchmetrics(lpips, backbone, size):
     assert ours.tolist() == pytest.approx(torchmetrics.tolist(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_L2_no_backbone_weight_is_left_random(backbone):
     torch.manual_seed(1)
     first = Lpips(backbone).distance(images(1, 64), images(1, 64, seed=1))

@@ -164,6 +164,7 @@ def test_navigation_names_every_heading(pages):
         assert links == headings and len(headings) == 8
 
 
+@pytest.mark.slow
 def test_every_explained_word_is_explained_where_it_stands_and_in_the_glossary(pages):
     terms = {attrs["title"]: attrs["href"] for attrs in Page(pages[3]).named("a") if attrs.get("class") == "term"}
     ids = {f"#{attrs['id']}" for attrs in Page(pages[3]).named("dt") if "id" in attrs}
@@ -215,6 +216,7 @@ def test_times_that_spread_say_so(without_charts):
     assert "compiled, spread by 100%" in Page(render(made.model_copy(update={"runs": (run,)}))).text
 
 
+@pytest.mark.slow
 def test_broken_and_identical_runs_have_a_page(monkeypatch):
     monkeypatch.setattr(charts, "_svg", lambda spec: "")
     nothing = Estimate(mean=None, n=0, infinite=16)
@@ -341,7 +343,7 @@ def test_merge_refuses_what_does_not_compare(one, change, words):
         merge([one, one.model_copy(update=change)])
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"how": "Inception v3, clean resize"}, {"value": Estimate(mean=20.0, n=15)}])
 def test_b3_fids_of_another_variant_or_n_are_not_compared(three, change, monkeypatch):
     monkeypatch.setattr(charts, "_svg", lambda spec: "")

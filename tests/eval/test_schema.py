@@ -24,6 +24,7 @@ def stored(path, change) -> dict:
     return value
 
 
+@pytest.mark.slow
 def test_control_characters_are_shown_wherever_a_text_of_a_report_goes(tmp_path):
     def change(value):
         value["runs"][0]["name"] = value["runs"][0]["verdict"]["text"] = value["items"][0]["prompt"] = ODD

@@ -40,6 +40,7 @@ def test_as_stored_it_takes_the_bits_of_the_record(side, native, checkpoint):
     assert served(side.open(), "cpu") == native
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != NATIVE])
 def test_another_arithmetic_is_named_and_takes_its_own_memory(side, native, backend):
     pipe = replace(side, backend=backend).open()
@@ -52,6 +53,7 @@ def test_another_arithmetic_is_named_and_takes_its_own_memory(side, native, back
     assert bits / weights == pytest.approx(native.bits_per_weight)
 
 
+@pytest.mark.slow
 def test_what_prepare_makes_is_the_side_with_that_arithmetic_and_no_other(side, native):
     pipe = side.open()
     prepare(pipe, device="cpu")

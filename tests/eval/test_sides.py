@@ -39,6 +39,7 @@ def test_a_side_is_the_pipeline_of_its_folder(side, native):
     assert quantized_layers(sixteen) == {}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("backend", ["int8", "8bit"])
 def test_each_re_encoding_is_another_arithmetic_that_is_as_good(side, native, backend):
     pipe = replace(side, backend=backend).open()

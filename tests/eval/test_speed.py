@@ -322,6 +322,7 @@ def test_a_gpu_has_one_baseline(monkeypatch):
     assert {each.over for each in found.speedups} == {"16-bit"} and "baseline" not in found.conditions
 
 
+@pytest.mark.slow
 def test_pages_and_the_terminal_name_the_baseline_and_the_instructions(monkeypatch, capsys):
     found = with_fp32(monkeypatch, BF16, 0.15)
     found = found.model_copy(update={"conditions": {**found.conditions, "instruction set": str(BF16)}})

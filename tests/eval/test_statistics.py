@@ -104,6 +104,7 @@ def coverage(rng, trials: int, prompts: int, seeds: int, resamples: int) -> tupl
     return ours / trials, naive / trials
 
 
+@pytest.mark.slow
 def test_coverage_of_skewed_data():
     ours, _ = coverage(np.random.default_rng(0), trials=300, prompts=64, seeds=1, resamples=399)
     assert 0.92 <= ours <= 0.98

@@ -87,7 +87,7 @@ def around(mean: float, spread: float, count: int = 64, seed: int = 0) -> list[f
 # what runs are held against
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.model}-{row.bits}")
 def test_no_published_best_is_judged_worse_and_those_with_a_psnr_are_as_good(row) -> None:
     """At their own figures, over 400 images of which single ones differ by 3 dB."""
@@ -100,7 +100,7 @@ def test_no_published_best_is_judged_worse_and_those_with_a_psnr_are_as_good(row
     assert found.text.startswith(f"As good as published {row.bits}-bit models: PSNR ")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "steps", "psnr", "lpips"),
     [(8.2, 50, 14.0, 0.55), (4.5, 50, 12.0, 0.611), (4.5, 4, 16.3, 0.345), (4.5, 20, 14.8, 0.517)],
@@ -184,6 +184,7 @@ UNDECIDED = {"lpips": around(0.3, 0.5), "clip_score": around(-0.4, 2.0)}
 FINE = {"lpips": around(0.1, 0.02), "clip_score": around(0.0, 0.2)}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("more", [UNDECIDED, FINE], ids=["undecided", "fine"])
 @pytest.mark.parametrize("psnr", [39, 18.9, 17.6])
 def test_measuring_more_never_gives_a_worse_word_unless_something_is_shown_to_be_worse(psnr, more) -> None:

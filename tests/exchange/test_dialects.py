@@ -25,6 +25,7 @@ def named(source: str) -> set[str]:
     return {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)} & DIALECTS.keys()
 
 
+@pytest.mark.slow
 def test_no_dialect_is_named_outside_its_file_and_the_table() -> None:
     found = {}
     for module, path in our_modules().items():

@@ -273,6 +273,7 @@ FUSED = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", ["nvfp4", "int8"])
 def test_comfy_files_hold_fused_layers_under_original_names(recipe, exported) -> None:
     done, folder = exported(recipe, "comfy")
@@ -614,6 +615,7 @@ def test_original_names_lead_back_to_the_same_weights_in_every_family(small, tmp
 # --- what cannot be written
 
 
+@pytest.mark.slow
 def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(plain_checkpoint, tmp_path) -> None:
     for recipe, dialect, words in (
         (
@@ -697,6 +699,7 @@ def test_a_checkpoint_that_is_not_as_it_says_is_refused(plain_checkpoint, tmp_pa
     assert not (tmp_path / "x.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_an_export_is_there_whole_or_not_at_all(plain_checkpoint, tmp_path, monkeypatch) -> None:
     folder = resolve_model(str(plain_checkpoint("fp8")))
     target = tmp_path / "x.safetensors"

@@ -87,6 +87,7 @@ def _global(layer: QuantLinear, dialect: str) -> torch.Tensor | None:
     return layer.stored("weight_scale_2") if layer.scheme.weights.two_level and "nunchaku" not in dialect else None
 
 
+@pytest.mark.slow
 def test_a_pipeline_as_base_makes_a_whole_pipeline(plain_checkpoint, tmp_path) -> None:
     tiny = plain_checkpoint("16 bit")
     state = load_file(tiny / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -117,6 +118,7 @@ def test_an_imported_pipeline_is_evaluated_like_any_other(plain_checkpoint, tmp_
     assert report.runs[0].provenance["imported files (SHA-256)"].startswith("fp8.safetensors (")
 
 
+@pytest.mark.slow
 def test_faults_are_mended_where_the_base_proves_them(base, tmp_path) -> None:
     right = made(tmp_path / "right", "comfy", NVFP4)
     wrong = made(tmp_path / "wrong", "comfy", NVFP4, change("weight", swap_nibbles))
@@ -127,6 +129,7 @@ def test_faults_are_mended_where_the_base_proves_them(base, tmp_path) -> None:
     assert a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("also", [(), ("norm_out",)], ids=["16 bit", "quantized"])
 def test_rows_in_another_order_are_put_back(also, base, tmp_path) -> None:
     state, name = base_state(), "transformer_blocks.0.attn.to_"

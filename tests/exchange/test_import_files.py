@@ -112,7 +112,7 @@ def arbitrary(k: int, g: torch.Generator) -> Tensor:
 BEHIND_GELU = ("ff.net.2.bias", "ff_context.net.2.bias", "proj_out.bias")  # GELU's shift leaves and comes back
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("main", ["int4-int4-smooth-r16", "nvfp4-nvfp4-smooth-r16"])
 def test_nunchakus_single_file_comes_back_byte_for_byte(main, tmp_path) -> None:
     folder, file = native(tmp_path / "native", main, powers_of_two), tmp_path / "there.safetensors"
@@ -156,6 +156,7 @@ def test_what_nunchaku_rounds_to_16_bit_is_all_that_differs(tmp_path) -> None:
         assert (after[name].float() / before[name].float() - 1).abs().max() < bound, name
 
 
+@pytest.mark.slow
 def test_a_nunchaku_file_is_inspected_like_any_other(tmp_path) -> None:
     folder, file = native(tmp_path / "native", "int4-int4-smooth-r16", arbitrary), tmp_path / "there.safetensors"
     export(ModelFolder("tiny", folder), "nunchaku", file)
@@ -284,6 +285,7 @@ def encoder() -> Tensors:
     return sign | {f"{T5}.q.weight": codes, f"{T5}.q.scale_weight": torch.ones(()), f"{T5}.k.weight": codes.clone()}
 
 
+@pytest.mark.slow
 def test_the_denoiser_of_a_whole_checkpoint_is_imported_and_the_rest_named(tmp_path) -> None:
     file = whole(tmp_path / "whole.safetensors", VAE | encoder())
     (report,) = import_model(file, tmp_path / "out", TINY)
@@ -374,6 +376,7 @@ def test_a_text_encoder_alone_goes_into_its_place_in_the_base(three, tmp_path) -
 # --- the plan file
 
 
+@pytest.mark.slow
 def test_an_imported_checkpoint_says_where_it_is_from_and_every_reader_takes_it(tmp_path, monkeypatch) -> None:
     file = write_model(tmp_path / "model.safetensors", "comfy", NVFP4, state=tiny_state())
     monkeypatch.chdir(tmp_path)
@@ -402,6 +405,7 @@ def test_an_imported_checkpoint_says_where_it_is_from_and_every_reader_takes_it(
     assert {result.status for result in verify(out) if result.check == "hashes"} == {"failed"}
 
 
+@pytest.mark.slow
 def test_without_a_base_the_record_names_none_and_says_how_to_give_it(three, tmp_path) -> None:
     export(ModelFolder("three", three), "modelopt", tmp_path / "there", component="transformer")
     import_model(tmp_path / "there", tmp_path / "out")
@@ -497,6 +501,7 @@ CASES = [
 ]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("family", "dialect"), CASES)
 def test_original_names_of_a_family_are_found_in_every_dialect(family, dialect, tmp_path) -> None:
     if dialect == "gguf":
@@ -692,7 +697,7 @@ def of_source(source: str, weight: Tensor) -> tuple[Tensors, Tensor, dict]:
     return {"weight": codes, "weight_scale_inv": scale}, dense, marked
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_no_format_of_ours_holds_is_decoded_to_16_bit(source, tmp_path) -> None:
     base, tensors, dense, said = write_base(tmp_path / "base"), {}, {}, {}

@@ -119,6 +119,7 @@ def test_halves_of_the_last_modulation_swapped(base, tmp_path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_one_layer_of_another_model(base, tmp_path) -> None:
     name = "transformer_blocks.0.ff.net.2.weight"
     report = inspect_path(made(tmp_path, "comfy", NVFP4, state=base_state() | {name: base_state(1)[name]}), base)[""]
@@ -128,6 +129,7 @@ def test_one_layer_of_another_model(base, tmp_path) -> None:
     assert kinds(other)["another base"] == 1
 
 
+@pytest.mark.slow
 def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_path) -> None:
     name, state = "transformer_blocks.0.ff.net.2.weight", base_state()
     weight = state[name].float()
@@ -158,6 +160,7 @@ def folded_state(factors: Tensor) -> Tensors:
     return state | {name: value.bfloat16() for name, value in (columns | rows).items()}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", [FP8, NVFP4])
 def test_factors_are_folding_where_another_layer_takes_them_back(scheme, base, tmp_path) -> None:
     factors = torch.linspace(0.3, 3, 128)
@@ -194,7 +197,7 @@ UNLIKE: dict[str, tuple[str, Break, str]] = {
 }
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", UNLIKE)
 def test_what_is_not_the_bases_is_wrong_and_is_not_imported(case, base, tmp_path) -> None:
     scheme, broken, kind = UNLIKE[case]
@@ -381,6 +384,7 @@ def test_a_type_of_gguf_that_is_not_read_is_no_damage(tmp_path) -> None:
         open_models(tmp_path / "model.gguf")
 
 
+@pytest.mark.slow
 def test_norms_and_tables_are_held_against_the_base_too(base, tmp_path) -> None:
     for name in ("transformer_blocks.0.attn.norm_q.weight", "x_embedder.bias", "x_embedder.weight"):
         state = base_state()
@@ -459,6 +463,7 @@ def test_golden_files_are_told_by_what_is_in_them(name, tmp_path) -> None:
     model.decode(layer, model.read_layer(layer))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_fluxq_is_inspected_like_any_other(plain_checkpoint) -> None:
     for recipe in ("nvfp4", "fp8"):
         found = inspect_path(plain_checkpoint(recipe), plain_checkpoint("16 bit"))
@@ -467,6 +472,7 @@ def test_a_checkpoint_of_fluxq_is_inspected_like_any_other(plain_checkpoint) -> 
         assert all(layer.scheme for layer in report.layers) and report.proofs
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_report_and_ends_with_1_where_images_would_be_wrong(base, tmp_path) -> None:
     right = made(tmp_path / "a", "comfy", NVFP4)
     wrong = made(tmp_path / "b", "comfy", NVFP4, change("weight", swap_nibbles))

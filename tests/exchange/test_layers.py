@@ -491,6 +491,7 @@ def planted(value: Any) -> list[Any]:
     return list(odd)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("dialect", HOLDS)
 def test_entries_may_be_anything(dialect: str) -> None:
     row = DIALECTS[dialect]

@@ -104,7 +104,7 @@ def test_modelopt_still_writes_the_goldens() -> None:
 # --- files of a folder
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["modelopt", "torchao", "nunchaku_lite"])
 def test_folders_are_cut_into_shards_that_hold_the_same(dialect, plain_checkpoint, tmp_path) -> None:
     folder = resolve_model(str(plain_checkpoint("nvfp4")))

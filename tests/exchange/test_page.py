@@ -257,6 +257,7 @@ def test_the_lines_for_diffusers_make_an_image(plain_checkpoint, tmp_path, monke
     assert names["image"].size == (16, 16)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("reader", [r for r in READERS if "export tiny-nvfp4" in r.command], ids=lambda r: r.program)
 def test_every_command_writes_what_the_program_is_given(reader, plain_checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

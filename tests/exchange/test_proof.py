@@ -127,6 +127,7 @@ def half_of_them(smooth: Tensor) -> Tensor:
     return torch.where(torch.arange(len(smooth)) % 2 == 0, smooth, smooth * 1e-3)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("by", [None, one_column, half_of_them])
 def test_damaged_smoothing_does_not_set_its_own_bound(by, base, tmp_path) -> None:
     words = {"quant_algo": "W8A8_SQ_PER_CHANNEL"}
@@ -168,6 +169,7 @@ READERS = [f"transformer_blocks.0.attn.to_{x}.weight" for x in "qkv"]
 TEXT_READERS = [f"transformer_blocks.0.attn.add_{x}_proj.weight" for x in "qkv"]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "wrong", ["", "shift is not folded", "bias without the 1", "bias is not folded", "for the text"]
 )
@@ -214,7 +216,7 @@ def at_row(weight: Tensor, row: Tensor) -> Tensor:
     return torch.cat([weight[:GATE], row[None], weight[GATE + 1 :]])
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("most", [127, None], ids=["codes once", "16 bit"])
 @pytest.mark.parametrize("damage", GATES)
 def test_rounding_of_a_gate_is_told_from_its_damage(damage: str, most: int | None, base, tmp_path) -> None:
@@ -320,6 +322,7 @@ SMALL: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", SMALL)
 def test_what_was_rounded_to_nearest_is_held_to_it(case, base, tmp_path) -> None:
     """Fitted codes may be further off; these are not, in all but one layer."""
@@ -357,6 +360,7 @@ def without_low_bits(module: str, tensors: Tensors) -> None:
     tensors["weight"] = (tensors["weight"].view(torch.uint8) & 0xF8).view(torch.float8_e4m3fn)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("broken", "state"), [(None, trained_on), (without_low_bits, dict)])
 def test_what_is_further_off_than_rounding_in_most_linears_is_not_the_bases(broken, state, base, tmp_path) -> None:
     """Another training, or damage of all layers: numbers do not tell them apart, and neither is taken for the base."""
@@ -445,7 +449,7 @@ LEFT: dict[str, Tensors] = {
 }
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", LEFT)
 def test_damage_of_what_modelopt_took_out_of_a_weight(case, base, tmp_path) -> None:
     name, folder = "context_embedder", made(tmp_path, "modelopt", FP8)
@@ -489,6 +493,7 @@ ODD: dict[str, tuple[str, str, Break]] = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", ODD)
 def test_odd_tensors_end_in_a_sentence(case, base, tmp_path) -> None:
     dialect, scheme, broken = ODD[case]
@@ -511,6 +516,7 @@ def test_a_checkpoint_of_fluxq_whose_codes_are_gone_is_unreadable(plain_checkpoi
     assert not inspect_path(folder)[""].is_sound
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("value", [1e-30, 1e30])
 def test_an_input_scale_of_no_activations_is_refused_everywhere(value: float, base, tmp_path) -> None:
     def broken(module: str, tensors: Tensors) -> None:

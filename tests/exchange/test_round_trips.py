@@ -127,13 +127,13 @@ def slow_but(pairs: Iterable[Any], quick: set[Any]) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in quick else pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "dialect"), slow_but(ROUND_TRIPS, QUICK))
 def test_recipes_rounded_to_nearest_come_back(recipe, dialect, plain_checkpoint, tmp_path) -> None:
     require_recipe_back(plain_checkpoint(recipe), dialect, tmp_path)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "dialect"), slow_but(FITTED, QUICK_FITTED))
 def test_fitted_recipes_come_back(recipe, dialect, checkpoint, tmp_path) -> None:
     """With the calibrated scales, means and factors that are folded, factors that are not, and low-rank pairs."""
@@ -310,7 +310,7 @@ QUICK_FORMATS = {
 written = cache(found_formats)  # what the table of docs/exchange.md is made of
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("dialect", "name"), slow_but(FORMATS, QUICK_FORMATS))
 def test_models_of_every_scheme_of_a_format_come_back(dialect, name, tmp_path) -> None:
     """The page's row: inputs of one model take its schemes in turn, so that mixtures are read too."""
@@ -421,7 +421,7 @@ FAMILIES_TRIPS = [(row, dialect) for row in TRANSFORMERS for dialect in FAMILY_T
 QUICK_FAMILIES = {("sd3", "comfy"), ("qwen_image", "nunchaku_lite"), ("sana", "comfy")}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "dialect"),
     [

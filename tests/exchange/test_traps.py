@@ -131,7 +131,7 @@ TRAPS: dict[str, tuple[str, str, Break, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_is_named_and_nothing_else_is(trap, base, tmp_path) -> None:
     dialect, scheme, broken, kind, how = TRAPS[trap]
@@ -158,6 +158,7 @@ def test_what_shapes_and_numbers_tell_needs_no_base(trap, tmp_path) -> None:
     assert set(kinds(report)) == {kind}
 
 
+@pytest.mark.slow
 def test_two_traps_at_once_are_both_named(base, tmp_path) -> None:
     def broken(module: str, tensors: Tensors) -> None:
         tensors["weight"] = swap_nibbles(tensors["weight"])
@@ -174,7 +175,7 @@ def test_two_traps_at_once_are_both_named(base, tmp_path) -> None:
 # --- what `export` writes
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("recipe", "dialect"),
     [
@@ -205,6 +206,7 @@ def test_what_export_writes_falls_into_none(recipe, dialect, plain_checkpoint, t
         assert any(words.startswith("no swapped nibbles: proved") for words in report.proofs)
 
 
+@pytest.mark.slow
 def test_factors_that_export_folds_are_no_fault(checkpoint, tiny_folder, tmp_path) -> None:
     """nvfp4 as shipped: weights are W / factor, modulations take the factors. No layer has a wrong scale for it."""
     done = export(resolve_model(str(checkpoint("nvfp4"))), "bfl", tmp_path / "model.safetensors")

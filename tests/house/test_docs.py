@@ -271,6 +271,7 @@ def test_every_protocol_has_its_row() -> None:
         assert resize == (row.fid_resize or ("clean" if row.metrics is None else ""))
 
 
+@pytest.mark.slow
 def test_the_report_that_is_shown_can_be_drawn_again() -> None:
     from fluxq.eval.metrics.schema import read_report
     from fluxq.eval.report.report import render

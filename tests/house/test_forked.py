@@ -25,7 +25,7 @@ ENDS = {
 }
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_program_ends_as_python_ends_it(how, unbuffered, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ for source in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_the_first_notebook_runs_with_weights_rounded_to_nearest(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     (cell,) = [cell for cell in notebook.cells if CALL in cell.source]

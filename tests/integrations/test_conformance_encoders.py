@@ -326,7 +326,7 @@ def cases() -> Iterator:
             yield marked(subject, check, SAMPLE)
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("subject", "check"), cases())
 def test_it_does_what_the_library_s_models_do(subject, check, subjects, tmp_path):
     check(subjects(*subject), tmp_path)

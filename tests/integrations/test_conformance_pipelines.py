@@ -359,7 +359,7 @@ def cases() -> Iterator:
                 yield marked(subject, check, *([SAMPLE] if check in QUICK else []))
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("subject", "check"), cases())
 def test_it_does_what_the_library_s_pipelines_do(subject, check, subjects, tmp_path):
     check(subjects(*subject), tmp_path)

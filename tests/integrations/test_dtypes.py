@@ -36,7 +36,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [FluxPipeline, DiffusionPipeline])
 def test_it_is_what_naming_the_dtype_loads_and_is_saved_as_it_was(checkpoint, tmp_path, caplog, pipeline):
     pipe = pipeline.from_pretrained(checkpoint("nvfp4"))
@@ -47,6 +47,7 @@ def test_it_is_what_naming_the_dtype_loads_and_is_saved_as_it_was(checkpoint, tm
     assert_same(tensors(tmp_path / "saved"), tensors(checkpoint("nvfp4")))
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_dtype_that_was_named_is_obeyed_without_a_word(checkpoint, caplog, dtype):
     pipe = FluxPipeline.from_pretrained(checkpoint("fp8"), dtype=dtype)

@@ -68,6 +68,7 @@ def test_device_maps_load_alike(folder, device_map):
     assert torch.equal(output(load(folder, device_map=device_map)), output(load(folder)))
 
 
+@pytest.mark.often(1)
 @pytest.mark.feature("variant")
 def test_a_variant_is_saved_and_loaded(folder, tmp_path):
     model = load(folder)
@@ -133,6 +134,7 @@ def test_gradients_reach_what_stands_before_a_quantized_layer(quantized):
     assert layer.weight.grad is None
 
 
+@pytest.mark.often(1)
 @pytest.mark.feature("LoRA: training with gradient checkpointing (every gradient is there)")
 def test_a_lora_trains_with_gradient_checkpointing(folder):
     from peft import LoraConfig
@@ -178,6 +180,7 @@ def test_group_offload_computes_alike(folder, tmp_path, how):
     assert torch.equal(output(model), want)
 
 
+@pytest.mark.often(1)
 @pytest.mark.feature("LoRA: several adapters with weights (no error added), unloaded again (the same bits)")
 def test_a_lora_loads_and_unloads_without_a_trace(folder):
     """Adding an adapter changes the output; removing it gives back every bit."""
@@ -201,7 +204,7 @@ def raw(tensor: Tensor) -> Tensor:
 TWO_WAYS = ("int8", "nvfp4")  # through the op; the others compile to the same graph as the second
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.feature("torch.compile(fullgraph=True), one graph for every resolution")
 @pytest.mark.parametrize(
     "folder",

@@ -190,7 +190,7 @@ def test_a_model_says_where_it_runs_and_a_replaced_layer_takes_its_weights_with_
 # Models of the libraries
 
 
-@pytest.mark.often(10)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_built_without_weights_is_the_one_that_is_loaded(name, dtype, tmp_path):
@@ -300,7 +300,7 @@ def tight(monkeypatch) -> list[Residence]:
     return made
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{}, pytest.param({"parallel_blocks": True, "check": False}, marks=pytest.mark.slow)], ids=["", "parallel"]
 )
@@ -377,7 +377,7 @@ def test_a_size_without_meaning_is_refused(size):
     assert result.exit_code == 2 and "write a size with its unit" in result.output
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

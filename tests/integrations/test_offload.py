@@ -56,7 +56,7 @@ def test_accelerate_brings_every_bit_back(folder, tmp_path, offload):
     assert_holds_what_the_file_holds(model, folder)
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.feature("device_map over cpu and disk")
 @pytest.mark.parametrize("how", [{}, {"offload_state_dict": True}, {"low_cpu_mem_usage": True}], ids=str)
 def test_a_model_loaded_over_cpu_and_disk_holds_what_the_file_holds(folder, tmp_path, how):
@@ -79,7 +79,7 @@ def test_a_memory_limit_sends_layers_to_disk(folder, tmp_path):
     assert_holds_what_the_file_holds(model, folder)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.feature("pipeline: model and sequential CPU offload")
 @pytest.mark.parametrize("how", ["model", "sequential"])
 @pytest.mark.parametrize("column", COLUMNS)

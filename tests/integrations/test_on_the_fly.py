@@ -87,7 +87,7 @@ def quantization(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.feature("quantized while loading: what fluxq quantize writes")
 @pytest.mark.parametrize(("recipe", "profile"), DATA_FREE)
 def test_a_pipeline_is_what_the_command_writes(recipe, profile, written, tmp_path, record_property):

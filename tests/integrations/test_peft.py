@@ -73,7 +73,7 @@ def adapted(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, LoraLayer))
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.feature("LoRA: several adapters with weights (no error added), unloaded again (the same bits)")
 def test_adapters_with_weights_add_no_error_and_unload_without_a_trace(pipe_of, lora_file):
     """Two adapters at 0.8 and -0.5 on attention, MLP, modulation and 16-bit layers."""
@@ -318,6 +318,7 @@ def test_models_without_fluxq_layers_keep_the_stock_adapters():
     assert {type(module).__module__ for module in adapted(model)} == {"peft.tuners.lora.layer"}
 
 
+@pytest.mark.slow
 def test_a_model_is_saved_as_itself_while_adapters_are_attached(nvfp4, lora_file, tmp_path, caplog):
     """Fused ones are part of it, others are left out with a warning; the folder stays loadable either way."""
     plain = velocity(nvfp4)
@@ -367,7 +368,7 @@ def test_other_adapters_are_not_merged_into_codes(checkpoint, method):
     adapted_model.unload()
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_a_lora_of_a_quantized_text_encoder_loads_fuses_and_leaves_no_trace(recipe, lora_file, tmp_path):
     import fluxq.jobs.making as jobs

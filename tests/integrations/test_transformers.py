@@ -90,7 +90,7 @@ def quantization(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("row", ENCODERS, ids=lambda row: row.name)
 def test_every_text_encoder_loads_and_saves_again_bit_for_bit(row, text_encoder, tmp_path):
     folder = text_encoder("nvfp4", row)
@@ -135,7 +135,7 @@ def test_the_model_computes_in_the_dtype_asked_for(text_encoder):
         assert output(model).dtype == dtype
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_a_part_offloaded_to_disk_computes_and_saves_alike(recipe, text_encoder, tmp_path):
     split = {"shared": "cpu", "encoder.embed_tokens": "cpu", "encoder.final_layer_norm": "cpu"}
@@ -317,6 +317,7 @@ def test_a_transformers_that_would_cast_codes_is_refused(text_encoder, monkeypat
         load(text_encoder("fp8"))
 
 
+@pytest.mark.slow
 def test_a_pipeline_loads_its_text_encoders(tmp_path):
     """`fluxq quantize tiny --recipe fp8 --components …`, then the stock pipeline classes."""
     parts = ("transformer", "text_encoder", "text_encoder_2")

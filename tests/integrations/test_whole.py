@@ -171,6 +171,7 @@ def test_weights_are_counted_whatever_they_are_stored_as(kind, recipe):
     assert model.num_parameters(only_trainable=True) == 0
 
 
+@pytest.mark.slow
 def test_low_rank_factors_and_smoothing_are_no_weights(checkpoint):
     want = transformer().num_parameters()
     model = diffusers.FluxTransformer2DModel.from_pretrained(

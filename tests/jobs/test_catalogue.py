@@ -95,7 +95,7 @@ def test_every_family_has_a_published_model_and_every_name_is_one():
     assert len({name.lower() for name in names}) == len(names) and set(BILLIONS) == {row.name for row in PUBLISHED}
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
 def test_a_configuration_makes_as_many_parameters_as_are_published(row):
     model = named(row.name)
@@ -104,6 +104,7 @@ def test_a_configuration_makes_as_many_parameters_as_are_published(row):
         assert (model.family.locate(linear.name) is None) != (model.family.kept(linear.name) is None), linear.name
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
 def test_a_configuration_says_only_what_the_class_knows(row):
     """Diffusers drops an unknown key with a warning, transformers keeps it without one."""
@@ -119,7 +120,7 @@ def test_a_configuration_says_only_what_the_class_knows(row):
             assert {one: getattr(owner, one) for one in said if one in known} == said
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if row in FEW else pytest.mark.slow, id=row.name) for row in PUBLISHED],
@@ -284,7 +285,7 @@ ARGUMENTS = {
 SHALLOW = {"num_layers": 1, "num_single_layers": 1, "transformer_layers_per_block": 1}
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
     """At full width and the usual size, with tensors that have no data. Depth does not matter: layers come in turn."""
@@ -341,6 +342,7 @@ def test_json_has_the_numbers_and_the_chosen_recipe():
     assert sum(role["linears"] for role in model["linears"]) == len(named("SANA-1.6B").linears)
 
 
+@pytest.mark.slow
 def test_unknown_names_and_recipes_are_refused():
     for arguments, words in ((["nonsense"], "nonsense: no published model"), (["flux", "--recipe", "x"], "x")):
         result = CliRunner().invoke(cli, ["families", *arguments], standalone_mode=False)
@@ -363,6 +365,7 @@ def as_markdown(models, recipes) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen", [pytest.param(FEW, id="few"), pytest.param(PUBLISHED, id="all", marks=pytest.mark.slow)]
 )

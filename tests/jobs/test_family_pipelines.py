@@ -246,7 +246,7 @@ def test_a_pipeline_that_does_not_tell_of_its_steps_is_fitted_checked_and_judged
     assert run.metrics["psnr"].value.mean > 20 and run.drift.steps == (0, 1)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "columns"),
     [

@@ -132,6 +132,7 @@ def run(tmp_path: Path, *arguments: object) -> tuple[int, str]:
 UPLOADED = [("create_repo", "me/tiny-fp8", True, True), ("upload_folder", "me/tiny-fp8", "out", "tiny")]
 
 
+@pytest.mark.slow
 def test_what_passed_is_uploaded_and_a_failed_upload_can_be_made_again(api, tmp_path):
     push = ("tiny", "--push-to-hub", "me/tiny-fp8", "--private")
     api.fails = {"upload_folder": NoConnection("no route")}
@@ -144,6 +145,7 @@ def test_what_passed_is_uploaded_and_a_failed_upload_can_be_made_again(api, tmp_
     assert api.calls == [("whoami",), *UPLOADED]
 
 
+@pytest.mark.slow
 def test_what_missed_a_gate_is_written_but_not_uploaded(api, tmp_path):
     (tmp_path / "hard.yaml").write_text("extends: fp8\ngates: ['psnr>=900']\n")
     code, said = run(tmp_path, "--recipe", tmp_path / "hard.yaml", "--push-to-hub", "me/tiny")
@@ -154,6 +156,7 @@ def test_what_missed_a_gate_is_written_but_not_uploaded(api, tmp_path):
     assert api.calls == [("whoami",)]
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("arguments", "front", "fails", "words"),
     [

@@ -99,6 +99,7 @@ def test_a_job_within_a_bound_of_its_own_writes_the_same_bytes(monkeypatch, tmp_
 # What a job is said to take
 
 
+@pytest.mark.slow
 def test_the_forecast_names_what_takes_long():
     job = job_on(check=True)
     told = forecast.of_quantizing(job)

@@ -176,7 +176,7 @@ def shared(tmp_path_factory) -> Path:
 # Two processes
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("fitted", "parallel") else name for name in JOBS]
 )
@@ -206,6 +206,7 @@ def test_the_work_is_shared(shared):
     assert [name for name in second if not name.startswith(".")] == ["0006.safetensors", "0008.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_all_and_one_alone_goes_on(shared, single, tmp_path):
     folder = shutil.copytree(shared, tmp_path / "copy")
     assert not (folder / "killed").exists() and "Signal 9 (SIGKILL)" in (folder / "killed.err").read_text()

@@ -65,6 +65,7 @@ def test_a_checkpoint_is_evaluated_against_a_pipeline_in_memory(tmp_path, pipe, 
     assert json.loads((made.path / "eval" / "report.json").read_text())["call"] == report.call
 
 
+@pytest.mark.slow
 def test_statistics_are_gathered_and_used(tmp_path, quick_recipe) -> None:
     recipe = quick_recipe("nvfp4", False)
     statistics = fluxq.calibrate_pipeline("tiny", recipe, output=tmp_path / "s.safetensors", call=CALL)

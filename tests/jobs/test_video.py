@@ -54,6 +54,7 @@ def test_the_closing_check_compares_videos(made):
     assert "2 videos of 5 frames and 2 steps, same prompts and noise" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_gate_of_the_closing_check_is_missed_by_videos(made, tmp_path):
     (tmp_path / "strict.yaml").write_text("extends: fp8\ngates: ['psnr>=90']\n")
     model = made[0].parent / "wan"

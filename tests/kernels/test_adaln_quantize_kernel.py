@@ -208,6 +208,7 @@ def check_fused(
         assert_same_bits(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8), name)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("norm", adaln.NORMS)
 @pytest.mark.parametrize(
     ("dtype", "modulation"),
@@ -230,6 +231,7 @@ def test_what_is_optional_may_be_left_out(without: tuple[str, ...], norm: str) -
     check_v(adaln_quantize, norm=norm, without=without)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("m", "images"), [(1, 1), (17, 1), (130, 2), (18, 3), (17, 17)])
 def test_images_of_tokens_and_modulation_of_its_own_for_each_token(m: int, images: int) -> None:
     check_v(adaln_quantize, m, images)
@@ -241,19 +243,21 @@ def test_rows_of_any_length(d: int) -> None:
     check_v(adaln_quantize, norm="rms" if d == 1 else "layer", d=d)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("m", [1, 17])
 @pytest.mark.parametrize("format", FORMATS_MADE)
 def test_fused_is_composed_byte_for_byte(format: str, m: int) -> None:
     check_fused(adaln_quantize, format, m)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("format", FORMATS_MADE)
 def test_other_types_of_x_are_composed_alike(format: str, dtype: torch.dtype) -> None:
     check_fused(adaln_quantize, format, dtype=dtype, norm="rms")
 
 
-@pytest.mark.often(10)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("format", "options"),
     [

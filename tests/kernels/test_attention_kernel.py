@@ -147,7 +147,7 @@ def test_codes_are_the_references_bytes(shape: Shape, dtype: torch.dtype, monkey
     check_codes(kernels_attention, monkeypatch, shape, dtype)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 128])
 def test_codes_of_heads_of_128_by_other_numbers_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_codes(kernels_attention, monkeypatch, (1, 130, 257, 2), tile=Tile(rows, 128, 4))
@@ -170,6 +170,7 @@ TILES = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("tile", TILES)
 def test_every_form_of_the_kernel_is_within_the_bound(tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_attention(kernels_attention, monkeypatch, (1, 130, 257, 2), tile=TILES[tile])
@@ -273,7 +274,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }  # fmt: skip
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, check = FAULTS[fault]

@@ -132,7 +132,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("format", SUPPORTED)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_load_and_store_computes_the_same(variant: str, format: str) -> None:
@@ -153,6 +153,7 @@ def test_swizzled_scales_give_the_same_bits(format: str, shape: tuple[int, int, 
     check(block_scaled_matmul, format, shape, LARGE, layout=swizzled)
 
 
+@pytest.mark.slow
 def test_it_multiplies_what_the_quantizer_wrote_swizzled() -> None:
     """Fused equals composed: the quantizer's codes and scales, in its own layout, by the weight."""
     x = torch.randn(130, 160, generator=torch.Generator().manual_seed(3))
@@ -249,7 +250,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]

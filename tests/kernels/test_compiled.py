@@ -39,7 +39,7 @@ def inexact_instructions(cell: Cell) -> set[str]:
     return set(re.findall(INEXACT, hopper_ptx(cell)))
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_kernels_that_promise_bits_hold_no_instruction_that_rounds_otherwise(name: str) -> None:
     assert inexact_instructions(CELLS[name]) == set()

@@ -233,7 +233,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.often(10)
+@pytest.mark.often(2)
 @pytest.mark.parametrize(("scheme", "chip", "implementation"), CHOSEN)
 @pytest.mark.parametrize("m", [1, 33])
 def test_what_is_chosen_computes_the_scheme(offers, scheme: str, chip: str, implementation: str, m: int) -> None:
@@ -372,6 +372,7 @@ def test_norms_on_a_gpu(offers, kind: str) -> None:
     )
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("d", "scale"), [(64, None), (128, 0.1)])
 def test_attention_on_a_gpu(offers, d: int, scale: float | None) -> None:
     offers(**ALL)
@@ -492,6 +493,7 @@ def test_fp32_tokens_of_weight_only_layers_are_multiplied_in_fp32(offers, m: int
     torch.testing.assert_close(found, ops.quantized_linear(*arguments), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("rank", [64, 65, 200])
 def test_a_branch_of_any_rank_is_added(offers, rank: int) -> None:
     offers(**ALL)
@@ -501,6 +503,7 @@ def test_a_branch_of_any_rank_is_added(offers, rank: int) -> None:
     assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
+@pytest.mark.slow
 def test_weights_at_odd_addresses_take_a_tile_that_reads_them(offers) -> None:
     offers(**ALL)
     for scheme, m in (("int8-int8", 130), ("fp8-16bit", 1)):

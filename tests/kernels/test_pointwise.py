@@ -247,7 +247,7 @@ def test_dequantized_it_is_a_convolution():
     torch.testing.assert_close(plain(images().float()), layer(images().float()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 @pytest.mark.parametrize("bias", [True, False])
 def test_whatever_is_tried_it_ends_as_the_linear_does(recipe, bias):

@@ -197,6 +197,7 @@ def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
     torch.library.opcheck(quantizer.quantize_activation, (x, *packed(**arguments)), test_utils=checks)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", ["int8", "fp8_tensor given", "nvfp4", "mxfp4", "act", "beside"])
 def test_the_ops_compile_without_a_graph_break(case: str) -> None:
     arguments = CALLS[case]

@@ -165,6 +165,7 @@ def test_no_tokens_give_no_rows(name: str) -> None:
     assert replace(case, x=case.x[:0], given=case.given._replace(**scales))().shape == (0, N)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ["int8", "fp8_tensor", "nvfp4", "mxfp8 swizzled", "int4 by fp8", "nvfp4 weights"])
 def test_the_ops_keep_their_contract_with_torch(name: str) -> None:
     case = CASES[name]
@@ -175,6 +176,7 @@ def test_the_ops_keep_their_contract_with_torch(name: str) -> None:
         torch.library.opcheck(case.op, case.arguments(by), test_utils=checks)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "int4 by int8", "fp8 weights"])
 def test_the_ops_compile_without_a_graph_break(name: str) -> None:
     case, by = CASES[name], following()

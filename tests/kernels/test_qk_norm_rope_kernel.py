@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }  # fmt: skip
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]

@@ -262,13 +262,14 @@ def assert_equal_values(found: Tensor, expected: Tensor) -> None:
         )
 
 
-@pytest.mark.often(12)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("m", [1, 5, 17, 130])
 @pytest.mark.parametrize("format", PRODUCED)
 def test_codes_and_scales_are_the_reference_byte_for_byte(format: str, m: int) -> None:
     check_quantize(quantize_activation, format, m)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("format", PRODUCED)
 def test_other_input_types_are_quantized_alike(format: str, dtype: torch.dtype) -> None:
@@ -293,6 +294,7 @@ def test_nan_has_the_code_of_the_reference_whatever_its_sign(format: str) -> Non
     check_signs_of_nan(quantize_activation, format)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("format", "m"), [("mxfp8", 5), ("mxfp4", 5), ("nvfp4", 5), ("nvfp4", 130)])
 def test_swizzled_scales_lie_in_128x4_tiles_padded_with_zeros(format: str, m: int) -> None:
     check_swizzled(quantize_activation, format, m)
@@ -315,6 +317,7 @@ def test_ties_between_four_and_six_go_to_six() -> None:
     check_tie_of_four_and_six(quantize_activation)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("format", ["int8", "fp8", "fp8_tensor", "nvfp4"])
 def test_mean_smoothing_and_hadamard_come_first(format: str, given: bool) -> None:
@@ -328,7 +331,7 @@ def test_every_hadamard_size_gives_the_bits_of_the_reference(hadamard: int, m: i
     check_steps(quantize_activation, "mxfp8", m, hadamard=hadamard)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "given"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
 )
@@ -336,6 +339,7 @@ def test_four_over_six_with_every_step(dtype: torch.dtype, given: bool) -> None:
     check_steps(quantize_activation, "nvfp4", 5, dtype, given=given, hadamard=64, four_over_six=True, swizzled=True)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("format", "given"),
     [(name, given) for name in PRODUCED for given in (False, True) if not given or FORMATS[name].scale != "e8m0"],
@@ -349,7 +353,7 @@ def test_the_low_rank_product_of_other_types(dtype: torch.dtype) -> None:
     check_steps(quantize_activation, "int8", 5, dtype, rank=1)
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("beside", "act", "m"), [(1, None, 5), (192, "gelu_tanh", 33), (333, "silu_mul", 5)])
 @pytest.mark.parametrize("format", PRODUCED)
 def test_what_stands_beside_x_makes_the_first_columns(format: str, beside: int, act: str | None, m: int) -> None:
@@ -397,7 +401,7 @@ def test_rows_may_be_any_distance_apart() -> None:
     check_distant_rows(quantize_activation)
 
 
-@pytest.mark.often(12)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", [*KERNEL_FORMATS, "int4_g128"])
 def test_dequantized_matrices_are_the_references_bits(format: str, dtype: torch.dtype) -> None:

@@ -159,6 +159,7 @@ def test_int8_sums_are_exact_for_the_largest_codes() -> None:
     assert torch.equal(y, (codes.long() @ codes.long().T).float())
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_is_within_the_rounding_of_its_sums(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -192,7 +193,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_multiply_computes_the_same(variant: str) -> None:
     """Promotion too, where sums are fp32 as here."""
@@ -301,12 +302,13 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("check", [int8, fp8, everything, copied, shared])
 def test_without_a_fault_the_checks_are_green(check: Callable) -> None:
     check(scaled_matmul)
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, check = FAULTS[fault]

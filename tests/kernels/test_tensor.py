@@ -140,6 +140,7 @@ def test_a_matrix_is_decoded_as_its_formula_says_however_many_rows_at_a_time(row
     assert torch.equal(bits(q.operand()), bits(by_block.reshape(20, -1)))
 
 
+@pytest.mark.often(2)
 @EVERY_FORMAT
 @given(seed=SEEDS)
 @quickly
@@ -152,6 +153,7 @@ def test_every_value_takes_the_nearest_code_under_its_scale(row, seed):
     assert (error <= nearest + FP32_SLACK * w.double().abs()).all()
 
 
+@pytest.mark.often(2)
 @EVERY_FORMAT
 @given(seed=SEEDS)
 @quickly
@@ -175,6 +177,7 @@ def test_the_error_is_at_most_half_the_widest_step(row, seed):
         assert (error <= half_step * 2 * block_amax(w, row) / row.element.max)[exact].all()
 
 
+@pytest.mark.often(2)
 @EVERY_FORMAT
 @given(seed=SEEDS)
 @quickly
@@ -216,6 +219,7 @@ def test_what_is_not_idempotent_in_nvfp4_is_so_for_the_stated_reasons():
     assert 0 < (back != global_scale).sum() < 1000
 
 
+@pytest.mark.often(2)
 @EVERY_FORMAT
 @given(seed=SEEDS, power=st.integers(-20, 20))
 @quickly
@@ -226,6 +230,7 @@ def test_a_power_of_two_passes_through(row, seed, power):
     assert torch.equal(scaled.dequantize(), q.dequantize() * 2.0**power)
 
 
+@pytest.mark.often(2)
 @EVERY_FORMAT
 @given(seed=SEEDS)
 @quickly

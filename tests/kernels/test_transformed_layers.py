@@ -424,6 +424,7 @@ def test_steps_that_do_not_fit_the_input_are_named() -> None:
 # --- the op
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", [SCHEMES[0], "int8-int8-center-smooth-d8-h128-r8", "int4-int4-smooth-h64-r8"])
 def test_the_op_passes_opcheck_and_compiles_without_a_graph_break(scheme: str) -> None:
     layer, _ = layer_of(scheme)
@@ -572,7 +573,7 @@ def assert_near(found: Tensor, expected: Tensor, exact: Tensor) -> None:
     assert worst < 2**-7 or relative(found, exact) < 1.05 * relative(expected, exact), worst
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("scheme", "chip", "implementation"), ON_CHIPS)
 @pytest.mark.parametrize("m", [1, 33])
 def test_kernels_compute_the_scheme(everything_is_offered, scheme: str, chip: str, implementation: str, m: int) -> None:
@@ -584,6 +585,7 @@ def test_kernels_compute_the_scheme(everything_is_offered, scheme: str, chip: st
     assert_near(found, layer(x), layer.dequantized(torch.float32)(x.float()))
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", [SCHEMES[0], "int4-int4-smooth-h64-r8"])
 def test_4_bit_weights_decoded_to_8_bit_keep_their_transforms(everything_is_offered, scheme: str) -> None:
     layer, _ = layer_of(scheme)
@@ -594,6 +596,7 @@ def test_4_bit_weights_decoded_to_8_bit_keep_their_transforms(everything_is_offe
     assert_near(found, layer(x), layer.dequantized(torch.float32)(x.float()))
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("chip", ["sm_80", "sm_89", "sm_90"])
 def test_an_8_bit_weight_made_at_load_keeps_centering_and_smoothing(everything_is_offered, chip: str) -> None:
     layer, _ = layer_of(SCHEMES[0])
@@ -750,6 +753,7 @@ def test_the_files_say_what_they_hold_and_are_saved_again_as_they_are(by_hand, t
     assert_same_files(tmp_path, folder / "transformer")
 
 
+@pytest.mark.slow
 def test_a_prepared_model_is_saved_as_it_was(by_hand, tmp_path: Path) -> None:
     folder = by_hand[0] / "transformer"
     model = diffusers.FluxTransformer2DModel.from_pretrained(folder, dtype=torch.bfloat16)

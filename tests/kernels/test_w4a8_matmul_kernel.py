@@ -85,7 +85,7 @@ def assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
     matmul.assert_within(found, expected, bound)
 
 
-@pytest.mark.often(10)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -111,7 +111,7 @@ def test_what_follows_is_that_of_the_8_bit_matmul(follows: str) -> None:
     check_composed(w4a8_matmul, "nvfp4", "int8", (50, 40, 128), **FOLLOWS[follows])
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "int4"])
 def test_every_code_under_many_scales_is_the_references_byte(weights: str, activations: str) -> None:
@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
 }
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, check = FAULTS[fault]

@@ -78,6 +78,7 @@ def check(
     matmul.assert_within(out.double(), value, bound)  # its tiles have 32 rows and columns, as these have
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("shape", [(1, 33, 128), (5, 64, 384), (17, 40, 640)])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_matmul_is_within_the_rounding_of_its_sums(weights: str, shape: tuple[int, int, int]) -> None:
@@ -123,12 +124,14 @@ FOLLOWS = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("tile", [TILE, GEMV], ids=["matmul", "gemv"])
 @pytest.mark.parametrize("follows", FOLLOWS)
 def test_what_follows_is_computed_in_fp32(follows: str, tile: MatmulTile | Tile) -> None:
     check(weight_only_matmul, "nvfp4", (10, 40, 128), tile, **FOLLOWS[follows])
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("tile", [TILE, GEMV], ids=["matmul", "gemv"])
 @pytest.mark.parametrize("weights", [name for name in KERNEL_FORMATS if name != "fp8_tensor"])
 def test_every_code_decodes_under_every_scale(weights: str, tile: MatmulTile | Tile) -> None:
@@ -249,7 +252,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
 }
 
 
-@pytest.mark.often(8)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, red = FAULTS[fault]

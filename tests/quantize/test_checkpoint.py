@@ -94,6 +94,7 @@ def load(folder) -> FluxTransformer2DModel:
     return FluxTransformer2DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16, local_files_only=True)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_config_says_all_that_loading_needs(checkpoint, recipe):
     config = config_of(checkpoint(recipe))
@@ -176,6 +177,7 @@ def test_joined_layers_share_their_scales(checkpoint, statistics_file, block, me
         assert held[f"{name}.input_scale"] == seen / (6 * 448)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("block", "members"), [(block, m) for block, groups in JOINED.items() for m in groups])
 def test_joined_layers_in_fp8_share_the_scale_of_a_whole_weight(checkpoint, block, members):
     held = weights_of(checkpoint("fp8-comfy"))
@@ -194,6 +196,7 @@ def test_other_layers_have_scales_of_their_own(checkpoint):
     assert len(scales) > 3
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes(checkpoint, tmp_path, quick_recipe, statistics_file):
     folders, recipe = [tmp_path / "1", tmp_path / "2"], str(quick_recipe("nvfp4", fitted=False))
     for folder in folders:
@@ -243,6 +246,7 @@ def _bytes(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.slow
 def test_one_tensor_larger_than_a_shard_gets_a_shard_of_its_own(tmp_path, quick_recipe, statistics_file):
     write(tmp_path, 1, statistics_file, quick_recipe("nvfp4", fitted=False))
     files = list((tmp_path / "transformer").glob("*.safetensors"))
@@ -352,6 +356,7 @@ def test_a_config_that_does_not_fit_is_refused_by_name(damaged, change, message)
     assert message in str(caught.value)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

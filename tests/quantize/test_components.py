@@ -66,6 +66,7 @@ def planned(folder: ModelFolder, component: str, recipe="fp8") -> Plan:
 # What is written
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 @pytest.mark.parametrize("component", ENCODERS)
 def test_a_text_encoder_is_written_as_its_own_library_reads_it(recipe, component, tmp_path):
@@ -438,6 +439,7 @@ def test_an_adapter_that_quantized_weights_would_lack_is_refused(fluxq, adapted,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_copied_is_recorded_where_a_lost_plan_file_leaves_it(adapted, tmp_path):
     folder = quantized("fp8", tmp_path / "out", ("transformer",), adapted)
     assert {result.status for result in verify(folder)} == {"ok"}

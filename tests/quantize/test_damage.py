@@ -130,7 +130,7 @@ def test_the_page_has_every_damage():
     assert list(rows()) == list(DAMAGES)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     "recipe",

@@ -162,7 +162,7 @@ def test_a_block_whose_outputs_are_gone_is_run_and_not_fitted_again(tmp_path, mo
     assert weights_of(folders[1] / "out") == weights_of(folders[0] / "out")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_block_that_was_damaged_since_is_fitted_again_and_no_other(tmp_path, monkeypatch, parallel):
     """Its inputs are gone too, so the blocks before it run again; those after it stay as they are."""
@@ -234,6 +234,7 @@ def test_parallel_blocks_are_fitted_to_16_bit_ones(tmp_path, quickly_finished):
     assert first[-1] != last[-1]
 
 
+@pytest.mark.slow
 def test_one_image_alone_decides_nothing(tmp_path):
     """No image is left to judge by: layers are rounded to nearest, and the record says why."""
     record = making.quantize(making.job_of(options(tmp_path, ALL_STAGES.replace("count: 8", "count: 1"))))
@@ -296,6 +297,7 @@ def said(group) -> str:
     return "; ".join(stage.reason for stage in group.stages)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_inputs_that_cannot_be_fitted_to(case):
     fit, held, reason = BAD_INPUTS[case]
@@ -385,6 +387,7 @@ def test_dead_inputs_and_zero_weights_of_a_model_leave_numbers_in_its_checkpoint
     assert any("1 for each is asked" in reason for reason in reasons["transformer_blocks.0.attn.to_q"])
 
 
+@pytest.mark.slow
 def test_a_model_that_a_fit_cannot_use_leaves_nothing_behind(tmp_path, monkeypatch):
     """Going on later would fail again, so captured calls go too; after an interruption they stay, see above."""
 
@@ -397,6 +400,7 @@ def test_a_model_that_a_fit_cannot_use_leaves_nothing_behind(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["fitted.yaml"]
 
 
+@pytest.mark.slow
 def test_statistics_of_another_recipe_are_refused_before_anything_is_computed(tmp_path):
     """They lack layers that this one quantizes; see also commands/test_cli.py and calibrate/test_statistics.py."""
     few = ALL_STAGES.replace("count: 8", "count: 1").replace("steps: 2", "steps: 1")

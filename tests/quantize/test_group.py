@@ -57,6 +57,7 @@ def kept(group) -> set[str]:
     return {stage.name for stage in group.stages if stage.kept}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int8"])
 def test_all_stages_together_gain_much_and_say_so(layer, inputs, name):
     method = ALL if name == "nvfp4" else replace(ALL, activations_46=False)
@@ -102,6 +103,7 @@ def test_joined_weights_with_one_scale_each_share_it(layer, inputs, gptq):
     assert a["input_scale"] == b["input_scale"] and group.db is not None and group.db > 25
 
 
+@pytest.mark.slow
 def test_a_price_that_is_too_high_is_not_paid(layer, inputs):
     def price(before, after):
         return 50.0 if after[0].rank or after[0].deflate else 0.0
@@ -201,6 +203,7 @@ def test_the_same_twice(layer, inputs):
         assert torch.equal(tensor.float(), tensors(second)[name].float())
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ["nvfp4", "int8"])
 def test_a_few_rows_at_a_time_give_the_same_layer(layer, inputs, name, monkeypatch):
     one = [GroupLayer("a", layer.weight, torch.ones(96), scheme(name))]
@@ -258,6 +261,7 @@ def test_four_over_six_of_weights_alone(layer, inputs):
     assert not torch.equal(tensors(chosen)["weight_scale"].float(), tensors(plain)["weight_scale"].float())
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int8"])
 def test_the_layer_computes_what_was_judged(layer, inputs, name):
     """The held-out dB again, by the layer that is stored and the op that runs it."""

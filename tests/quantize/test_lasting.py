@@ -89,6 +89,7 @@ def blocks_of(work: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(work.glob("transformer/*.safetensors"))}
 
 
+@pytest.mark.slow
 def test_a_finished_block_that_was_damaged_is_made_again(tmp_path, monkeypatch, caplog):
     clean = quantize(tiny.path(), tmp_path / "clean").read_bytes()
     work = stopped(monkeypatch, tiny.path(), tmp_path / "out")
@@ -102,6 +103,7 @@ def test_a_finished_block_that_was_damaged_is_made_again(tmp_path, monkeypatch, 
     ]
 
 
+@pytest.mark.slow
 def test_blocks_of_another_model_of_equal_names_sizes_and_times_are_made_again(tmp_path, monkeypatch, caplog):
     one, other = model(tmp_path / "one"), model(tmp_path / "other", 1.02)
     clean = quantize(other, tmp_path / "clean").read_bytes()
@@ -163,7 +165,7 @@ def replace_weights(source: Path, other: Path) -> None:
     (other / file).rename(source / file)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["vae/config.json", "vae/more/new.json", "LICENSE.txt"])
 def test_what_is_copied_is_what_the_plan_records_or_nothing_is_written(tmp_path, changed):
     """R7, of parts that are copied unchanged: they change between the start and the copying."""
@@ -208,6 +210,7 @@ def test_a_file_replaced_by_one_of_equal_size_and_time_is_seen_at_the_next_read(
         opened.get_tensor(name)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
 def test_a_passing_trouble_keeps_what_is_done_and_blames_no_file(tmp_path, monkeypatch, number):
     clean = quantize(tiny.path(), tmp_path / "clean").read_bytes()
@@ -247,6 +250,7 @@ def test_statistics_alone_are_not_kept_where_the_model_is_at_fault(tmp_path):
         assert file.exists() == is_kept
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypatch):
     """R11: the model's file is touched behind four blocks."""
     source, out = model(tmp_path / "m"), tmp_path / "out"
@@ -264,6 +268,7 @@ def test_a_file_that_changes_while_it_is_read_costs_no_block(tmp_path, monkeypat
     assert made and not {file.name for file in made} & done.keys()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_replaces_nothing_that_was_put_there_meanwhile(tmp_path, monkeypatch, plain):
     """The user's photo came into the old one behind four blocks; all of them are kept for the next run."""
     out = tmp_path / "out"
@@ -401,6 +406,7 @@ def test_a_block_in_place_of_another_is_not_taken(tmp_path, monkeypatch, plain):
     assert quantize(tiny.path(), tmp_path / "out").read_bytes() == plain
 
 
+@pytest.mark.slow
 def test_statistics_of_a_model_that_changes_meanwhile_are_not_written(tmp_path, monkeypatch):
     source, out = model(tmp_path / "m"), tmp_path / "s.safetensors"
 
@@ -533,6 +539,7 @@ def test_a_model_does_not_say_what_fluxq_asks_of_a_call(tmp_path, said):
         making.job_of(options(folder, tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path):
     table = pyarrow.table({"prompt": pyarrow.array(["a" * 9_000] * 60_000).dictionary_encode()})
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet", compression="zstd")

@@ -132,6 +132,7 @@ def unet_of(folder: Path) -> nn.Module:
     return diffusers.UNet2DConditionModel.from_pretrained(folder / "unet")
 
 
+@pytest.mark.slow
 def test_a_file_for_a_unet_is_fused_as_diffusers_fuses_it_convolutions_too(sdxl, tmp_path):
     held = factors(unet_of(sdxl), UNET_LAYERS + CONVOLUTIONS)
     file = tmp_path / "style.safetensors"
@@ -140,6 +141,7 @@ def test_a_file_for_a_unet_is_fused_as_diffusers_fuses_it_convolutions_too(sdxl,
     require_same(fused(sdxl, "unet", f"{file}:0.7"), want, SourceWeights(resolve_model(str(sdxl)), "unet"), 6)
 
 
+@pytest.mark.slow
 def test_names_of_another_trainer_that_count_blocks_otherwise_are_read_as_diffusers_reads_them(sdxl, tmp_path):
     held = kohya(factors(unet_of(sdxl), UNET_LAYERS[:2]), alpha=2.0)
     ours = tmp_path / "ours.safetensors"

@@ -21,6 +21,7 @@ def linear() -> nn.Linear:
     return nn.Linear(256, 96, dtype=torch.bfloat16)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_a_recipe_tried_on_one_layer_stays_close_to_it(recipe, linear):
     x = torch.randn(3, 40, 256, dtype=torch.bfloat16)

@@ -170,7 +170,7 @@ def amax(checkpoint: Callable[[str], Path]) -> dict[str, float]:
     return calibration_amax([(prompt, seed) for prompt, seed in made["items"]], made["steps_seen"])
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "int4", "int8", "mxfp8", "nvfp4"])
 def test_latents_of_the_loaded_checkpoint_equal_the_simulation(
     recipe: str, checkpoint: Callable[[str], Path], amax: dict[str, float]

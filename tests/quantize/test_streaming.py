@@ -126,7 +126,7 @@ POINTS = {  # where a process is killed -> blocks that are done by then
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_somewhere_the_same_command_goes_on_there(whole, tmp_path, point):
@@ -141,6 +141,7 @@ def test_killed_somewhere_the_same_command_goes_on_there(whole, tmp_path, point)
     assert files_of(tmp_path / "out") == whole[0] and beside(tmp_path) == ["out"]
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_killed_at_random_times_in_a_row_it_still_ends_with_the_same_bytes(whole, tmp_path, count):
@@ -218,7 +219,7 @@ REPLACING = {  # where a process is killed -> what then stands at the output
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("point", REPLACING)
 def test_killed_while_it_replaces_a_checkpoint_the_old_one_is_not_lost(whole, tmp_path, point):
@@ -270,6 +271,7 @@ def quantize(folder: Path, model: str = "tiny", recipe: str = "fp8", **changes: 
     return making.quantize(making.job_of(making.JobOptions(model, recipe, output=str(folder / "out"), **how)))
 
 
+@pytest.mark.slow
 def test_work_of_an_output_whose_name_goes_on_is_left_alone(tmp_path, interrupted):
     """`out` is no reason to touch what was begun for `out.v2`."""
     work = interrupted("tiny", "int8")
@@ -344,6 +346,7 @@ def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path
     assert manifest["calibration"].keys() >= {"count", "steps", "seed"} and manifest["call"] == prepared.call
 
 
+@pytest.mark.slow
 def test_what_a_kill_after_the_end_left_is_cleared_away(tmp_path, interrupted):
     """A process that is killed when the checkpoint stands, but its work folder and lock do too."""
     work = interrupted("tiny", "fp8")
@@ -355,6 +358,7 @@ def test_what_a_kill_after_the_end_left_is_cleared_away(tmp_path, interrupted):
     assert quantize(tmp_path) == record and beside(tmp_path) == ["out"]
 
 
+@pytest.mark.slow
 def test_another_shard_size_goes_on_with_the_same_blocks(tmp_path, interrupted, monkeypatch):
     interrupted("tiny", "fp8")
     monkeypatch.setattr(run, "finish", lambda *_: pytest.fail("made again"))
@@ -362,6 +366,7 @@ def test_another_shard_size_goes_on_with_the_same_blocks(tmp_path, interrupted, 
     assert len(list((tmp_path / "out" / "transformer").glob("*-of-*.safetensors"))) > 2
 
 
+@pytest.mark.slow
 def test_statistics_that_were_gathered_are_not_gathered_again(tmp_path, quick_recipe, monkeypatch):
     recipe = str(quick_recipe("nvfp4", fitted=False))
     with monkeypatch.context() as patch:
@@ -447,6 +452,7 @@ def test_memory_does_not_grow_with_the_model_and_cost_grows_as_it_does(model_of,
     assert large["cpu"] < 1.7 * ratio * small["cpu"]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-max", "int4"])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path, recipe):
     plan, source = tiny_plan(recipe), SourceWeights(resolve_model("tiny"), "transformer")
@@ -509,6 +515,7 @@ def test_a_failure_anywhere_ends_all_threads(where):
     assert threading.active_count() == before and max(item for _, item in seen) < 15
 
 
+@pytest.mark.slow
 def test_a_weight_with_nan_or_of_another_shape_is_named(tmp_path, tiny_folder):
     path = tiny_folder / "transformer" / "diffusion_pytorch_model.safetensors"
     own = load_file(path)
@@ -573,6 +580,7 @@ def test_shards_are_what_safetensors_would_write(tmp_path):
                if tensor.ndim)  # fmt: skip
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("recipe", "slack"), [("fp8", 1.01), ("nvfp4", 1.01), pytest.param("nvfp4-max", 1.6, marks=pytest.mark.slow)]
 )

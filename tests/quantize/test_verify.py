@@ -86,6 +86,7 @@ def test_an_undamaged_checkpoint_passes_every_check(checkpoint, recipe):
     assert statuses(checkpoint(recipe)) == dict.fromkeys(CHECKS, "ok")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_what_diffusers_saved_again_passes_and_says_what_is_not_recorded(checkpoint, recipe, tmp_path):
     pipe = diffusers.DiffusionPipeline.from_pretrained(checkpoint(recipe), dtype=torch.bfloat16)
@@ -228,6 +229,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("damage", TENSORS)
 def test_one_damaged_tensor_is_named(copied, damage):
     recipe, name, edit, words = TENSORS[damage]
@@ -275,6 +277,7 @@ def test_a_truncated_weight_file_is_reported_once_and_named(copied, recipe):
     assert "truncated or damaged" in failed(folder)["files"] and WEIGHTS in failed(folder)["files"]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     "file",
     [CONFIG, WEIGHTS, "model_index.json", "vae/config.json", "text_encoder_2/model.safetensors", "LICENSE.txt"],
@@ -346,6 +349,7 @@ def swap(layers: dict[str, list[str]], name: str, scheme: str) -> None:
     layers[scheme].append(name)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("case", SAID)
 def test_what_config_json_says_wrongly_is_found(copied, case):
     edit, check, words = SAID[case]
@@ -367,6 +371,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", PLANNED)
 def test_a_plan_that_is_not_the_tensors_is_found(copied, case):
     edit, words = PLANNED[case]
@@ -454,6 +459,7 @@ def test_what_nobody_recorded_and_a_loader_may_read_is_found(plain_checkpoint, t
     assert found.findings[0].what.startswith("recorded by nobody, and a loader may read it: remove it")
 
 
+@pytest.mark.slow
 def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path, monkeypatch):
     folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")
     (folder / "fluxq_plan.json").unlink()
@@ -551,6 +557,7 @@ def test_a_plan_file_that_is_no_file_is_not_taken_for_none(plain_checkpoint, tmp
     assert done.exit_code != 0 and "fluxq_plan.json is no regular file" in done.output, done.output
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
 def test_a_file_that_cannot_be_read_is_a_check_not_made(plain_checkpoint, monkeypatch, number):
     """R11: trouble of a disk, or too many open files, is no damage; nothing that is accepted by --allow-unrecorded."""

@@ -105,6 +105,7 @@ TINY_PASSES = {  # tokens of shared.py's family_inputs
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("row", MODELLED, ids=lambda row: row.name)
 def test_flops_are_those_that_torch_counts_in_a_forward_pass(row, family_inputs):
     """Linears and attention, of every layer and stream; convolutions where they are much of the work."""
@@ -127,6 +128,7 @@ def test_flops_are_those_that_torch_counts_in_a_forward_pass(row, family_inputs)
     assert sum(step.flops + step.scalar_flops for step in modelled) == counted
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("side", [8, 12])
 def test_flops_of_a_unet_with_more_levels_and_convolutions_for_its_ends(side, family_inputs):
     """Stable Diffusion 1.5's kind; 12, 6, 3 and 2 pixels on a side: a level rounds up."""
@@ -153,7 +155,7 @@ def test_every_denoiser_has_a_workload():
     assert set(WORKLOADS) == set(TINY_PASSES) == {row.name for row in TRANSFORMERS}
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("row", MODELLED, ids=lambda row: row.name)
 def test_in_full_size_no_layer_is_left_without_a_part(row):
     module = model(row.name, json.dumps(full_size(row.name)))
@@ -168,6 +170,7 @@ def test_in_full_size_no_layer_is_left_without_a_part(row):
 # Tokens
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("family", "how", "image", "text"),
     [
@@ -283,6 +286,7 @@ def test_bytes_of_the_passes_between_the_matmuls(recipe):
     assert total["fused"] == pytest.approx(total["ideal"] + 57 * (4 + activated), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_bytes_where_a_gate_is_fused_with_what_it_multiplies():
     """FLUX.2 in 16 bit, in units of one (S, D) tensor; its feed-forward is 3 D wide."""
     forward, unit = forward_pass("flux2", dict(model("flux2").config)), 2 * S * 6144
@@ -430,7 +434,7 @@ def test_where_there_is_no_kernel_torch_decodes_each_weight_and_multiplies_in_fp
 # Times
 
 
-@pytest.mark.often(20)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("device", ONE_EACH.values(), ids=ONE_EACH)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_fusing_never_costs_time_and_the_total_is_the_sum(recipe, device):
@@ -484,6 +488,7 @@ def test_a_block_s_matmuls_are_bound_by_arithmetic_and_modulation_by_memory(devi
             assert bound, step.name
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("device", WITH_KERNELS.values(), ids=WITH_KERNELS)
 def test_attention_in_fp8_where_the_chip_multiplies_it(device):
     plan = plan_of("fp8")

@@ -83,7 +83,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("case", "recipe"), RECIPES, indirect=["case"])
 def test_what_a_recipe_makes_of_it_is_saved_and_loaded(case, recipe, tmp_path):
     """All recipes in every family among the slow ones; each family one of them otherwise."""
@@ -106,7 +106,7 @@ FITTED = [
 ]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "recipe"), FITTED, indirect=["case"])
 def test_what_a_recipe_fits_to_its_calls_is_saved_and_loaded(case, recipe, tmp_path):
     """Plan, calls, fitting, files, loading and a forward pass, with all that the recipe tries."""
@@ -149,7 +149,7 @@ def test_it_computes_what_the_16_bit_model_computes_up_to_four_bits(case):
     assert 1e-4 < (got - want).norm() / want.norm() < 0.25
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 def test_it_is_saved_and_loaded_bit_for_bit(case, tmp_path):
     model = case.load()
     model.save_pretrained(tmp_path, max_shard_size="200KB")
@@ -159,7 +159,7 @@ def test_it_is_saved_and_loaded_bit_for_bit(case, tmp_path):
     assert torch.equal(case.output(copy.deepcopy(model)), case.output(model))
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 def test_blocks_on_disk_compute_alike(case, tmp_path):
     """In fp32, for on disk diffusers casts what a class keeps in fp32, in 16 bit too.
 
@@ -185,7 +185,7 @@ def test_group_offload_computes_alike(case):
     assert torch.equal(case.output(model), want)
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", TAKES_ADAPTERS, ids=lambda row: row.name, indirect=True)
 def test_a_lora_fuses_without_loss_and_leaves_no_trace(case):
     model = case.load()
@@ -208,7 +208,7 @@ COMPILED = [  # tests/integrations/test_loading.py compiles FLUX.1; HiDream coun
 ]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED, indirect=True)
 def test_compiled_it_is_one_graph(case):
     model = case.load()

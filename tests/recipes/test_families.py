@@ -144,7 +144,7 @@ def test_every_row_says_why_layers_are_kept(family):
     assert all(len(reason.split()) > 4 for reason in family.keep.values())
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 def test_every_shipped_recipe_fits_every_linear_in_full_size(family):
     shapes = shapes_of(on_meta(family, FULL_SIZE.get(family.name, {})))
     for name in shipped_recipes():
@@ -271,6 +271,7 @@ def named(source: str) -> set[str]:
     return by_name | {family.name for family in FAMILIES.values() if family.model in texts}
 
 
+@pytest.mark.slow
 def test_no_family_is_named_outside_its_file_and_the_table():
     outside = {name: path for name, path in our_modules().items() if not name.startswith("fluxq.recipes.families.")}
     found = {name: named(path.read_text(encoding="utf-8")) for name, path in outside.items() if name != TABLE}
@@ -376,6 +377,7 @@ def folded_into(model: nn.Module, block: str, group, mean: torch.Tensor, smooth:
     return model
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("name", "variant", "changed"),
     [

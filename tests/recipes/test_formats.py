@@ -69,7 +69,7 @@ def named(source: str, name: str) -> bool:
     return any(isinstance(node, ast.Constant) and node.value == name for node in ast.walk(ast.parse(source)))
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_e5m2", "e5m2"])
 def test_a_format_is_two_rows_and_no_other_file_names_it(name):
     """Of a format that no kernel and no program multiplies yet: its rows are all that it takes."""

@@ -126,6 +126,7 @@ def test_a_planted_swap_is_seen(name, original, monkeypatch):
         check_against_the_converter(name, {})
 
 
+@pytest.mark.often(2)
 @cases(CASES)
 def test_the_way_back_is_the_inverse(name, config):
     names = list(shapes(name, config))

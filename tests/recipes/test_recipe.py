@@ -559,7 +559,7 @@ def test_the_committed_schema_is_up_to_date():
     assert committed == json.loads(json.dumps(recipe_schema())), "write recipe_schema() to recipes/schema.json again"
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_the_schema_accepts_what_is_accepted_and_refuses_a_misspelt_key(name):
     jsonschema = pytest.importorskip("jsonschema")
@@ -573,6 +573,7 @@ def test_the_schema_accepts_what_is_accepted_and_refuses_a_misspelt_key(name):
             jsonschema.validate(wrong, recipe_schema())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.one_of(st.text(), st.tuples(st.integers(0, len(FULL)), st.text("{}[]:-,!&*'\"#|>%@` \n\t\x85a1", max_size=3)))

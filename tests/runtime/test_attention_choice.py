@@ -296,6 +296,7 @@ def test_a_checkpoint_says_it_and_its_model_computes_it(written: Path, plain_che
     assert attention_of(model) == "fp8"
 
 
+@pytest.mark.slow
 def test_saving_keeps_the_choice_as_it_is_then(written: Path, tmp_path: Path) -> None:
     pipe = load(written)
     expected = output(pipe.transformer)

@@ -54,7 +54,7 @@ def test_fused_is_unfused_byte_for_byte(scheme: str) -> None:
     assert torch.equal(output(model), want)
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", ["16 bit", FULL, *(pytest.param(s, marks=pytest.mark.slow) for s in SOME)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_in_every_dtype_batch_and_size(scheme: str, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ def test_in_every_dtype_batch_and_size(scheme: str, dtype: torch.dtype) -> None:
         assert torch.equal(output(model, **call), before), call
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", ["16 bit", "int8", "fp8", "nvfp4"])
 def test_the_embedded_pipeline_draws_the_same_images(recipe: str, plain_checkpoint) -> None:
     assert_same_images(tiny.load(folder=plain_checkpoint(recipe)))
@@ -146,6 +146,7 @@ def test_other_vectors_or_scales_are_not_shared() -> None:
         assert torch.equal(output(model), want)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 def test_weights_of_four_bits_under_codes_of_eight(activations: str) -> None:
     model = quantized("nvfp4-nvfp4-static-smooth")
@@ -203,6 +204,7 @@ def no_rope(q, k, tensors, names, *rest):
 MODULATION, HEADS, ROPE = fused_forms._modulation, fused_forms._heads, rope.qk_norm_rope
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
@@ -224,6 +226,7 @@ def test_a_fault_is_seen(scheme: str, place, name: str, fault, monkeypatch) -> N
 # --- adapters
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", ["16 bit", "int8-int8", FULL])
 def test_adapters_come_and_go(scheme: str) -> None:
     """Loaded before or after, scaled, fused, unfused, deleted: always what the block's own forward computes."""
@@ -355,6 +358,7 @@ def by_leaf(model: nn.Module) -> None:
     apply_group_offloading(model, torch.device("cpu"), offload_type="leaf_level")
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", ["16 bit", "int8-int8"])
 @pytest.mark.parametrize("offload", [sequential, as_a_whole, by_block, by_leaf])
 def test_offloading_after_optimizing_works_and_before_is_refused_by_name(scheme: str, offload) -> None:

@@ -54,6 +54,7 @@ def test_fused_is_unfused_byte_for_byte(scheme: str, name: str) -> None:
     assert_same(quantized(scheme, family=name), BLOCKS[name])
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("scheme", ["16 bit", *(pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES[1:])])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -267,6 +268,7 @@ SEEN = {
 }
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in SEEN.items() for fault in faults])
 def test_a_fault_is_seen(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantized("16 bit", family=name)
@@ -279,6 +281,7 @@ def test_a_fault_is_seen(name: str, fault: str, monkeypatch: pytest.MonkeyPatch)
 # --- what a fused form does not know
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_autocast_and_other_processors_are_the_blocks_own(name: str) -> None:
     model = quantized("int8-int8", family=name)
@@ -300,6 +303,7 @@ def test_gradients_autocast_and_other_processors_are_the_blocks_own(name: str) -
     assert fused_calls(model) == BLOCKS[name]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_hooks_on_what_is_passed_over_are_heard(name: str) -> None:
     model = quantized("16 bit", family=name)
@@ -317,6 +321,7 @@ def test_hooks_on_what_is_passed_over_are_heard(name: str) -> None:
     assert set(heard) == set(paths)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_adapters_copies_and_pickles(name: str) -> None:
     model = quantized("int8-int8", family=name)

@@ -105,7 +105,7 @@ def cases() -> list[Any]:
     return [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in both]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "case"), cases())
 def test_every_op_of_a_block_is_its_reference_tile_by_tile(on_the_interpreter, kind: str, case: str) -> None:
     assert run(kind, case) == expected_calls(kind, case)
@@ -196,7 +196,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_op_and_tiles(on_the_interpreter, fault: str, tmp_path: Path, monkeypatch) -> None:
     name, old, new, case, said = FAULTS[fault]

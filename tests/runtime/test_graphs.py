@@ -160,6 +160,7 @@ def test_a_step_is_recorded_once_and_the_image_stays(flux):
     captured.remove()
 
 
+@pytest.mark.slow
 def test_sizes_batches_prompts_and_guidance(flux):
     two = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
     calls = [{}, {"height": 32}, {"prompt": ["a red circle", "a star"]}, two, {"prompt": "a star"}, two, {"height": 32}]
@@ -173,6 +174,7 @@ def test_sizes_batches_prompts_and_guidance(flux):
         assert [graph.replays for graph in captured.captured] == [STEPS, STEPS * 6, STEPS * 2]
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_graph_goes(flux):
     model = flux.transformer
     with fluxq.capture(model, max_graphs=2) as captured:
@@ -239,6 +241,7 @@ def test_strides_stay(flux, how):
         assert captured.captures == 2
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", ["int8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("then", ["as loaded", "prepared", "optimized"])
 def test_quantized_prepared_and_optimized(quantized, recipe, then):
@@ -318,6 +321,7 @@ def test_a_weight_of_another_shape_or_that_is_no_longer_shared_is_another_form(f
         assert captured.captures == 4
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", ["16 bit", "int8"])
 def test_a_lora_of_the_same_rank_is_swapped_without_recording(quantized, lora_file, recipe):
     pipe = quantized(recipe)
@@ -356,6 +360,7 @@ def test_of_another_rank_otherwise_it_is_another_form(flux, lora_file):
         assert captured.captures == 2
 
 
+@pytest.mark.slow
 def test_weights_of_adapters_are_forms_and_come_back(flux, lora_file):
     for seed, name in enumerate(("one", "two")):
         flux.load_lora_weights(lora_file(f"{name}.safetensors", ADAPTED, seed=seed), adapter_name=name)
@@ -369,7 +374,7 @@ def test_weights_of_adapters_are_forms_and_come_back(flux, lora_file):
         assert torch.equal(made[0], made[3])
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["16 bit", "int8"])
 def test_adapters_that_come_and_go(quantized, lora_file, recipe):
     pipe = quantized(recipe)
@@ -395,6 +400,7 @@ def test_adapters_that_come_and_go(quantized, lora_file, recipe):
         assert len(captured.captured) == 1  # and those of the adapter's are gone with it
 
 
+@pytest.mark.slow
 def test_a_lora_scale_of_the_call(flux, lora_file):
     flux.load_lora_weights(lora_file("l.safetensors", ADAPTED), adapter_name="style")
     with fluxq.capture(flux) as captured:
@@ -413,6 +419,7 @@ def test_a_scale_of_the_call_that_makes_new_tensors_each_time_is_not_recorded(fl
         assert captured.captures == 0 and caplog.text.count("each call of it changes the model itself") == 1
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", ["moves are not seen", "moves are not copied", "adapters are not seen"])
 def test_what_is_compared_before_a_replay_matters(flux, lora_file, monkeypatch, fault):
     flux.load_lora_weights(lora_file("one.safetensors", ADAPTED), adapter_name="style")
@@ -550,6 +557,7 @@ def undone(pipe, done) -> None:
     }[done]()
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("done", [offloaded, cached, hooked], ids=lambda done: done.__name__)
 def test_what_is_done_later_makes_calls_plain_until_it_is_undone(flux, done, caplog):
     want = latents(flux)
@@ -764,6 +772,7 @@ def test_compiled_models(order, kept_as_recorded):
     assert torch.equal(model(x)[0], want)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "default"])
 def test_compiled_with_graphs_of_its_own(mode, in_place):

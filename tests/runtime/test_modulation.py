@@ -112,6 +112,7 @@ def test_each_weight_is_read_once_a_call_and_the_image_stays(flux, caplog):
     assert not any("forward" in vars(module) for module in flux.transformer.modules())
 
 
+@pytest.mark.slow
 def test_calls_in_a_row_with_other_prompts_steps_sigmas_and_batches(flux, caplog):
     calls = [
         {},
@@ -225,6 +226,7 @@ def qwen(**config) -> tuple[diffusers.DiffusionPipeline, dict]:
     return pipe, {**text, **masks, "height": 64, "width": 64}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("make", "products"),
     [
@@ -417,7 +419,7 @@ def test_with_gradients_or_an_embedder_that_drifts_nothing_is_looked_up(flux, ca
 MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["16 bit", "quantized"])
 def test_adapters_on_modulation_loaded_before_or_in_the_middle_and_fused_there(request, lora_file, kind):
     pipe = tiny.load() if kind == "16 bit" else request.getfixturevalue("quantized")
@@ -469,7 +471,7 @@ def by_block(model: nn.Module) -> None:
     )
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("move", [to_memory, as_a_whole, by_layer, by_block])
 @pytest.mark.parametrize("first", ["offloaded", "hoisted"])
 def test_every_way_to_offload_works_with_it(move, first, monkeypatch):
@@ -599,6 +601,7 @@ def of(name: str) -> Callable[[SimpleNamespace], SimpleNamespace]:
     return lambda pipe: SimpleNamespace(transformer=tiny_transformer(name), scheduler=pipe.scheduler)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("damage", "options", "why"),
     [

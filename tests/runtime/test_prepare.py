@@ -273,6 +273,7 @@ def prepared(checkpoint, tmp_path):
     return model, fluxq.prepare(model, device="cpu"), folder
 
 
+@pytest.mark.slow
 def test_a_cpu_runs_4_bit_layers_as_int8_and_saves_what_was_loaded(prepared, tmp_path: Path) -> None:
     model, rows, folder = prepared
     kept = {row.name: re.findall("-(?:center|smooth)", row.stored) for row in rows}
@@ -422,6 +423,7 @@ def test_an_offloaded_model_is_refused(checkpoint, offload, device: str | None) 
     assert all(layer.prepared is None for _, layer in quant_layers(model))
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("prefer", ["speed", "memory"])
 @pytest.mark.parametrize("chip", ["sm_80", "sm_100"])  # without the format, and with swizzled scales
 def test_a_second_call_for_one_chip_changes_nothing_and_for_another_is_refused(
@@ -494,6 +496,7 @@ def test_a_folder_inside_a_downloaded_repository_is_found(checkpoint, tmp_path: 
     assert_same_files(tmp_path / "saved", folder)
 
 
+@pytest.mark.slow
 def test_compiled_models_and_blocks_are_looked_into(checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("nvfp4") / "transformer"
     model = load(folder)
@@ -509,6 +512,7 @@ def test_compiled_models_and_blocks_are_looked_into(checkpoint, tmp_path: Path) 
     assert torch.equal(as_stored(inside)["weight"].view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_a_source_that_can_not_be_told_is_named_and_can_be_given(checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("nvfp4") / "transformer"
     models = load(folder), load(folder)

@@ -136,7 +136,7 @@ def kinds(calls: list, quantized: nn.Module, original: nn.Module) -> str:
 # --- which steps, with which bits
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_kept_steps_are_the_16_bit_model_and_the_others_the_quantized_one(pipe, loaded, sixteen, weights) -> None:
     before = kinds(run(pipe), loaded.transformer, sixteen.transformer)
@@ -152,6 +152,7 @@ def test_kept_steps_are_the_16_bit_model_and_the_others_the_quantized_one(pipe, 
     assert kept.nbytes == 0
 
 
+@pytest.mark.often(1)
 @pytest.mark.feature("fluxq.keep_steps: the 16-bit model's bits in kept steps, the checkpoint's in the others")
 @pytest.mark.parametrize("recipe", COLUMNS[1:])
 def test_steps_of_every_recipe_can_be_kept(plain_checkpoint, sixteen, recipe) -> None:
@@ -179,7 +180,7 @@ class Heun(diffusers.FlowMatchHeunDiscreteScheduler):
         super().set_timesteps(num_inference_steps or len(sigmas), device)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "want"),
     [
@@ -195,6 +196,7 @@ def test_a_pipeline_is_given_another_scheduler(pipe, loaded, sixteen, scheduler,
         assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == want
 
 
+@pytest.mark.slow
 def test_guidance_calls_the_denoiser_twice_a_step(pipe, loaded, sixteen) -> None:
     with keep_steps(pipe) as kept:
         calls = run(pipe, negative_prompt="a blue square", true_cfg_scale=2.0)
@@ -376,6 +378,7 @@ def test_streamed_weights_are_two_blocks_at_most_and_none_in_between(pipe, monke
         assert kept.nbytes == 0 and not any(each() is not None for each in alive)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_called_in_another_order_are_learned(pipe, loaded, sixteen, monkeypatch) -> None:
     """A UNet defines its middle behind its end."""
     asked: list[int] = []
@@ -394,6 +397,7 @@ def backwards(blocks: Callable[..., list[list[str]]]) -> Callable[..., list[list
     return lambda self: blocks(self)[::-1]
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(pipe, loaded, sixteen) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("in the middle")
@@ -436,7 +440,7 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, sixteen) -> None:
     assert attention_of(pipe.transformer) == "fp8"
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_optimized_blocks_take_no_codes_in_kept_steps(pipe, loaded, sixteen, weights) -> None:
     fluxq.optimize(pipe, device="cpu")
@@ -446,6 +450,7 @@ def test_optimized_blocks_take_no_codes_in_kept_steps(pipe, loaded, sixteen, wei
         assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == "kqqkk"
 
 
+@pytest.mark.slow
 def test_a_prepared_model_is_the_original_all_the_same(pipe, loaded, sixteen) -> None:
     with keep_steps(pipe):
         assert len(fluxq.prepare(pipe, device="cpu")) > 20
@@ -474,7 +479,7 @@ def test_an_adapter_counts_in_kept_steps_too(pipe, loaded, sixteen, lora_file) -
     assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == "kqqkk"
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["fused first", "kept first", "without a record"])
 def test_a_fused_adapter_counts_in_kept_steps_too(pipe, loaded, sixteen, lora_file, order) -> None:
     """Beside the low-rank branch that the layers have of their own, which belongs to their codes."""
@@ -515,6 +520,7 @@ def test_an_adapter_that_went_into_codes_for_one_gpu_is_not_lost_silently(pipe, 
         keep_steps(pipe)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_hoisted_modulation_is_made_of_the_weights_of_each_step(pipe, loaded, sixteen, weights) -> None:
     """Sums of one product of many rows come in another order, so bits are those of a hoisted model's."""
@@ -531,7 +537,7 @@ def test_hoisted_modulation_is_made_of_the_weights_of_each_step(pipe, loaded, si
             assert distance(output, far.transformer(*args, **kwargs)[0]) > 0.01
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("how", ["model", "layers", "groups", "groups on disk"])
 def test_an_offloaded_model_streams(pipe, loaded, sixteen, tmp_path, how) -> None:
     if how == "model":
@@ -566,7 +572,7 @@ def graphs_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 2)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["captured", "kept"])
 def test_captured_steps_are_two_graphs(pipe, loaded, sixteen, graphs_on_the_cpu, first) -> None:
     put = {"captured": lambda: fluxq.capture(pipe), "kept": lambda: keep_steps(pipe, weights="resident")}
@@ -721,6 +727,7 @@ def test_loading_says_once_what_it_takes(folder, caplog, monkeypatch) -> None:
     assert "`fluxq.keep_steps(pipe)`" in said[0]
 
 
+@pytest.mark.slow
 def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_path) -> None:
     side = Side("kept", str(folder), "digest")
     assert kinds(run(side.open()), loaded.transformer, sixteen.transformer) == "kqqkk"
@@ -729,6 +736,7 @@ def test_a_side_of_an_evaluation_keeps_the_steps(folder, loaded, sixteen, tmp_pa
         Side("kept", str(folder), "digest", source=str(tmp_path / "nowhere")).open()
 
 
+@pytest.mark.slow
 def test_the_closing_check_keeps_the_steps(tmp_path) -> None:
     (tmp_path / "all.yaml").write_text("extends: fp8\nsteps: {first: 8}\n")
     options = making.JobOptions(recipe=str(tmp_path / "all.yaml"), output=str(tmp_path / "out"))
@@ -752,6 +760,7 @@ def test_a_model_quantized_while_loading_keeps_the_steps_of_the_recipe(tmp_path,
         assert kinds(run(pipe), other, sixteen.transformer) == "qqqqk"
 
 
+@pytest.mark.slow
 def test_fused_lora_files_are_in_the_16_bit_weights(tmp_path, lora_file) -> None:
     file = lora_file("style.safetensors", ADAPTED)
     options = making.JobOptions(recipe="fp8", lora=(str(file),), output=str(tmp_path / "out"), check=False)
@@ -802,6 +811,7 @@ def test_another_model_than_the_one_that_was_quantized_is_refused(pipe, tiny_fol
     assert not pipe.transformer._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_without_a_record_weights_are_compared(pipe, tiny_folder, folder, tmp_path, loaded, sixteen) -> None:
     shutil.copytree(folder, tmp_path / "moved")
     (tmp_path / "moved" / PLAN_FILE).unlink()

@@ -23,6 +23,7 @@ def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
     assert {str(kind.scheme) for kind in kinds if isinstance(kind, LayerKind)} >= {"nvfp4-nvfp4-static"}
 
 
+@pytest.mark.slow
 def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, monkeypatch) -> None:
     (model,) = making.quantized_models(str(plain_checkpoint("fp8")))
     assert not any(isinstance(kind, AttentionKind) for kind in kinds_of(model))
@@ -39,6 +40,7 @@ def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, 
     assert [tuple(o.shape) for o in launched] == [(1, m, 2, 64) for m in (5, 5, 16, 16)]
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("prefer", ["speed", "memory"])
 def test_each_kind_is_launched_at_each_number_of_tokens(monkeypatch, prefer: str) -> None:
     def fake(op: str, name: str, chip: str) -> str:

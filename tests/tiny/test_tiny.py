@@ -167,6 +167,7 @@ def test_reconstructions_show_their_captions(pipe, network):
     assert accuracy(network, images, shuffled)["object"] <= 0.3
 
 
+@pytest.mark.slow
 def test_held_out_images():
     images, captions = tiny.held_out()
     assert images.shape == (1024, 3, 16, 16) and images.dtype == torch.uint8
@@ -190,6 +191,7 @@ def test_digits_are_at_least_twelve_pixels_tall():
         assert rows.min() >= 11 and rows.max() <= 15  # the outermost row of a pale scan may fade
 
 
+@pytest.mark.slow
 def test_feature_network_serves_torchmetrics(network):
     from torchmetrics.image.fid import FrechetInceptionDistance
 
