@@ -112,7 +112,7 @@ def _without_digests(value: Any) -> Any:
     return value
 
 
-_OWN = re.compile("digest|^fluxq_(version|job|seal)$")
+_OWN = re.compile("digest|^fluxq_(version|job|seal|beside)$")
 
 
 if __name__ == "__main__":
