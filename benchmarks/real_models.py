@@ -78,7 +78,7 @@ def main(
         write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), json.loads(results.read_text(encoding="utf-8"))))
         return
     torch.set_num_threads(1)
-    rows = list(_with_run_time(rows_of(recipes or [*default_recipes(), "int4", "fp8"])))
+    rows = default_rows() if not recipes else list(_with_run_time(rows_of(recipes)))
     report: dict[str, Any] = {}
     if json_file is not None and json_file.is_file():
         report = json.loads(json_file.read_text(encoding="utf-8"))
@@ -91,6 +91,11 @@ def main(
         if json_file is not None:
             write_json(json_file, report)
         _print(name, report[name])
+
+
+def default_rows() -> list[Row]:
+    """Return the rows of the shipped recipes in 4 bits, of int8 and of fp8."""
+    return list(_with_run_time(rows_of([*default_recipes(), "fp8"])))
 
 
 def _is_measured(known: Mapping[str, Any], network: Network, rows: Sequence[Row]) -> bool:

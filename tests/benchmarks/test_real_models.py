@@ -179,6 +179,12 @@ def test_tables_hold_the_means_the_worst_layer_and_the_whole():
     assert outliers.splitlines()[2:] == ["| one | 2: 64 to 128 | 3 / 3 | 3 / 3 | 3 / 3 | 0.75 / 1 | 3 / 3 | 3 / 3 |"]
 
 
+def test_by_default_every_shipped_format_has_its_rows():
+    names = {row.name for row in real_models.default_rows()}
+    assert {"nvfp4 balanced", "nvfp4 balanced, at run time", "nvfp4-max balanced", "int8 balanced", "RTN"} <= names
+    assert any(name.startswith("fp8") for name in names) and "nvfp4-max balanced, at run time" not in names
+
+
 def test_a_network_without_the_layers_is_named():
     groups = (*TOY_GROUPS, Group("1.up", "ff_up", "norm", ("blocks.1.up",), True))
     with pytest.raises(Unavailable, match=r"toy: has no Linear blocks\.1\.up"):
