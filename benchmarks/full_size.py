@@ -405,7 +405,9 @@ def kept(outcome: Outcome) -> dict[str, int]:
 
 def mean_sqnr(outcome: Outcome) -> list[float]:
     """Held-out SQNR of the groups, rounded to nearest and as kept."""
-    pairs = [(group.plain_db, group.db) for group in outcome.groups.values() if group.plain_db and group.db]
+    pairs = [
+        (each.rounded.total, each.fitted.total) for each in outcome.groups.values() if each.rounded and each.fitted
+    ]
     return [round(sum(values) / len(values), 2) for values in zip(*pairs, strict=True)]
 
 
@@ -692,7 +694,7 @@ def layer_time(recipe: Recipe, n: int, k: int, family: str, made_by: Maker) -> d
         "seconds": round(seconds, 1),
         "cpu_seconds": round(cpu_seconds, 1),
         "peak_over_inputs_in_grams": round((memory("VmHWM") - before) / (4 * k * k), 2),
-        "sqnr_db": [round(group.plain_db or 0, 2), round(group.db or 0, 2)],
+        "sqnr_db": [round(sqnr.total, 2) for sqnr in (group.rounded, group.fitted) if sqnr],
         "kept": [stage.name for stage in group.stages if stage.kept],
     }
 

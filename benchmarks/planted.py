@@ -620,8 +620,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "group: fitting tokens decide": Fault(
         "quantize/group.py",
-        "return _decibels(self._trial_error(state, self.inputs.held_out, self.inputs.held_weight))",
-        "return _decibels(self._trial_error(state, self.inputs.fit))",
+        "errors, weight = self._errors(state, weights, self.inputs.held_out), self.inputs.held_weight",
+        "errors, weight = self._errors(state, weights, self.inputs.fit), torch.ones(len(self.inputs.fit))",
         _in("quantize/test_group.py", "test_held_out_tokens_decide_and_are_not_fitted_to"),
     ),
     "group: joined weights scaled one by one": Fault(

@@ -19,6 +19,7 @@ from torch import Tensor
 _CHUNK = 4096  # rows widened to fp32 at once, at most
 _STRIPES = 4  # of the Gram; the part left of a stripe's own columns is not computed, it is the transpose
 _SAMPLING_SEED = 20
+_LARGEST = 8  # one in so many of the held-out sample is a token of the largest power
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class GroupInputs:
     mean: (K,) fp32.
     amax: (K,) fp32, of fitting and held-out tokens.
     count: of fitting tokens.
-    fit, held_out: (M1, K) and (M2, K) samples in the dtype of the tokens, spread evenly over calls and a call's rows.
-    held_weight: (M2,) fp32, mean 1.
+    fit, held_out: (M1, K) and (M2, K) samples in the dtype of the tokens, spread evenly over calls and a call's rows;
+        of those held out an eighth are the tokens of largest power.
+    held_weight: (M2,) fp32, mean 1, of the held-out tokens that each one stands for.
     segments: sizes along K that the Gram is block-diagonal over, (K,) if it is whole.
     tokens: all fitting tokens again, in chunks (M, K) with the weight of each; None where they cannot be repeated.
     """
@@ -50,7 +52,8 @@ class InputsBuilder:
     """Builder of the `GroupInputs` of the group `name`, one call of `add` for each activation.
 
     calls: number of activations to come, (fitting, held-out): the samples of at most `most_fit` and `most_held` rows
-        are spread over them. They are drawn on the CPU from a fixed seed, so every device takes the same rows.
+        are spread over them. They are drawn on the CPU from a fixed seed, so every device takes the same rows, but for
+        tokens of almost the same power.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class InputsBuilder:
         self.sum = torch.zeros(k, dtype=torch.float64)
         self.total_weight, self.count = 0.0, 0
         self._fit = _Sample(most_fit, calls[0])
-        self._held_out = _Sample(most_held, calls[1])
+        self._held_out = _Sample(most_held, calls[1], _LARGEST)
 
     @torch.no_grad()
     def add(self, x: Tensor, weight: float = 1.0, held_out: bool = False, step: int | None = None) -> None:
@@ -131,20 +134,34 @@ class InputsBuilder:
 
 
 class _Sample:
-    """At most `most` rows, the same share of each of `calls` calls: one row at random of each equal run of rows."""
+    """At most `most` rows, the same share of each of `calls` calls: one row at random of each equal run of rows.
 
-    def __init__(self, most: int, calls: int) -> None:
-        self.most, self.share = most, -(-most // max(calls, 1))
+    largest: one in so many is a row of the call's largest power instead, 0 for none. A few massive tokens can hold most
+    of all power, and a random sample may hold none of them.
+    """
+
+    def __init__(self, most: int, calls: int, largest: int = 0) -> None:
+        self.most, self.share, self.largest = most, -(-most // max(calls, 1)), largest
         self.parts: list[Tensor] = []
         self.weights: list[Tensor] = []
         self.random = torch.Generator().manual_seed(_SAMPLING_SEED)
 
     def add(self, x: Tensor, weight: float) -> None:
-        count = min(self.share, x.shape[0])
-        ends = torch.arange(count + 1) * x.shape[0] // count
-        within = torch.rand(count, generator=self.random, dtype=torch.float64) * (ends[1:] - ends[:-1])
-        self.parts.append(x[(ends[:-1] + within.long()).to(x.device)])
-        self.weights.append(torch.full((count,), weight, dtype=torch.float32))
+        count, total = min(self.share, x.shape[0]), x.shape[0]
+        top = count // self.largest if self.largest and count < total else 0
+        order = torch.arange(total)
+        if top:
+            power = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).cpu()
+            largest = power.argsort(descending=True, stable=True)[:top]
+            is_largest = torch.zeros(total, dtype=torch.bool).index_fill(0, largest, True)
+            order = torch.cat([order[is_largest], order[~is_largest]])
+        drawn, rest = count - top, total - top
+        ends = torch.arange(drawn + 1) * rest // drawn
+        within = torch.rand(drawn, generator=self.random, dtype=torch.float64) * (ends[1:] - ends[:-1])
+        rows = torch.cat([order[:top], order[top:][ends[:-1] + within.long()]])
+        stands_for = torch.cat([torch.ones(top), torch.full((drawn,), rest / drawn)])  # tokens of the call
+        self.parts.append(x[rows.to(x.device)])
+        self.weights.append(weight * stands_for.float() * count / total)
 
     def rows(self, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sample (M, K) and its weights (M,), mean 1; empty if nothing came."""

@@ -6,7 +6,10 @@ Each stage is tried on top of those kept before it, with weights rounded to near
 group's outputs on held-out tokens that nothing was fitted to. It stays if the error falls by more dB than its run time
 costs: `rate` dB for each percent of the group's modelled time. Layers that share x share everything that is done to it.
 
-Errors are relative to each layer's own output and averaged over the group; dB are -10 log10 of that.
+Errors are relative to each layer's own output and averaged over the group; dB are -10 log10 of that. In sums over all
+tokens one massive token can hide what happens to the others. So tokens are also judged one by one, each by its own
+power: nothing is kept that leaves the median token, or the one at the 10th percentile, more than `MOST_LOST` below
+rounding.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from fluxq.recipes.plan import Method
 
 _NOTHING = InputTransform()
 SMALLEST_GAIN = 0.02  # dB: a few hundred held-out tokens do not show less
+MOST_LOST = 0.2  # dB: of single tokens, against rounding
+_LOW = 0.1  # quantile of the tokens
+_TAIL_TOKENS = 256  # with fewer held-out tokens that quantile is noise
 _TRIAL_ROWS = 1024  # of all weights of a group, for trials of stages
 _TRIAL_TOKENS = 512  # for the search of smoothing
 _SCALE_TOKENS = 1024  # for the largest transformed value
@@ -76,18 +82,41 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class OutputSqnr:
+    """SQNR of a group's outputs on held-out tokens, in dB.
+
+    total: of all tokens together.
+    median, low: of single tokens, each by its own power: the median, and the 10th percentile.
+    tokens: number of tokens.
+    """
+
+    total: float
+    median: float
+    low: float
+    tokens: int
+
+    def lost_by_tokens(self, rounded: OutputSqnr) -> str:
+        """Return what single tokens lose against rounding, in words; empty if that is no more than `MOST_LOST`."""
+        pairs = {"the median token": (self.median, rounded.median)}
+        if self.tokens >= _TAIL_TOKENS:
+            pairs["the 10th percentile"] = (self.low, rounded.low)
+        lost = {name: before - after for name, (after, before) in pairs.items()}
+        return "; ".join(f"{name} is {db:.2f} dB below rounding" for name, db in lost.items() if not db <= MOST_LOST)
+
+
+@dataclass(frozen=True)
 class FittedGroup:
     """Outcome of fitting a group.
 
     layers: by name, with their new biases.
     stages: decisions.
-    plain_db, db: held-out SQNR rounded to nearest, and as fitted; None without tokens.
+    rounded, fitted: held-out SQNR of weights rounded to nearest, and as fitted; None without tokens.
     """
 
     layers: dict[str, QuantLinear]
     stages: tuple[Stage, ...] = ()
-    plain_db: float | None = None
-    db: float | None = None
+    rounded: OutputSqnr | None = None
+    fitted: OutputSqnr | None = None
 
 
 Price = Callable[[Sequence[Scheme], Sequence[Scheme]], float]  # percent more modelled time of the second
@@ -163,23 +192,35 @@ class _Fit:
         parts = self._parts(state, self.weights)
         codes = None
         why_not = self._why_not_judged()
-        plain_db = db = None if why_not else self._db(state, (parts, self._nearest(state, parts)))
-        if plain_db == -math.inf:
-            why_not, plain_db, db = "its outputs are too large to be compared in fp32", None, None
+        rounded = fitted = None if why_not else self._judge(state, (parts, self._nearest(state, parts)))
+        if rounded is not None and rounded.total == -math.inf:
+            why_not, rounded, fitted = "its outputs are too large to be compared in fp32", None, None
         if why_not and not self.method.is_plain:
             self._note("all", why_not)
-        elif not self.method.is_plain:
+        elif rounded is not None and not self.method.is_plain:
             chosen = self._transformed(state)
             self.trial_weights.clear()  # they would take memory when it is scarce
-            transformed = self._parts(chosen, self.weights)
-            if self._can_be_stored(transformed, [layer.bias for layer in self.layers]):
-                state, parts = chosen, transformed
-            else:
-                self._note("all", f"the transformed layers hold numbers beyond {self.dtype}")
-            parts, codes, db = self._best_rounding(state, parts)
+            if chosen is not state:
+                transformed = self._parts(chosen, self.weights)
+                why_not, fitted = self._why_not_kept(chosen, transformed, rounded)
+                if why_not:
+                    self._note("all", why_not)
+                else:
+                    state, parts = chosen, transformed
+            parts, codes, fitted = self._best_rounding(state, (parts, None, fitted or rounded), rounded)
         if codes is None:
             codes = self._nearest(state, parts)  # again: meanwhile they would have taken memory
-        return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), plain_db, db)
+        return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), rounded, fitted)
+
+    def _why_not_kept(self, state: _State, parts: list[_Part], rounded: OutputSqnr) -> tuple[str, OutputSqnr | None]:
+        """Return the reason against a state, now that all rows of the weights are there, or "" and its SQNR."""
+        if not self._can_be_stored(parts, [layer.bias for layer in self.layers]):
+            return f"the transformed layers hold numbers beyond {self.dtype}", None
+        sqnr = self._judge(state, (parts, self._nearest(state, parts)))
+        if not sqnr.total >= rounded.total:
+            return f"all rows together are {rounded.total - sqnr.total:.2f} dB below rounding", None
+        lost = sqnr.lost_by_tokens(rounded)
+        return (lost, None) if lost else ("", sqnr)
 
     def _why_not_judged(self) -> str:
         """Return the reason why no stage can be judged by the statistics of the input; empty if it can."""
@@ -206,6 +247,7 @@ class _Fit:
     def _transformed(self, state: _State) -> _State:
         wanted, mean = self.method.transforms, self._in_16_bit(self.inputs.mean)
         centered = replace(state, transform=InputTransform(mean=mean)) if "center" in wanted else state
+        self.rounded = self._trial_sqnr(state)
         if "smooth" in wanted:
             state = self._gate("smooth", state, {"": _with(self._search_smoothing(centered), mean=None)})
         if "center" in wanted:
@@ -219,21 +261,23 @@ class _Fit:
         return state
 
     def _gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
-        """Choose the candidate whose gain exceeds its price by most, if any does."""
-        base = self._trial_db(before)
+        """Choose the candidate whose gain exceeds its price by most, if any does and no token loses much by it."""
+        base = self._trial_sqnr(before).total
         trials = []
         for label, state in candidates.items():
             percent = self.price(self._schemes(before), self._schemes(state))
-            gain = self._trial_db(state) - base
-            trials.append((gain - max(SMALLEST_GAIN, self.rate * percent), gain, percent, label, state))
-        surplus, gain, percent, label, state = max(trials, key=lambda entry: entry[0])
+            sqnr = self._trial_sqnr(state)
+            gain, lost = sqnr.total - base, sqnr.lost_by_tokens(self.rounded)
+            surplus = gain - max(SMALLEST_GAIN, self.rate * percent)
+            trials.append((not lost, surplus, gain, percent, label, lost, state))
+        harmless, surplus, gain, percent, label, lost, state = max(trials, key=lambda entry: entry[:2])
         if gain == -math.inf:
             self._note(name, f"what it stores is beyond {self.dtype}")
             return before
-        kept = surplus > 0
+        kept = harmless and surplus > 0
         required = max(SMALLEST_GAIN, self.rate * percent)
         reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {required:.2f} dB asked"
-        self.stages.append(Stage(name, kept, gain, percent, reason))
+        self.stages.append(Stage(name, kept, gain, percent, "; ".join([reason, *([lost] if lost else [])])))
         return state if kept else before
 
     def _note(self, name: str, reason: str) -> None:
@@ -318,10 +362,12 @@ class _Fit:
 
     # --- codes and scales
 
-    def _best_rounding(self, state: _State, parts: list[_Part]) -> _Rounded:
-        """Choose codes and scales in the best way; none of the ways costs run time."""
-        method, k = self.method, self.inputs.mean.shape[0]
-        best: _Rounded = (parts, None, self._db(state, (parts, self._nearest(state, parts))))
+    def _best_rounding(self, state: _State, best: _Rounded, rounded: OutputSqnr) -> _Rounded:
+        """Choose codes and scales in the best way; none of the ways costs run time.
+
+        best: weights to nearest, under this state. rounded: the SQNR without any stage.
+        """
+        method, k, parts = self.method, self.inputs.mean.shape[0], best[0]
         useless = ""
         if method.gptq and self.inputs.count < k:
             self._note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
@@ -329,26 +375,30 @@ class _Fit:
             damping = DAMPING if self.inputs.count >= _FEW_TOKENS * k else _DAMPING_OF_FEW
             try:
                 codes = self._with_feedback(parts, self._grams(state), damping)
-                best = self._keep_better("gptq", state, best, (parts, codes))
+                best = self._keep_better("gptq", state, best, (parts, codes), rounded)
             except UselessGram as error:
                 useless = str(error)
                 self._note("gptq", useless)
         if method.search and not any(stage.kept for stage in self.stages if stage.name == "gptq"):
             codes = self._nearest(state, parts, search=True)
-            best = self._keep_better("scale search", state, best, (parts, codes))
+            best = self._keep_better("scale search", state, best, (parts, codes), rounded)
         if method.joint and self.activations is not None:
             why_not = useless or self._why_not_joint()
             if why_not:
                 self._note("joint", why_not)
             else:
-                best = self._keep_better("joint", state, best, self._joint(state, parts))
+                best = self._keep_better("joint", state, best, self._joint(state, parts), rounded)
         return best
 
-    def _keep_better(self, name: str, state: _State, best: _Rounded, weights: _Weights) -> _Rounded:
-        db = self._db(state, weights)
-        gain = db - best[2]
-        self.stages.append(Stage(name, gain > 0, gain, 0.0, f"{gain:+.2f} dB, free at run time"))
-        return (*weights, db) if gain > 0 else best
+    def _keep_better(
+        self, name: str, state: _State, best: _Rounded, weights: _Weights, rounded: OutputSqnr
+    ) -> _Rounded:
+        sqnr = self._judge(state, weights)
+        gain, lost = sqnr.total - best[2].total, sqnr.lost_by_tokens(rounded)
+        kept = gain > 0 and not lost
+        reason = "; ".join([f"{gain:+.2f} dB, free at run time", *([lost] if lost else [])])
+        self.stages.append(Stage(name, kept, gain, 0.0, reason))
+        return (*weights, sqnr) if kept else best
 
     def _why_not_joint(self) -> str:
         k = self.inputs.mean.shape[0]
@@ -495,28 +545,35 @@ class _Fit:
         bias = None if state.transform.mean is None else torch.cat(biases)
         return replace(part, out=out, bias=bias, amax=torch.stack(amax).amax())
 
-    def _trial_db(self, state: _State) -> float:
-        return _decibels(self._trial_error(state, self.inputs.held_out, self.inputs.held_weight))
+    def _trial_sqnr(self, state: _State) -> OutputSqnr:
+        """Return the SQNR of some rows of the weights, rounded to nearest; -inf if a number is beyond the dtype."""
+        parts = self._trial_parts(state)
+        return _NOT_STORED if parts is None else self._judge(state, (parts, self._nearest(state, parts)))
 
-    def _trial_error(self, state: _State, x: Tensor, token_weight: Tensor | None = None) -> float:
+    def _trial_error(self, state: _State, x: Tensor) -> float:
         """Return the error of some rows of the weights; infinite if a stored number is beyond the dtype."""
-        parts = self._parts(state, self.trial_weights)
-        if not self._can_be_stored(parts, [None] * len(parts)):
+        parts = self._trial_parts(state)
+        if parts is None:
             return math.inf
-        return self._error(state, (parts, self._nearest(state, parts)), x, token_weight)
+        return _total(self._errors(state, (parts, self._nearest(state, parts)), x), torch.ones(len(x), device=x.device))
 
-    def _db(self, state: _State, weights: _Weights) -> float:
-        return _decibels(self._error(state, weights, self.inputs.held_out, self.inputs.held_weight))
+    def _trial_parts(self, state: _State) -> list[_Part] | None:
+        parts = self._parts(state, self.trial_weights)
+        return parts if self._can_be_stored(parts, [None] * len(parts)) else None
 
-    def _error(self, state: _State, weights: _Weights, x: Tensor, token_weight: Tensor | None = None) -> float:
-        """Return |y^ - y|^2 / |y|^2, the mean over layers; with weights rows of tokens count by them.
+    def _judge(self, state: _State, weights: _Weights) -> OutputSqnr:
+        """Return the SQNR of held-out tokens."""
+        errors, weight = self._errors(state, weights, self.inputs.held_out), self.inputs.held_weight
+        of_tokens = torch.stack([lost / size.clamp(min=_TINY) for lost, size in errors]).mean(0)
+        median, low = (_decibels(_quantile(of_tokens, weight, share)) for share in (0.5, 1 - _LOW))
+        return OutputSqnr(_decibels(_total(errors, weight)), median, low, len(weight))
 
-        Infinite where fp32 overflows.
-        """
+    def _errors(self, state: _State, weights: _Weights, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return |y^ - y|^2 and |y|^2 (M,) of each token, for each layer."""
         x = x.float()
         z = self._rounded_input(state.transform.of_tokens(x), state)
         t = state.transform.deflated(x)
-        total = 0.0
+        errors = []
         for part, q in zip(*weights, strict=True):
             lost, size = torch.zeros(2, len(x), device=x.device, dtype=torch.float32)
             h = None if part.a is None else self._in_16_bit(x @ part.a.T)
@@ -531,10 +588,8 @@ class _Fit:
                     approximate += part.bias[rows]
                 lost += approximate.sub_(y).square_().sum(1)
                 size += y.square_().sum(1)
-            if token_weight is not None:
-                lost, size = lost * token_weight, size * token_weight
-            total += float(lost.double().sum() / size.double().sum().clamp(min=1e-30))
-        return total / len(self.layers) if math.isfinite(total) else math.inf
+            errors.append((lost, size))
+        return errors
 
     def _rounded_input(self, z: Tensor, state: _State) -> Tensor:
         """Round z (M, K) as the product sees it."""
@@ -642,11 +697,30 @@ def _row_scale(v: Tensor, format: Format, amax: Tensor) -> Tensor:
 
 
 _Weights = tuple[list[_Part], list[QuantizedTensor]]
-_Rounded = tuple[list[_Part], list[QuantizedTensor] | None, float]  # and dB of the group; None: codes to nearest
+_Rounded = tuple[list[_Part], list[QuantizedTensor] | None, OutputSqnr]  # None: codes to nearest
+_NOT_STORED = OutputSqnr(-math.inf, -math.inf, -math.inf, 0)
+_TINY = 1e-30
 
 
 def _decibels(error: float) -> float:
-    return -10 * math.log10(max(error, 1e-30))
+    return -10 * math.log10(max(error, _TINY))
+
+
+def _total(errors: Sequence[tuple[Tensor, Tensor]], weight: Tensor) -> float:
+    """Return the error of all tokens together, relative to each layer's output, the mean over layers.
+
+    errors: |y^ - y|^2 and |y|^2 (M,) by layer. weight: (M,) of the tokens. Infinite where fp32 overflows.
+    """
+    sums = [[float((part * weight).double().sum()) for part in pair] for pair in errors]
+    total = sum(lost / max(size, _TINY) for lost, size in sums)
+    return total / len(sums) if math.isfinite(total) else math.inf
+
+
+def _quantile(values: Tensor, weight: Tensor, share: float) -> float:
+    """Return the smallest of the values (M,) that `share` of the weight (M,) does not exceed; NaN counts as largest."""
+    ordered, order = values.sort()
+    reached = weight[order].double().cumsum(0)
+    return float(ordered[int((reached < share * reached[-1]).sum().clamp(max=len(values) - 1))])
 
 
 def _with(state: _State, **changes: object) -> _State:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
@@ -76,12 +76,19 @@ class RecordedStage(_Part):
 
 
 class Group(_Part):
-    """A fitted input group: held-out SQNR of its layers' outputs, rounded to nearest and as fitted, in dB."""
+    """A fitted input group: held-out SQNR of its layers' outputs, rounded to nearest and as fitted, in dB.
+
+    sqnr: of all tokens together. median, low: of single tokens by their own power, the median and the 10th percentile.
+    """
 
     group: str
     layers: list[str]
     sqnr_before_db: float | None
     sqnr_db: float | None
+    median_before_db: float | None = None
+    median_db: float | None = None
+    low_before_db: float | None = None
+    low_db: float | None = None
     stages: list[RecordedStage]
 
 
@@ -275,9 +282,16 @@ def bits_of(layers: Sequence[Layer]) -> float:
     return stored / sum(layer.weights for layer in layers) if layers else 16.0
 
 
-def fitted_db(groups: Sequence[Group]) -> tuple[float, float] | None:
-    """Return the mean SQNR in dB of groups, rounded to nearest and as fitted; None if none was fitted."""
-    pairs = [(group.sqnr_before_db, group.sqnr_db) for group in groups]
+def fitted_db(groups: Sequence[Group], of: Literal["all", "median", "low"] = "all") -> tuple[float, float] | None:
+    """Return the mean SQNR in dB of groups, rounded to nearest and as fitted; None if none was fitted.
+
+    of: all tokens together, the median token, or the 10th percentile of tokens.
+    """
+    pairs = {
+        "all": [(group.sqnr_before_db, group.sqnr_db) for group in groups],
+        "median": [(group.median_before_db, group.median_db) for group in groups],
+        "low": [(group.low_before_db, group.low_db) for group in groups],
+    }[of]
     finite = [(before, after) for before, after in pairs if before is not None and after is not None]
     if not finite:
         return None

@@ -40,11 +40,11 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.kernels import encode
 from fluxq.kernels.linear import QuantLinear, channels_last, in_place_of, linear_size
 from fluxq.quantize.checkpoint import SourceWeights
-from fluxq.quantize.group import FittedGroup, GroupLayer, Stage, fit_group, price_on
+from fluxq.quantize.group import FittedGroup, GroupLayer, OutputSqnr, Stage, fit_group, price_on
 from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, Plan, with_method
+from fluxq.recipes.plan import LayerPlan, Method, Plan, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
 
 _FEW_TOKENS = 256  # for quantize_linear, worth a warning
@@ -85,17 +85,17 @@ class Block:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """Outcome of a fitted input group. plain_db, db: held-out SQNR, rounded to nearest and as kept."""
+    """Outcome of a fitted input group. rounded, fitted: held-out SQNR, rounded to nearest and as kept."""
 
     layers: tuple[str, ...]
     stages: tuple[Stage, ...]
-    plain_db: float | None
-    db: float | None
+    rounded: OutputSqnr | None
+    fitted: OutputSqnr | None
 
     @classmethod
     def of(cls, group: FittedGroup) -> Self:
         """Return the outcome of a group, which is the group without its tensors."""
-        return cls(tuple(group.layers), group.stages, group.plain_db, group.db)
+        return cls(tuple(group.layers), group.stages, group.rounded, group.fitted)
 
 
 @dataclass
@@ -438,7 +438,7 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     if activations is not None:
         activations.check_shape(1, k, "x")
     planned = LayerPlan("linear", n, k, "", "linear", False, scheme, "tried on one layer", made_by="norm")
-    method = with_method(planned, recipe, profile, None).method
+    method = with_method(planned, recipe, profile, None).method if profile != "rtn" else Method()
     tokens = x.detach().reshape(-1, k)
     held_out = len(tokens) // 8
     if len(tokens) < _FEW_TOKENS:

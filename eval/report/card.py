@@ -66,8 +66,9 @@ def model_card(record: Record) -> str:
         "",
         "## Scope",
         "",
-        "| component | role | weights-activations | layers | bits per weight | outputs' SQNR | weights' SQNR |",
-        "|---|---|---|---|---|---|---|",
+        "| component | role | weights-activations | layers | bits per weight | outputs' SQNR | median token "
+        "| 10th percentile | weights' SQNR |",
+        "|" + "---|" * 9,
         *(row for part in parts for row in _scope_rows(part)),
         *_about_fitting(parts),
         "",
@@ -282,8 +283,9 @@ def _scope_rows(part: RecordedComponent) -> list[str]:
 
 def _scope_row(part: RecordedComponent, role: str, scheme: str, layers: list[Layer]) -> str:
     names = {layer.name for layer in layers}
-    gained = fitted_db([group for group in part.groups if names.intersection(group.layers)])
-    outputs = f"{gained[0]:.1f} → {gained[1]:.1f} dB" if gained else "–"
+    groups = [group for group in part.groups if names.intersection(group.layers)]
+    gained = [fitted_db(groups, of) for of in ("all", "median", "low")]
+    outputs = " | ".join(f"{pair[0]:.1f} → {pair[1]:.1f} dB" if pair else "–" for pair in gained)
     errors = [layer.weight_sqnr_db for layer in layers if layer.weight_sqnr_db is not None]
     weights = f"{sum(errors) / len(errors):.1f} dB" if errors else "–"
     role = "16 bit" if role == KEPT_ROLE else role
@@ -296,8 +298,9 @@ def _about_fitting(parts: list[RecordedComponent]) -> list[str]:
         return []
     return [
         "",
-        "SQNR of outputs: on tokens that nothing was fitted to, rounded to nearest → as stored. Fitting moves weights "
-        "away from the originals so that outputs come nearer, so the last column falls where the one before it rises.",
+        "SQNR of outputs: on tokens that nothing was fitted to, rounded to nearest → as stored; all together, and "
+        "single tokens by their own power. Fitting moves weights away from the originals so that outputs come nearer: "
+        "the last column falls where those before it rise.",
     ]
 
 

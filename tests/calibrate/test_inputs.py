@@ -70,6 +70,16 @@ def test_held_out_tokens_enter_amax_alone():
     assert torch.allclose(both.held_weight[-1], 3 * first)
 
 
+def test_a_held_out_sample_has_the_massive_tokens_and_stands_for_all():
+    x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
+    x[[17, 2100, 3999]] *= 1000
+    made = gathered([x[:100]], [x], most_held=256)
+    power = made.held_out.square().sum(1)
+    assert (power > 1e4).sum() == 3 and len(power) == 256
+    assert (power * made.held_weight).mean() == pytest.approx(x.square().sum(1).mean().item(), rel=0.01)
+    assert made.held_weight.max() / made.held_weight.min() == pytest.approx((4000 - 32) / (256 - 32))
+
+
 def test_a_sample_takes_the_same_share_of_every_call_and_of_every_part_of_it():
     calls = [torch.full((1000, 2), float(i)) for i in range(8)]
     for call in calls:

@@ -32,7 +32,7 @@ from fluxq.eval.report.card import with_evaluation
 from fluxq.jobs.requirements import require_call
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.inspect import inspect_path
-from fluxq.quantize.group import Stage
+from fluxq.quantize.group import OutputSqnr, Stage
 from fluxq.quantize.lora import LoraFile, read_updates
 from fluxq.quantize.run import GroupOutcome, Outcome, finish, is_finished
 from fluxq.quantize.structure import list_linears
@@ -123,7 +123,7 @@ def write_work(work: Path) -> None:
     """A finished block, a captured call, a block's outputs and the weights of steps."""
     cpu = torch.device("cpu")
     stages = (Stage("smooth", True, 0.5, 0.1, "pays"),)
-    groups = {"qkv": GroupOutcome(("a.to_q", "a.to_k"), stages, 20.0, None)}
+    groups = {"qkv": GroupOutcome(("a.to_q", "a.to_k"), stages, OutputSqnr(20.0, 19.5, 18.0, 99), None)}
     outcome = Outcome({"a.to_q": Scheme.parse("fp8-fp8")}, {"a.to_q": 30.5}, groups)
     finish(work / "0000.safetensors", {"a.to_q.weight": torch.zeros(4, 8)}, outcome)
     given = ((torch.zeros(2, 4, 8).transpose(1, 2),), {"mask": None, "list": [1, torch.ones(3).expand(2, 3)]})

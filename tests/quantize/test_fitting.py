@@ -302,7 +302,7 @@ def said(group) -> str:
 def test_inputs_that_cannot_be_fitted_to(case):
     fit, held, reason = BAD_INPUTS[case]
     group = fitted(SMALL.fit * fit, SMALL.held * held)
-    assert group.db is None or group.db >= group.plain_db
+    assert group.fitted is None or group.fitted.total >= group.rounded.total
     assert reason is None or re.search(reason.replace("+", r"\+"), said(group)), said(group)
 
 
@@ -313,7 +313,7 @@ def test_a_singular_gram_is_no_obstacle(direction):
     if direction == "constant":
         fit, held = torch.ones_like(fit), torch.ones_like(held)
     group = fitted(fit.contiguous(), held.contiguous())
-    assert group.db > group.plain_db + 10
+    assert group.fitted.total > group.rounded.total + 10
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -328,7 +328,7 @@ def test_a_gram_that_is_not_finite_is_refused_by_name(bad):
 def test_fewer_tokens_than_channels_leave_the_others_to_decide():
     group = fitted(SMALL.fit[:40], SMALL.held)
     assert "skipped: 40 tokens for 64 channels, 1 for each is asked" in said(group)
-    assert group.db > group.plain_db
+    assert group.fitted.total > group.rounded.total
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-30, 1e30, ONE_CHANNEL])

@@ -1,5 +1,7 @@
 """Quantizing layer by layer, and trying a recipe on one layer."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,15 @@ def test_a_component_serves_as_recipe_and_bias_is_optional(linear):
     component = load_recipe("fp8")[1].components["transformer"]
     layer = fluxq.quantize_linear(linear, torch.randn(4, 256), component)
     assert layer.bias is None and str(layer.scheme) == "fp8-fp8"
+
+
+def test_profile_rtn_rounds_to_nearest(linear, tmp_path):
+    text = (Path(fluxq.__file__).parent / "recipes" / "nvfp4.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "plain.yaml"
+    file.write_text(text.replace("profile: balanced", "profile: rtn"), encoding="utf-8")
+    layer = fluxq.quantize_linear(linear, torch.randn(512, 256, dtype=torch.bfloat16), str(file))
+    q = QuantizedTensor.quantize(linear.weight, "nvfp4")
+    assert torch.equal(layer.weight, q.codes) and not layer.scheme.is_transformed
 
 
 def test_inputs_of_another_width_are_refused(linear):

@@ -17,7 +17,7 @@ from fluxq.base.console import size as _size
 from fluxq.base.console import work as _work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
@@ -468,6 +468,8 @@ def _layers_sqnr(part: RecordedComponent) -> str:
 
 def _decisions(parts: list[RecordedComponent]) -> None:
     """Print the stages that were kept, and the layers' gain, by role; nothing where nothing was tried."""
+    from fluxq.quantize.record import fitted_db
+
     rows = []
     for part in parts:
         role_of = {layer.name: layer.role for layer in part.layers}
@@ -478,17 +480,17 @@ def _decisions(parts: list[RecordedComponent]) -> None:
             tried = dict.fromkeys(stage.name for group in groups for stage in group.stages)
             kept = [stage.name for group in groups for stage in group.stages if stage.kept]
             if tried:
-                before = _mean(group.sqnr_before_db for group in groups)
-                after = _mean(group.sqnr_db for group in groups)
+                gained = [_gain(fitted_db(groups, of)) for of in ("all", "median", "low")]
                 words = ", ".join(f"{name} {kept.count(name)}" for name in tried)
-                rows.append((role, str(len(groups)), f"{before} -> {after}", words))
+                rows.append((role, str(len(groups)), *gained, words))
     if rows:
-        print_table(("role", "inputs", "held-out SQNR, dB", "kept, of so many inputs"), rows)
+        print_table(
+            ("role", "inputs", "held-out SQNR, dB", "median token", "10th percentile", "kept, of so many inputs"), rows
+        )
 
 
-def _mean(values: Iterable[float | None]) -> str:
-    measured = [value for value in values if value is not None]
-    return f"{sum(measured) / len(measured):.1f}" if measured else "not measured"
+def _gain(db: tuple[float, float] | None) -> str:
+    return f"{db[0]:.1f} -> {db[1]:.1f}" if db else "not measured"
 
 
 def _together(parts: list[RecordedComponent]) -> RecordedComponent:

@@ -463,8 +463,12 @@ def _write(
             Group(
                 group=name,
                 layers=list(group.layers),
-                sqnr_before_db=_rounded(group.plain_db),
-                sqnr_db=_rounded(group.db),
+                sqnr_before_db=_rounded(group.rounded and group.rounded.total),
+                sqnr_db=_rounded(group.fitted and group.fitted.total),
+                median_before_db=_rounded(group.rounded and group.rounded.median),
+                median_db=_rounded(group.fitted and group.fitted.median),
+                low_before_db=_rounded(group.rounded and group.rounded.low),
+                low_db=_rounded(group.fitted and group.fitted.low),
                 stages=[RecordedStage(**asdict(stage)) for stage in group.stages],
             )
             for name, group in outcome.groups.items()
