@@ -677,7 +677,7 @@ def layer_time(recipe: Recipe, n: int, k: int, family: str, made_by: Maker) -> d
     inputs, weight = builder.finish(), layer.weight
     del layer, builder
     price = price_on(find_device(recipe.gate.gpu), [(n, k)], recipe.gate.tokens, made_by)
-    method = with_method(planned, part, recipe.profile, None).method
+    method = with_method(planned, part, recipe.profile).method
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
     start, start_cpu = time.perf_counter(), time.process_time()

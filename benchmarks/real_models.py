@@ -55,7 +55,6 @@ BEST_KNOWN = "SVDQuant + GPTQ"
 JUDGE_TOKENS = 4096
 AT_RUN_TIME = ", at run time"
 _GPU, _TOKENS = "b200", 4608  # that run time is modelled on; not shown
-_NOT_FOLDED = "nothing makes this input that could take a factor"
 
 
 @click.command()
@@ -184,12 +183,12 @@ def require_layers(name: str, model: nn.Module, groups: Sequence[Group]) -> None
 
 
 def _planned(group: Group, row: Row, case: Case) -> list[LayerPlan]:
-    why_not = None if group.folds or row.recipe.compat != "portable" else _NOT_FOLDED
+    folding = group.folding if row.recipe.compat == "portable" else ()
     return [
         planned_alone(
             LayerPlan(name, *weight.shape, group.role, group.name, True, None, "", made_by=group.made_by),
             row.recipe,
-            why_not,
+            folding,
         )
         for name, weight in case.weights.items()
     ]

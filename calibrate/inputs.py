@@ -158,8 +158,8 @@ class _Sample:
         drawn, rest = count - top, total - top
         ends = torch.arange(drawn + 1) * rest // drawn
         within = torch.rand(drawn, generator=self.random, dtype=torch.float64) * (ends[1:] - ends[:-1])
-        rows = torch.cat([order[:top], order[top:][ends[:-1] + within.long()]])
-        stands_for = torch.cat([torch.ones(top), torch.full((drawn,), rest / drawn)])  # tokens of the call
+        rows, by_row = torch.cat([order[:top], order[top:][ends[:-1] + within.long()]]).sort()
+        stands_for = torch.cat([torch.ones(top), torch.full((drawn,), rest / drawn)])[by_row]  # tokens of the call
         self.parts.append(x[rows.to(x.device)])
         self.weights.append(weight * stands_for.float() * count / total)
 

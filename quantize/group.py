@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from fluxq.recipes.formats import Format, Scheme
 from fluxq.recipes.plan import Method
 
 _NOTHING = InputTransform()
-SMALLEST_GAIN = 0.02  # dB: a few hundred held-out tokens do not show less
+SMALLEST_GAIN = 0.05  # dB: a thousand held-out tokens do not show less
 MOST_LOST = 0.2  # dB: of single tokens, against rounding
 _LOW = 0.1  # quantile of the tokens
 _TAIL_TOKENS = 256  # with fewer held-out tokens that quantile is noise
@@ -47,6 +48,7 @@ _SCALE_TOKENS = 1024  # for the largest transformed value
 _ALPHAS = tuple(i / 10 for i in range(1, 11))
 _NEAR = (-0.2, -0.1, 0.0, 0.1, 0.2)  # around the exponents found without rotation
 _SMOOTHEST = 2.0**10  # largest and, inverted, smallest factor
+_SMOOTHEST_FOLDED = 2.0**4  # the same of factors that the block scales of other weights take in
 _FEW_TOKENS = 4  # for each channel: below, the Gram is damped more
 _DAMPING_OF_FEW = 0.05
 _JOINT_TOKENS = 16  # for each channel, that the joint descent needs
@@ -86,14 +88,20 @@ class OutputSqnr:
     """SQNR of a group's outputs on held-out tokens, in dB.
 
     total: of all tokens together.
+    halves: of the first and of the second half of them; from different images, where there are several.
     median, low: of single tokens, each by its own power: the median, and the 10th percentile.
     tokens: number of tokens.
     """
 
     total: float
+    halves: tuple[float, float]
     median: float
     low: float
     tokens: int
+
+    def is_above(self, other: OutputSqnr) -> bool:
+        """Tell whether both halves of the tokens are better by something; in one half that may be chance."""
+        return all(own > before for own, before in zip(self.halves, other.halves, strict=True))
 
     def lost_by_tokens(self, rounded: OutputSqnr) -> str:
         """Return what single tokens lose against rounding, in words; empty if that is no more than `MOST_LOST`."""
@@ -132,6 +140,20 @@ def price_on(device: Device, shapes: Sequence[tuple[int, int]], tokens: int, mad
     return percent
 
 
+@dataclass(frozen=True)
+class GroupToFit:
+    """Layers that share an input, to quantize.
+
+    method: transforms and roundings that may be tried.
+    price: of run time, see `recipes/cost.py`; None is free.
+    """
+
+    layers: Sequence[GroupLayer]
+    inputs: GroupInputs
+    method: Method
+    price: Price | None = None
+
+
 def fit_group(
     layers: Sequence[GroupLayer],
     inputs: GroupInputs,
@@ -141,22 +163,34 @@ def fit_group(
     rate: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> FittedGroup:
-    """Quantize the layers of one input group.
+    """Quantize the layers of one input group; see `GroupToFit` and `fit_groups`."""
+    return fit_groups([GroupToFit(layers, inputs, method, price)], rate=rate, dtype=dtype)[0]
 
-    A group that cannot be fitted is rounded to nearest, and a stage says why. Raises ValueError naming the layer for
-    weights that are not finite and for a bias that is not finite in `dtype`.
 
-    method: transforms and roundings that may be tried.
-    price: of run time, see `recipes/cost.py`; None is free.
-    rate: dB that one percent must bring.
+def fit_groups(
+    groups: Sequence[GroupToFit], *, rate: float = 0.0, dtype: torch.dtype = torch.bfloat16
+) -> list[FittedGroup]:
+    """Quantize input groups that have one mean and one set of factors, because the same Linears make their inputs.
+
+    Mean and factors are judged by the errors of all groups together, all else by those of each. A group that cannot be
+    fitted is rounded to nearest, and a stage says why. Raises ValueError naming the layer for weights that are not
+    finite and for a bias that is not finite in `dtype`.
+
+    rate: dB that one percent of run time must bring.
     dtype: of vectors and 16-bit branches.
     """
-    for layer in layers:
+    for layer in chain.from_iterable(group.layers for group in groups):
         if not torch.isfinite(largest(layer.weight)):
             raise ValueError(f"{layer.name}.weight: holds NaN or infinity; get the source again, or exclude this layer")
         if layer.bias is not None and not torch.isfinite(layer.bias.to(dtype)).all():
             raise ValueError(f"{layer.name}.bias: holds NaN or infinity as {dtype}; choose another --dtype")
-    return _Fit(layers, inputs, method, price or (lambda before, after: 0.0), rate, dtype).run()
+    fits = [_Fit(group, rate, dtype) for group in groups]
+    if len(fits) == 1:
+        return [fits[0].finished_from(fits[0].plain, shared=False)]
+    starts = [fit.plain for fit in fits]
+    if not any(fit.why_not for fit in fits):
+        starts = _shared_vectors(fits)
+    return [fit.finished_from(start, shared=True) for fit, start in zip(fits, starts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -169,16 +203,12 @@ class _State:
     four_over_six: bool = False
 
 
-@dataclass
 class _Fit:
-    layers: Sequence[GroupLayer]
-    inputs: GroupInputs
-    method: Method
-    price: Price
-    rate: float
-    dtype: torch.dtype
+    """Fitting of a group. plain: state without any stage; rounded: its SQNR. why_not: reason against any stage."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, group: GroupToFit, rate: float, dtype: torch.dtype) -> None:
+        self.layers, self.inputs, self.method = group.layers, group.inputs, group.method
+        self.price, self.rate, self.dtype = group.price or (lambda before, after: 0.0), rate, dtype
         self.activations = self.layers[0].scheme.activations
         self.static = self.layers[0].scheme.static_input
         self.weights = [layer.weight for layer in self.layers]
@@ -186,41 +216,58 @@ class _Fit:
         self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
         self.search_tokens = fit[_spread(fit.shape[0], _TRIAL_TOKENS, fit.device)]
         self.stages: list[Stage] = []
+        self.plain = _State(ranks=(0,) * len(self.layers), exponents=(None,) * len(self.inputs.segments))
+        self.why_not, self.rounded = self._why_not_judged(), None
+        if not self.why_not:
+            parts = self.parts(self.plain)
+            self.rounded = self._judge(self.plain, (parts, self._nearest(self.plain, parts)))
+            if self.rounded.total == -math.inf:
+                self.why_not, self.rounded = "its outputs are too large to be compared in fp32", None
 
-    def run(self) -> FittedGroup:
-        state = _State(ranks=(0,) * len(self.layers), exponents=(None,) * len(self.inputs.segments))
-        parts = self._parts(state, self.weights)
-        codes = None
-        why_not = self._why_not_judged()
-        rounded = fitted = None if why_not else self._judge(state, (parts, self._nearest(state, parts)))
-        if rounded is not None and rounded.total == -math.inf:
-            why_not, rounded, fitted = "its outputs are too large to be compared in fp32", None, None
-        if why_not and not self.method.is_plain:
-            self._note("all", why_not)
-        elif rounded is not None and not self.method.is_plain:
-            chosen = self._transformed(state)
+    @cached_property
+    def trial_rounded(self) -> OutputSqnr:
+        """SQNR of the rows for trials, without any stage."""
+        return self.trial_sqnr(self.plain)
+
+    def finished_from(self, state: _State, shared: bool) -> FittedGroup:
+        """Try the stages on top of a state, and return the layers. shared: mean and factors are not to be changed."""
+        parts, codes, fitted = self.parts(state), None, self.rounded
+        if self.rounded is None:
+            if not self.method.is_plain:
+                self.note("all", self.why_not)
+        elif not self.method.is_plain:
+            chosen = self._transformed(state, shared)
             self.trial_weights.clear()  # they would take memory when it is scarce
-            if chosen is not state:
-                transformed = self._parts(chosen, self.weights)
-                why_not, fitted = self._why_not_kept(chosen, transformed, rounded)
-                if why_not:
-                    self._note("all", why_not)
-                else:
-                    state, parts = chosen, transformed
-            parts, codes, fitted = self._best_rounding(state, (parts, None, fitted or rounded), rounded)
+            if chosen is not self.plain:
+                candidates = [chosen] if chosen is state else [chosen, state]
+                state, parts, fitted = self._first_sound(candidates)
+            parts, codes, fitted = self._best_rounding(state, (parts, None, fitted or self.rounded))
         if codes is None:
             codes = self._nearest(state, parts)  # again: meanwhile they would have taken memory
-        return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), rounded, fitted)
+        return FittedGroup(self._finished(state, parts, codes), tuple(self.stages), self.rounded, fitted)
 
-    def _why_not_kept(self, state: _State, parts: list[_Part], rounded: OutputSqnr) -> tuple[str, OutputSqnr | None]:
-        """Return the reason against a state, now that all rows of the weights are there, or "" and its SQNR."""
+    def parts(self, state: _State) -> list[_Part]:
+        """Return all rows of the weights under a state."""
+        return self._parts(state, self.weights)
+
+    def _first_sound(self, states: Sequence[_State]) -> tuple[_State, list[_Part], OutputSqnr | None]:
+        """Return the first state that all rows of the weights bear out, its parts and SQNR; the plain one if none."""
+        for state in states:
+            parts = self.parts(state)
+            why_not, sqnr = self.why_not_kept(state, parts)
+            if not why_not:
+                return state, parts, sqnr
+            self.note("all", why_not)
+        return self.plain, self.parts(self.plain), self.rounded
+
+    def why_not_kept(self, state: _State, parts: list[_Part]) -> tuple[str, OutputSqnr | None]:
+        """Return the reason against a state that all rows of the weights give, "" for none, and its SQNR."""
         if not self._can_be_stored(parts, [layer.bias for layer in self.layers]):
             return f"the transformed layers hold numbers beyond {self.dtype}", None
         sqnr = self._judge(state, (parts, self._nearest(state, parts)))
-        if not sqnr.total >= rounded.total:
-            return f"all rows together are {rounded.total - sqnr.total:.2f} dB below rounding", None
-        lost = sqnr.lost_by_tokens(rounded)
-        return (lost, None) if lost else ("", sqnr)
+        if self.rounded is not None and not sqnr.total >= self.rounded.total:
+            return f"all rows together are {self.rounded.total - sqnr.total:.2f} dB below rounding", sqnr
+        return sqnr.lost_by_tokens(self.rounded) if self.rounded else "", sqnr
 
     def _why_not_judged(self) -> str:
         """Return the reason why no stage can be judged by the statistics of the input; empty if it can."""
@@ -244,74 +291,30 @@ class _Fit:
 
     # --- stages
 
-    def _transformed(self, state: _State) -> _State:
-        wanted, mean = self.method.transforms, self._in_16_bit(self.inputs.mean)
-        centered = replace(state, transform=InputTransform(mean=mean)) if "center" in wanted else state
-        self.rounded = self._trial_sqnr(state)
-        if "smooth" in wanted:
-            state = self._gate("smooth", state, {"": _with(self._search_smoothing(centered), mean=None)})
-        if "center" in wanted:
-            state = self._gate("center", state, {"": _with(state, mean=mean)})
+    def _transformed(self, state: _State, shared: bool) -> _State:
+        if not shared:
+            (state,) = _with_vectors([self])
         if self.method.rank:
-            state = self._gate("low rank", state, self._splits(state))
+            state = _gate([self], "low rank", [state], self._splits(state, shared))[0]
         if self.method.hadamard:
-            state = self._gate("hadamard", state, {"": self._rotated(state)})
+            state = _gate([self], "hadamard", [state], {"": [self._rotated(state, shared)]})[0]
         if self.method.activations_46:
-            state = self._gate("4-over-6", state, {"": replace(state, four_over_six=True)})
+            state = _gate([self], "4-over-6", [state], {"": [replace(state, four_over_six=True)]})[0]
         return state
 
-    def _gate(self, name: str, before: _State, candidates: dict[str, _State]) -> _State:
-        """Choose the candidate whose gain exceeds its price by most, if any does and no token loses much by it."""
-        base = self._trial_sqnr(before).total
-        trials = []
-        for label, state in candidates.items():
-            percent = self.price(self._schemes(before), self._schemes(state))
-            sqnr = self._trial_sqnr(state)
-            gain, lost = sqnr.total - base, sqnr.lost_by_tokens(self.rounded)
-            surplus = gain - max(SMALLEST_GAIN, self.rate * percent)
-            trials.append((not lost, surplus, gain, percent, label, lost, state))
-        harmless, surplus, gain, percent, label, lost, state = max(trials, key=lambda entry: entry[:2])
-        if gain == -math.inf:
-            self._note(name, f"what it stores is beyond {self.dtype}")
-            return before
-        kept = harmless and surplus > 0
-        required = max(SMALLEST_GAIN, self.rate * percent)
-        reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {required:.2f} dB asked"
-        self.stages.append(Stage(name, kept, gain, percent, "; ".join([reason, *([lost] if lost else [])])))
-        return state if kept else before
-
-    def _note(self, name: str, reason: str) -> None:
+    def note(self, name: str, reason: str) -> None:
         self.stages.append(Stage(name, False, 0.0, 0.0, f"skipped: {reason}"))
 
-    def _search_smoothing(self, state: _State, around: bool = False) -> _State:
-        """Search the exponents of least error on fitting tokens, one segment of x after the other.
-
-        around: only near those that `state` has.
-        """
-        x_size, w_size = self._sizes(state.transform.mean)
-        start = 0
-        for index, width in enumerate(self.inputs.segments):
-            part = slice(start, start + width)
-            start += width
-            best, least = state, self._trial_error(state, self.search_tokens)
-            for exponents in self._exponents(state.exponents[index] if around else None):
-                factor = w_size[part] ** exponents[1] / x_size[part] ** exponents[0]
-                trial = self._smoothed(state, index, part, exponents, factor)
-                error = self._trial_error(trial, self.search_tokens)
-                if error < least:
-                    best, least = trial, error
-            state = best
-        return state
-
-    def _exponents(self, near: tuple[float, float] | None) -> list[tuple[float, float]]:
+    def exponents(self, near: tuple[float, float] | None) -> list[tuple[float, float]]:
+        """Return the exponents of x and of the weights that a search tries; near: only around these."""
         if near is not None:
             alphas = [min(max(near[0] + step, 0.0), 1.0) for step in _NEAR]
             return [(alpha, 0.0 if near[1] == 0 else 1 - alpha) for alpha in dict.fromkeys(alphas)]
         alphas = [i / 20 for i in range(21)] if self.method.wide else _ALPHAS
         return list(dict.fromkeys((alpha, beta) for alpha in alphas for beta in (1 - alpha, 0.0)))
 
-    def _sizes(self, mean: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the root mean square of each channel of x and of all weights' columns."""
+    def squares(self, mean: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the mean square (K,) of each channel of x, less a mean, and of all weights' columns."""
         square = torch.cat([gram.diagonal() for gram in self.inputs.grams])
         if mean is not None:
             square = square - 2 * mean * self.inputs.mean + mean.square()
@@ -319,20 +322,25 @@ class _Fit:
         for weight in self.weights:
             for rows in _row_slices(weight):
                 w += weight[rows].float().square().sum(0) / (weight.shape[0] * len(self.weights))
-        x_size, w_size = square.clamp(min=0).sqrt(), w.sqrt()
-        return x_size.clamp(min=1e-4 * x_size.max() + 1e-30), w_size.clamp(min=1e-4 * w_size.max() + 1e-30)
+        return square.clamp(min=0), w
 
-    def _smoothed(
+    def smoothed(
         self, state: _State, index: int, part: slice, exponents: tuple[float, float], factor: Tensor
     ) -> _State:
-        factor = (factor / factor.log().mean().exp()).clamp(1 / _SMOOTHEST, _SMOOTHEST)
+        """Return a state with other factors (its width,) of one segment of x, and their exponents."""
+        most = _SMOOTHEST_FOLDED if self.method.folding else _SMOOTHEST
+        factor = (factor / factor.log().mean().exp()).clamp(1 / most, most)
+        if self.method.folding:
+            factor = factor.log2().round().exp2()
+            if len(self.inputs.segments) == 1:
+                factor = factor / factor.amax()  # scales of other weights get smaller, and stay in range
         smooth = state.transform.smooth
         smooth = torch.ones_like(self.inputs.mean) if smooth is None else smooth.clone()
         smooth[part] = self._in_16_bit(factor)
         chosen = (*state.exponents[:index], exponents, *state.exponents[index + 1 :])
         return replace(_with(state, smooth=smooth), exponents=chosen)
 
-    def _splits(self, state: _State) -> dict[str, _State]:
+    def _splits(self, state: _State, shared: bool) -> dict[str, list[_State]]:
         """Split the rank that may be spent between deflation and the weights' own branch, in several ways."""
         rank = self.method.rank
         shares = {0}
@@ -342,9 +350,9 @@ class _Fit:
         for d in sorted(shares):
             basis = self._basis(state.transform, d) if d else None
             trial = replace(_with(state, basis=basis), ranks=tuple(min(rank, *w.shape) - d for w in self.weights))
-            if not d and state.transform.smooth is not None:
-                trial = self._search_smoothing(trial, around=True)  # the branch takes what smoothing made large
-            candidates[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = trial
+            if not d and state.transform.smooth is not None and not shared:
+                trial = _search_smoothing([self], [trial], around=True)[0]  # the branch takes what smoothing made large
+            candidates[f"{d} of {rank} ranks deflate" if self.method.deflate else f"rank {rank}"] = [trial]
         return candidates
 
     def _basis(self, transform: InputTransform, count: int) -> Tensor:
@@ -353,48 +361,44 @@ class _Fit:
             lowrank.principal_directions(plain.of_gram(self.inputs.grams[0], self.inputs.mean), count)
         )
 
-    def _rotated(self, state: _State) -> _State:
+    def _rotated(self, state: _State, shared: bool) -> _State:
         """Add Hadamard and search its smoothing anew, since a rotation spreads large values."""
         rotated = _with(state, hadamard=self.method.hadamard)
-        if state.transform.smooth is None or state.transform.basis is not None:
+        if state.transform.smooth is None or state.transform.basis is not None or shared:
             return rotated
-        return self._search_smoothing(rotated, around=True)
+        return _search_smoothing([self], [rotated], around=True)[0]
 
     # --- codes and scales
 
-    def _best_rounding(self, state: _State, best: _Rounded, rounded: OutputSqnr) -> _Rounded:
-        """Choose codes and scales in the best way; none of the ways costs run time.
-
-        best: weights to nearest, under this state. rounded: the SQNR without any stage.
-        """
+    def _best_rounding(self, state: _State, best: _Rounded) -> _Rounded:
+        """Choose codes and scales in the best way; none costs run time. best: weights to nearest, under this state."""
         method, k, parts = self.method, self.inputs.mean.shape[0], best[0]
         useless = ""
         if method.gptq and self.inputs.count < k:
-            self._note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
+            self.note("gptq", f"{self.inputs.count} tokens for {k} channels, 1 for each is asked")
         elif method.gptq:
             damping = DAMPING if self.inputs.count >= _FEW_TOKENS * k else _DAMPING_OF_FEW
             try:
                 codes = self._with_feedback(parts, self._grams(state), damping)
-                best = self._keep_better("gptq", state, best, (parts, codes), rounded)
+                best = self._keep_better("gptq", state, best, (parts, codes))
             except UselessGram as error:
                 useless = str(error)
-                self._note("gptq", useless)
+                self.note("gptq", useless)
         if method.search and not any(stage.kept for stage in self.stages if stage.name == "gptq"):
             codes = self._nearest(state, parts, search=True)
-            best = self._keep_better("scale search", state, best, (parts, codes), rounded)
+            best = self._keep_better("scale search", state, best, (parts, codes))
         if method.joint and self.activations is not None:
             why_not = useless or self._why_not_joint()
             if why_not:
-                self._note("joint", why_not)
+                self.note("joint", why_not)
             else:
-                best = self._keep_better("joint", state, best, self._joint(state, parts), rounded)
+                best = self._keep_better("joint", state, best, self._joint(state, parts))
         return best
 
-    def _keep_better(
-        self, name: str, state: _State, best: _Rounded, weights: _Weights, rounded: OutputSqnr
-    ) -> _Rounded:
+    def _keep_better(self, name: str, state: _State, best: _Rounded, weights: _Weights) -> _Rounded:
         sqnr = self._judge(state, weights)
-        gain, lost = sqnr.total - best[2].total, sqnr.lost_by_tokens(rounded)
+        gain, lost = sqnr.total - best[2].total, sqnr.lost_by_tokens(self.rounded) if self.rounded else ""
+        lost = lost or (_HALF if gain > 0 and not sqnr.is_above(best[2]) else "")
         kept = gain > 0 and not lost
         reason = "; ".join([f"{gain:+.2f} dB, free at run time", *([lost] if lost else [])])
         self.stages.append(Stage(name, kept, gain, 0.0, reason))
@@ -545,12 +549,12 @@ class _Fit:
         bias = None if state.transform.mean is None else torch.cat(biases)
         return replace(part, out=out, bias=bias, amax=torch.stack(amax).amax())
 
-    def _trial_sqnr(self, state: _State) -> OutputSqnr:
+    def trial_sqnr(self, state: _State) -> OutputSqnr:
         """Return the SQNR of some rows of the weights, rounded to nearest; -inf if a number is beyond the dtype."""
         parts = self._trial_parts(state)
         return _NOT_STORED if parts is None else self._judge(state, (parts, self._nearest(state, parts)))
 
-    def _trial_error(self, state: _State, x: Tensor) -> float:
+    def trial_error(self, state: _State, x: Tensor) -> float:
         """Return the error of some rows of the weights; infinite if a stored number is beyond the dtype."""
         parts = self._trial_parts(state)
         if parts is None:
@@ -566,7 +570,9 @@ class _Fit:
         errors, weight = self._errors(state, weights, self.inputs.held_out), self.inputs.held_weight
         of_tokens = torch.stack([lost / size.clamp(min=_TINY) for lost, size in errors]).mean(0)
         median, low = (_decibels(_quantile(of_tokens, weight, share)) for share in (0.5, 1 - _LOW))
-        return OutputSqnr(_decibels(_total(errors, weight)), median, low, len(weight))
+        is_first = torch.arange(len(weight), device=weight.device) < len(weight) / 2
+        first, second = (_decibels(_total(errors, weight * half)) for half in (is_first, ~is_first))
+        return OutputSqnr(_decibels(_total(errors, weight)), (first, second), median, low, len(weight))
 
     def _errors(self, state: _State, weights: _Weights, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return |y^ - y|^2 and |y|^2 (M,) of each token, for each layer."""
@@ -616,7 +622,7 @@ class _Fit:
 
     # --- results
 
-    def _schemes(self, state: _State) -> list[Scheme]:
+    def schemes(self, state: _State) -> list[Scheme]:
         return [self._scheme(layer, state, rank) for layer, rank in zip(self.layers, state.ranks, strict=True)]
 
     def _scheme(self, layer: GroupLayer, state: _State, rank: int) -> Scheme:
@@ -696,10 +702,111 @@ def _row_scale(v: Tensor, format: Format, amax: Tensor) -> Tensor:
     return encode.block_scale(values, format, None)
 
 
+# --- stages of several groups, or of one
+
+
+def _shared_vectors(fits: Sequence[_Fit]) -> list[_State]:
+    """Return states with the mean and factors of several groups; plain ones if all rows of one do not bear them out."""
+    states = _with_vectors(fits)
+    for fit, state in zip(fits, states, strict=True):
+        why_not = "" if state is fit.plain else fit.why_not_kept(state, fit.parts(state))[0]
+        if why_not:
+            for each in fits:
+                each.note("all", f"{why_not} ({fit.layers[0].name})")
+            return [each.plain for each in fits]
+    return states
+
+
+def _with_vectors(fits: Sequence[_Fit]) -> list[_State]:
+    """Try smoothing and centring."""
+    states, wanted = [fit.plain for fit in fits], fits[0].method.transforms
+    mean = _mean(fits)
+    centered = [_with(state, mean=mean) for state in states] if "center" in wanted else states
+    if "smooth" in wanted:
+        smoothed = [_with(state, mean=None) for state in _search_smoothing(fits, centered)]
+        states = _gate(fits, "smooth", states, {"": smoothed})
+    if "center" in wanted:
+        states = _gate(fits, "center", states, {"": [_with(state, mean=mean) for state in states]})
+    return states
+
+
+def _mean(fits: Sequence[_Fit]) -> Tensor:
+    """Return the mean (K,) of the groups' inputs, 0 where what makes x cannot take it in."""
+    mean = torch.stack([fit.inputs.mean for fit in fits]).mean(0).to(fits[0].dtype).float()
+    widths, folding = fits[0].inputs.segments, fits[0].method.folding
+    for word, part in zip(folding, mean.split(widths), strict=False):
+        part *= word == "factors and mean"
+    return mean
+
+
+def _gate(fits: Sequence[_Fit], name: str, before: list[_State], candidates: dict[str, list[_State]]) -> list[_State]:
+    """Choose the candidate whose gain exceeds its price by most, if any does and no token loses much by it."""
+    bases, rate = [fit.trial_sqnr(state) for fit, state in zip(fits, before, strict=True)], fits[0].rate
+    base, trials = _together(bases), []
+    for label, states in candidates.items():
+        pairs = list(zip(fits, before, states, strict=True))
+        percent = sum(fit.price(fit.schemes(old), fit.schemes(new)) for fit, old, new in pairs) / len(fits)
+        sqnrs = [fit.trial_sqnr(state) for fit, _, state in pairs]
+        lost = [sqnr.lost_by_tokens(fit.trial_rounded) for fit, sqnr in zip(fits, sqnrs, strict=True)]
+        gain = _together(sqnrs) - base
+        if gain > 0 and not all(sqnr.is_above(old) for sqnr, old in zip(sqnrs, bases, strict=True)):
+            lost.append(_HALF)
+        surplus = gain - max(SMALLEST_GAIN, rate * percent)
+        trials.append((not any(lost), surplus, gain, percent, label, "; ".join(filter(None, lost)), states))
+    harmless, surplus, gain, percent, label, lost, states = max(trials, key=lambda entry: entry[:2])
+    kept = harmless and surplus > 0
+    required = max(SMALLEST_GAIN, rate * percent)
+    reason = f"{label + ': ' if label else ''}{gain:+.2f} dB for {percent:+.2f} % of time, {required:.2f} dB asked"
+    for fit in fits:
+        if gain == -math.inf:
+            fit.note(name, f"what it stores is beyond {fit.dtype}")
+        else:
+            fit.stages.append(Stage(name, kept, gain, percent, "; ".join([reason, *([lost] if lost else [])])))
+    return states if kept else before
+
+
+def _together(sqnrs: Sequence[OutputSqnr]) -> float:
+    """Return the dB of the mean error of groups."""
+    if len(sqnrs) == 1:
+        return sqnrs[0].total
+    return -10 * math.log10(sum(10 ** (-sqnr.total / 10) for sqnr in sqnrs) / len(sqnrs))
+
+
+def _search_smoothing(fits: Sequence[_Fit], states: list[_State], around: bool = False) -> list[_State]:
+    """Search the exponents of least error on fitting tokens, one segment of x after the other.
+
+    around: only near those that the states have.
+    """
+    first, start = fits[0], 0
+    squares = [fit.squares(state.transform.mean) for fit, state in zip(fits, states, strict=True)]
+    x_size, w_size = (torch.stack(each).mean(0).sqrt() for each in zip(*squares, strict=True))
+    x_size, w_size = (size.clamp(min=1e-4 * size.max() + _TINY) for size in (x_size, w_size))
+
+    def error(states: list[_State]) -> float:
+        return sum(fit.trial_error(state, fit.search_tokens) for fit, state in zip(fits, states, strict=True))
+
+    for index, width in enumerate(first.inputs.segments):
+        part = slice(start, start + width)
+        start += width
+        if first.method.folding and first.method.folding[index] == "nothing":
+            continue
+        best, least = states, error(states)
+        for exponents in first.exponents(states[0].exponents[index] if around else None):
+            factor = w_size[part] ** exponents[1] / x_size[part] ** exponents[0]
+            trial = [
+                fit.smoothed(state, index, part, exponents, factor) for fit, state in zip(fits, states, strict=True)
+            ]
+            if (found := error(trial)) < least:
+                best, least = trial, found
+        states = best
+    return states
+
+
 _Weights = tuple[list[_Part], list[QuantizedTensor]]
 _Rounded = tuple[list[_Part], list[QuantizedTensor] | None, OutputSqnr]  # None: codes to nearest
-_NOT_STORED = OutputSqnr(-math.inf, -math.inf, -math.inf, 0)
+_NOT_STORED = OutputSqnr(-math.inf, (-math.inf, -math.inf), -math.inf, -math.inf, 0)
 _TINY = 1e-30
+_HALF = "not in both halves of the held-out tokens"
 
 
 def _decibels(error: float) -> float:

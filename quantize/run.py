@@ -40,7 +40,7 @@ from fluxq.calibrate.statistics import Statistics
 from fluxq.kernels import encode
 from fluxq.kernels.linear import QuantLinear, channels_last, in_place_of, linear_size
 from fluxq.quantize.checkpoint import SourceWeights
-from fluxq.quantize.group import FittedGroup, GroupLayer, OutputSqnr, Stage, fit_group, price_on
+from fluxq.quantize.group import FittedGroup, GroupLayer, GroupToFit, OutputSqnr, Stage, fit_group, fit_groups, price_on
 from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
@@ -350,17 +350,25 @@ class _Fitter:
 
 
 def _owners(groups: Mapping[str, Sequence[LayerPlan]], count: int) -> dict[str, int]:
-    """Return group -> which of `count` processes fits it: the dearest first, each to the one with the least to do."""
+    """Return group -> which of `count` processes fits it: the dearest first, each to the one with the least to do.
 
-    def cost(name: str) -> int:
-        n, k = sum(layer.n for layer in groups[name]), groups[name][0].k
-        return k * n if groups[name][0].method.is_plain else k * k * (k + n)  # of the Gram and of error feedback
+    Groups that share mean and factors are fitted by one process.
+    """
+
+    def cost(names: Sequence[str]) -> int:
+        return sum(_cost(groups[name]) for name in names)
 
     load, owners = [0] * count, {}
-    for name in sorted(groups, key=cost, reverse=True):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += cost(name)
+    for names in sorted(_together(groups), key=cost, reverse=True):
+        owner = load.index(min(load))
+        owners |= dict.fromkeys(names, owner)
+        load[owner] += cost(names)
     return owners
+
+
+def _cost(members: Sequence[LayerPlan]) -> int:
+    n, k = sum(layer.n for layer in members), members[0].k
+    return k * n if members[0].method.is_plain else k * k * (k + n)  # of the Gram and of error feedback
 
 
 def _fit_block(
@@ -376,17 +384,28 @@ def _fit_block(
         without_gram=[name for name, members in groups.items() if all(layer.method.is_plain for layer in members)],
         advance=fitting.parallel,
     )
-    return {name: _fit(members, inputs.pop(name), source, dtype, fitting, name) for name, members in groups.items()}
+    fitted: dict[str, FittedGroup] = {}
+    for names in _together(groups):
+        parts = [_to_fit(groups[name], inputs.pop(name), source, fitting, name) for name in names]
+        done = fit_groups(parts, rate=fitting.gate.db_per_percent, dtype=dtype)
+        fitted |= dict(zip(names, done, strict=True))
+    for name, group in fitted.items():
+        for stage in group.stages:
+            logger.info("%s: %s %s: %s", name, stage.name, "kept" if stage.kept else "left out", stage.reason)
+    return {name: fitted[name] for name in groups}
 
 
-def _fit(
-    members: Sequence[LayerPlan],
-    inputs: GroupInputs,
-    source: SourceWeights,
-    dtype: torch.dtype,
-    fitting: Fitting,
-    name: str,
-) -> FittedGroup:
+def _together(groups: Mapping[str, Sequence[LayerPlan]]) -> list[list[str]]:
+    """Return the names of groups, those in one list that share mean and factors."""
+    shared: dict[str, list[str]] = {}
+    for name, members in groups.items():
+        shared.setdefault(members[0].together or name, []).append(name)
+    return list(shared.values())
+
+
+def _to_fit(
+    members: Sequence[LayerPlan], inputs: GroupInputs, source: SourceWeights, fitting: Fitting, name: str
+) -> GroupToFit:
     device, first = inputs.mean.device, members[0]
     if fitting.statistics is not None:
         seen = fitting.statistics.channel_amax(name).to(device)
@@ -404,10 +423,7 @@ def _fit(
     ]
     shapes = [(layer.n, layer.k) for layer in members]
     price = price_on(find_device(fitting.gate.gpu), shapes, fitting.gate.tokens, first.made_by)
-    fitted = fit_group(layers, inputs, first.method, price=price, rate=fitting.gate.db_per_percent, dtype=dtype)
-    for stage in fitted.stages:
-        logger.info("%s: %s %s: %s", name, stage.name, "kept" if stage.kept else "left out", stage.reason)
-    return fitted
+    return GroupToFit(layers, inputs, first.method, price)
 
 
 def require_finite_weights(source: SourceWeights) -> None:
@@ -438,7 +454,7 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     if activations is not None:
         activations.check_shape(1, k, "x")
     planned = LayerPlan("linear", n, k, "", "linear", False, scheme, "tried on one layer", made_by="norm")
-    method = with_method(planned, recipe, profile, None).method if profile != "rtn" else Method()
+    method = with_method(planned, recipe, profile).method if profile != "rtn" else Method()
     tokens = x.detach().reshape(-1, k)
     held_out = len(tokens) // 8
     if len(tokens) < _FEW_TOKENS:

@@ -31,7 +31,10 @@ def list_linears(folder: ModelFolder, component: str) -> list[LinearShape]:
 
 def shapes_of(model: nn.Module) -> list[LinearShape]:
     """List every Linear of a model in its order, 1x1 convolutions included."""
-    return [LinearShape(name, *linear_size(module)) for name, module in linears_of(model).items()]
+    return [
+        LinearShape(name, *linear_size(module), getattr(module, "bias", None) is not None)
+        for name, module in linears_of(model).items()
+    ]
 
 
 def convolutions_of(model: nn.Module) -> tuple[Convolution, ...]:

@@ -49,6 +49,30 @@ class Modulation:
 
 
 @dataclass(frozen=True)
+class Producer:
+    """Name a Linear whose outputs become channels of an input one by one, so that factors on its rows come out of it.
+
+    Attention is a mean of its values, x = P V with rows of P that sum to one: P (V - 1 c^T) diag(s) = (x - 1 c^T)
+    diag(s). A gated unit is a product, x = act(g) * u: act(g) * (u diag(s)) = x diag(s).
+
+    linear: its path below the block.
+    chunk: place of its rows for this input, in chunks as wide as the segment; a negative one counts from the end.
+    shifts: whether what is subtracted from its bias is subtracted from the input; it is in attention.
+    segment: of an input of two tensors side by side, the one that it makes.
+    """
+
+    linear: str
+    chunk: int = 0
+    shifts: bool = True
+    segment: int = 0
+
+    def rows(self, n: int, k: int) -> slice:
+        """Return the rows of the Linear's weight (n, ...) that make a segment of k channels."""
+        start = self.chunk * k if self.chunk >= 0 else n + self.chunk * k
+        return slice(start, start + k)
+
+
+@dataclass(frozen=True)
 class InputGroup:
     """Group Linears of one block that read the same input tensor; those that a configuration lacks are passed over.
 
@@ -59,6 +83,8 @@ class InputGroup:
     made_by: maker of the input; "outside" is another block or model, "unknown" one that no row names, and
         "concatenation" has the attention's channels first, as many as the Linear's outputs, then the feed-forward's.
     modulation: of the norm that makes the input.
+    producers: of an input that attention or a gated unit makes; those that a configuration lacks are passed over.
+        Groups of one block with the same producers read the outputs of one attention.
     """
 
     role: str
@@ -67,6 +93,7 @@ class InputGroup:
     joined: bool = False
     made_by: Maker = "outside"
     modulation: Modulation | None = None
+    producers: tuple[Producer, ...] = ()
 
     @property
     def normalised(self) -> bool:
@@ -209,55 +236,83 @@ def normed(role: str, block: str, members: tuple[str, ...], modulation: str = ""
     return InputGroup(role, block, members, len(members) > 1, "norm", by)
 
 
+def attended(role: str, block: str, out: str, *values: str) -> InputGroup:
+    """Group the Linear `out` behind an attention to what the Linears `values` make."""
+    return InputGroup(role, block, (out,), made_by="attention", producers=tuple(map(Producer, values)))
+
+
+def gated(role: str, block: str, down: str, up: str, chunk: int = 0) -> InputGroup:
+    """Group the Linear `down` behind a gated unit; up, chunk: rows of the factor that passes no activation function."""
+    producers = (Producer(up, chunk, shifts=False),)
+    return InputGroup(role, block, (down,), made_by="activation", producers=producers)
+
+
 def image_and_text(
     block: str,
     image_ff: tuple[str, str],
     text_ff: tuple[str, str],
     modulation: tuple[str, str] = ("", ""),
+    gate_first: bool = False,
 ) -> tuple[InputGroup, ...]:
     """Group a block of two streams that share one attention (MMDiT). image_ff, text_ff: up and down.
 
     modulation: of the image, of the text; it makes shift, scale and gate of the attention, then of the feed-forward.
+    gate_first: the feed-forward is gated, and its up-projection makes the gate, then the other factor.
     """
     image, text = modulation
+    values = ("attn.to_v", "attn.add_v_proj")
+
+    def down(role: str, ff: tuple[str, str]) -> InputGroup:
+        return gated(role, block, ff[1], ff[0], 1) if gate_first else activated(role, block, ff[1])
+
     return (
         normed("qkv", block, QKV, image, 0),
         normed("text_qkv", block, _ADDED_QKV, text, 0),
-        InputGroup("attn_out", block, ("attn.to_out.0",), made_by="attention"),
-        InputGroup("text_attn_out", block, ("attn.to_add_out",), made_by="attention"),
+        attended("attn_out", block, "attn.to_out.0", *values),
+        attended("text_attn_out", block, "attn.to_add_out", *values),
         normed("ff_up", block, image_ff[:1], image, 3),
         normed("text_ff_up", block, text_ff[:1], text, 3),
-        InputGroup("ff_down", block, image_ff[1:], made_by="activation"),
-        InputGroup("text_ff_down", block, text_ff[1:], made_by="activation"),
+        down("ff_down", image_ff),
+        down("text_ff_down", text_ff),
         *(InputGroup("modulation", block, (linear,)) for linear in modulation if linear),
     )
 
 
-def both_at_once(block: str, members: tuple[str, ...], down: str, modulation: str = "") -> tuple[InputGroup, ...]:
+def both_at_once(
+    block: str,
+    members: tuple[str, ...],
+    down: str,
+    modulation: str = "",
+    producers: tuple[Producer, ...] = (Producer("attn.to_v"),),
+) -> tuple[InputGroup, ...]:
     """Group a block of one stream whose attention and feed-forward run side by side."""
     return (
         normed("single_in", block, members, modulation, 0),
-        InputGroup("mixed_out", block, (down,), made_by="concatenation"),
+        InputGroup("mixed_out", block, (down,), made_by="concatenation", producers=producers),
         *(InputGroup("modulation", block, (linear,)) for linear in (modulation,) if linear),
     )
 
 
 def self_and_cross(block: str, cross_q: Maker) -> tuple[InputGroup, ...]:
     """Group the attention to the image itself and the one to the text; cross_q: what makes the input of the latter."""
+    # Image-to-video models add an attention to the first frame, so its mean is not that of the text's values alone.
+    values = (Producer("attn2.to_v"), Producer("attn2.add_v_proj", shifts=False))
     return (
         normed("qkv", block, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
-        InputGroup("attn_out", block, ("attn1.to_out.0",), made_by="attention"),
+        attended("attn_out", block, "attn1.to_out.0", "attn1.to_v"),
         InputGroup("cross_q", block, ("attn2.to_q",), made_by=cross_q),
         InputGroup("cross_kv", block, ("attn2.to_k", "attn2.to_v"), joined=True),
-        InputGroup("cross_out", block, ("attn2.to_out.0",), made_by="attention"),
+        InputGroup("cross_out", block, ("attn2.to_out.0",), made_by="attention", producers=values),
     )
 
 
 def feed_forward(block: str, up: str, down: str) -> tuple[InputGroup, ...]:
-    return (
-        normed("ff_up", block, (up,)),
-        InputGroup("ff_down", block, (down,), made_by="activation"),
-    )
+    return normed("ff_up", block, (up,)), activated("ff_down", block, down)
+
+
+def activated(role: str, block: str, down: str) -> InputGroup:
+    """Group the Linear `down` behind an activation function."""
+    return InputGroup(role, block, (down,), made_by="activation")
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -14,9 +14,10 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fluxq.recipes.computing import Attention, Steps
-from fluxq.recipes.family import Family, InputGroup, Kind, Maker, matches
+from fluxq.recipes.family import Family, InputGroup, Kind, Maker, Producer, matches
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 
@@ -30,11 +31,15 @@ DEFLATED_K = 6144  # wider rows do not fit on chip, and deflation needs a whole 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A Linear of the model, or a 1x1 convolution: module path, out features N, in features K."""
+    """A Linear of the model, or a 1x1 convolution: module path, out features N, in features K, and if it has a bias."""
 
     name: str
     n: int
     k: int
+    bias: bool = True
+
+
+Folding = Literal["nothing", "factors", "factors and mean"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Method:
     """Method that may be tried when a layer is quantized; an empty one is rounding to nearest with scales from amax.
 
     transforms: of x, the same for all that share it.
+    folding: for each segment of x, what rows of the Linears that make it can take in, factors as powers of two; empty
+        where a modulation takes all, or nothing has to be taken in.
     hadamard: the largest block that K divides into, 0 without "hadamard".
     rank: that may be spent, 0 for none.
     deflate: part of the rank that may go to directions of x.
@@ -52,6 +59,7 @@ class Method:
     """
 
     transforms: tuple[Transform, ...] = ()
+    folding: tuple[Folding, ...] = ()
     hadamard: int = 0
     rank: int = 0
     deflate: bool = False
@@ -80,6 +88,7 @@ class Method:
 
     def __str__(self) -> str:
         words = [f"hadamard {self.hadamard}" if name == "hadamard" else name for name in self.transforms]
+        words += ["factors that are powers of two"] * bool(self.folding)
         words += [f"rank {self.rank}"] * bool(self.rank) + ["deflate"] * self.deflate
         words += ["gptq"] * self.gptq + ["search"] * self.search
         words += ["4/6 of weights"] * self.weights_46 + ["4/6 of activations"] * self.activations_46
@@ -100,6 +109,7 @@ class LayerPlan:
     made_by: maker of its input.
     split: start along K of the second of two tensors side by side, 0 for a single one.
     block: path of its block, "" for none.
+    together: group whose mean and factors its own shares, because the same Linears take them in; its own name for none.
     """
 
     name: str
@@ -114,6 +124,7 @@ class LayerPlan:
     made_by: Maker = "outside"
     split: int = 0
     block: str = ""
+    together: str = ""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -304,7 +315,7 @@ def make_plan(
     instead = Counter(words for layer in layers if layer.scheme for words in _instead(layer, recipe))
     notes += _modulation_unsaid(recipe, layers)
     notes += [f"{words} ({count} of {len(layers)} Linears)" for words, count in instead.items()]
-    layers = _with_methods(layers, family, recipe, profile, compat)
+    layers = _with_methods(layers, {linear.name: linear for linear in linears}, family, recipe, profile, compat)
     return Plan(family.name, component_name, tuple(layers), tuple(notes), recipe.attention, kind=family.kind)
 
 
@@ -375,7 +386,12 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
 
 
 def _with_methods(
-    layers: Sequence[LayerPlan], family: Family, recipe: Component, profile: Profile, compat: Compat
+    layers: Sequence[LayerPlan],
+    shapes: Mapping[str, LinearShape],
+    family: Family,
+    recipe: Component,
+    profile: Profile,
+    compat: Compat,
 ) -> list[LayerPlan]:
     """Return the layers with the methods that may be tried, and with the reasons where the recipe's are more.
 
@@ -389,6 +405,7 @@ def _with_methods(
         if layer.scheme is not None and layer.is_observed:
             readers.setdefault(layer.group, set()).add(_made_of_x(layer, recipe))
     planned = []
+    together: dict[tuple[str, tuple[Producer, ...]], str] = {}  # block, producers -> the first group that reads them
     for layer in layers:
         place = family.locate(layer.name)
         if layer.scheme is None or not layer.is_observed or place is None:
@@ -398,20 +415,36 @@ def _with_methods(
             planned.append(layer if _is_plain(recipe) else replace(layer, reason=f"{layer.reason}; {why}"))
         else:
             group, block = place
-            why_not = _why_not_folded(group, block, schemes) if compat == "portable" else None
-            planned.append(with_method(layer, recipe, profile, why_not))
+            folding = _folding(layer, group, block, family, shapes, schemes) if compat == "portable" else ()
+            if isinstance(folding, tuple) and folding:
+                layer = replace(layer, together=together.setdefault((block, group.producers), layer.group))
+            planned.append(with_method(layer, recipe, profile, folding))
     return planned
 
 
-def with_method(layer: LayerPlan, recipe: Component, profile: Profile, why_not_folded: str | None) -> LayerPlan:
-    """Return a layer with the methods of the recipe. why_not_folded: a reason against mean and factors of its input."""
+def with_method(
+    layer: LayerPlan, recipe: Component, profile: Profile, folding: tuple[Folding, ...] | str = ()
+) -> LayerPlan:
+    """Return a layer with the methods of the recipe.
+
+    folding: as in `Method`; or the reason against mean and factors of its input.
+    """
     weights, activations = _operands(layer, recipe)
     transforms: list[Transform] = list(recipe.transforms)
     reasons: list[str] = []
-    vectors = [word for name, word in VECTORS.items() if name in transforms]
-    if vectors and why_not_folded:
-        transforms = [name for name in transforms if name not in VECTORS]
-        reasons.append(f"not {' or '.join(vectors)}: {why_not_folded}")
+    if isinstance(folding, str):
+        allowed, why_not, folding = set[str](), folding, ()
+    else:
+        allowed = {"smooth", "center"} if not folding or "factors and mean" in folding else {"smooth"}
+        why_not = "what makes its input cannot take in a mean"
+    refused = {name: word for name, word in VECTORS.items() if name in transforms and name not in allowed}
+    if refused:
+        transforms = [name for name in transforms if name not in refused]
+        reasons.append(f"not {' or '.join(refused.values())}: {why_not}")
+    if not any(name in transforms for name in VECTORS):
+        folding = ()
+    if folding:
+        reasons.append("factors are powers of two, which rows of the Linears that make its input can take in")
     hadamard = _hadamard(layer) if "hadamard" in transforms else 0
     if "hadamard" in transforms and hadamard < max(HADAMARDS):
         width = " + ".join(map(str, layer.segments))
@@ -427,6 +460,7 @@ def with_method(layer: LayerPlan, recipe: Component, profile: Profile, why_not_f
     gptq = recipe.rounding.method == "gptq" and profile != "fast"
     method = Method(
         transforms=tuple(transforms),
+        folding=folding,
         hadamard=hadamard,
         rank=rank,
         deflate=deflate,
@@ -440,12 +474,41 @@ def with_method(layer: LayerPlan, recipe: Component, profile: Profile, why_not_f
     return replace(layer, method=method, reason="; ".join([layer.reason, *reasons]))
 
 
-def _why_not_folded(group: InputGroup, block: str, schemes: Mapping[str, Scheme | None]) -> str | None:
-    """Return the reason why a mean and factors do not fold exactly into what makes a group's input; None if they do.
+def _folding(
+    layer: LayerPlan,
+    group: InputGroup,
+    block: str,
+    family: Family,
+    shapes: Mapping[str, LinearShape],
+    schemes: Mapping[str, Scheme | None],
+) -> tuple[Folding, ...] | str:
+    """Return what folds exactly into what makes a group's input, as in `Method`; the reason if nothing does.
 
     A factor for each channel folds into rows of the modulation's weight, which then needs a scale for each row or none;
-    the 1 of 1 + scale, the mean and the shift fold into its bias.
+    the 1 of 1 + scale, the mean and the shift fold into its bias. Into rows of a Linear that makes the input a power of
+    two folds exactly, whatever the format of the scales in a row.
     """
+    if group.producers:
+        readers = [
+            f"{block}.{member}"
+            for other in family.groups
+            if other.producers == group.producers and matches(other.block, block)
+            for member in other.members
+        ]
+        with_mean = all(shapes[name].bias for name in readers if name in shapes)
+        folding: list[Folding] = []
+        for index, width in enumerate(layer.segments):
+            made_by = [(p, f"{block}.{p.linear}") for p in group.producers if p.segment == index]
+            present = [(producer, shapes[name]) for producer, name in made_by if name in shapes]
+            shifting = [shape for producer, shape in present if producer.shifts]
+            if not present or any(not _takes_factors(p, shape, width, schemes) for p, shape in present):
+                folding.append("nothing")
+            else:
+                has_bias = with_mean and bool(shifting) and all(shape.bias for shape in shifting)
+                folding.append("factors and mean" if has_bias else "factors")
+        if any(word != "nothing" for word in folding):
+            return tuple(folding)
+        return f"its input is made by {MAKERS[group.made_by]}, whose Linears have no row for each channel, or no scale"
     if group.modulation is None:
         return f"its input is made by {MAKERS[group.made_by]}, which nothing can be folded into"
     name = f"{block}.{group.modulation.linear}"
@@ -454,7 +517,13 @@ def _why_not_folded(group: InputGroup, block: str, schemes: Mapping[str, Scheme 
     scheme = schemes[name]
     if scheme is not None and scheme.weights.block != (1, 0):
         return f"its input is modulated by {name} in {scheme.weights.name}, which has no scale for each row"
-    return None
+    return ()
+
+
+def _takes_factors(producer: Producer, shape: LinearShape, width: int, schemes: Mapping[str, Scheme | None]) -> bool:
+    """Tell whether a Linear has rows for each channel of a segment, and scales of their own for these rows."""
+    rows, scheme = producer.rows(shape.n, width), schemes[shape.name]
+    return 0 <= rows.start and rows.stop <= shape.n and (scheme is None or scheme.weights.block[0] == 1)
 
 
 def _hadamard(layer: LayerPlan) -> int:

@@ -49,7 +49,7 @@ from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device, find_device
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, LinearShape, component_recipe, make_plan, with_method
+from fluxq.recipes.plan import Folding, LayerPlan, LinearShape, component_recipe, make_plan, with_method
 from fluxq.recipes.recipe import Component, Gate, LowRank, Recipe, Rounding, load_recipe, shipped_recipes
 
 T = TypeVar("T")
@@ -246,10 +246,12 @@ def _source(layers: str, drawings: int, size: int, images: int, device: str) -> 
     return _checked("--layers", lambda: Model(resolve_model(layers), images, device))
 
 
-def planned_alone(layer: LayerPlan, recipe: Recipe, why_not_folded: str | None, name: str = "") -> LayerPlan:
+def planned_alone(
+    layer: LayerPlan, recipe: Recipe, folding: tuple[Folding, ...] | str = (), name: str = ""
+) -> LayerPlan:
     """Return a layer of no model with what a recipe makes of it.
 
-    why_not_folded: as `with_method` takes it.
+    folding: as `with_method` takes it.
     name: of the layer in an error, if not its own.
     """
     part = recipe.components[COMPONENT]
@@ -259,7 +261,7 @@ def planned_alone(layer: LayerPlan, recipe: Recipe, why_not_folded: str | None, 
     scheme = Scheme(part.weights.row, row, static_input=is_static)
     scheme.weights.check_shape(layer.n, layer.k, name or layer.name)
     layer = replace(layer, scheme=scheme)
-    return with_method(layer, part, recipe.profile, why_not_folded) if is_fitted else layer
+    return with_method(layer, part, recipe.profile, folding) if is_fitted else layer
 
 
 class Synthetic:
@@ -276,7 +278,7 @@ class Synthetic:
     def planned(self, recipe: Recipe) -> Planned:
         size = self.size
         layers = [LayerPlan(name, size, size, name, name, False, None, "", made_by=by) for name, by in MADE_BY.items()]
-        return {layer.group: [planned_alone(layer, recipe, None, "a synthetic layer")] for layer in layers}
+        return {layer.group: [planned_alone(layer, recipe, name="a synthetic layer")] for layer in layers}
 
     def batches(self, planned: Mapping[Row, Planned]) -> Iterator[list[Case]]:
         for drawing in progress(range(self.drawings), "Comparing"):

@@ -28,11 +28,18 @@ from torch import Tensor, nn
 
 from benchmarks.real.packages import Unavailable, members
 from fluxq.recipes.family import Maker
+from fluxq.recipes.plan import Folding
 
 TEXT_TOKENS = 128  # of each text
 _SEED = 24
 
 Call = Callable[[nn.Module], Any]  # runs a network once
+
+
+_VALUES: tuple[Folding, ...] = ("factors and mean",)  # rows and bias of the values take them in
+_FACTORS: tuple[Folding, ...] = ("factors",)  # values, or the factor of a gated unit, without bias
+_GROUPED = "a head of values serves three heads of queries"
+_NOTHING = "nothing makes this input that could take a factor"
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,15 @@ class Group:
     role: "qkv", "attn_out", "ff_up", "ff_down", …
     made_by: maker of the input.
     linears: paths of the modules.
-    folds: whether factors and a mean are taken as foldable into what makes the input, as those of modulated norms are.
+    folding: what makes the input can take in, as in `recipes.plan.Method`, or why it can take in nothing. Norms are
+        taken as modulated ones.
     """
 
     name: str
     role: str
     made_by: Maker
     linears: tuple[str, ...]
-    folds: bool
+    folding: tuple[Folding, ...] | str
 
 
 @dataclass(frozen=True)
@@ -132,10 +140,10 @@ def _bert_groups(blocks: Sequence[int], attention: str, down: str) -> tuple[Grou
         for block in blocks
         for at in (f"encoder.layer.{block}",)
         for group in (
-            Group(f"{block}.qkv", "qkv", "norm", tuple(f"{at}.{attention}.{n}" for n in _QKV[attention]), True),
-            Group(f"{block}.attn_out", "attn_out", "attention", (f"{at}.{_ATTN_OUT[attention]}",), False),
-            Group(f"{block}.ff_up", "ff_up", "norm", (f"{at}.intermediate.dense",), True),
-            Group(f"{block}.ff_down", "ff_down", "activation", (f"{at}.{down}",), False),
+            Group(f"{block}.qkv", "qkv", "norm", tuple(f"{at}.{attention}.{n}" for n in _QKV[attention]), ()),
+            Group(f"{block}.attn_out", "attn_out", "attention", (f"{at}.{_ATTN_OUT[attention]}",), _VALUES),
+            Group(f"{block}.ff_up", "ff_up", "norm", (f"{at}.intermediate.dense",), ()),
+            Group(f"{block}.ff_down", "ff_down", "activation", (f"{at}.{down}",), _NOTHING),
         )
     )
 
@@ -197,10 +205,10 @@ def _llama_groups(blocks: Sequence[int]) -> tuple[Group, ...]:
         for block in blocks
         for at in (f"model.layers.{block}",)
         for group in (
-            Group(f"{block}.qkv", "qkv", "norm", tuple(f"{at}.self_attn.{n}_proj" for n in "qkv"), True),
-            Group(f"{block}.attn_out", "attn_out", "attention", (f"{at}.self_attn.o_proj",), False),
-            Group(f"{block}.ff_up", "ff_up", "norm", (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"), True),
-            Group(f"{block}.ff_down", "ff_down", "activation", (f"{at}.mlp.down_proj",), False),
+            Group(f"{block}.qkv", "qkv", "norm", tuple(f"{at}.self_attn.{n}_proj" for n in "qkv"), ()),
+            Group(f"{block}.attn_out", "attn_out", "attention", (f"{at}.self_attn.o_proj",), _GROUPED),
+            Group(f"{block}.ff_up", "ff_up", "norm", (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"), ()),
+            Group(f"{block}.ff_down", "ff_down", "activation", (f"{at}.mlp.down_proj",), _FACTORS),
         )
     )
 
@@ -243,8 +251,8 @@ def _antiberty(cache: Path | None) -> Opened:
             _run, input_ids=torch.tensor([[vocabulary[word] for word in ("[CLS]", *one, "[SEP]")] for one in drawn])
         )
 
-    fit = tuple(call(_ANTIBODIES[index % 4]) for index in range(8))
-    return Opened(model, fit, tuple(call(_ANTIBODIES[index]) for index in (4, 4, 5, 6)))
+    fit = tuple(call(_ANTIBODIES[index % 3]) for index in range(8))
+    return Opened(model, fit, tuple(call(_ANTIBODIES[index]) for index in (3, 4, 5, 6)))
 
 
 def _mutated(sequence: str, chance: np.random.Generator) -> list[str]:
@@ -333,10 +341,10 @@ _TABULAR_GROUPS = tuple(
     for block in (1, 6, 10)
     for at in (f"blocks.{block}",)
     for group in (
-        Group(f"{block}.qkv", "qkv", "norm", (f"{at}.in_proj",), True),
-        Group(f"{block}.attn_out", "attn_out", "attention", (f"{at}.out_proj",), False),
-        Group(f"{block}.ff_up", "ff_up", "norm", (f"{at}.linear1",), True),
-        Group(f"{block}.ff_down", "ff_down", "activation", (f"{at}.linear2",), False),
+        Group(f"{block}.qkv", "qkv", "norm", (f"{at}.in_proj",), ()),
+        Group(f"{block}.attn_out", "attn_out", "attention", (f"{at}.out_proj",), _VALUES),
+        Group(f"{block}.ff_up", "ff_up", "norm", (f"{at}.linear1",), ()),
+        Group(f"{block}.ff_down", "ff_down", "activation", (f"{at}.linear2",), _NOTHING),
     )
 )
 
@@ -431,15 +439,15 @@ def _whisper_groups() -> tuple[Group, ...]:
         at, short = f"{side}.layers.{block}", f"{side[:3]}{block}"
         attention = f"{at}.self_attn"
         groups += [
-            Group(f"{short}.qkv", "qkv", "norm", tuple(f"{attention}.{n}_proj" for n in "qkv"), True),
-            Group(f"{short}.attn_out", "attn_out", "attention", (f"{attention}.out_proj",), False),
+            Group(f"{short}.qkv", "qkv", "norm", tuple(f"{attention}.{n}_proj" for n in "qkv"), ()),
+            Group(f"{short}.attn_out", "attn_out", "attention", (f"{attention}.out_proj",), _VALUES),
         ]
         if side == "decoder":
             across = f"{at}.encoder_attn.out_proj"
-            groups.append(Group(f"{short}.cross_out", "attn_out", "attention", (across,), False))
+            groups.append(Group(f"{short}.cross_out", "attn_out", "attention", (across,), _VALUES))
         groups += [
-            Group(f"{short}.ff_up", "ff_up", "norm", (f"{at}.fc1",), True),
-            Group(f"{short}.ff_down", "ff_down", "activation", (f"{at}.fc2",), False),
+            Group(f"{short}.ff_up", "ff_up", "norm", (f"{at}.fc1",), ()),
+            Group(f"{short}.ff_down", "ff_down", "activation", (f"{at}.fc2",), _NOTHING),
         ]
     return tuple(groups)
 
@@ -479,15 +487,15 @@ def _unit(spectra: np.ndarray, bias: np.ndarray, scale: np.ndarray) -> Tensor:
 
 
 _SPECTRA_GROUPS = (
-    Group("down2.qkv", "qkv", "norm", ("downs.2.2.to_qkv",), True),
-    Group("down2.down", "ff_down", "outside", ("downs.2.3.1",), False),
-    Group("down3.qkv", "qkv", "norm", ("downs.3.2.to_qkv",), True),
-    Group("down3.attn_out", "attn_out", "outside", ("downs.3.2.to_out",), False),
-    Group("mid.qkv", "qkv", "norm", ("mid_attn.to_qkv",), True),
-    Group("mid.attn_out", "attn_out", "attention", ("mid_attn.to_out",), False),
-    Group("up0.beside", "ff_up", "outside", ("ups.0.0.res_conv",), False),
-    Group("up0.qkv", "qkv", "norm", ("ups.0.2.to_qkv",), True),
-    Group("up0.attn_out", "attn_out", "outside", ("ups.0.2.to_out",), False),
+    Group("down2.qkv", "qkv", "norm", ("downs.2.2.to_qkv",), ()),
+    Group("down2.down", "ff_down", "outside", ("downs.2.3.1",), _NOTHING),
+    Group("down3.qkv", "qkv", "norm", ("downs.3.2.to_qkv",), ()),
+    Group("down3.attn_out", "attn_out", "outside", ("downs.3.2.to_out",), _FACTORS),
+    Group("mid.qkv", "qkv", "norm", ("mid_attn.to_qkv",), ()),
+    Group("mid.attn_out", "attn_out", "attention", ("mid_attn.to_out",), _FACTORS),
+    Group("up0.beside", "ff_up", "outside", ("ups.0.0.res_conv",), _NOTHING),
+    Group("up0.qkv", "qkv", "norm", ("ups.0.2.to_qkv",), ()),
+    Group("up0.attn_out", "attn_out", "outside", ("ups.0.2.to_out",), _FACTORS),
 )
 
 

@@ -85,7 +85,7 @@ class Changed:
 class Exported:
     """Report of what was written.
 
-    formats: the dialect's name -> layers. folded: modulation -> Linears whose means and factors it took. notes: what
+    formats: the dialect's name -> layers. folded: Linear -> those whose means and factors it took. notes: what
     the program computes otherwise than the checkpoint says -> layers. in_16_bit: other components that were quantized.
     checkpoint_bytes, weight_bytes: all tensors of `components`, there and as written. hint: where the latter are more,
     why and what helps. was_written: before, by the same command.
@@ -258,8 +258,8 @@ class ComponentPlan:
                 parts[name] = source.file_of(members[0]).path, source.stored[members[0]]
             else:
                 keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
-        for modulation, folds in source.folds.items():
-            done.folded[modulation] = [reader for fold in folds for reader in fold.readers]
+        for maker, folds in source.folds.items():
+            done.folded[maker] = [reader for fold in folds for reader in fold.readers]
         for key, words in _NOT_CARRIED.items():
             if self.dialect and source.quantization.get(key):
                 notes[words] += len(self.choices)

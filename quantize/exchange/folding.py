@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Linear:
     block: that it stands in, "" for none. x: what it reads, the same for all that read it. base: reads the base's
     weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most. modules: of diffusers
     that it holds. modulated_by: module that makes shift and scale of x, and which chunks of it; None where no row says.
+    windows: parts of x that different Linears make; empty for one. producers: modules of diffusers whose outputs
+    attention or a gated unit makes x of.
     """
 
     against: Against
@@ -46,6 +49,8 @@ class Linear:
     cast: float
     modules: tuple[str, ...] = ()
     modulated_by: tuple[str, Modulation] | None = None
+    windows: tuple[slice, ...] = ()
+    producers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,25 +93,36 @@ def _factors_left(
     for names in readers.values():
         first, k = linears[names[0]], linears[names[0]].shape[1]
         known = _modulation_of(first, linears)
-        if first.modulated_by is not None:
-            parts = [(known[0], *known[1])] if known is not None and known[0] in rows else []
-        else:
-            makers = (maker for maker in rows if blocks[maker] == blocks[names[0]] and maker not in names)
-            parts = [(maker, part, part) for maker in makers for part in _parts(rows[maker], k)]
-        taken_back = False
-        for maker, shift, part in parts:
-            factors = 1 / rows[maker][part]
-            undone = [name for name in names if _carries(linears[name].against, factors)]
-            if undone:
-                taken[maker][part] = taken[maker][shift] = taken_back = True
-                if _are_others(rows[maker][shift], rows[maker][part]):
-                    found[maker] = "its rows that shift carry other factors than those that scale"
-                columns |= dict.fromkeys(names, factors)
-                lacking = f"its columns carry no factors, though those of {undone[0]} do, which reads the same x"
-                found |= {name: lacking for name in names if name not in undone}
-        if not taken_back:
-            missing = "its columns carry factors, and nothing before it in its block carries their inverses"
-            found |= {name: missing for name in names if name in columns and name not in found}
+        whole, not_taken, makers = torch.ones(k, dtype=torch.float32), [], set[str]()
+        for window in _windows(first):
+            if first.modulated_by is not None:
+                parts = [(known[0], *known[1])] if known is not None and known[0] in rows else []
+            else:
+                others = (maker for maker in rows if blocks[maker] == blocks[names[0]] and maker not in names)
+                width = window.stop - window.start
+                parts = [(maker, part, part) for maker in others for part in _parts(rows[maker], width)]
+            taken_back = False
+            for maker, shift, part in parts:
+                factors = 1 / rows[maker][part]
+                undone = [name for name in names if _carries(linears[name].against, factors, window)]
+                if undone:
+                    taken[maker][part] = taken[maker][shift] = taken_back = True
+                    makers.add(maker)
+                    if _are_others(rows[maker][shift], rows[maker][part]):
+                        found[maker] = "its rows that shift carry other factors than those that scale"
+                    whole[window] = factors
+                    lacking = f"its columns carry no factors, though those of {undone[0]} do, which reads the same x"
+                    found |= {name: lacking for name in names if name not in undone}
+            not_taken += [] if taken_back else [window]
+        missing = "its columns carry factors, and nothing before it in its block carries their inverses"
+        for name in names:
+            if name in columns and name not in found and _any_factors(columns[name], not_taken, k):
+                found[name] = missing
+        if makers:
+            columns |= dict.fromkeys(names, whole)
+            lacking = f"its rows carry no factors, though the columns of {names[0]} do, which reads what it makes"
+            lack = {name for path in first.producers for name in linears if path in linears[name].modules} - makers
+            found |= {name: lacking for name in lack if name not in found}
     for name, by in rows.items():
         if name in vectors:
             own, base = (part[~taken[name]] for part in (vectors[name].own, vectors[name].base))
@@ -130,15 +146,27 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
     for each in linears.values():
         if (known := _modulation_of(each, linears)) is not None:
             chunks[known[0]].append(known[1])
+    means: dict[str, tuple[Tensor, Tensor]] = {}  # x -> the mean that its modulation lacks, and its mean square error
+    for name in wrong:
+        if linears[name].modulated_by is not None:
+            means |= _take_mean(name, linears, None, wrong, taken, {})
+    # A Linear that reads such an x may itself make another one, so that its own bias is another once more.
+    errors = {name: torch.zeros_like(own) for name, (own, _) in wrong.items()}
     for name, (own, base) in wrong.items():
-        _take_mean(name, linears, columns.get(name), wrong, taken)
+        if linears[name].x in means:
+            weight, (mean, error) = linears[name].base(), means[linears[name].x]
+            wrong[name], errors[name] = (own, base + weight @ mean), weight.square() @ error
+    for name, (own, base) in wrong.items():
+        if linears[name].modulated_by is None:
+            _take_mean(name, linears, columns.get(name), wrong, taken, errors)
         by = _factors(linears[name], "rows")
         if by is None:
             continue
         if name in chunks:
             parts = [(part, one) for pair in chunks[name] for part, one in zip(pair, (0, 1), strict=True)]
         else:
-            sizes = {len(columns[reader]) for reader in columns if linears[reader].block == linears[name].block}
+            readers = (linears[reader] for reader in columns if linears[reader].block == linears[name].block)
+            sizes = {window.stop - window.start for each in readers for window in _windows(each)}
             parts = [(part, one) for size in sizes for part in _parts(own, size) for one in (0, 1)]
         for part, one in parts:
             if _is_scaled(own[part], base[part], by[part], one):
@@ -200,11 +228,16 @@ def _take_mean(
     factors: Tensor | None,
     wrong: Mapping[str, tuple[Tensor, Tensor]],
     taken: Mapping[str, Tensor],
-) -> None:
-    """Take the bias of `name` that is the base's and W times the mean that the bias of what makes x lacks, and that."""
+    errors: Mapping[str, Tensor],
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Take rows of the bias of `name` that are the base's and W times the mean that the bias of what makes x lacks.
+
+    Also that bias. Where a modulation makes x, some rows may be others for another reason. errors: mean square ones of
+    the base's biases in `wrong`. Returns x -> the mean and its mean square error.
+    """
     reader, (own, base) = linears[name], wrong[name]
     weight, known = reader.base(), _modulation_of(reader, linears)
-    k = weight.shape[1]
+    k, means = weight.shape[1], dict[str, tuple[Tensor, Tensor]]()
     for maker, (theirs, plain) in wrong.items():
         if maker == name or linears[maker].block != reader.block or (known is not None and known[0] != maker):
             continue
@@ -215,31 +248,52 @@ def _take_mean(
             by, unsure = one / (1 + plain[known[1][1]]), cast * (one - 1).abs() / one.abs()
         elif factors is not None:
             by, unsure = factors, unsure + _NEAR
-        for part in _parts(theirs, k) if known is None else [known[1][0]]:
-            if not has_strays(theirs[part], plain[part], cast):
-                continue
-            shift = theirs[part] / by
-            rounding = (weight.square() @ (shift * (cast + unsure)).square()).sqrt() + reader.cast * own.abs()
-            off = (own - base - weight @ (plain[part] - shift)).abs()
-            if bool((off <= _SIGMAS * rounding).all()) and float(off.norm()) <= _RMS * float(rounding.norm()):
-                taken[maker][part] = taken[name][:] = True
-                return
+        for window in _windows(reader):
+            for part in _parts(theirs, window.stop - window.start) if known is None else [known[1][0]]:
+                if not has_strays(theirs[part], plain[part], cast):
+                    continue
+                shift = theirs[part] / by[window]
+                mean = plain[part] - shift
+                uncertain = (shift * (cast + unsure[window])).square()
+                if maker in errors:
+                    uncertain += errors[maker][part]
+                rounding = (weight[:, window].square() @ uncertain).sqrt() + reader.cast * own.abs()
+                off = (own - base - weight[:, window] @ mean).abs()
+                fits = off <= _SIGMAS * rounding
+                enough = fits.float().mean() > 0.5 if known is not None else bool(fits.all())
+                if enough and float(off[fits].norm()) <= _RMS * float(rounding[fits].norm()):
+                    taken[maker][part] = True
+                    taken[name][fits] = True
+                    means = {reader.x: (mean, uncertain)}
+    return means
 
 
-def _factors(each: Linear, axis: str) -> Tensor | None:
+def _windows(reader: Linear) -> tuple[slice, ...]:
+    return reader.windows or (slice(0, reader.shape[1]),)
+
+
+def _any_factors(by: Tensor, windows: list[slice], k: int) -> bool:
+    """Return whether channels (k,) in some windows have factors that estimates of 1 are not; in all of x, whatever."""
+    if windows == [slice(0, k)]:
+        return True
+    off = (torch.cat([by[window] for window in windows]) - 1).abs() if windows else torch.zeros(1)
+    return bool((off > _NEAR).float().mean() > _FEW or (off > _FAR).any())
+
+
+def _factors(each: Linear, axis: Literal["rows", "columns"]) -> Tensor | None:
     factors = each.against.factors
-    return factors.by if factors is not None and factors.axis == axis else None
+    return getattr(factors, axis) if factors is not None else None
 
 
 def _parts(vector: Tensor, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, len(vector) - size + 1, size)]
 
 
-def _carries(against: Against, factors: Tensor) -> bool:
-    """Return whether these factors (K,) of its columns bring a layer to the base: by half of all that any would do."""
+def _carries(against: Against, factors: Tensor, window: slice) -> bool:
+    """Return whether these factors of columns bring a layer to the base: by half of all that any would do."""
     if against.products is None or not torch.isfinite(factors).all():
         return False
-    own, both, base = against.products.double()
+    own, both, base = against.products[:, window].double()
     least, without, with_them = (
         float((by.square() * own - 2 * by * both + base).sum())
         for by in (both / own.clamp(min=1e-30), torch.ones_like(own), factors.double())

@@ -312,6 +312,8 @@ def _linear(
     located = model.family.locate(module) if model.family else None
     x = f"{located[1]}: {', '.join(located[0].members)}" if located else module
     by = located[0].modulation if located else None
+    makers = located[0].producers if located and by is None else ()
+    n, k = shape
     return Linear(
         against,
         shape,
@@ -321,6 +323,8 @@ def _linear(
         _cast_error(bias.dtype if bias else "", _base_bias(base, joined, shape)),
         modules,
         (f"{located[1]}.{by.linear}", by) if located and by else None,
+        (slice(0, n), slice(n, k)) if located and located[0].split and n < k else (slice(0, k),),
+        tuple(f"{located[1]}.{maker.linear}" for maker in makers) if located else (),
     )
 
 
@@ -477,8 +481,8 @@ def _verdict(name: str, against: Against) -> Iterator[Fault]:
     elif not against.plausible:
         left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
         if against.factors is not None:
-            axis, own = against.factors.axis, against.factors.left
-            what = f"error {against.error:.3g}, and {own:.3g} once each of its {axis} takes a factor"
+            axes, left = against.factors.axes, against.factors.left
+            what = f"error {against.error:.3g}, and {left:.3g} once each of its {axes} takes a factor"
             yield Fault("folded factors", name, what)
         elif against.scaled and left <= against.bound and against.cosine > 0:
             what = f"{against.factor:.4g} times what was read comes nearest to the base"

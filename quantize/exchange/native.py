@@ -1,4 +1,4 @@
-"""A quantized component of a native checkpoint, one layer at a time, its means and factors folded into modulation.
+"""A quantized component of a native checkpoint, one layer at a time, its means and factors folded into what makes x.
 
 What a layer does to each channel of x before it rounds it, z = (x - mean) · factor, few programs do at run time. Where
 x is made by a modulation, x = norm · (1 + scale) + shift, with scale and shift rows of a Linear's output, that Linear
@@ -7,8 +7,10 @@ can make z at once:
     scale' = factor · (1 + scale) - 1        shift' = factor · (shift - mean)
 
 so its rows are multiplied by `factor`, exactly for codes with a scale for each row, and its bias becomes another one,
-rounded to 16 bit. A Linear in 16 bit that reads the same x gets W / factor and b + W mean instead. Which Linears share
-an input, and what modulates it, says the family's row.
+rounded to 16 bit. Where x is made by attention or by a gated unit, rows of the values, or of the factor that passes no
+activation function, do the same: z = P ((V - mean) · factor). Factors of such an input are powers of two, which scales
+of any block take in exactly. A Linear in 16 bit that reads the same x gets W / factor and b + W mean instead. Which
+Linears share an input, and what makes it, says the family's row.
 """
 
 from __future__ import annotations
@@ -28,24 +30,46 @@ from fluxq.quantize.exchange.layer import QuantTensors, all_equal
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
 from fluxq.recipes.computing import quantization_of
-from fluxq.recipes.family import Family, Modulation
+from fluxq.recipes.family import Family, InputGroup, Modulation, matches
 from fluxq.recipes.formats import Scheme
+
+_INEXACT = 2**-9  # relative: of block scales that took factors in; only scales near zero are rounded
 
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """A mean (K,) and factors (K,), fp32, that leave an input's readers for the modulation that makes it.
+    """A mean (C,) and factors (C,), fp32, that leave an input's readers for a Linear that makes C of its channels.
 
-    readers: quantized Linears; plain: those of the same input in 16 bit. shift, scale: rows of the modulation.
+    maker: the Linear. shift: its rows that make these channels, or the shift of a modulation. scale: rows of a
+    modulation that scale them. readers: quantized Linears.
     """
 
-    modulation: str
+    maker: str
     shift: slice
-    scale: slice
+    scale: slice | None
+    mean: Tensor
+    factors: Tensor
+    readers: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[slice, ...]:
+        """Rows of the maker that take the factors in."""
+        return (self.shift,) if self.scale is None else (self.shift, self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """Mean (K,) and factors (K,), fp32, of one input. readers: quantized Linears. plain: those in 16 bit."""
+
     mean: Tensor
     factors: Tensor
     readers: tuple[str, ...]
     plain: tuple[str, ...]
+
+    def fold(self, maker: str, shift: slice, scale: slice | None, channels: slice, shifts: bool = True) -> Fold:
+        """Return what a Linear takes in that makes these channels."""
+        mean = self.mean[channels] if shifts else torch.zeros_like(self.mean[channels])
+        return Fold(maker, shift, scale, mean, self.factors[channels], self.readers)
 
 
 class NativeComponent:
@@ -86,7 +110,9 @@ class NativeComponent:
         self.plain = [name for name in self.stored if name not in quantized]
         self._factors_stay = factors_stay
         self.why_not_folded: dict[str, str] = {}
-        self.folds = self._find_folds()
+        self.folds: dict[str, list[Fold]] = {}  # maker -> what it takes in
+        self._readers: dict[str, Vectors] = {}  # Linear in 16 bit -> mean and factors that its input has got
+        self._find_folds()
 
     @cached_property
     def family(self) -> Family:
@@ -138,20 +164,17 @@ class NativeComponent:
         if not self.is_changed(name):
             return tensor
         module, _, suffix = name.rpartition(".")
-        weight, bias = (self._read(f"{module}.{part}").float() for part in ("weight", "bias"))
+        weight = self._read(f"{module}.weight").float()
+        bias = self._read(f"{module}.bias").float() if f"{module}.bias" in self.stored else None
         if module in self._readers:
-            fold = self._readers[module]
-            weight, bias = weight / fold.factors, bias + weight @ fold.mean
+            vectors = self._readers[module]
+            bias = None if bias is None else bias + weight.flatten(1) @ vectors.mean
+            weight = (weight.flatten(1) / vectors.factors).view_as(weight)
         for fold in self.folds.get(module, ()):
-            weight[fold.shift] *= fold.factors.unsqueeze(1)
-            weight[fold.scale] *= fold.factors.unsqueeze(1)
-            bias = _folded_bias(bias, fold)
-        return (weight if suffix == "weight" else bias).to(tensor.dtype)
-
-    @cached_property
-    def _readers(self) -> dict[str, Fold]:
-        """Linear in 16 bit -> the fold of its input."""
-        return {name: fold for folds in self.folds.values() for fold in folds for name in fold.plain}
+            for rows in fold.rows:
+                weight[rows] *= fold.factors.view(-1, *[1] * (weight.ndim - 1))
+            bias = None if bias is None else _folded_bias(bias, fold)
+        return (weight if suffix == "weight" or bias is None else bias).to(tensor.dtype)
 
     def _require_stored(self) -> None:
         """ValueError naming the first tensor of a quantized layer that is missing, or not as its scheme implies."""
@@ -170,45 +193,94 @@ class NativeComponent:
                         f"{word_for(parameter.dtype)} {shape}; run `fluxq verify`"
                     )
 
-    def _find_folds(self) -> dict[str, list[Fold]]:
-        """Modulation -> what it takes in; `why_not_folded` says of the other layers with vectors why they keep them."""
-        folds: dict[str, list[Fold]] = {}
+    def _find_folds(self) -> None:
+        """Find all folds; `why_not_folded` says of the other layers with vectors why they keep them."""
         done: set[str] = set()
         for name, scheme in self.schemes.items():
             if name in done or not (scheme.center or scheme.smooth):
                 continue
-            found = self.family.locate(name)
-            group, block = found if found else (None, "")
-            members = [f"{block}.{path}" for path in group.members] if group else [name]
+            group, block = self.family.locate(name) or (None, "")
+            members = _same_vectors(self.family, group, block) if group else [name]
             readers = [path for path in members if path in self.linears]
             done.update(readers)
-            fold: Fold | str = "no Linear modulates its input"
+            found: list[Fold] | str = "no Linear makes or modulates its input"
             schemes = [self.schemes[path] for path in readers if path in self.schemes]
             if all(not one.center and self._factors_stay(one) for one in schemes):
-                fold = "every layer has factors there"
+                found = "every layer has factors there"
             elif group is not None and group.modulation is not None:
-                fold = self._fold(readers, f"{block}.{group.modulation.linear}", group.modulation)
-            if isinstance(fold, Fold):
-                folds.setdefault(fold.modulation, []).append(fold)
-            else:
-                self.why_not_folded |= {path: fold for path in readers if path in self.schemes}
-        return folds
+                found = self._into_modulation(readers, f"{block}.{group.modulation.linear}", group.modulation)
+            elif group is not None and group.producers:
+                found = self._into_producers(readers, block, group)
+            if isinstance(found, str):
+                self.why_not_folded |= {path: found for path in readers if path in self.schemes}
+                continue
+            for fold in found:
+                self.folds.setdefault(fold.maker, []).append(fold)
 
-    def _fold(self, readers: list[str], modulation: str, row: Modulation) -> Fold | str:
-        """The fold of one input, or why there is none."""
+    def _into_modulation(self, readers: list[str], modulation: str, row: Modulation) -> list[Fold] | str:
+        """Return the fold of one input into its modulation, or the reason why there is none."""
         if modulation not in self.linears:
             return f"its input is modulated by {modulation}, which is not among the layers"
-        own = self.schemes.get(modulation)
-        if own is not None and (own.weights.block != (1, 0) or own.is_transformed or own.rank):
-            return f"{modulation}, which modulates its input, is {own} and has no plain scale for each row"
+        scheme = self.schemes.get(modulation)
+        if scheme is not None and (scheme.weights.block != (1, 0) or scheme.is_transformed or scheme.rank):
+            return f"{modulation}, which modulates its input, is {scheme} and has no plain scale for each row"
         if f"{modulation}.bias" not in self.stored:
             return f"{modulation}, which modulates its input, has no bias"
+        vectors = self._vectors(readers)
+        if isinstance(vectors, str):
+            return vectors
+        k = len(vectors.mean)
+        shift, scale = row.rows(self.linears[modulation][0], k)
+        return self._kept(vectors, [vectors.fold(modulation, shift, scale, slice(0, k))])
+
+    def _into_producers(self, readers: list[str], block: str, group: InputGroup) -> list[Fold] | str:
+        """Return the folds of one input into the Linears that make its channels, or the reason why there are none."""
+        vectors = self._vectors(readers)
+        if isinstance(vectors, str):
+            return vectors
+        n, k = self.linears[readers[0]]
+        widths = (n, k - n) if group.split and n < k else (k,)
+        starts = (0, *widths)
+        folds = []
+        for index, width in enumerate(widths):
+            channels = slice(starts[index], starts[index] + width)
+            makers = [p for p in group.producers if p.segment == index and f"{block}.{p.linear}" in self.linears]
+            if not makers and (vectors.mean[channels].any() or (vectors.factors[channels] != 1).any()):
+                return "no Linear makes the channels that have a mean or factors"
+            for producer in makers:
+                maker = f"{block}.{producer.linear}"
+                rows = producer.rows(self.linears[maker][0], width)
+                fold = vectors.fold(maker, rows, None, channels, producer.shifts)
+                if why_not := self._why_not_taken(fold):
+                    return why_not
+                folds.append(fold)
+        return self._kept(vectors, folds)
+
+    def _why_not_taken(self, fold: Fold) -> str:
+        """Return the reason why a Linear cannot take a fold in; empty if it can."""
+        n = self.linears[fold.maker][0]
+        if not 0 <= fold.shift.start < fold.shift.stop <= n:
+            return f"{fold.maker} has {n} rows, not one for each channel that it makes"
+        if fold.mean.any() and f"{fold.maker}.bias" not in self.stored:
+            return f"{fold.maker}, which makes its input, has no bias"
+        scheme = self.schemes.get(fold.maker)
+        if scheme is None:
+            return ""
+        scale = self._read(f"{fold.maker}.weight_scale")
+        if scheme.weights.block[0] == 1 and _relative_error(scale, fold) <= _INEXACT:
+            return ""
+        return f"scales of {fold.maker} in {scheme.weights.name}, which makes its input, cannot take its factors in"
+
+    def _kept(self, vectors: Vectors, folds: list[Fold]) -> list[Fold]:
+        self._readers |= dict.fromkeys(vectors.plain, vectors)
+        return folds
+
+    def _vectors(self, readers: list[str]) -> Vectors | str:
+        """Return mean and factors of the input of some Linears, or the reason why they cannot leave these."""
         quantized = [name for name in readers if name in self.schemes]
         plain = [name for name in readers if name not in self.schemes]
         if any(self.schemes[name].rank for name in quantized):
             return "its low-rank branch reads the input as it was"
-        if lacking := [name for name in plain if f"{name}.bias" not in self.stored]:
-            return f"{lacking[0]}, which reads the same input in 16 bit, has no bias"
         if lacking := [name for name in quantized if self.schemes[name].center and name not in self.biases]:
             return f"{lacking[0]} has a bias here, which the model itself has not"
         vectors: list[Tensor] = []
@@ -222,21 +294,46 @@ class NativeComponent:
         mean, factors = vectors
         if not (torch.isfinite(mean).all() and torch.isfinite(factors).all() and (factors > 0).all()):
             raise ValueError(f"{self.folder.path}: means or factors of {quantized[0]} are damaged; run `fluxq verify`")
-        shift, scale = row.rows(self.linears[modulation][0], len(mean))
-        return Fold(modulation, shift, scale, mean, factors, tuple(quantized), tuple(plain))
+        if mean.any() and (lacking := [name for name in plain if f"{name}.bias" not in self.stored]):
+            return f"{lacking[0]}, which reads the same input in 16 bit, has no bias"
+        return Vectors(mean, factors, tuple(quantized), tuple(plain))
+
+
+def _same_vectors(family: Family, group: InputGroup, block: str) -> list[str]:
+    """Return the Linears of a block with one mean and one set of factors: of a group, or of all with its producers."""
+    groups = [group]
+    if group.producers and group.modulation is None:
+        groups = [one for one in family.groups if one.producers == group.producers and matches(one.block, block)]
+    return [f"{block}.{member}" for one in groups for member in one.members]
+
+
+def _relative_error(scale: Tensor, fold: Fold) -> float:
+    """Return the error of a weight's scales (N, …) that take factors in, as they are stored."""
+    exact = scale[fold.shift].float() * _by_row(fold.factors, scale)
+    return float((exact.to(scale.dtype).float() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def _by_row(factors: Tensor, scale: Tensor) -> Tensor:
+    return factors.view(-1, *[1] * (scale.ndim - 1))
 
 
 def _into_codes(tensors: Mapping[str, Tensor], fold: Fold) -> dict[str, Tensor]:
-    """A modulation with a scale for each row, after a fold: codes stay as they are."""
-    scale = tensors["weight_scale"].clone()
-    scale[fold.shift] *= fold.factors
-    scale[fold.scale] *= fold.factors
-    bias = _folded_bias(tensors["bias"].float(), fold).to(tensors["bias"].dtype)
-    return {**tensors, "weight_scale": scale, "bias": bias}
+    """Return a Linear with a scale for each row, or more, after a fold: codes stay as they are."""
+    made = dict(tensors)
+    for name in ("weight_scale", "svdquant_lora_b", "deflate_out"):
+        if name in made:
+            scaled = made[name].float().clone()
+            for rows in fold.rows:
+                scaled[rows] *= _by_row(fold.factors, scaled)
+            made[name] = scaled.to(made[name].dtype)
+    if "bias" in made:
+        made["bias"] = _folded_bias(made["bias"].float(), fold).to(made["bias"].dtype)
+    return made
 
 
 def _folded_bias(bias: Tensor, fold: Fold) -> Tensor:
     bias = bias.clone()
     bias[fold.shift] = fold.factors * (bias[fold.shift] - fold.mean)
-    bias[fold.scale] = fold.factors * (bias[fold.scale] + 1) - 1
+    if fold.scale is not None:
+        bias[fold.scale] = fold.factors * (bias[fold.scale] + 1) - 1
     return bias

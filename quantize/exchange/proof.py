@@ -56,6 +56,7 @@ _WIDENED = 0.2  # of 16 bit that were codes, of 4 bits too
 _GAINED = 0.97  # of the error, at most, is left by factors that are no coincidence
 _OF_BF16 = 2**-8
 _FOLDED = 0.3  # the most error that factors of rows or columns leave
+_TURNS = 4  # of rows and columns, in which their factors are found
 
 
 class Repair(NamedTuple):
@@ -72,16 +73,29 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors that would make the "rows" or "columns" of a layer right. left: the error that then remains.
+    """Factors that would make the rows or columns of a layer right, or both. left: the error that then remains.
 
-    by: a factor for each row, or for each column. sure: rows (N,) that rounding does not explain without a factor, be
-    it that of 16 bit or that of codes which a layer in 16 bit was before.
+    rows (N,), columns (K,): None where these need none; of both, those of rows are powers of two. sure: rows (N,) that
+    rounding does not explain without a factor, be it that of 16 bit or of codes which a layer in 16 bit was before.
     """
 
-    axis: str
-    by: Tensor
     left: float
+    rows: Tensor | None = None
+    columns: Tensor | None = None
     sure: Tensor | None = None
+
+    @property
+    def axes(self) -> str:
+        """Words for what has factors."""
+        return " and ".join(name for name in ("rows", "columns") if getattr(self, name) is not None)
+
+    @property
+    def by(self) -> Tensor:
+        """All factors, (N, 1), (K,) or (N, K); 1 for rows or columns that were read as zeros."""
+        rows, columns = (None if by is None else torch.where(by == 0, 1.0, by) for by in (self.rows, self.columns))
+        if rows is None or columns is None:
+            return rows[:, None] if rows is not None else columns if columns is not None else torch.ones(())
+        return rows[:, None] * columns
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,7 @@ class Against:
 
     def describe(self) -> dict[str, Any]:
         """The numbers, as JSON has them."""
-        left = {} if self.factors is None else {"factors": self.factors.axis, "left": self.factors.left}
+        left = {} if self.factors is None else {"factors": self.factors.axes, "left": self.factors.left}
         said = ("errors", "best", "cosine", "factor", "bound", "plausible")
         strays = self.strays.words if self.strays else ""
         return {**{name: getattr(self, name) for name in said}, "error": self.error, "strays": strays, **left}
@@ -357,25 +371,34 @@ def _against(
         may_be_one = (scaled or wrong) and alone <= bound and cosine > 0
         one_would_do = may_be_one and not _strays(read * factor, truth, bound, rows, None)
         gained = 0.0 if one_would_do else _GAINED * alone
-        found = [each for each in (columns, _factors_of(read, truth, 1)) if each and each.left < gained]
-        for each in sorted(found, key=lambda factors: factors.left):
-            by = torch.where(each.by == 0, 1.0, each.by)  # of what was read as zeros
-            by = by[:, None] if each.axis == "rows" else by
-            if rows is None:
-                most = max(bound, min(_MARGIN * each.left, _WIDENED))
-            else:
-                some = by[rows.at] if each.axis == "rows" else by
-                most = max(bound, min(rows.bound(truth[rows.at], some), _FOLDED))
-            if each.left <= most and not _strays(read * by, truth, most, rows, by):
-                sure = wrong.rows if wrong and each.axis == "rows" else None
-                if sure is not None and rows is None:  # which may have been codes: those show in what is left
-                    sure = sure & _are_multiples(read, truth, each.by)
-                factors = replace(each, sure=sure)
-                break
+        either = [each for each in (columns, _factors_of(read, truth, 1)) if each]
+        ways = sorted(either, key=lambda each: each.left)
+        factors = next((each for each in ways if _explains(each, gained, read, truth, bound, rows)), None)
+        if factors is None and gained and (both := _factors_of_both(read, truth)) is not None:
+            factors = both if _explains(both, gained, read, truth, bound, rows) else None
+        if factors is not None:
+            sure = wrong.rows if wrong and factors.columns is None else None
+            if sure is not None and rows is None and factors.rows is not None:
+                sure = sure & _are_multiples(read, truth, factors.rows)  # of codes that show in what is left
+            factors = replace(factors, sure=sure)
     strays = wrong if plausible and factors is None else None
     is_right = plausible and factors is None and not wrong
+    if factors is not None and factors.rows is not None and factors.columns is not None:
+        read = read * factors.rows[:, None]
     products = torch.stack([(a * b).sum(0) for a, b in ((read, read), (read, truth), (truth, truth))])
     return Against(errors, best, cosine, factor, bound, is_right, factors, strays, products, scaled=scaled)
+
+
+def _explains(factors: Factors, gained: float, read: Tensor, truth: Tensor, bound: float, rows: _Rows | None) -> bool:
+    """Tell whether rounding explains what factors leave of a difference from the base. gained: the most of it."""
+    by = factors.by
+    if factors.left >= gained:
+        return False
+    if rows is None:
+        most = max(bound, min(_MARGIN * factors.left, _WIDENED))
+    else:
+        most = max(bound, min(rows.bound(truth[rows.at], by if by.ndim < 2 else by[rows.at]), _FOLDED))
+    return factors.left <= most and not _strays(read * by, truth, most, rows, by)
 
 
 def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float, float]:
@@ -529,7 +552,38 @@ def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
     if read.shape[axis] < 32:
         return None
     by = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
-    return Factors("rows" if axis else "columns", by.flatten(), _relative(read * by, truth))
+    return Factors(_relative(read * by, truth), **{"rows" if axis else "columns": by.flatten()})
+
+
+def _factors_of_both(read: Tensor, truth: Tensor) -> Factors | None:
+    """Return powers of two for the rows and factors for the columns that bring a reading nearest to the base.
+
+    Those of columns have the geometric mean 1, as those that were folded do. None where there are none, or too few rows
+    or columns.
+    """
+    if min(read.shape) < 32:
+        return None
+    sizes = truth.norm(dim=1, keepdim=True) / read.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    rows = _power_of_two(sizes / sizes.median().clamp(min=1e-30))
+    columns = torch.ones(1, read.shape[1], dtype=torch.float32)
+    for _ in range(_TURNS):
+        scaled = read * rows
+        columns = (scaled * truth).sum(0, keepdim=True) / scaled.square().sum(0, keepdim=True).clamp(min=1e-30)
+        scaled = read * columns
+        rows = _power_of_two(
+            (scaled * truth).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True).clamp(min=1e-30)
+        )
+    if not (columns > 0).all():
+        return None
+    common = _power_of_two(columns.log().mean().exp())
+    rows, columns = rows * common, columns / common
+    if (rows == 1).all():
+        return None
+    return Factors(_relative(read * rows * columns, truth), rows.flatten(), columns.flatten())
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    return values.clamp(min=1e-30).log2().round().exp2()
 
 
 def orders_of(joined: Joined, n: int, k: int) -> dict[str, Tensor]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import EMBEDDER, FINAL, SHARED, Family, Published, Workload, both_at_once, image_and_text
+from fluxq.recipes.family import (
+    EMBEDDER,
+    FINAL,
+    SHARED,
+    Family,
+    Producer,
+    Published,
+    Workload,
+    both_at_once,
+    image_and_text,
+)
 from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
 
@@ -110,9 +120,18 @@ FLUX2 = Family(
             "transformer_blocks.*",
             ("ff.linear_in", "ff.linear_out"),
             ("ff_context.linear_in", "ff_context.linear_out"),
+            gate_first=True,
         ),
         # So are q, k, v, gate and up here.
-        *both_at_once("single_transformer_blocks.*", ("attn.to_qkv_mlp_proj",), "attn.to_out"),
+        *both_at_once(
+            "single_transformer_blocks.*",
+            ("attn.to_qkv_mlp_proj",),
+            "attn.to_out",
+            producers=(
+                Producer("attn.to_qkv_mlp_proj", chunk=2),
+                Producer("attn.to_qkv_mlp_proj", chunk=-1, shifts=False, segment=1),
+            ),
+        ),
     ),
     keep={
         "x_embedder": EMBEDDER,

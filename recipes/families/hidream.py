@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, normed
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, attended, gated, normed
 from fluxq.recipes.keymap_rows import SAME_NAMES
 
 _QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
 _TEXT_QKV = ("attn1.to_q_t", "attn1.to_k_t", "attn1.to_v_t")
+_VALUES = ("attn1.to_v", "attn1.to_v_t")
 
 
 def _experts(block: str) -> tuple[InputGroup, ...]:
@@ -19,7 +20,7 @@ def _experts(block: str) -> tuple[InputGroup, ...]:
     """
     paths = ("ff_i.shared_experts", *(f"ff_i.experts.{index}" for index in range(4)))
     ups = [normed("expert_up", block, (f"{path}.w1", f"{path}.w3")) for path in paths]
-    downs = [InputGroup("expert_down", block, (f"{path}.w2",), made_by="activation") for path in paths]
+    downs = [gated("expert_down", block, f"{path}.w2", f"{path}.w3") for path in paths]
     return (*ups, *downs)
 
 
@@ -36,14 +37,14 @@ HIDREAM = Family(
     groups=(
         normed("qkv", "double_stream_blocks.*.block", _QKV, "adaLN_modulation.1", 0),
         normed("text_qkv", "double_stream_blocks.*.block", _TEXT_QKV, "adaLN_modulation.1", 6),
-        InputGroup("attn_out", "double_stream_blocks.*.block", ("attn1.to_out",), made_by="attention"),
-        InputGroup("text_attn_out", "double_stream_blocks.*.block", ("attn1.to_out_t",), made_by="attention"),
+        attended("attn_out", "double_stream_blocks.*.block", "attn1.to_out", *_VALUES),
+        attended("text_attn_out", "double_stream_blocks.*.block", "attn1.to_out_t", *_VALUES),
         *_experts("double_stream_blocks.*.block"),
         normed("text_ff_up", "double_stream_blocks.*.block", ("ff_t.w1", "ff_t.w3"), "adaLN_modulation.1", 9),
-        InputGroup("text_ff_down", "double_stream_blocks.*.block", ("ff_t.w2",), made_by="activation"),
+        gated("text_ff_down", "double_stream_blocks.*.block", "ff_t.w2", "ff_t.w3"),
         InputGroup("modulation", "double_stream_blocks.*.block", ("adaLN_modulation.1",)),
         normed("qkv", "single_stream_blocks.*.block", _QKV, "adaLN_modulation.1", 0),
-        InputGroup("attn_out", "single_stream_blocks.*.block", ("attn1.to_out",), made_by="attention"),
+        attended("attn_out", "single_stream_blocks.*.block", "attn1.to_out", "attn1.to_v"),
         *_experts("single_stream_blocks.*.block"),
         InputGroup("modulation", "single_stream_blocks.*.block", ("adaLN_modulation.1",)),
     ),

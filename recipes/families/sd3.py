@@ -8,9 +8,9 @@ from fluxq.recipes.family import (
     FINAL,
     TEXT_FF,
     Family,
-    InputGroup,
     Published,
     Workload,
+    attended,
     image_and_text,
     normed,
 )
@@ -121,7 +121,7 @@ SD3 = Family(
         *image_and_text("transformer_blocks.*", FF, TEXT_FF, ("norm1.linear", "norm1_context.linear")),
         # A second attention, over the image alone, in the first blocks of SD3.5 medium.
         normed("qkv", "transformer_blocks.*", ("attn2.to_q", "attn2.to_k", "attn2.to_v"), "norm1.linear", 6),
-        InputGroup("attn_out", "transformer_blocks.*", ("attn2.to_out.0",), made_by="attention"),
+        attended("attn_out", "transformer_blocks.*", "attn2.to_out.0", "attn2.to_v"),
     ),
     keep={
         "context_embedder": EMBEDDER,

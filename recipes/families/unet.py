@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fluxq.recipes.family import EMBEDDER, FF, Family, InputGroup, Published, Workload, feed_forward, self_and_cross
+from fluxq.recipes.family import EMBEDDER, FF, Family, InputGroup, Published, Workload, gated, normed, self_and_cross
 from fluxq.recipes.keymap_rows import Rule, Table, compiled, rows
 
 _ENDS = "begins or ends a stack of blocks: few weights, and all of the stack passes through them"
@@ -21,7 +21,8 @@ _MOST_BLOCKS = 4  # down and up, each; no published model has more
 
 def _block(block: str) -> tuple[InputGroup, ...]:
     """Group a block; its norms have weights of their own, which no Linear makes: nothing is folded into them."""
-    return (*self_and_cross(block, cross_q="norm"), *feed_forward(block, *FF))
+    up, down = FF
+    return (*self_and_cross(block, cross_q="norm"), normed("ff_up", block, (up,)), gated("ff_down", block, down, up))
 
 
 def _original_names(names: Collection[str]) -> tuple[Rule, ...]:

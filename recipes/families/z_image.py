@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, normed
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, InputGroup, Published, Workload, attended, gated, normed
 from fluxq.recipes.keymap_rows import TO_QKV, Rule, below, rows
 
 
 def _block(block: str) -> tuple[InputGroup, ...]:
     return (
         normed("qkv", block, tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v"))),
-        InputGroup("attn_out", block, ("attention.to_out.0",), made_by="attention"),
+        attended("attn_out", block, "attention.to_out.0", "attention.to_v"),
         normed("ff_up", block, ("feed_forward.w1", "feed_forward.w3")),
-        InputGroup("ff_down", block, ("feed_forward.w2",), made_by="activation"),
+        gated("ff_down", block, "feed_forward.w2", "feed_forward.w3"),
     )
 
 

@@ -89,8 +89,8 @@ class Toy(nn.Module):
 
 
 TOY_GROUPS = (
-    Group("0.up", "ff_up", "norm", ("up",), True),
-    Group("0.down", "ff_down", "activation", ("down",), False),
+    Group("0.up", "ff_up", "norm", ("up",), ()),
+    Group("0.down", "ff_down", "activation", ("down",), "nothing"),
 )
 
 
@@ -186,7 +186,7 @@ def test_by_default_every_shipped_format_has_its_rows():
 
 
 def test_a_network_without_the_layers_is_named():
-    groups = (*TOY_GROUPS, Group("1.up", "ff_up", "norm", ("blocks.1.up",), True))
+    groups = (*TOY_GROUPS, Group("1.up", "ff_up", "norm", ("blocks.1.up",), ()))
     with pytest.raises(Unavailable, match=r"toy: has no Linear blocks\.1\.up"):
         real_models.require_layers("toy", Toy(), groups)
 

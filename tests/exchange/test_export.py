@@ -27,6 +27,7 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.commands import exchanging
 from fluxq.jobs import catalogue, exchange, making
 from fluxq.kernels.linear import QuantLinear
+from fluxq.quantize import group
 from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange import native
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
@@ -144,6 +145,23 @@ def is_modulation(name: str) -> bool:
     return "norm" in name
 
 
+def values_folded(layers: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weights and biases of all quantized layers, with mean and factors of attentions' outputs in those of values."""
+    made = {name: (layer.quantized_weight.dequantize(), layer.bias.data) for name, layer in layers.items()}
+    for reader, layer in layers.items():
+        if not reader.endswith((".to_out.0", ".proj_out")) or not (layer.scheme.smooth or layer.scheme.center):
+            continue
+        width = layer.out_features
+        factors = layer.pre_quant_scale.float()[:width] if layer.scheme.smooth else torch.ones(width)
+        mean = layer.pre_quant_mean.float()[:width] if layer.scheme.center else torch.zeros(width)
+        block = reader.removesuffix(".attn.to_out.0").removesuffix(".proj_out")
+        for name in (f"{block}.attn.to_v", f"{block}.attn.add_v_proj"):
+            if name in made:
+                weight, bias = made[name]
+                made[name] = weight * factors[:, None], (factors * (bias.float() - mean)).bfloat16()
+    return made
+
+
 def plain_model(state: dict[str, Tensor]) -> nn.Module:
     """The embedded transformer in fp32 with these tensors."""
     config: Any = FluxTransformer2DModel.load_config(f"{tiny.path()}/transformer")
@@ -182,12 +200,13 @@ def test_stock_diffusers_reads_the_same_weights_without_fluxq(exported, read_by_
     for name, read in read_by_diffusers.items():
         recipe = name.split(",")[0]
         layers = quantized_layers(loaded(exported(recipe, "bfl")[1]))
+        folded = values_folded(layers)
         if "16 bit" in name:
             layers = {name: layer for name, layer in layers.items() if not is_modulation(name)}
         assert len(layers) == 38 - NORMED * ("16 bit" in name) and read.keys() >= layers.keys()
         for name, layer in layers.items():
             if not (recipe == "nvfp4" and is_modulation(name)):  # which took a fold
-                assert torch.equal(read[name], layer.quantized_weight.dequantize()), name
+                assert torch.equal(read[name], folded[name][0]), name
             if layer.scheme.static_input:
                 assert torch.equal(read[f"x:{name}"], layer.stored("input_scale")), name
 
@@ -197,7 +216,10 @@ def test_a_fold_makes_what_its_readers_made_of_their_input(fitted, exported, rea
     g = torch.Generator().manual_seed(1)
     norm, silu = torch.randn(64, 128, generator=g), torch.randn(1, 128, generator=g)
     folded = exported("nvfp4", "bfl")[0].folded
-    assert len(folded) == NORMED and sum(map(len, folded.values())) > len(folded)
+    modulations = {name: readers for name, readers in folded.items() if is_modulation(name)}
+    assert len(modulations) == NORMED and sum(map(len, modulations.values())) > len(modulations)
+    values = folded["transformer_blocks.0.attn.to_v"]
+    assert set(values) == {f"transformer_blocks.0.attn.{out}" for out in ("to_out.0", "to_add_out")}
     looked_at = 0
     for name, chunk, reader in (
         ("transformer_blocks.0.norm1.linear", 0, "transformer_blocks.0.attn.to_q"),
@@ -233,6 +255,49 @@ def test_the_exported_model_computes_what_the_checkpoint_does(exported, read_by_
         state |= {f"{name}.weight": tensor for name, tensor in read.items() if f"{name}.weight" in state}
         off = relative(output_of(state), output_of(as_computed(exported(name.split(",")[0], "bfl")[1])))
         assert off < most[name], (name, off)
+
+
+def as_written(folder: Path) -> dict[str, Tensor]:
+    """Tensors of a plain model after all folds, without the rounding of activations."""
+    source = NativeComponent(resolve_model(str(folder)), "transformer")
+    state = {name: source.tensor(name).float() for name in source.plain}
+    for name in source.schemes:
+        weight, bias = source.layer(name).collapsed()
+        state |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias.float()})
+    return state
+
+
+@pytest.mark.parametrize(
+    "excluded",
+    [
+        (),
+        ("**.attn.to_v",),  # factors go into 16-bit values
+        ("transformer_blocks.*.attn.to_add_out",),  # and the text's projection, in 16 bit, takes them back
+        ("**.attn.add_v_proj", "**.attn.to_out.0", "single_transformer_blocks.1.proj_out"),
+    ],
+    ids=lambda patterns: ", ".join(patterns) or "nothing",
+)
+def test_values_and_projections_in_16_bit_take_part_in_a_fold(excluded, tmp_path, monkeypatch) -> None:
+    # Every mean and all factors are kept.
+    monkeypatch.setattr(group, "_gate", lambda fits, name, before, candidates: next(iter(candidates.values())))
+    monkeypatch.setattr(group._Fit, "trial_error", lambda fit, state, x: float(state.transform.smooth is None))
+    monkeypatch.setattr(group._Fit, "exponents", lambda fit, near: [(1.0, 0.0)])
+    monkeypatch.setattr(group._Fit, "why_not_kept", lambda fit, state, parts: ("", fit.rounded))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "extends: nvfp4\ncalibration: {count: 8, steps: 2}\ngate: {db_per_percent: 0}\n"
+        "components: {transformer: {rounding: {method: rtn, scales: amax}}}\n"
+    )
+    out = tmp_path / "out"
+    making.quantize(
+        making.job_of(
+            making.JobOptions(model="tiny", recipe=str(recipe), output=str(out), exclude=excluded, check=False)
+        )
+    )
+    folds = NativeComponent(resolve_model(str(out)), "transformer").folds
+    assert any("_v" in name and (fold.factors != 1).any() and fold.mean.any() for name in folds for fold in folds[name])
+    off = relative(output_of(as_written(out)), output_of(as_computed(out)))
+    assert off < 5e-3, off
 
 
 # --- the others, by what reads them
@@ -278,7 +343,8 @@ FUSED = {
 def test_comfy_files_hold_fused_layers_under_original_names(recipe, exported) -> None:
     done, folder = exported(recipe, "comfy")
     layers = quantized_layers(loaded(folder))
-    weights = {name: layer.quantized_weight.dequantize() for name, layer in layers.items()}
+    made = values_folded(layers)
+    weights = {name: weight for name, (weight, _) in made.items()}
     tensors = load_file(done.target)
     shapes = {
         name: (sum(weights[p].shape[0] for p in parts), weights[parts[0]].shape[1]) for name, parts in FUSED.items()
@@ -291,7 +357,7 @@ def test_comfy_files_hold_fused_layers_under_original_names(recipe, exported) ->
         assert json.loads(bytes(own["comfy_quant"].tolist())) == entries[name]
         layer: Any = DIALECTS["comfy"].decode(own, shapes[name], {})
         assert torch.equal(layer.linear().quantized_weight.dequantize(), torch.cat([weights[p] for p in parts])), name
-        assert torch.equal(own["bias"], torch.cat([layers[p].bias.data for p in parts])), name
+        assert torch.equal(own["bias"], torch.cat([made[p][1] for p in parts])), name
     scale, shift = state["norm_out.linear.weight"].chunk(2)
     assert torch.equal(tensors["final_layer.adaLN_modulation.1.weight"], torch.cat([shift, scale]))
     assert torch.equal(tensors["img_in.weight"], state["x_embedder.weight"])
@@ -370,14 +436,14 @@ def test_diffusers_loads_torchao_folders(recipe, exported) -> None:
     done, folder = exported(recipe, "torchao")
     model = FluxTransformer2DModel.from_pretrained(f"{done.target}/transformer", dtype=torch.bfloat16)
     layers, read = quantized_layers(loaded(folder)), dict(model.named_modules())
-    folded = recipe in ("nvfp4", "int8")
-    for name, layer in layers.items():
+    folded, made = recipe in ("nvfp4", "int8"), values_folded(layers)
+    for name in layers:
         weight: Any = read[name].weight
         assert type(weight).__name__.endswith("Tensor") and type(weight) is not nn.Parameter, name
         if folded and is_modulation(name):
             continue
         found = weight.dequantize(torch.float32) if recipe != "int8" else weight.qdata * weight.scale.float()
-        assert torch.equal(found.float(), layer.quantized_weight.dequantize()), name
+        assert torch.equal(found.float(), made[name][0]), name
     assert DiffusionPipeline.from_pretrained(done.target, dtype=torch.bfloat16).transformer.config.num_layers == 1
 
 
@@ -398,8 +464,10 @@ def test_modelopt_folders_hold_the_native_bytes_and_say_how(exported) -> None:
     ours = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     vectors = {name for name in ours if name.rpartition(".")[2] in ("pre_quant_mean", "pre_quant_scale")}
     assert vectors and theirs.keys() == ours.keys() - vectors - {f"{name}.weight_scale" for name in sides}
+    values = set(source.folds) - sides
+    assert values and all("_v" in name for name in values)
     for name, tensor in theirs.items():
-        if not is_modulation(name):
+        if not is_modulation(name) and name.rpartition(".")[0] not in values:
             raw = [t.reshape(-1).view(torch.uint8) for t in (tensor, ours[name])]
             assert tensor.dtype == ours[name].dtype and torch.equal(*raw), name
     rest = {path.name for path in Path(done.target).iterdir()}

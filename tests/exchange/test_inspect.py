@@ -150,14 +150,19 @@ def test_a_layer_of_the_right_weight_that_rounding_does_not_explain(base, tmp_pa
         assert mild.get("lost scale") == layer and "scale off by a factor" not in mild
 
 
+ATTENTION = "transformer_blocks.0.attn"
+
+
 def folded_state(factors: Tensor) -> Tensors:
-    """Return a state with a projection divided by factors, which the columns of the output projection take back."""
-    state = base_state()
-    to_v, to_out = (f"transformer_blocks.0.attn.{name}" for name in ("to_v", "to_out.0"))
-    columns = {f"{to_out}.weight": state[f"{to_out}.weight"].float() * factors}
-    rows = {f"{to_v}.weight": state[f"{to_v}.weight"].float() / factors[:, None]}
-    rows |= {f"{to_v}.bias": state[f"{to_v}.bias"].float() / factors}
-    return state | {name: value.bfloat16() for name, value in (columns | rows).items()}
+    """Return a state with the values of an attention divided by factors, which both output projections take back."""
+    state, changed = base_state(), {}
+    for name in ("to_v", "add_v_proj"):
+        path = f"{ATTENTION}.{name}"
+        changed[f"{path}.weight"] = state[f"{path}.weight"].float() / factors[:, None]
+        changed[f"{path}.bias"] = state[f"{path}.bias"].float() / factors
+    for name in ("to_out.0", "to_add_out"):
+        changed[f"{ATTENTION}.{name}.weight"] = state[f"{ATTENTION}.{name}.weight"].float() * factors
+    return state | {name: value.bfloat16() for name, value in changed.items()}
 
 
 @pytest.mark.often(1)
@@ -165,15 +170,13 @@ def folded_state(factors: Tensor) -> Tensors:
 def test_factors_are_folding_where_another_layer_takes_them_back(scheme, base, tmp_path) -> None:
     factors = torch.linspace(0.3, 3, 128)
     report = inspect_path(made(tmp_path, "modelopt", scheme, state=folded_state(factors)), base)[""]
-    assert report.is_sound and kinds(report, notes=True)["folded factors"] == 2
+    assert report.is_sound and kinds(report, notes=True)["folded factors"] == 4
     half = folded_state(factors) | {
-        name: value for name, value in base_state().items() if name == "transformer_blocks.0.attn.to_v.weight"
+        name: value for name, value in base_state().items() if name == f"{ATTENTION}.to_v.weight"
     }
     report = inspect_path(made(tmp_path, "modelopt", scheme, state=half), base)[""]
-    assert {fault.layer for fault in report.faults if fault.is_error} == {
-        "transformer_blocks.0.attn.to_out.0",
-        "transformer_blocks.0.attn.to_v",  # its bias alone is divided
-    }
+    wrong = [fault for fault in report.faults if fault.is_error]  # its bias alone is divided, and the text's values
+    assert {fault.layer for fault in wrong} == {f"{ATTENTION}.to_v"}
 
 
 def other_rows(scale: Tensor) -> Tensor:

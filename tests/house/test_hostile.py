@@ -123,7 +123,7 @@ def write_work(work: Path) -> None:
     """A finished block, a captured call, a block's outputs and the weights of steps."""
     cpu = torch.device("cpu")
     stages = (Stage("smooth", True, 0.5, 0.1, "pays"),)
-    groups = {"qkv": GroupOutcome(("a.to_q", "a.to_k"), stages, OutputSqnr(20.0, 19.5, 18.0, 99), None)}
+    groups = {"qkv": GroupOutcome(("a.to_q", "a.to_k"), stages, OutputSqnr(20.0, (19.0, 21.0), 19.5, 18.0, 99), None)}
     outcome = Outcome({"a.to_q": Scheme.parse("fp8-fp8")}, {"a.to_q": 30.5}, groups)
     finish(work / "0000.safetensors", {"a.to_q.weight": torch.zeros(4, 8)}, outcome)
     given = ((torch.zeros(2, 4, 8).transpose(1, 2),), {"mask": None, "list": [1, torch.ones(3).expand(2, 3)]})

@@ -356,7 +356,7 @@ def test_a_hadamard_block_that_does_not_divide_is_smaller_and_the_plan_says_so(t
     for k, size, words in ((96, 32, "Hadamard blocks of 32"), (24, 0, "no Hadamard")):
         scheme = Scheme.parse("int8-int8")
         layer = LayerPlan("a", 64, k, "", "a", False, scheme, "", made_by="norm")
-        planned = with_method(layer, entry, "balanced", None)
+        planned = with_method(layer, entry, "balanced")
         assert planned.method.hadamard == size and words in planned.reason
         x = torch.randn(512, k)
         x[:, 3] *= 40

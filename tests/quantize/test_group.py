@@ -10,7 +10,7 @@ import torch
 from benchmarks.layers.synthetic import draw
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
 from fluxq.quantize import group as fitting
-from fluxq.quantize.group import GroupLayer, fit_group
+from fluxq.quantize.group import GroupLayer, GroupToFit, fit_group, fit_groups
 from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.recipes.plan import Method
 
@@ -287,5 +287,67 @@ def test_a_massive_token_does_not_decide_for_the_others():
     group = fit_group([GroupLayer("a", weight, None, scheme("int8"))], gathered(fit, held), method)
     smooth = next(stage for stage in group.stages if stage.name == "smooth")
     assert smooth.gain_db > 3 and not smooth.kept and "the median token is" in smooth.reason
-    for before, after in zip(vars(group.rounded).values(), vars(group.fitted).values(), strict=True):
-        assert after >= before - fitting.MOST_LOST
+    for of in ("total", "median", "low"):
+        assert getattr(group.fitted, of) >= getattr(group.rounded, of) - fitting.MOST_LOST
+
+
+# Mean and factors that other Linears take in
+
+
+def ridden(seed: int, segments: tuple[int, ...] = ()) -> GroupInputs:
+    """Inputs whose channels have other sizes and means."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-1, 1, K)[torch.randperm(K, generator=torch.Generator().manual_seed(0))]
+    fit, held = ((torch.randn(count, K, generator=random) + 0.7) * sizes for count in (2048, 512))
+    return gathered(fit, held, segments)
+
+
+def test_groups_that_share_a_maker_have_one_mean_and_factors_that_are_powers_of_two(layer):
+    method = Method(("center", "smooth"), folding=("factors and mean",), gptq=True)
+    groups = [
+        GroupToFit([GroupLayer(name, layer.weight, None, scheme("int8"))], ridden(i), method)
+        for i, name in enumerate("ab")
+    ]
+    first, second = fit_groups(groups)
+    a, b = tensors(first, "a"), tensors(second, "b")
+    assert torch.equal(a["pre_quant_scale"], b["pre_quant_scale"]) and torch.equal(
+        a["pre_quant_mean"], b["pre_quant_mean"]
+    )
+    assert all(group.fitted.total > group.rounded.total + 3 for group in (first, second))
+    factors = a["pre_quant_scale"].float()
+    assert torch.equal(factors.log2().round(), factors.log2()) and factors.max() == 1 and factors.min() >= 2**-8
+    assert [stage.gain_db for stage in first.stages[:2]] == [stage.gain_db for stage in second.stages[:2]]
+
+
+def test_only_what_can_be_taken_in_is_left_out_of_x(layer):
+    half = K // 2
+    method = Method(("center", "smooth"), folding=("factors and mean", "nothing"))
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("int8"))], ridden(0, (half, half)), method)
+    assert {"smooth", "center"} <= kept(group)
+    made = tensors(group)
+    assert (made["pre_quant_scale"][half:] == 1).all() and (made["pre_quant_mean"][half:] == 0).all()
+    assert (made["pre_quant_scale"][:half] != 1).any() and (made["pre_quant_mean"][:half] != 0).all()
+
+
+def test_a_group_that_loses_keeps_the_others_from_sharing(layer, inputs):
+    """Factors that serve one input and harm the other stay out of both."""
+    flat = gathered(torch.randn(2048, K, generator=torch.Generator().manual_seed(1)), torch.randn(512, K))
+    method = Method(("smooth",), folding=("factors",))
+    groups = [
+        GroupToFit([GroupLayer(name, layer.weight, None, scheme("int8"))], x, method)
+        for name, x in (("a", ridden(0)), ("b", flat))
+    ]
+    alone = fit_group(groups[0].layers, groups[0].inputs, method)
+    assert "smooth" in kept(alone)
+    assert all("smooth" not in kept(group) for group in fit_groups(groups))
+
+
+def test_a_gain_in_one_half_of_the_held_out_tokens_may_be_chance(layer):
+    """Outliers in the first half alone."""
+    random = torch.Generator().manual_seed(0)
+    fit, held = (torch.randn(count, K, generator=random) for count in (2048, 512))
+    fit[:, :4] *= 30
+    held[:256, :4] *= 30
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("int8"))], gathered(fit, held), Method(("smooth",)))
+    (smooth,) = group.stages
+    assert smooth.gain_db > 1 and not smooth.kept and "not in both halves" in smooth.reason

@@ -1,5 +1,7 @@
 """The plan: what becomes of each Linear, and the reason that people read."""
 
+from dataclasses import replace
+
 import pytest
 
 from fluxq.base.model import resolve_model
@@ -324,7 +326,7 @@ def portable(**keys) -> Component:
     )
 
 
-FOLDABLE = ("qkv", "text_qkv", "ff_up", "text_ff_up", "single_in")
+FOLDABLE = ("qkv", "text_qkv", "ff_up", "text_ff_up", "single_in", "attn_out", "text_attn_out", "mixed_out")
 
 
 @pytest.mark.parametrize("modulation", [None, FP8, {"format": "int8"}])
@@ -335,8 +337,38 @@ def test_portable_smooths_what_folds_into_a_modulation_with_a_scale_for_each_row
             assert layer.method.transforms == (("center", "smooth") if layer.role in FOLDABLE else ()), layer
             assert ("not centred or smoothed" in layer.reason) == (layer.role not in FOLDABLE)
             assert layer.method.gptq and layer.method.search and layer.method.weights_46
-    out = next(layer.reason for layer in plan.layers if layer.name == f"{BLOCK}.attn.to_out.0")
-    assert out.endswith("its input is made by attention, which nothing can be folded into")
+    down = next(layer.reason for layer in plan.layers if layer.name == f"{BLOCK}.ff.net.2")
+    assert down.endswith("its input is made by an activation function, which nothing can be folded into")
+
+
+def test_portable_folds_what_attention_makes_into_its_values():
+    plan = {layer.name: layer for layer in plan_of(portable(), compat="portable").layers}
+    out, text_out = plan[f"{BLOCK}.attn.to_out.0"], plan[f"{BLOCK}.attn.to_add_out"]
+    assert out.method.folding == text_out.method.folding == ("factors and mean",)
+    assert out.together == text_out.together == out.name and plan[f"{BLOCK}.attn.to_q"].together == ""
+    assert plan["single_transformer_blocks.0.proj_out"].method.folding == ("factors and mean", "nothing")
+    assert "powers of two" in out.reason and "powers of two" in str(out.method)
+
+
+@pytest.mark.parametrize(
+    "name, changes, folding",
+    [
+        ("attn.to_v", {"bias": False}, ("factors",)),
+        ("attn.add_v_proj", {"bias": False}, ("factors",)),
+        ("attn.to_add_out", {"bias": False}, ("factors",)),
+        ("attn.to_v", {"n": 64}, ()),  # a head of values for two of queries
+    ],
+)
+def test_what_values_cannot_take_in_is_not_tried(name, changes, folding):
+    linears = [replace(one, **changes) if one.name == f"{BLOCK}.{name}" else one for one in LINEARS]
+    method = methods(portable(), linears, compat="portable")[f"{BLOCK}.attn.to_out.0"]
+    assert method.folding == folding
+    assert method.transforms == (("smooth",) if folding else ())
+
+
+def test_values_whose_rows_have_no_scale_of_their_own_take_no_factors():
+    override = {"match": f"{BLOCK}.attn.to_v", "weights": {"format": "fp8_tensor"}, "reason": "one scale for all rows"}
+    assert methods(portable(overrides=[override]), compat="portable")[f"{BLOCK}.attn.to_out.0"].folding == ()
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_tensor", "int4"])

@@ -323,8 +323,8 @@ def exported(done: Exported) -> None:
             echo(f"{what}, {_size(sum(layer.nbytes for layer in changed))}:")
             _changes(changed)
     if done.folded:
-        readers = sum(map(len, done.folded.values()))
-        echo(f"means and factors of {readers} layers were folded into {len(done.folded)} modulations")
+        readers = {reader for folded in done.folded.values() for reader in folded}
+        echo(f"means and factors of {len(readers)} layers were folded into {len(done.folded)} that make their inputs")
     for name in done.in_16_bit:
         echo(f"{name}: the pipeline's other quantized component, written in 16 bit")
     for note, count in done.notes.items():
