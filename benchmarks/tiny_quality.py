@@ -1,7 +1,7 @@
 """Effect of every shipped recipe on the embedded pipeline: tiny_quality.json, two tables and ../docs/tiny_grid.png.
 
-    python benchmarks/tiny_quality.py [--prompts 256] [--seeds 4]     measure, then write tables and picture
-    python benchmarks/tiny_quality.py --tables                        the tables again, from the result file
+    python -m benchmarks.tiny_quality [--prompts 256] [--seeds 4]     measure, then write tables and picture
+    python -m benchmarks.tiny_quality --tables                        the tables again, from the result file
 
 The same prompts and noise go through the 16-bit pipeline and each quantized one, so that differences are paired. Rows:
 
@@ -14,6 +14,9 @@ The same prompts and noise go through the 16-bit pipeline and each quantized one
 Velocity error: |v^ - v| / |v| of the transformer's output, on inputs that the 16-bit pipeline gave it. Modelled: what
 recipes/cost.py makes of FLUX.1-dev's layers, had every one kept what its counterpart here has kept; where steps are
 kept in 16 bit, the mean over as many steps as an image takes here.
+
+Recipes and rounding to nearest are also measured on the same pipeline with outliers (rescaled.py), beside its own
+16-bit images: what falls far there lives on luck here.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import fluxq
+from benchmarks.rescaled import write_rescaled
 from fluxq import tiny
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import read_json, write_json, write_text
@@ -79,7 +83,14 @@ def main(prompts: int, seeds: int, only: tuple[str, ...], output: Path, tables: 
     """Measure every shipped recipe and write the result file, the tables and the picture."""
     if not tables:
         torch.set_num_threads(1)
-        reference, measured = measure_all(only or tuple(shipped_recipes()), prompts, seeds)
+        recipes = only or tuple(shipped_recipes())
+        reference, measured = measure_all(recipes, prompts, seeds)
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_rescaled(Path(tiny.path()), Path(folder) / "tiny-with-outliers")
+            _, ridden = measure_all(recipes, prompts, seeds, str(model), also=False)
+        for label, found in ridden.items():
+            kept = ("held_out_sqnr_db", "psnr_db", "velocity_error")
+            measured[label].row["with_outliers"] = {name: found.row[name] for name in kept}
         write_json(output, result_of(measured, prompts, seeds))
         if not only:
             draw_grid([reference.images, *(measured[name].images for name in GRID_ROWS)], ROOT / "docs/tiny_grid.png")
@@ -98,31 +109,34 @@ class Measured:
     images: Tensor
 
 
-def measure_all(recipes: Sequence[str], prompts: int, seeds: int) -> tuple[Generated, dict[str, Measured]]:
-    """The 16-bit images, and every row by its label."""
+def measure_all(
+    recipes: Sequence[str], prompts: int, seeds: int, model: str = "tiny", also: bool = True
+) -> tuple[Generated, dict[str, Measured]]:
+    """The 16-bit images, and every row by its label. also: the rows of `prepare`, fp8 attention and kept steps."""
     # All prompts with one seed, then the next.
     items = items_of(tiny.PROMPTS[:prompts], prompts * seeds, first_seed=SEED)
-    pipe = load_pipeline(resolve_model("tiny"))
+    pipe = load_pipeline(resolve_model(model))
     judge = Judge(generate(pipe, items, tiny.CALL_KWARGS), velocities(pipe), seeds)
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for label, options in settings(recipes, Path(folder)):
+        for label, options in settings(recipes, Path(folder), model):
             record = making.quantize(making.job_of(options))
             checkpoint = ModelFolder(label, Path(str(options.output)))
             again = [label + AS_INT8] * (label == REENCODED) + [label + IN_FP8] * (label in ATTENDING)
             again += [label + keeping(*steps) for steps in KEEPING.get(label, ())]
-            for name in (label, *again):
+            for name in (label, *(again if also else ())):
                 measured[name] = judge.measure(name, record, load_pipeline(checkpoint))
                 click.echo(json.dumps(measured[name].row))
     return judge.reference, measured
 
 
-def settings(recipes: Sequence[str], folder: Path) -> Iterator[tuple[str, making.JobOptions]]:
+def settings(recipes: Sequence[str], folder: Path, model: str) -> Iterator[tuple[str, making.JobOptions]]:
     """(label, options) of each recipe, and of its formats rounded to nearest where no row before is that."""
     known = set()
     for recipe in recipes:
         for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
-            options = making.JobOptions(recipe=recipe, profile=profile, output=str(folder / label), check=False)
+            output = str(folder / label)
+            options = making.JobOptions(model=model, recipe=recipe, profile=profile, output=output, check=False)
             layers = [layer for plan in making.job_of(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:
@@ -395,12 +409,15 @@ def recipes_table(found: Mapping[str, Any]) -> str:
         "held-out SQNR, dB",
         "paired PSNR, dB",
         "velocity error",
+        "with outliers: SQNR, dB",
+        "PSNR, dB",
+        "velocity error",
         "seconds",
         *gpus,
     ]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     plain = [f"{found['modelled_ms_16bit'][gpu]:.0f}" for gpu in GPUS]
-    lines.append(f"| 16 bit | {' | '.join(['16', '16', *[''] * 4, *plain])} |")
+    lines.append(f"| 16 bit | {' | '.join(['16', '16', *[''] * 7, *plain])} |")
     for row in found["recipes"]:
         sqnr = row["held_out_sqnr_db"]
         cells = [
@@ -410,11 +427,20 @@ def recipes_table(found: Mapping[str, Any]) -> str:
             f"{sqnr[0]:.1f} → {sqnr[1]:.1f}" if sqnr else "",
             _interval(row["psnr_db"]),
             "" if row["velocity_error"] is None else f"{row['velocity_error']:.2%}",
+            *_with_outliers(row.get("with_outliers")),
             "" if row["seconds"] is None else f"{row['seconds']:.1f}",
             *(f"{row['modelled_ms'][gpu]:.1f}" for gpu in GPUS),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", _images(found)])
+
+
+def _with_outliers(row: Mapping[str, Any] | None) -> list[str]:
+    if row is None:
+        return [""] * 3
+    sqnr = row["held_out_sqnr_db"]
+    decibels = f"{sqnr[0]:.1f} → {sqnr[1]:.1f}" if sqnr else ""
+    return [decibels, _interval(row["psnr_db"]), f"{row['velocity_error']:.2%}"]
 
 
 def _interval(values: Sequence[float]) -> str:
