@@ -236,11 +236,8 @@ class _Fit:
             if not self.method.is_plain:
                 self.note("all", self.why_not)
         elif not self.method.is_plain:
-            chosen = self._transformed(state, shared)
+            state, parts, fitted = self._best_state(state, shared)
             self.trial_weights.clear()  # they would take memory when it is scarce
-            if chosen is not self.plain:
-                candidates = [chosen] if chosen is state else [chosen, state]
-                state, parts, fitted = self._first_sound(candidates)
             parts, codes, fitted = self._best_rounding(state, (parts, None, fitted or self.rounded))
         if codes is None:
             codes = self._nearest(state, parts)  # again: meanwhile they would have taken memory
@@ -250,15 +247,24 @@ class _Fit:
         """Return all rows of the weights under a state."""
         return self._parts(state, self.weights)
 
-    def _first_sound(self, states: Sequence[_State]) -> tuple[_State, list[_Part], OutputSqnr | None]:
-        """Return the first state that all rows of the weights bear out, its parts and SQNR; the plain one if none."""
-        for state in states:
+    def _best_state(self, start: _State, shared: bool) -> tuple[_State, list[_Part], OutputSqnr | None]:
+        """Return the state after all stages, its parts and SQNR, if all rows of the weights bear it out.
+
+        A later stage may give single tokens back what an earlier one took. Where none does, the stages are tried again,
+        none of which may then take it. The last resort is the start.
+        """
+        before = list(self.stages)
+        for strict in (False, True):
+            state = self._transformed(start, shared, strict)
             parts = self.parts(state)
-            why_not, sqnr = self.why_not_kept(state, parts)
+            why_not, sqnr = ("", self.rounded) if state is self.plain else self.why_not_kept(state, parts)
             if not why_not:
                 return state, parts, sqnr
+            self.stages = list(before)
             self.note("all", why_not)
-        return self.plain, self.parts(self.plain), self.rounded
+            before = list(self.stages)
+        parts = self.parts(start)
+        return start, parts, self.rounded if start is self.plain else self.why_not_kept(start, parts)[1]
 
     def why_not_kept(self, state: _State, parts: list[_Part]) -> tuple[str, OutputSqnr | None]:
         """Return the reason against a state that all rows of the weights give, "" for none, and its SQNR."""
@@ -291,15 +297,20 @@ class _Fit:
 
     # --- stages
 
-    def _transformed(self, state: _State, shared: bool) -> _State:
+    def _transformed(self, state: _State, shared: bool, strict: bool) -> _State:
+        """Try all stages but rounding. strict: as `_gate` has it."""
+
+        def gate(name: str, candidates: dict[str, list[_State]]) -> _State:
+            return _gate([self], name, [state], candidates, strict)[0]
+
         if not shared:
-            (state,) = _with_vectors([self])
+            (state,) = _with_vectors([self], strict)
         if self.method.rank:
-            state = _gate([self], "low rank", [state], self._splits(state, shared))[0]
+            state = gate("low rank", self._splits(state, shared))
         if self.method.hadamard:
-            state = _gate([self], "hadamard", [state], {"": [self._rotated(state, shared)]})[0]
+            state = gate("hadamard", {"": [self._rotated(state, shared)]})
         if self.method.activations_46:
-            state = _gate([self], "4-over-6", [state], {"": [replace(state, four_over_six=True)]})[0]
+            state = gate("4-over-6", {"": [replace(state, four_over_six=True)]})
         return state
 
     def note(self, name: str, reason: str) -> None:
@@ -707,7 +718,7 @@ def _row_scale(v: Tensor, format: Format, amax: Tensor) -> Tensor:
 
 def _shared_vectors(fits: Sequence[_Fit]) -> list[_State]:
     """Return states with the mean and factors of several groups; plain ones if all rows of one do not bear them out."""
-    states = _with_vectors(fits)
+    states = _with_vectors(fits, strict=True)
     for fit, state in zip(fits, states, strict=True):
         why_not = "" if state is fit.plain else fit.why_not_kept(state, fit.parts(state))[0]
         if why_not:
@@ -717,16 +728,16 @@ def _shared_vectors(fits: Sequence[_Fit]) -> list[_State]:
     return states
 
 
-def _with_vectors(fits: Sequence[_Fit]) -> list[_State]:
-    """Try smoothing and centring."""
+def _with_vectors(fits: Sequence[_Fit], strict: bool) -> list[_State]:
+    """Try smoothing and centring. strict: as `_gate` has it."""
     states, wanted = [fit.plain for fit in fits], fits[0].method.transforms
     mean = _mean(fits)
     centered = [_with(state, mean=mean) for state in states] if "center" in wanted else states
     if "smooth" in wanted:
         smoothed = [_with(state, mean=None) for state in _search_smoothing(fits, centered)]
-        states = _gate(fits, "smooth", states, {"": smoothed})
+        states = _gate(fits, "smooth", states, {"": smoothed}, strict)
     if "center" in wanted:
-        states = _gate(fits, "center", states, {"": [_with(state, mean=mean) for state in states]})
+        states = _gate(fits, "center", states, {"": [_with(state, mean=mean) for state in states]}, strict)
     return states
 
 
@@ -739,16 +750,18 @@ def _mean(fits: Sequence[_Fit]) -> Tensor:
     return mean
 
 
-def _gate(fits: Sequence[_Fit], name: str, before: list[_State], candidates: dict[str, list[_State]]) -> list[_State]:
-    """Choose the candidate whose gain exceeds its price by most, if any does and no token loses much by it."""
+def _gate(
+    fits: Sequence[_Fit], name: str, before: list[_State], candidates: dict[str, list[_State]], strict: bool
+) -> list[_State]:
+    """Choose the candidate whose gain exceeds its price by most, if any does. strict: and no token loses much by it."""
     bases, rate = [fit.trial_sqnr(state) for fit, state in zip(fits, before, strict=True)], fits[0].rate
     base, trials = _together(bases), []
     for label, states in candidates.items():
         pairs = list(zip(fits, before, states, strict=True))
         percent = sum(fit.price(fit.schemes(old), fit.schemes(new)) for fit, old, new in pairs) / len(fits)
         sqnrs = [fit.trial_sqnr(state) for fit, _, state in pairs]
-        lost = [sqnr.lost_by_tokens(fit.trial_rounded) for fit, sqnr in zip(fits, sqnrs, strict=True)]
         gain = _together(sqnrs) - base
+        lost = [sqnr.lost_by_tokens(fit.trial_rounded) for fit, sqnr in zip(fits, sqnrs, strict=True) if strict]
         if gain > 0 and not all(sqnr.is_above(old) for sqnr, old in zip(sqnrs, bases, strict=True)):
             lost.append(_HALF)
         surplus = gain - max(SMALLEST_GAIN, rate * percent)

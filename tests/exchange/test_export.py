@@ -279,7 +279,7 @@ def as_written(folder: Path) -> dict[str, Tensor]:
 )
 def test_values_and_projections_in_16_bit_take_part_in_a_fold(excluded, tmp_path, monkeypatch) -> None:
     # Every mean and all factors are kept.
-    monkeypatch.setattr(group, "_gate", lambda fits, name, before, candidates: next(iter(candidates.values())))
+    monkeypatch.setattr(group, "_gate", lambda fits, name, before, candidates, strict: next(iter(candidates.values())))
     monkeypatch.setattr(group._Fit, "trial_error", lambda fit, state, x: float(state.transform.smooth is None))
     monkeypatch.setattr(group._Fit, "exponents", lambda fit, near: [(1.0, 0.0)])
     monkeypatch.setattr(group._Fit, "why_not_kept", lambda fit, state, parts: ("", fit.rounded))
