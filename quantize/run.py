@@ -44,7 +44,7 @@ from fluxq.quantize.group import FittedGroup, GroupLayer, GroupToFit, OutputSqnr
 from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, Method, Plan, with_method
+from fluxq.recipes.plan import LayerPlan, Method, Plan, sharing_vectors, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
 
 _FEW_TOKENS = 256  # for quantize_linear, worth a warning
@@ -359,7 +359,7 @@ def _owners(groups: Mapping[str, Sequence[LayerPlan]], count: int) -> dict[str, 
         return sum(_cost(groups[name]) for name in names)
 
     load, owners = [0] * count, {}
-    for names in sorted(_together(groups), key=cost, reverse=True):
+    for names in sorted(sharing_vectors(groups), key=cost, reverse=True):
         owner = load.index(min(load))
         owners |= dict.fromkeys(names, owner)
         load[owner] += cost(names)
@@ -385,7 +385,7 @@ def _fit_block(
         advance=fitting.parallel,
     )
     fitted: dict[str, FittedGroup] = {}
-    for names in _together(groups):
+    for names in sharing_vectors(groups):
         parts = [_to_fit(groups[name], inputs.pop(name), source, fitting, name) for name in names]
         done = fit_groups(parts, rate=fitting.gate.db_per_percent, dtype=dtype)
         fitted |= dict(zip(names, done, strict=True))
@@ -393,14 +393,6 @@ def _fit_block(
         for stage in group.stages:
             logger.info("%s: %s %s: %s", name, stage.name, "kept" if stage.kept else "left out", stage.reason)
     return {name: fitted[name] for name in groups}
-
-
-def _together(groups: Mapping[str, Sequence[LayerPlan]]) -> list[list[str]]:
-    """Return the names of groups, those in one list that share mean and factors."""
-    shared: dict[str, list[str]] = {}
-    for name, members in groups.items():
-        shared.setdefault(members[0].together or name, []).append(name)
-    return list(shared.values())
 
 
 def _to_fit(

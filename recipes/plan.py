@@ -233,6 +233,14 @@ class Plan:
         return {group: members for group, members in static.items() if members}
 
 
+def sharing_vectors(groups: Mapping[str, Sequence[LayerPlan]]) -> list[list[str]]:
+    """Return the names of input groups, those in one list that have one mean and one set of factors."""
+    shared: dict[str, list[str]] = {}
+    for name, members in groups.items():
+        shared.setdefault(members[0].together or name, []).append(name)
+    return list(shared.values())
+
+
 def component_recipe(recipe: Recipe, component: str | None, family: Family) -> Component:
     """Return a recipe's entry for a component of the class that `family` describes.
 

@@ -52,7 +52,7 @@ def test_the_generated_tables_have_a_row_for_every_recipe_and_its_rtn_profile() 
 def test_the_table_of_drawn_layers_is_that_of_the_committed_result() -> None:
     """Every number, as it is printed there."""
     rows = json.loads((ROOT / "benchmarks" / "compare_synthetic.json").read_text(encoding="utf-8"))["rows"]
-    table = (ROOT / "quantize" / "README.md").read_text(encoding="utf-8").split("<!-- compare -->\n")[1]
+    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").split("<!-- compare -->\n")[1]
     printed = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
     assert len(printed) == len(rows)
     for (formats, method, bits, adaln, ffn, attn, mean, seconds, microseconds), row in zip(printed, rows, strict=True):

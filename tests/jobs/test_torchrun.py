@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,9 @@ def test_every_group_has_one_owner_and_none_has_much_more_to_do():
     assert owners.keys() == flux.keys() and owners["down"] != owners["add_down"]
     assert sorted(owners.values()) == [0] * 4 + [1] * 4
     assert set(run._owners(flux, 1).values()) == {0} and len(set(run._owners(flux, 16).values())) == 8
+    together = {name: tuple(replace(layer, together="out") for layer in flux[name]) for name in ("out", "add_out")}
+    owners = run._owners({**flux, **together}, 8)
+    assert owners["out"] == owners["add_out"] and len(set(owners.values())) == 7
     rounded = {name: layers(k, 64, method=Method()) for name, k in (("a", 128), ("b", 128), ("c", 256))}
     assert run._owners(rounded, 2) == {"c": 0, "a": 1, "b": 1}
 

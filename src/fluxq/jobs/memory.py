@@ -37,7 +37,7 @@ from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model
 from fluxq.quantize.lora import Updates
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.plan import LayerPlan, Plan
+from fluxq.recipes.plan import LayerPlan, Plan, sharing_vectors
 from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass
 
 _OF_GPU = 0.95  # of the bound: the allocator hands out memory in pieces, and some of each is left over
@@ -336,14 +336,15 @@ def _fitting(plan: Plan, running: int, itemsize: int, *, widened: bool, on_gpu: 
     itemsize: bytes of one of its weights.
     widened: weights come in fp32, as fused ones do.
     """
-    blocks: dict[str, list[tuple[LayerPlan, ...]]] = {}
-    for members in plan.statistics_groups().values():
-        blocks.setdefault(members[0].block, []).append(members)
+    width = _FP32 if widened else itemsize
+    blocks: dict[str, dict[str, tuple[LayerPlan, ...]]] = {}
+    for name, members in plan.statistics_groups().items():
+        blocks.setdefault(members[0].block, {})[name] = members
     return {
-        block: sum(_observed(members, itemsize) for members in groups)
+        block: sum(_observed(members, itemsize) for members in groups.values())
         + max(
-            running + max(_chunk(members[0].k) for members in groups),
-            max(_fitted(members, _FP32 if widened else itemsize, on_gpu) for members in groups),
+            running + max(_chunk(members[0].k) for members in groups.values()),
+            max(_fitted_together([groups[name] for name in names], width, on_gpu) for names in sharing_vectors(groups)),
         )
         for block, groups in blocks.items()
     }
@@ -361,6 +362,12 @@ def _gram(members: Sequence[LayerPlan]) -> int:
 
 def _chunk(k: int) -> int:
     return _FP32 * max(256, min(_CHUNK, k // 4)) * k
+
+
+def _fitted_together(groups: Sequence[Sequence[LayerPlan]], width: int, on_gpu: bool) -> int:
+    """Return the bytes of fitting groups with one mean and one set of factors: of the largest, and all weights."""
+    own = [width * layer.n * layer.k for members in groups for layer in members]
+    return max(_fitted(members, width, on_gpu) for members in groups) + sum(own) * (len(groups) > 1)
 
 
 def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:
