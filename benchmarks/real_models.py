@@ -137,7 +137,16 @@ def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | Non
                 for one in measure(row, _planned(group, row, case), case, find_device(_GPU), _TOKENS, kept)
             ]
     inputs = {group.name: {"role": group.role, **outliers(cases[group.name])} for group in network.groups}
-    return {**known, "inputs": inputs, "layers": layers, "whole": wholes(opened, quantized)}
+    return {**known, **short({"inputs": inputs, "layers": layers, "whole": wholes(opened, quantized)})}
+
+
+def short(value: Any) -> Any:
+    """Return JSON with six digits of each number."""
+    if isinstance(value, dict):
+        return {key: short(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [short(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 _UNUSED = ("column", "drawing", "own_bits", "microseconds", "error")
