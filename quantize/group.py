@@ -88,20 +88,25 @@ class OutputSqnr:
     """SQNR of a group's outputs on held-out tokens, in dB.
 
     total: of all tokens together.
-    halves: of the first and of the second half of them; from different images, where there are several.
+    halves: of the first and of the second half, from different images where there are several; None without power.
     median, low: of single tokens, each by its own power: the median, and the 10th percentile.
     tokens: number of tokens.
     """
 
     total: float
-    halves: tuple[float, float]
+    halves: tuple[float | None, float | None]
     median: float
     low: float
     tokens: int
 
     def is_above(self, other: OutputSqnr) -> bool:
-        """Tell whether both halves of the tokens are better by something; in one half that may be chance."""
-        return all(own > before for own, before in zip(self.halves, other.halves, strict=True))
+        """Tell whether both halves of the tokens are better by something; in one half that may be chance.
+
+        True where one half has no power, and so nothing to say.
+        """
+        both = zip(self.halves, other.halves, strict=True)
+        pairs = [(own, before) for own, before in both if own is not None and before is not None]
+        return len(pairs) < len(self.halves) or all(own > before for own, before in pairs)
 
     def lost_by_tokens(self, rounded: OutputSqnr) -> str:
         """Return what single tokens lose against rounding, in words; empty if that is no more than `MOST_LOST`."""
@@ -187,9 +192,8 @@ def fit_groups(
     fits = [_Fit(group, rate, dtype) for group in groups]
     if len(fits) == 1:
         return [fits[0].finished_from(fits[0].plain, shared=False)]
-    starts = [fit.plain for fit in fits]
-    if not any(fit.why_not for fit in fits):
-        starts = _shared_vectors(fits)
+    hindered = next((fit for fit in fits if fit.why_not), None)
+    starts = _shared_vectors(fits) if hindered is None else _not_shared(fits, hindered, hindered.why_not)
     return [fit.finished_from(start, shared=True) for fit, start in zip(fits, starts, strict=True)]
 
 
@@ -343,8 +347,8 @@ class _Fit:
         factor = (factor / factor.log().mean().exp()).clamp(1 / most, most)
         if self.method.folding:
             factor = factor.log2().round().exp2()
-            if len(self.inputs.segments) == 1:
-                factor = factor / factor.amax()  # scales of other weights get smaller, and stay in range
+            # Scales of other weights get smaller, and stay in range; beside another segment the level has to stay.
+            factor = factor / factor.amax() if len(self.inputs.segments) == 1 else factor.clamp(max=1)
         smooth = state.transform.smooth
         smooth = torch.ones_like(self.inputs.mean) if smooth is None else smooth.clone()
         smooth[part] = self._in_16_bit(factor)
@@ -579,11 +583,15 @@ class _Fit:
     def _judge(self, state: _State, weights: _Weights) -> OutputSqnr:
         """Return the SQNR of held-out tokens."""
         errors, weight = self._errors(state, weights, self.inputs.held_out), self.inputs.held_weight
+        has_power = torch.stack([size for _, size in errors]).amin(0) > 0  # padding may have none
         of_tokens = torch.stack([lost / size.clamp(min=_TINY) for lost, size in errors]).mean(0)
-        median, low = (_decibels(_quantile(of_tokens, weight, share)) for share in (0.5, 1 - _LOW))
+        median, low = (_decibels(_quantile(of_tokens, weight * has_power, share)) for share in (0.5, 1 - _LOW))
         is_first = torch.arange(len(weight), device=weight.device) < len(weight) / 2
-        first, second = (_decibels(_total(errors, weight * half)) for half in (is_first, ~is_first))
-        return OutputSqnr(_decibels(_total(errors, weight)), (first, second), median, low, len(weight))
+        first, second = (
+            _decibels(_total(errors, weight * half)) if (half & has_power).any() else None
+            for half in (is_first, ~is_first)
+        )
+        return OutputSqnr(_decibels(_total(errors, weight)), (first, second), median, low, int(has_power.sum()))
 
     def _errors(self, state: _State, weights: _Weights, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return |y^ - y|^2 and |y|^2 (M,) of each token, for each layer."""
@@ -723,9 +731,16 @@ def _shared_vectors(fits: Sequence[_Fit]) -> list[_State]:
         why_not = "" if state is fit.plain else fit.why_not_kept(state, fit.parts(state))[0]
         if why_not:
             for each in fits:
-                each.note("all", f"{why_not} ({fit.layers[0].name})")
-            return [each.plain for each in fits]
+                each.stages.clear()
+            return _not_shared(fits, fit, why_not)
     return states
+
+
+def _not_shared(fits: Sequence[_Fit], because: _Fit, why_not: str) -> list[_State]:
+    for fit in fits:
+        if fit is not because or not fit.why_not:  # which says so itself
+            fit.note("smooth and center", f"{why_not} ({because.layers[0].name})")
+    return [fit.plain for fit in fits]
 
 
 def _with_vectors(fits: Sequence[_Fit], strict: bool) -> list[_State]:

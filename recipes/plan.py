@@ -444,14 +444,14 @@ def with_method(
         allowed, why_not, folding = set[str](), folding, ()
     else:
         allowed = {"smooth", "center"} if not folding or "factors and mean" in folding else {"smooth"}
-        why_not = "what makes its input cannot take in a mean"
+        why_not = "what makes its input, or what reads it, has no bias for a mean"
     refused = {name: word for name, word in VECTORS.items() if name in transforms and name not in allowed}
     if refused:
         transforms = [name for name in transforms if name not in refused]
         reasons.append(f"not {' or '.join(refused.values())}: {why_not}")
     if not any(name in transforms for name in VECTORS):
         folding = ()
-    if folding:
+    if folding and "smooth" in transforms:
         reasons.append("factors are powers of two, which rows of the Linears that make its input can take in")
     hadamard = _hadamard(layer) if "hadamard" in transforms else 0
     if "hadamard" in transforms and hadamard < max(HADAMARDS):

@@ -223,6 +223,7 @@ class Case:
     inputs: GroupInputs
     fit: Tensor
     judge: Tensor
+    judge_weight: Tensor | None = None  # (M,) of these, if they do not count alike
 
 
 Planned = Mapping[str, Sequence[LayerPlan]]  # group -> what a recipe makes of its Linears
@@ -362,9 +363,8 @@ class Model:
         weight = inputs.held_weight[:half]
         known = replace(inputs, held_out=inputs.held_out[:half], held_weight=weight / weight.mean())
         weights = {layer.name: model.get_parameter(f"{layer.name}.weight").detach().float() for layer in layers}
-        return Case(
-            layers[0].role, 0, layers[0].group, weights, known, inputs.fit.float(), inputs.held_out[half:].float()
-        )
+        group, fit, judge = layers[0].group, inputs.fit.float(), inputs.held_out[half:].float()
+        return Case(layers[0].role, 0, group, weights, known, fit, judge, inputs.held_weight[half:])
 
 
 # --- numbers
@@ -428,6 +428,8 @@ def measure(
         for (name, layer), (n, k) in zip(group.layers.items(), shapes, strict=True):
             y, approximate = case.judge @ case.weights[name].T, layer(case.judge)
             median_db, low_db = token_db(y, approximate)
+            if case.judge_weight is not None:
+                y, approximate = (each * case.judge_weight.sqrt().unsqueeze(1) for each in (y, approximate))
             yield Measured(
                 row.formats,
                 row.name,

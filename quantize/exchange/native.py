@@ -33,7 +33,8 @@ from fluxq.recipes.computing import quantization_of
 from fluxq.recipes.family import Family, InputGroup, Modulation, matches
 from fluxq.recipes.formats import Scheme
 
-_INEXACT = 2**-9  # relative: of block scales that took factors in; only scales near zero are rounded
+_INEXACT, _INEXACT_ROW = 2**-9, 2**-5  # relative: of block scales that took factors in, all together and in a row
+_E8M0_NAN = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +246,10 @@ class NativeComponent:
         for index, width in enumerate(widths):
             channels = slice(starts[index], starts[index] + width)
             makers = [p for p in group.producers if p.segment == index and f"{block}.{p.linear}" in self.linears]
-            if not makers and (vectors.mean[channels].any() or (vectors.factors[channels] != 1).any()):
-                return "no Linear makes the channels that have a mean or factors"
+            if not makers and (vectors.factors[channels] != 1).any():
+                return "no Linear makes the channels that have factors"
+            if vectors.mean[channels].any() and not any(producer.shifts for producer in makers):
+                return "no Linear that makes its input can take in a mean"
             for producer in makers:
                 maker = f"{block}.{producer.linear}"
                 rows = producer.rows(self.linears[maker][0], width)
@@ -266,8 +269,7 @@ class NativeComponent:
         scheme = self.schemes.get(fold.maker)
         if scheme is None:
             return ""
-        scale = self._read(f"{fold.maker}.weight_scale")
-        if scheme.weights.block[0] == 1 and _relative_error(scale, fold) <= _INEXACT:
+        if scheme.weights.block[0] == 1 and _takes(self._read(f"{fold.maker}.weight_scale"), fold):
             return ""
         return f"scales of {fold.maker} in {scheme.weights.name}, which makes its input, cannot take its factors in"
 
@@ -307,10 +309,31 @@ def _same_vectors(family: Family, group: InputGroup, block: str) -> list[str]:
     return [f"{block}.{member}" for one in groups for member in one.members]
 
 
-def _relative_error(scale: Tensor, fold: Fold) -> float:
-    """Return the error of a weight's scales (N, …) that take factors in, as they are stored."""
+def _takes(scale: Tensor, fold: Fold) -> bool:
+    """Tell whether a weight's scales (N, …) take factors in, as they are stored: exactly, but for scales near zero."""
+    if scale.dtype == torch.uint8:
+        shifted = scale[fold.shift].int() + _exponents(fold.factors, scale)
+        is_power = bool((fold.factors.log2().round().exp2() == fold.factors).all())
+        return is_power and bool(((shifted > 0) & (shifted < _E8M0_NAN)).all())
     exact = scale[fold.shift].float() * _by_row(fold.factors, scale)
-    return float((exact.to(scale.dtype).float() - exact).norm() / exact.norm().clamp(min=1e-30))
+    off = exact.to(scale.dtype).float() - exact
+    of_rows, sizes = (each.reshape(len(each), -1).norm(dim=1) for each in (off, exact))
+    return bool(of_rows.norm() <= _INEXACT * sizes.norm()) and bool((of_rows <= _INEXACT_ROW * sizes).all())
+
+
+def _scaled(scale: Tensor, rows: slice, factors: Tensor) -> Tensor:
+    """Return scales, or a matrix, with factors on some of its rows. Bytes are exponents of E8M0."""
+    if scale.dtype == torch.uint8:
+        exponents = scale.int()
+        exponents[rows] += _exponents(factors, scale)
+        return exponents.to(torch.uint8)
+    scaled = scale.float().clone()
+    scaled[rows] *= _by_row(factors, scaled)
+    return scaled.to(scale.dtype)
+
+
+def _exponents(factors: Tensor, scale: Tensor) -> Tensor:
+    return _by_row(factors.log2().round().int(), scale)
 
 
 def _by_row(factors: Tensor, scale: Tensor) -> Tensor:
@@ -322,10 +345,8 @@ def _into_codes(tensors: Mapping[str, Tensor], fold: Fold) -> dict[str, Tensor]:
     made = dict(tensors)
     for name in ("weight_scale", "svdquant_lora_b", "deflate_out"):
         if name in made:
-            scaled = made[name].float().clone()
             for rows in fold.rows:
-                scaled[rows] *= _by_row(fold.factors, scaled)
-            made[name] = scaled.to(made[name].dtype)
+                made[name] = _scaled(made[name], rows, fold.factors)
     if "bias" in made:
         made["bias"] = _folded_bias(made["bias"].float(), fold).to(made["bias"].dtype)
     return made

@@ -573,8 +573,7 @@ def _factors_of_both(read: Tensor, truth: Tensor) -> Factors | None:
         rows = _power_of_two(
             (scaled * truth).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True).clamp(min=1e-30)
         )
-    if not (columns > 0).all():
-        return None
+    columns = torch.where(columns > 0, columns, 1.0)  # of what was read as zeros
     common = _power_of_two(columns.log().mean().exp())
     rows, columns = rows * common, columns / common
     if (rows == 1).all():

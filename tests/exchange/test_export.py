@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,6 +28,7 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.commands import exchanging
 from fluxq.jobs import catalogue, exchange, making
 from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize import group
 from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange import native
@@ -37,6 +39,8 @@ from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.quantize.record import read_record
 from fluxq.recipes.all_families import FAMILIES, family_of
+from fluxq.recipes.family import gated
+from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import ORIGINALS, diffusers_names
 from fluxq.recipes.plan import MODULATION_ROLE
 
@@ -861,3 +865,30 @@ def test_the_table_of_the_documentation_is_what_export_does(checkpoint, tmp_path
     text = DOC.read_text(encoding="utf-8")
     written = text.partition("<!-- recipes -->\n")[2].partition("<!-- /recipes -->")[0].strip()
     assert written == recipes_table(checkpoint, tmp_path)
+
+
+def fold_of(factors: Tensor) -> native.Fold:
+    return native.Fold("v", slice(0, len(factors)), None, torch.zeros_like(factors), factors, ("out",))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "int4", "int8", "fp8"])
+def test_scales_of_every_format_take_powers_of_two_in(format) -> None:
+    g = torch.Generator().manual_seed(0)
+    factors = torch.exp2(-torch.randint(0, 8, (64,), generator=g).float())
+    q = QuantizedTensor.quantize(torch.randn(64, 256, generator=g), format)
+    stored = q.tensors()
+    assert native._takes(stored["weight_scale"], fold_of(factors))
+    scaled = native._into_codes(stored, fold_of(factors))
+    made = replace(q, scale=scaled["weight_scale"].view(q.scale.dtype))
+    assert relative(made.dequantize(), q.dequantize() * factors[:, None]) < 2.0**-9
+    others = torch.full((64,), 0.7)
+    assert native._takes(stored["weight_scale"], fold_of(others)) == (format in ("int8", "fp8", "int4"))
+
+
+def test_a_mean_that_a_gated_unit_cannot_take_in_is_not_dropped() -> None:
+    source: Any = object.__new__(NativeComponent)
+    source.linears, source.shapes = {"b.up": (256, 64), "b.down": (64, 128)}, {"b.down": (64, 128)}
+    source.schemes, source.biases, source.stored = {"b.down": Scheme.parse("int8-int8-center")}, {"b.down"}, {}
+    source.small = lambda name, suffix: torch.full((128,), 3.0) if suffix == "pre_quant_mean" else None
+    why_not = source._into_producers(["b.down"], "b", gated("ff_down", "b", "down", "up"))
+    assert why_not == "no Linear that makes its input can take in a mean"

@@ -351,3 +351,46 @@ def test_a_gain_in_one_half_of_the_held_out_tokens_may_be_chance(layer):
     group = fit_group([GroupLayer("a", layer.weight, None, scheme("int8"))], gathered(fit, held), Method(("smooth",)))
     (smooth,) = group.stages
     assert smooth.gain_db > 1 and not smooth.kept and "not in both halves" in smooth.reason
+
+
+def test_tokens_without_power_decide_nothing():
+    random = torch.Generator().manual_seed(0)
+    fit, held = (torch.randn(count, K, generator=random) + 2 for count in (2048, 512))
+    held[::5] = 0
+    weight = torch.randn(96, K, generator=random)
+    group = fit_group([GroupLayer("a", weight, None, scheme("int8"))], gathered(fit, held), Method(("center",)))
+    assert kept(group) == {"center"} and group.fitted.low < 100 and group.fitted.tokens == 512 - 103
+
+
+def test_one_held_out_token_is_judged_as_a_whole(layer):
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("int8"))], gathered(layer.fit, layer.held[:1]), ALL)
+    assert kept(group) and group.fitted.halves[1] is None
+
+
+def test_vectors_that_all_rows_refuse_leave_no_stage(layer, monkeypatch):
+    method = Method(("center", "smooth"), folding=("factors and mean",))
+    groups = [
+        GroupToFit([GroupLayer(n, layer.weight, None, scheme("int8"))], ridden(i), method) for i, n in enumerate("ab")
+    ]
+    monkeypatch.setattr(fitting._Fit, "why_not_kept", lambda fit, state, parts: ("some reason", None))
+    for group in fit_groups(groups):
+        assert not kept(group) and "some reason" in group.stages[0].reason
+        assert not next(iter(group.layers.values())).scheme.smooth
+
+
+def test_an_input_that_cannot_be_judged_says_why_the_others_share_nothing(layer):
+    method = Method(("center", "smooth"), folding=("factors and mean",))
+    dead = gathered(torch.zeros(2048, K), torch.zeros(512, K))
+    groups = [
+        GroupToFit([GroupLayer(name, layer.weight, None, scheme("int8"))], x, method)
+        for name, x in (("a", ridden(0)), ("b", dead))
+    ]
+    a, b = fit_groups(groups)
+    assert "its input is always zero (b)" in a.stages[0].reason and "its input is always zero" in b.stages[0].reason
+
+
+def test_factors_beside_another_segment_are_at_most_one(layer):
+    method = Method(("smooth",), folding=("factors", "nothing"))
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], ridden(0, (K // 2, K // 2)), method)
+    if "smooth" in kept(group):
+        assert tensors(group)["pre_quant_scale"].max() == 1
