@@ -638,8 +638,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "group: one half of the tokens is enough": Fault(
         "quantize/group.py",
-        "return all(own > before for own, before in zip(self.halves, other.halves, strict=True))",
-        "return any(own > before for own, before in zip(self.halves, other.halves, strict=True))",
+        "or all(own > before for own, before in pairs)",
+        "or any(own > before for own, before in pairs)",
         _in("quantize/test_group.py", "test_a_gain_in_one_half_of_the_held_out_tokens_may_be_chance"),
     ),
     "group: factors to fold are no powers of two": Fault(
@@ -668,6 +668,12 @@ FAULTS: dict[str, Fault] = {
         'values = ("attn.to_v", "attn.add_v_proj")',
         'values = ("attn.to_v",)',
         _in("recipes/test_producers.py", "test_what_is_folded_changes_nothing[flux]"),
+    ),
+    "native: exponents multiplied as numbers": Fault(
+        "quantize/exchange/native.py",
+        "exponents[rows] += _exponents(factors, scale)",
+        "exponents[rows] *= _exponents(factors, scale)",
+        _in("exchange/test_export.py", "test_scales_of_every_format_take_powers_of_two_in[mxfp4]"),
     ),
     "native: a 16-bit reader keeps its weight": Fault(
         "quantize/exchange/native.py",
