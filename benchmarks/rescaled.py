@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fluxq.base.tensors import save_weights
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.family import Family, InputGroup, Modulation, Producer, matches
+from fluxq.recipes.family import Family, Modulation, Producer
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 OUTLIERS = (4.0, 15.0)  # with their own sizes 10 to 50 times the median channel: minilm has 15, mpnet 37, whisper 45
@@ -51,9 +51,9 @@ def rescaled(state: State, family: Family, random: torch.Generator) -> State:
         if makers is None or key in done:
             continue
         done.add(key)
-        readers = [path for path in _readers(family, group, block) if f"{path}.weight" in state]
+        readers = [path for path in family.sharing_vectors(group, block) if f"{path}.weight" in state]
         n, k = state[name].shape
-        width = n if group.split and n < k else k  # of an input of two parts, attention's alone
+        width = group.segments(n, k)[0]  # of an input of two parts, attention's alone
         factors = _factors(width, random)
         if isinstance(makers, Modulation):
             maker = f"{block}.{makers.linear}"
@@ -70,14 +70,6 @@ def rescaled(state: State, family: Family, random: torch.Generator) -> State:
             weight[:, :width] /= factors
             made[f"{reader}.weight"] = weight
     return made
-
-
-def _readers(family: Family, group: InputGroup, block: str) -> list[str]:
-    """Return the Linears of one input, or of all that the same values make."""
-    groups = [group]
-    if not group.modulation:
-        groups = [one for one in family.groups if one.producers == group.producers and matches(one.block, block)]
-    return [f"{block}.{member}" for one in groups for member in one.members]
 
 
 def _factors(width: int, random: torch.Generator) -> Tensor:

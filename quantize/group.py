@@ -235,11 +235,12 @@ class _Fit:
 
     def finished_from(self, state: _State, shared: bool) -> FittedGroup:
         """Try the stages on top of a state, and return the layers. shared: mean and factors are not to be changed."""
-        parts, codes, fitted = self.parts(state), None, self.rounded
-        if self.rounded is None:
+        codes, fitted = None, self.rounded
+        if self.rounded is None or self.method.is_plain:
+            parts = self.parts(state)
             if not self.method.is_plain:
                 self.note("all", self.why_not)
-        elif not self.method.is_plain:
+        else:
             state, parts, fitted = self._best_state(state, shared)
             self.trial_weights.clear()  # they would take memory when it is scarce
             parts, codes, fitted = self._best_rounding(state, (parts, None, fitted or self.rounded))

@@ -105,6 +105,10 @@ class InputGroup:
         """Tell whether the input is two tensors side by side, attention and feed-forward, of different statistics."""
         return self.made_by == "concatenation"
 
+    def segments(self, n: int, k: int) -> tuple[int, ...]:
+        """Return the widths of the tensors side by side in the input of a member (N, K); attention makes N channels."""
+        return (n, k - n) if self.split and n < k else (k,)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -224,6 +228,15 @@ class Family:
             if member in group.members and matches(group.block, block):
                 return group, block
         return None
+
+    def sharing_vectors(self, group: InputGroup, block: str) -> list[str]:
+        """Return the paths of a block's Linears with one mean and one set of factors: of a group, or of one attention.
+
+        A configuration may lack some of them.
+        """
+        groups = [one for one in self.groups if one.producers == group.producers and matches(one.block, block)]
+        same = groups if group.producers and group.modulation is None else [group]
+        return [f"{block}.{member}" for one in same for member in one.members]
 
     def kept(self, path: str) -> str | None:
         """Return the reason why the Linear at `path` stays in 16 bit, or None."""

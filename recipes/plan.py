@@ -369,7 +369,8 @@ def _located(family: Family, linear: LinearShape) -> LayerPlan:
     group, block = place
     name = f"{block}.{group.members[0]}"  # the first member names the group
     layer = LayerPlan(linear.name, linear.n, linear.k, group.role, name, group.joined, None, "", made_by=group.made_by)
-    return replace(layer, split=linear.n if group.split and linear.n < linear.k else 0, block=block)
+    first, *rest = group.segments(linear.n, linear.k)
+    return replace(layer, split=first if rest else 0, block=block)
 
 
 def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: bool) -> LayerPlan:
@@ -437,6 +438,8 @@ def with_method(
 
     folding: as in `Method`; or the reason against mean and factors of its input.
     """
+    if profile == "rtn":
+        return layer
     weights, activations = _operands(layer, recipe)
     transforms: list[Transform] = list(recipe.transforms)
     reasons: list[str] = []
@@ -497,12 +500,7 @@ def _folding(
     two folds exactly, whatever the format of the scales in a row.
     """
     if group.producers:
-        readers = [
-            f"{block}.{member}"
-            for other in family.groups
-            if other.producers == group.producers and matches(other.block, block)
-            for member in other.members
-        ]
+        readers = family.sharing_vectors(group, block)
         with_mean = all(shapes[name].bias for name in readers if name in shapes)
         folding: list[Folding] = []
         for index, width in enumerate(layer.segments):

@@ -262,7 +262,7 @@ def planned_alone(
     scheme = Scheme(part.weights.row, row, static_input=is_static)
     scheme.weights.check_shape(layer.n, layer.k, name or layer.name)
     layer = replace(layer, scheme=scheme)
-    return with_method(layer, part, recipe.profile, folding) if is_fitted else layer
+    return with_method(layer, part, recipe.profile, folding)
 
 
 class Synthetic:

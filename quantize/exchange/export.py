@@ -259,7 +259,7 @@ class ComponentPlan:
             else:
                 keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
         for maker, folds in source.folds.items():
-            done.folded[maker] = [reader for fold in folds for reader in fold.readers]
+            done.folded[maker] = [reader for fold in folds for reader in fold.vectors.readers]
         for key, words in _NOT_CARRIED.items():
             if self.dialect and source.quantization.get(key):
                 notes[words] += len(self.choices)

@@ -15,6 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,8 @@ def _linear(
     x = f"{located[1]}: {', '.join(located[0].members)}" if located else module
     by = located[0].modulation if located else None
     makers = located[0].producers if located and by is None else ()
-    n, k = shape
+    windows = located[0].segments(*shape) if located else (shape[1],)
+    ends = list(accumulate(windows))
     return Linear(
         against,
         shape,
@@ -323,7 +325,7 @@ def _linear(
         _cast_error(bias.dtype if bias else "", _base_bias(base, joined, shape)),
         modules,
         (f"{located[1]}.{by.linear}", by) if located and by else None,
-        (slice(0, n), slice(n, k)) if located and located[0].split and n < k else (slice(0, k),),
+        tuple(slice(end - width, end) for width, end in zip(windows, ends, strict=True)),
         tuple(f"{located[1]}.{maker.linear}" for maker in makers) if located else (),
     )
 

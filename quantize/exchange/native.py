@@ -30,7 +30,7 @@ from fluxq.quantize.exchange.layer import QuantTensors, all_equal
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
 from fluxq.recipes.computing import quantization_of
-from fluxq.recipes.family import Family, InputGroup, Modulation, matches
+from fluxq.recipes.family import Family, InputGroup, Modulation
 from fluxq.recipes.formats import Scheme
 
 _INEXACT, _INEXACT_ROW = 2**-9, 2**-5  # relative: of block scales that took factors in, all together and in a row
@@ -42,7 +42,7 @@ class Fold:
     """A mean (C,) and factors (C,), fp32, that leave an input's readers for a Linear that makes C of its channels.
 
     maker: the Linear. shift: its rows that make these channels, or the shift of a modulation. scale: rows of a
-    modulation that scale them. readers: quantized Linears.
+    modulation that scale them. vectors: all of the input's.
     """
 
     maker: str
@@ -50,7 +50,7 @@ class Fold:
     scale: slice | None
     mean: Tensor
     factors: Tensor
-    readers: tuple[str, ...]
+    vectors: Vectors
 
     @property
     def rows(self) -> tuple[slice, ...]:
@@ -70,7 +70,7 @@ class Vectors:
     def fold(self, maker: str, shift: slice, scale: slice | None, channels: slice, shifts: bool = True) -> Fold:
         """Return what a Linear takes in that makes these channels."""
         mean = self.mean[channels] if shifts else torch.zeros_like(self.mean[channels])
-        return Fold(maker, shift, scale, mean, self.factors[channels], self.readers)
+        return Fold(maker, shift, scale, mean, self.factors[channels], self)
 
 
 class NativeComponent:
@@ -112,7 +112,6 @@ class NativeComponent:
         self._factors_stay = factors_stay
         self.why_not_folded: dict[str, str] = {}
         self.folds: dict[str, list[Fold]] = {}  # maker -> what it takes in
-        self._readers: dict[str, Vectors] = {}  # Linear in 16 bit -> mean and factors that its input has got
         self._find_folds()
 
     @cached_property
@@ -177,6 +176,11 @@ class NativeComponent:
             bias = None if bias is None else _folded_bias(bias, fold)
         return (weight if suffix == "weight" or bias is None else bias).to(tensor.dtype)
 
+    @cached_property
+    def _readers(self) -> dict[str, Vectors]:
+        """Linear in 16 bit -> mean and factors that its input has got."""
+        return {name: fold.vectors for folds in self.folds.values() for fold in folds for name in fold.vectors.plain}
+
     def _require_stored(self) -> None:
         """ValueError naming the first tensor of a quantized layer that is missing, or not as its scheme implies."""
         where = self.folder.path / self.component
@@ -201,7 +205,7 @@ class NativeComponent:
             if name in done or not (scheme.center or scheme.smooth):
                 continue
             group, block = self.family.locate(name) or (None, "")
-            members = _same_vectors(self.family, group, block) if group else [name]
+            members = self.family.sharing_vectors(group, block) if group else [name]
             readers = [path for path in members if path in self.linears]
             done.update(readers)
             found: list[Fold] | str = "no Linear makes or modulates its input"
@@ -232,19 +236,17 @@ class NativeComponent:
             return vectors
         k = len(vectors.mean)
         shift, scale = row.rows(self.linears[modulation][0], k)
-        return self._kept(vectors, [vectors.fold(modulation, shift, scale, slice(0, k))])
+        return [vectors.fold(modulation, shift, scale, slice(0, k))]
 
     def _into_producers(self, readers: list[str], block: str, group: InputGroup) -> list[Fold] | str:
         """Return the folds of one input into the Linears that make its channels, or the reason why there are none."""
         vectors = self._vectors(readers)
         if isinstance(vectors, str):
             return vectors
-        n, k = self.linears[readers[0]]
-        widths = (n, k - n) if group.split and n < k else (k,)
-        starts = (0, *widths)
-        folds = []
-        for index, width in enumerate(widths):
-            channels = slice(starts[index], starts[index] + width)
+        folds, end = [], 0
+        for index, width in enumerate(group.segments(*self.linears[readers[0]])):
+            end += width
+            channels = slice(end - width, end)
             makers = [p for p in group.producers if p.segment == index and f"{block}.{p.linear}" in self.linears]
             if not makers and (vectors.factors[channels] != 1).any():
                 return "no Linear makes the channels that have factors"
@@ -257,7 +259,7 @@ class NativeComponent:
                 if why_not := self._why_not_taken(fold):
                     return why_not
                 folds.append(fold)
-        return self._kept(vectors, folds)
+        return folds
 
     def _why_not_taken(self, fold: Fold) -> str:
         """Return the reason why a Linear cannot take a fold in; empty if it can."""
@@ -272,10 +274,6 @@ class NativeComponent:
         if scheme.weights.block[0] == 1 and _takes(self._read(f"{fold.maker}.weight_scale"), fold):
             return ""
         return f"scales of {fold.maker} in {scheme.weights.name}, which makes its input, cannot take its factors in"
-
-    def _kept(self, vectors: Vectors, folds: list[Fold]) -> list[Fold]:
-        self._readers |= dict.fromkeys(vectors.plain, vectors)
-        return folds
 
     def _vectors(self, readers: list[str]) -> Vectors | str:
         """Return mean and factors of the input of some Linears, or the reason why they cannot leave these."""
@@ -299,14 +297,6 @@ class NativeComponent:
         if mean.any() and (lacking := [name for name in plain if f"{name}.bias" not in self.stored]):
             return f"{lacking[0]}, which reads the same input in 16 bit, has no bias"
         return Vectors(mean, factors, tuple(quantized), tuple(plain))
-
-
-def _same_vectors(family: Family, group: InputGroup, block: str) -> list[str]:
-    """Return the Linears of a block with one mean and one set of factors: of a group, or of all with its producers."""
-    groups = [group]
-    if group.producers and group.modulation is None:
-        groups = [one for one in family.groups if one.producers == group.producers and matches(one.block, block)]
-    return [f"{block}.{member}" for one in groups for member in one.members]
 
 
 def _takes(scale: Tensor, fold: Fold) -> bool:

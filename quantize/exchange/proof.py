@@ -391,9 +391,9 @@ def _against(
 
 def _explains(factors: Factors, gained: float, read: Tensor, truth: Tensor, bound: float, rows: _Rows | None) -> bool:
     """Tell whether rounding explains what factors leave of a difference from the base. gained: the most of it."""
-    by = factors.by
     if factors.left >= gained:
         return False
+    by = factors.by
     if rows is None:
         most = max(bound, min(_MARGIN * factors.left, _WIDENED))
     else:

@@ -868,7 +868,8 @@ def test_the_table_of_the_documentation_is_what_export_does(checkpoint, tmp_path
 
 
 def fold_of(factors: Tensor) -> native.Fold:
-    return native.Fold("v", slice(0, len(factors)), None, torch.zeros_like(factors), factors, ("out",))
+    vectors = native.Vectors(torch.zeros_like(factors), factors, ("out",), ())
+    return vectors.fold("v", slice(0, len(factors)), None, slice(0, len(factors)))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "int4", "int8", "fp8"])
