@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.layers.compare import (
+    COMPONENT,
     GATE_TOKENS,
     Case,
     Row,
@@ -45,8 +47,11 @@ from fluxq.base.console import first_line, progress
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
 from fluxq.calibrate.inputs import InputsBuilder
+from fluxq.kernels.encode import input_scale_for
 from fluxq.kernels.linear import QuantLinear, channels_last, is_linear
+from fluxq.kernels.ops import quantize_activation
 from fluxq.recipes.devices import find_device
+from fluxq.recipes.formats import Format
 from fluxq.recipes.plan import LayerPlan
 
 PAGE = Path(__file__).parents[1] / "recipes" / "README.md"
@@ -136,7 +141,16 @@ def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | Non
                 {"group": group.name, **{key: value for key, value in asdict(one).items() if key not in _UNUSED}}
                 for one in measure(row, _planned(group, row, case), case, find_device(_GPU), _TOKENS, kept)
             ]
-    inputs = {group.name: {"role": group.role, **outliers(cases[group.name])} for group in network.groups}
+    formats = {part.row.name: part.row for row in rows for part in row.recipe.components[COMPONENT].inputs}
+    inputs = {
+        group.name: {
+            "role": group.role,
+            "is_behind_gelu": group.made_by == "activation" and isinstance(group.folding, str),
+            **outliers(cases[group.name]),
+            "alone_db": {name: alone(cases[group.name], row) for name, row in formats.items()},
+        }
+        for group in network.groups
+    }
     return {**known, **short({"inputs": inputs, "layers": layers, "whole": wholes(opened, quantized)})}
 
 
@@ -275,6 +289,14 @@ def outliers(case: Case) -> dict[str, float]:
     }
 
 
+def alone(case: Case, format: Format) -> float:
+    """Return the SQNR of a group's outputs, in dB, where its input is rounded to a format and its weights are not."""
+    scale = input_scale_for(case.fit.abs().amax(), format, False) if format.has_tensor_scale else None
+    x = quantize_activation(case.judge, format, scale).dequantize()
+    errors = [10 ** (-output_db(case.judge @ w.T, x @ w.T) / 10) for w in case.weights.values()]
+    return -10 * math.log10(max(fmean(errors), 1e-30))
+
+
 def _kurtosis(values: Tensor) -> float:
     """Return E[(v - mean)⁴] / variance², 3 of a normal distribution."""
     centred = values - values.mean()
@@ -290,7 +312,7 @@ def with_tables(page: str, report: Mapping[str, Any]) -> str:
 def tables(report: Mapping[str, Any]) -> str:
     """Return what was measured, as Markdown: gains by recipe, a whole network, how outlier-ridden the inputs are."""
     there = {name: known for name, known in report.items() if "layers" in known}
-    made = (_gains(there), _wholes(there), _ridden(there))
+    made = (_gains(there), _behind_gelu(there), _wholes(there), _ridden(there))
     return "\n\n".join("\n".join(table) for table in made if len(table) > 2)  # no heading without a row
 
 
@@ -320,6 +342,22 @@ def _gains(there: Mapping[str, Any]) -> list[str]:
             f"{sum(value >= 0 for value in beyond)} of {len(beyond)}" if beyond else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _behind_gelu(there: Mapping[str, Any]) -> list[str]:
+    """A line for each recipe with 4-bit inputs: means over the layers behind a GELU."""
+    rows: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (input alone, layer) of each
+    for known in there.values():
+        for layer in known["layers"]:
+            of = known["inputs"][layer["group"]]
+            if of["is_behind_gelu"] and layer["formats"].endswith("fp4"):
+                pair = of["alone_db"][layer["formats"].partition("-")[2]], layer["db"]
+                rows.setdefault((layer["formats"], layer["row"]), []).append(pair)
+    lines = ["| GELU outputs | method | layers | 16-bit weights, dB | dB | difference |", "|" + "---|" * 6]
+    for (formats, row), pairs in rows.items():
+        first, second = (fmean(each) for each in zip(*pairs, strict=True))
+        lines.append(f"| {formats} | {row} | {len(pairs)} | {first:.1f} | {second:.1f} | {second - first:+.2f} |")
     return lines
 
 

@@ -48,7 +48,7 @@ _SCALE_TOKENS = 1024  # for the largest transformed value
 _ALPHAS = tuple(i / 10 for i in range(1, 11))
 _NEAR = (-0.2, -0.1, 0.0, 0.1, 0.2)  # around the exponents found without rotation
 _SMOOTHEST = 2.0**10  # largest and, inverted, smallest factor
-_SMOOTHEST_FOLDED = 2.0**4  # the same of factors that the block scales of other weights take in
+_SMOOTHEST_FOLDED = 2.0**4  # the same of factors that block scales of other weights take in
 _FEW_TOKENS = 4  # for each channel: below, the Gram is damped more
 _DAMPING_OF_FEW = 0.05
 _JOINT_TOKENS = 16  # for each channel, that the joint descent needs
@@ -344,11 +344,11 @@ class _Fit:
         self, state: _State, index: int, part: slice, exponents: tuple[float, float], factor: Tensor
     ) -> _State:
         """Return a state with other factors (its width,) of one segment of x, and their exponents."""
-        most = _SMOOTHEST_FOLDED if self.method.folding else _SMOOTHEST
+        most = _SMOOTHEST_FOLDED if self.method.powers_of_two else _SMOOTHEST
         factor = (factor / factor.log().mean().exp()).clamp(1 / most, most)
-        if self.method.folding:
+        if self.method.powers_of_two:
             factor = factor.log2().round().exp2()
-            # Scales of other weights get smaller, and stay in range; beside another segment the level has to stay.
+            # Block scales get smaller, and stay in range; beside another segment the level has to stay.
             factor = factor / factor.amax() if len(self.inputs.segments) == 1 else factor.clamp(max=1)
         smooth = state.transform.smooth
         smooth = torch.ones_like(self.inputs.mean) if smooth is None else smooth.clone()

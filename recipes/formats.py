@@ -130,6 +130,11 @@ class Format:
         """
         return self.two_level or self.block == (0, 0)
 
+    @property
+    def has_row_scale(self) -> bool:
+        """True if each row has one fp32 scale, which takes any factor in."""
+        return self.block == (1, 0)
+
     def with_group_size(self, group_size: int | None) -> Format:
         """Return the format with another group size, which only int4 allows; `None` keeps the row's own."""
         if group_size is None or group_size == self.group_size:

@@ -47,8 +47,9 @@ class Method:
     """Method that may be tried when a layer is quantized; an empty one is rounding to nearest with scales from amax.
 
     transforms: of x, the same for all that share it.
-    folding: for each segment of x, what rows of the Linears that make it can take in, factors as powers of two; empty
-        where a modulation takes all, or nothing has to be taken in.
+    folding: for each segment of x, what rows of the Linears that make it can take in; empty where a modulation takes
+        all, or nothing has to be taken in.
+    powers_of_two: these rows have no fp32 scale each, so that other factors would not go in exactly.
     hadamard: the largest block that K divides into, 0 without "hadamard".
     rank: that may be spent, 0 for none.
     deflate: part of the rank that may go to directions of x.
@@ -60,6 +61,7 @@ class Method:
 
     transforms: tuple[Transform, ...] = ()
     folding: tuple[Folding, ...] = ()
+    powers_of_two: bool = False
     hadamard: int = 0
     rank: int = 0
     deflate: bool = False
@@ -88,7 +90,7 @@ class Method:
 
     def __str__(self) -> str:
         words = [f"hadamard {self.hadamard}" if name == "hadamard" else name for name in self.transforms]
-        words += ["factors that are powers of two"] * bool(self.folding)
+        words += ["factors that are powers of two"] * self.powers_of_two
         words += [f"rank {self.rank}"] * bool(self.rank) + ["deflate"] * self.deflate
         words += ["gptq"] * self.gptq + ["search"] * self.search
         words += ["4/6 of weights"] * self.weights_46 + ["4/6 of activations"] * self.activations_46
@@ -427,16 +429,24 @@ def _with_methods(
             folding = _folding(layer, group, block, family, shapes, schemes) if compat == "portable" else ()
             if isinstance(folding, tuple) and folding:
                 layer = replace(layer, together=together.setdefault((block, group.producers), layer.group))
-            planned.append(with_method(layer, recipe, profile, folding))
+            makers = {schemes[name] for p in group.producers if (name := f"{block}.{p.linear}") in schemes}
+            by_row = all(scheme is not None and scheme.weights.has_row_scale for scheme in makers)
+            planned.append(with_method(layer, recipe, profile, folding, powers_of_two=not by_row))
     return planned
 
 
 def with_method(
-    layer: LayerPlan, recipe: Component, profile: Profile, folding: tuple[Folding, ...] | str = ()
+    layer: LayerPlan,
+    recipe: Component,
+    profile: Profile,
+    folding: tuple[Folding, ...] | str = (),
+    *,
+    powers_of_two: bool = True,
 ) -> LayerPlan:
     """Return a layer with the methods of the recipe.
 
     folding: as in `Method`; or the reason against mean and factors of its input.
+    powers_of_two: as in `Method`, where anything folds into rows.
     """
     if profile == "rtn":
         return layer
@@ -454,7 +464,8 @@ def with_method(
         reasons.append(f"not {' or '.join(refused.values())}: {why_not}")
     if not any(name in transforms for name in VECTORS):
         folding = ()
-    if folding and "smooth" in transforms:
+    powers_of_two = powers_of_two and bool(folding) and "smooth" in transforms
+    if powers_of_two:
         reasons.append("factors are powers of two, which rows of the Linears that make its input can take in")
     hadamard = _hadamard(layer) if "hadamard" in transforms else 0
     if "hadamard" in transforms and hadamard < max(HADAMARDS):
@@ -472,6 +483,7 @@ def with_method(
     method = Method(
         transforms=tuple(transforms),
         folding=folding,
+        powers_of_two=powers_of_two,
         hadamard=hadamard,
         rank=rank,
         deflate=deflate,
@@ -496,8 +508,8 @@ def _folding(
     """Return what folds exactly into what makes a group's input, as in `Method`; the reason if nothing does.
 
     A factor for each channel folds into rows of the modulation's weight, which then needs a scale for each row or none;
-    the 1 of 1 + scale, the mean and the shift fold into its bias. Into rows of a Linear that makes the input a power of
-    two folds exactly, whatever the format of the scales in a row.
+    the 1 of 1 + scale, the mean and the shift fold into its bias. Into rows of a Linear that makes the input any factor
+    folds where they have one fp32 scale each; a power of two folds whatever the format of the scales in a row.
     """
     if group.producers:
         readers = family.sharing_vectors(group, block)
@@ -521,7 +533,7 @@ def _folding(
     if name not in schemes:
         return f"its input is modulated by {name}, which is not among the layers"
     scheme = schemes[name]
-    if scheme is not None and scheme.weights.block != (1, 0):
+    if scheme is not None and not scheme.weights.has_row_scale:
         return f"its input is modulated by {name} in {scheme.weights.name}, which has no scale for each row"
     return ()
 

@@ -250,7 +250,7 @@ def _source(layers: str, drawings: int, size: int, images: int, device: str) -> 
 def planned_alone(
     layer: LayerPlan, recipe: Recipe, folding: tuple[Folding, ...] | str = (), name: str = ""
 ) -> LayerPlan:
-    """Return a layer of no model with what a recipe makes of it.
+    """Return a layer of no model with what a recipe makes of it. What makes its input is in the recipe's main format.
 
     folding: as `with_method` takes it.
     name: of the layer in an error, if not its own.
@@ -262,7 +262,8 @@ def planned_alone(
     scheme = Scheme(part.weights.row, row, static_input=is_static)
     scheme.weights.check_shape(layer.n, layer.k, name or layer.name)
     layer = replace(layer, scheme=scheme)
-    return with_method(layer, part, recipe.profile, folding)
+    powers_of_two = not part.weights.row.has_row_scale
+    return with_method(layer, part, recipe.profile, folding, powers_of_two=powers_of_two)
 
 
 class Synthetic:

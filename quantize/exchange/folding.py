@@ -88,6 +88,7 @@ def _factors_left(
     blocks = {name: each.block for name, each in (*linears.items(), *vectors.items())}
     taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, by in rows.items()}
     readers = defaultdict[str, list[str]](list)
+    carrying: dict[tuple[str, ...], str] = {}  # producers -> the first Linear that takes their factors back
     for name, each in linears.items():
         readers[each.x].append(name)
     for names in readers.values():
@@ -120,9 +121,14 @@ def _factors_left(
                 found[name] = missing
         if makers:
             columns |= dict.fromkeys(names, whole)
+            carrying.setdefault(first.producers, names[0])
             lacking = f"its rows carry no factors, though the columns of {names[0]} do, which reads what it makes"
             lack = {name for path in first.producers for name in linears if path in linears[name].modules} - makers
             found |= {name: lacking for name in lack if name not in found}
+    for name, each in linears.items():
+        if each.producers and each.producers in carrying and name not in columns and name not in found:
+            other = carrying[each.producers]
+            found[name] = f"its columns carry no factors, though those of {other} do, which reads the same values"
     for name, by in rows.items():
         if name in vectors:
             own, base = (part[~taken[name]] for part in (vectors[name].own, vectors[name].base))

@@ -8,9 +8,9 @@ can make z at once:
 
 so its rows are multiplied by `factor`, exactly for codes with a scale for each row, and its bias becomes another one,
 rounded to 16 bit. Where x is made by attention or by a gated unit, rows of the values, or of the factor that passes no
-activation function, do the same: z = P ((V - mean) · factor). Factors of such an input are powers of two, which scales
-of any block take in exactly. A Linear in 16 bit that reads the same x gets W / factor and b + W mean instead. Which
-Linears share an input, and what makes it, says the family's row.
+activation function, do the same: z = P ((V - mean) · factor). Where these rows have no fp32 scale each, the factors are
+powers of two, which scales of any block take in exactly. A Linear in 16 bit that reads the same x gets W / factor and
+b + W mean instead. Which Linears share an input, and what makes it, says the family's row.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class NativeComponent:
         if modulation not in self.linears:
             return f"its input is modulated by {modulation}, which is not among the layers"
         scheme = self.schemes.get(modulation)
-        if scheme is not None and (scheme.weights.block != (1, 0) or scheme.is_transformed or scheme.rank):
+        if scheme is not None and (not scheme.weights.has_row_scale or scheme.is_transformed or scheme.rank):
             return f"{modulation}, which modulates its input, is {scheme} and has no plain scale for each row"
         if f"{modulation}.bias" not in self.stored:
             return f"{modulation}, which modulates its input, has no bias"

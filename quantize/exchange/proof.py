@@ -75,8 +75,8 @@ class Repair(NamedTuple):
 class Factors:
     """Factors that would make the rows or columns of a layer right, or both. left: the error that then remains.
 
-    rows (N,), columns (K,): None where these need none; of both, those of rows are powers of two. sure: rows (N,) that
-    rounding does not explain without a factor, be it that of 16 bit or of codes which a layer in 16 bit was before.
+    rows (N,), columns (K,): None where these need none. sure: rows (N,) that rounding does not explain without a
+    factor, be it that of 16 bit or of codes which a layer in 16 bit was before.
     """
 
     left: float
@@ -218,6 +218,11 @@ class _Rows:
     def has_branch(self) -> bool:
         """True if a low-rank branch stands beside the codes."""
         return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
+
+    @property
+    def have_scales(self) -> bool:
+        """True if each row has one fp32 scale."""
+        return isinstance(self.found, QuantTensors) and self.found.scheme.weights.has_row_scale
 
     def explains_codes(self, read: Tensor, truth: Tensor) -> bool:
         """Tell whether rounding explains the difference to the base after division by the smoothing factors.
@@ -374,8 +379,9 @@ def _against(
         either = [each for each in (columns, _factors_of(read, truth, 1)) if each]
         ways = sorted(either, key=lambda each: each.left)
         factors = next((each for each in ways if _explains(each, gained, read, truth, bound, rows)), None)
-        if factors is None and gained and (both := _factors_of_both(read, truth)) is not None:
-            factors = both if _explains(both, gained, read, truth, bound, rows) else None
+        if factors is None and gained:
+            both = _factors_of_both(read, truth, powers_of_two=rows is None or not rows.have_scales)
+            factors = both if both is not None and _explains(both, gained, read, truth, bound, rows) else None
         if factors is not None:
             sure = wrong.rows if wrong and factors.columns is None else None
             if sure is not None and rows is None and factors.rows is not None:
@@ -555,26 +561,25 @@ def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
     return Factors(_relative(read * by, truth), **{"rows" if axis else "columns": by.flatten()})
 
 
-def _factors_of_both(read: Tensor, truth: Tensor) -> Factors | None:
-    """Return powers of two for the rows and factors for the columns that bring a reading nearest to the base.
+def _factors_of_both(read: Tensor, truth: Tensor, powers_of_two: bool) -> Factors | None:
+    """Return factors for the rows and for the columns that together bring a reading nearest to the base.
 
-    Those of columns have the geometric mean 1, as those that were folded do. None where there are none, or too few rows
-    or columns.
+    Those of columns have the geometric mean 1, as those that were folded do. None where all rows have the factor 1, or
+    with too few rows or columns. powers_of_two: for the rows, as scales of blocks take them in.
     """
     if min(read.shape) < 32:
         return None
     sizes = truth.norm(dim=1, keepdim=True) / read.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    rows = _power_of_two(sizes / sizes.median().clamp(min=1e-30))
+    rounded = _power_of_two if powers_of_two else torch.Tensor.float
+    rows = rounded(sizes / sizes.median().clamp(min=1e-30))
     columns = torch.ones(1, read.shape[1], dtype=torch.float32)
     for _ in range(_TURNS):
         scaled = read * rows
         columns = (scaled * truth).sum(0, keepdim=True) / scaled.square().sum(0, keepdim=True).clamp(min=1e-30)
         scaled = read * columns
-        rows = _power_of_two(
-            (scaled * truth).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True).clamp(min=1e-30)
-        )
+        rows = rounded((scaled * truth).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True).clamp(min=1e-30))
     columns = torch.where(columns > 0, columns, 1.0)  # of what was read as zeros
-    common = _power_of_two(columns.log().mean().exp())
+    common = rounded(columns.log().mean().exp())
     rows, columns = rows * common, columns / common
     if (rows == 1).all():
         return None

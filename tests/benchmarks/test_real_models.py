@@ -140,10 +140,13 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
     assert rows["nvfp4 balanced"]["db"] == rows["nvfp4 balanced, at run time"]["db"]  # a norm takes its factors
     assert all(row["low_db"] <= row["median_db"] for row in toy["layers"])
     down = {row["row"]: row["kept"] for row in toy["layers"] if row["group"] == "0.down"}
+    down_db = next(row["db"] for row in toy["layers"] if row["group"] == "0.down" and row["row"] == "RTN")
     assert not {"smooth", "center"} & set(down["nvfp4 balanced"])
     whole = {row["row"]: row["db"] for row in toy["whole"]}
     assert whole["nvfp4 balanced"] > whole["RTN"] > 10
     assert toy["inputs"]["0.up"]["channel_max_over_median"] > 10
+    assert not toy["inputs"]["0.up"]["is_behind_gelu"] and toy["inputs"]["0.down"]["is_behind_gelu"]
+    assert toy["inputs"]["0.down"]["alone_db"]["nvfp4"] > down_db
 
     kept = run("--json", tmp_path / "rows.json", "--recipe", "nvfp4")
     assert "toy: kept, measured at" in kept.output and "gone: not measured" in kept.output
@@ -153,7 +156,8 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
 
 def test_tables_hold_the_means_the_worst_layer_and_the_whole():
     def layer(row, name, db, median):
-        return {"formats": "f", "row": row, "layer": name, "bits": 4.5, "db": db, "median_db": median}
+        values = {"bits": 4.5, "db": db, "median_db": median}
+        return {"formats": "w-nvfp4", "row": row, "group": "01"[name == "b"], "layer": name, **values}
 
     layers = [
         *(layer("RTN", "a", 20.0, 20.0), layer("RTN", "b", 22.0, 21.0)),
@@ -164,19 +168,20 @@ def test_tables_hold_the_means_the_worst_layer_and_the_whole():
         ("max_over_rms", "kurtosis", "channel_max_over_median", "token_max_over_median", "weight_kurtosis"), 3.0
     )
     inputs = {
-        "0": {"k": 64, "power_of_top_channels": 0.5, **ridden},
-        "1": {"k": 128, "power_of_top_channels": 1, **ridden},
+        "0": {"k": 64, "power_of_top_channels": 0.5, "is_behind_gelu": False, **ridden},
+        "1": {"k": 128, "power_of_top_channels": 1, "is_behind_gelu": True, "alone_db": {"nvfp4": 23.5}, **ridden},
     }
-    whole = [{"formats": "f", "row": "ours", "db": 15.0, "distance": 0.0161}]
+    whole = [{"formats": "w-nvfp4", "row": "ours", "db": 15.0, "distance": 0.0161}]
     report = {"one": {"layers": layers, "inputs": inputs, "whole": whole}, "gone": {"unavailable": "why"}}
     page = f"before\n{real_models.MARK}old\n{real_models.MARK}after\n"
     written = real_models.with_tables(page, report)
     assert written.startswith("before\n") and written.endswith(f"\n{real_models.MARK}after\n") and "old" not in written
-    gains, wholes, outliers = written.split(real_models.MARK)[1].strip().split("\n\n")
+    gains, behind_gelu, wholes, outliers = written.split(real_models.MARK)[1].strip().split("\n\n")
     assert gains.splitlines()[2:] == [
-        "| f | ours | 4.50 | 21.0 | 23.2 | +2.25 | +0.50 | -1.00 | +0.25 | -0.50 | 1 of 2 |"
+        "| w-nvfp4 | ours | 4.50 | 21.0 | 23.2 | +2.25 | +0.50 | -1.00 | +0.25 | -0.50 | 1 of 2 |"
     ]
-    assert wholes.splitlines()[2:] == ["| one | f | ours | 15.0 | 0.0161 |"]
+    assert wholes.splitlines()[2:] == ["| one | w-nvfp4 | ours | 15.0 | 0.0161 |"]
+    assert behind_gelu.splitlines()[-1] == "| w-nvfp4 | ours | 1 | 23.5 | 22.5 | -1.00 |"
     assert outliers.splitlines()[2:] == ["| one | 2: 64 to 128 | 3 / 3 | 3 / 3 | 3 / 3 | 0.75 / 1 | 3 / 3 | 3 / 3 |"]
 
 

@@ -21,7 +21,18 @@ from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import Inspection, inspect_path
 from fluxq.quantize.exchange.layer import Plain
 from tests.exchange.test_import_files import asymmetric, in_blocks, of_source
-from tests.exchange.test_inspect import FP8, NVFP4, STATIC, Break, change, folded_state, folder_of, kinds, made
+from tests.exchange.test_inspect import (
+    ATTENTION,
+    FP8,
+    NVFP4,
+    STATIC,
+    Break,
+    change,
+    folded_state,
+    folder_of,
+    kinds,
+    made,
+)
 
 N, K, COUNT = 2048, 64, 5
 ROW = 200  # between the rows that readings are tried on
@@ -247,6 +258,25 @@ def test_folding_is_what_the_same_block_takes_back_in_all_that_read_it(state, ba
     report = inspect_path(made(tmp_path, "modelopt", FP8, state=state(torch.linspace(0.3, 3, 128))), base)[""]
     wrong = {fault.layer.rpartition(".")[2] for fault in report.faults if fault.is_error}
     assert wrong == ({"0", "to_v"} if state is folded_elsewhere else {"to_k", "to_v"}), report.faults
+
+
+@pytest.mark.parametrize("scheme", [FP8, NVFP4])
+def test_values_with_factors_of_rows_and_of_columns(scheme, base, tmp_path) -> None:
+    """Rows with an fp32 scale each take any factor in, scales of blocks powers of two."""
+    rows = torch.linspace(0.3, 3, 128)[torch.randperm(128, generator=torch.Generator().manual_seed(0))]
+    rows = rows if scheme is FP8 else rows.log2().round().exp2()
+    columns, state = torch.linspace(-1, 1, 128).exp2(), folded_state(rows)
+    state |= folded_modulation(state, "transformer_blocks.0.norm1.linear", columns)
+    for name in ("to_q", "to_k", "to_v"):
+        weight = state[f"{ATTENTION}.{name}.weight"].float() * columns
+        state |= {f"{ATTENTION}.{name}.weight": weight.bfloat16()}
+    report = inspect_path(made(tmp_path, "modelopt", scheme, state=state), base)[""]
+    assert report.is_sound, report.faults
+    noted = {fault.layer for fault in report.faults if fault.kind == "folded factors"}
+    assert noted >= {f"{ATTENTION}.{name}" for name in ("to_q", "to_v", "add_v_proj", "to_out.0", "to_add_out")}
+    lost = state | {f"{ATTENTION}.to_out.0.weight": base_state()[f"{ATTENTION}.to_out.0.weight"]}
+    report = inspect_path(made(tmp_path / "lost", "modelopt", scheme, state=lost), base)[""]
+    assert f"{ATTENTION}.to_out.0" in {fault.layer for fault in report.faults if fault.is_error}
 
 
 def only(name: str, by: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:

@@ -303,7 +303,7 @@ def ridden(seed: int, segments: tuple[int, ...] = ()) -> GroupInputs:
 
 
 def test_groups_that_share_a_maker_have_one_mean_and_factors_that_are_powers_of_two(layer):
-    method = Method(("center", "smooth"), folding=("factors and mean",), gptq=True)
+    method = Method(("center", "smooth"), folding=("factors and mean",), powers_of_two=True, gptq=True)
     groups = [
         GroupToFit([GroupLayer(name, layer.weight, None, scheme("int8"))], ridden(i), method)
         for i, name in enumerate("ab")
@@ -319,9 +319,18 @@ def test_groups_that_share_a_maker_have_one_mean_and_factors_that_are_powers_of_
     assert [stage.gain_db for stage in first.stages[:2]] == [stage.gain_db for stage in second.stages[:2]]
 
 
+def test_rows_with_fp32_scales_take_factors_of_least_error_in(layer):
+    method = Method(("center", "smooth"), folding=("factors and mean",))
+    x, layers = ridden(0), [GroupLayer("a", layer.weight, None, scheme("int8"))]
+    free, bound = (fit_group(layers, x, replace(method, powers_of_two=each)) for each in (False, True))
+    assert free.fitted.total > bound.fitted.total + 0.1
+    factors = tensors(free)["pre_quant_scale"].float().log2()
+    assert (factors != factors.round()).float().mean() > 0.9
+
+
 def test_only_what_can_be_taken_in_is_left_out_of_x(layer):
     half = K // 2
-    method = Method(("center", "smooth"), folding=("factors and mean", "nothing"))
+    method = Method(("center", "smooth"), folding=("factors and mean", "nothing"), powers_of_two=True)
     group = fit_group([GroupLayer("a", layer.weight, None, scheme("int8"))], ridden(0, (half, half)), method)
     assert {"smooth", "center"} <= kept(group)
     made = tensors(group)
@@ -332,7 +341,7 @@ def test_only_what_can_be_taken_in_is_left_out_of_x(layer):
 def test_a_group_that_loses_keeps_the_others_from_sharing(layer, inputs):
     """Factors that serve one input and harm the other stay out of both."""
     flat = gathered(torch.randn(2048, K, generator=torch.Generator().manual_seed(1)), torch.randn(512, K))
-    method = Method(("smooth",), folding=("factors",))
+    method = Method(("smooth",), folding=("factors",), powers_of_two=True)
     groups = [
         GroupToFit([GroupLayer(name, layer.weight, None, scheme("int8"))], x, method)
         for name, x in (("a", ridden(0)), ("b", flat))
@@ -390,7 +399,7 @@ def test_an_input_that_cannot_be_judged_says_why_the_others_share_nothing(layer)
 
 
 def test_factors_beside_another_segment_are_at_most_one(layer):
-    method = Method(("smooth",), folding=("factors", "nothing"))
+    method = Method(("smooth",), folding=("factors", "nothing"), powers_of_two=True)
     group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], ridden(0, (K // 2, K // 2)), method)
     if "smooth" in kept(group):
         assert tensors(group)["pre_quant_scale"].max() == 1

@@ -347,7 +347,18 @@ def test_portable_folds_what_attention_makes_into_its_values():
     assert out.method.folding == text_out.method.folding == ("factors and mean",)
     assert out.together == text_out.together == out.name and plan[f"{BLOCK}.attn.to_q"].together == ""
     assert plan["single_transformer_blocks.0.proj_out"].method.folding == ("factors and mean", "nothing")
-    assert "powers of two" in out.reason and "powers of two" in str(out.method)
+    assert "powers of two" in out.reason and "powers of two" in str(out.method) and out.method.powers_of_two
+
+
+@pytest.mark.parametrize("value, powers_of_two", [("int8", False), ("nvfp4", True), (None, True)])
+def test_values_with_an_fp32_scale_for_each_row_take_any_factor_in(value, powers_of_two):
+    weights = {"format": value} if value else None
+    override = {"match": f"{BLOCK}.attn.to_v", "weights": weights, "reason": "as its rows have it"}
+    if value != "int8":  # the text's values are in int8 then, and share the factors
+        override["activations"] = {"format": "int8"} if value else None
+    recipe = portable(weights=FP8, activations={"format": "int8"}, overrides=[override] if value != "int8" else [])
+    method = methods(recipe, compat="portable")[f"{BLOCK}.attn.to_out.0"]
+    assert method.folding and method.powers_of_two is powers_of_two
 
 
 @pytest.mark.parametrize(
