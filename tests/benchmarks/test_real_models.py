@@ -154,9 +154,40 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
         assert "toy: a toy" in run("--json", tmp_path / "rows.json", "--network", "toy", *more).output
 
 
+def test_no_result_is_lost(toys, tmp_path, monkeypatch):
+    monkeypatch.setattr(real_models.main.params[0], "type", real_models.click.STRING)
+    file = tmp_path / "rows.json"
+    whole = {"inputs": {}, "layers": [{"row": "nvfp4 balanced", "formats": "nvfp4-nvfp4"}], "whole": []}
+    known = {name: {"packages": {"old": {}}, "commit": "abc", **whole} for name in ("toy", "gone")}
+    file.write_text(json.dumps(known))
+    done = run("--network", "toy", "--recipe", "fp8", "--json", file)
+    assert done.exit_code == 1 and "would lose nvfp4 balanced; choose another --json" in done.output
+    for more in (("--recipe", "fp8"), ("--recipe", "fp8", "--again")):
+        assert "would lose" in run("--network", "toy", "--json", file, *more).output
+    done = run("--network", "gone", "--recipe", "nvfp4", "--json", file)
+    assert "gone: not measured" in done.output and "keeps what was measured at abc" in done.output
+    assert json.loads(file.read_text()) == known
+
+
+@pytest.mark.parametrize("text", ["null", "[]", '{"toy": null}', '{"toy": {"layers": [1]}}', '{"toy"', "\xff"])
+def test_a_file_of_another_kind_is_named_and_left(text, toys, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_bytes(text.encode("latin-1"))
+    for words in (("--recipe", "fp8", "--json", file), ("--write-tables", file)):
+        done = run(*words)
+        assert done.exit_code == 1 and f"{file}: no result of this benchmark" in done.output, done.output
+    assert file.read_bytes() == text.encode("latin-1")
+
+
+def test_tables_of_few_networks_are_not_written(toys, tmp_path):
+    (tmp_path / "rows.json").write_text("{}")
+    done = run("--write-tables", tmp_path / "rows.json")
+    assert done.exit_code == 1 and "gone, odd, toy not measured" in done.output
+
+
 def test_tables_hold_the_means_the_worst_layer_and_the_whole():
     def layer(row, name, db, median):
-        values = {"bits": 4.5, "db": db, "median_db": median}
+        values = {"bits": 4.5, "db": db, "median_db": median, "low_db": median - 1}
         return {"formats": "w-nvfp4", "row": row, "group": "01"[name == "b"], "layer": name, **values}
 
     layers = [
@@ -178,7 +209,7 @@ def test_tables_hold_the_means_the_worst_layer_and_the_whole():
     assert written.startswith("before\n") and written.endswith(f"\n{real_models.MARK}after\n") and "old" not in written
     gains, behind_gelu, wholes, outliers = written.split(real_models.MARK)[1].strip().split("\n\n")
     assert gains.splitlines()[2:] == [
-        "| w-nvfp4 | ours | 4.50 | 21.0 | 23.2 | +2.25 | +0.50 | -1.00 | +0.25 | -0.50 | 1 of 2 |"
+        "| w-nvfp4 | ours | 4.50 | 21.0 | 23.2 | +2.25 | +0.50 | -1.00 | -1.00 | +0.25 | -0.50 | 1 of 2 |"
     ]
     assert wholes.splitlines()[2:] == ["| one | w-nvfp4 | ours | 15.0 | 0.0161 |"]
     assert behind_gelu.splitlines()[-1] == "| w-nvfp4 | ours | 1 | 23.5 | 22.5 | -1.00 |"

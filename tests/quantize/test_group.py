@@ -403,3 +403,19 @@ def test_factors_beside_another_segment_are_at_most_one(layer):
     group = fit_group([GroupLayer("a", layer.weight, None, scheme("nvfp4"))], ridden(0, (K // 2, K // 2)), method)
     if "smooth" in kept(group):
         assert tensors(group)["pre_quant_scale"].max() == 1
+
+
+def test_outputs_too_small_for_fp32_are_not_judged(layer):
+    """Squares of 1e-20 have few bits left, and their errors none: any figure would be made up."""
+    tiny_inputs = gathered(layer.fit * 1e-20, layer.held * 1e-20)
+    group = fit_group([GroupLayer("a", layer.weight, None, scheme("int8"))], tiny_inputs, ALL)
+    assert group.rounded is group.fitted is None and "too small" in group.stages[0].reason
+
+
+def test_linears_that_round_one_input_in_two_ways_have_their_own_scales(layer):
+    """Of them one may have a calibrated scale and the other none."""
+    formats = {"a": scheme("int8"), "b": replace(scheme("nvfp4"), static_input=True)}
+    for names in ("ab", "ba"):
+        layers = [GroupLayer(name, layer.weight, None, formats[name]) for name in names]
+        group = fit_group(layers, gathered(layer.fit, layer.held), Method())
+        assert "input_scale" in tensors(group, "b") and "input_scale" not in tensors(group, "a")
