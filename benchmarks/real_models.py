@@ -173,7 +173,8 @@ def _packages(network: Network) -> dict[str, dict[str, str]]:
 def _with_run_time(rows: Sequence[Row]) -> Iterator[Row]:
     for row in rows:
         yield row
-        if row.recipe.compat == "portable" and row.recipe.profile != "rtn":
+        is_fitted = row.recipe.profile != "rtn" and row.recipe.components[COMPONENT].transforms
+        if row.recipe.compat == "portable" and is_fitted:
             yield replace(row, name=row.name + AT_RUN_TIME, recipe=row.recipe.model_copy(update={"compat": "full"}))
 
 

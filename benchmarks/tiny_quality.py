@@ -7,6 +7,7 @@ The same prompts and noise go through the 16-bit pipeline and each quantized one
 
     NAME           a shipped recipe
     NAME rtn       its formats rounded to nearest, where that is something else
+    NAME SVDQuant + GPTQ   its formats with what is published for them, made of fluxq's stages
     NAME as int8   the checkpoint after `fluxq.prepare` on the CPU: 8-bit weights, and x still centered and smoothed
     NAME + fp8 attention   the checkpoint with `fluxq.set_attention(pipe, "fp8")`, as `attention: fp8` in a recipe does
     NAME + first 1, last 2 in 16 bit   with `fluxq.keep_steps(pipe, first=1, last=2)`, as `steps` in a recipe does
@@ -16,7 +17,7 @@ recipes/cost.py makes of FLUX.1-dev's layers, had every one kept what its counte
 kept in 16 bit, the mean over as many steps as an image takes here.
 
 Recipes and rounding to nearest are also measured on the same pipeline with outliers (rescaled.py), beside its own
-16-bit images: what falls far there lives on luck here.
+16-bit images: a recipe that loses much there needs a model without outliers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from fluxq.recipes.cost import STREAMS, forward_pass, group_seconds, in_16_bit
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, LinearShape, Plan, make_plan
-from fluxq.recipes.recipe import load_recipe, shipped_recipes
+from fluxq.recipes.recipe import Profile, load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "tiny_quality.json"
@@ -70,6 +71,19 @@ FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of
 REENCODED = "nvfp4-max"  # the recipe whose checkpoint is also measured in 8 bits
 ATTENDING = ("fp8", "nvfp4")  # recipes whose checkpoints are also measured with attention in fp8
 KEEPING = {"nvfp4": ((1, 0), (0, 1), (2, 0), (0, 2), (1, 2))}  # and with these first and last steps kept in 16 bit
+PUBLISHED = "nvfp4"  # the recipe whose formats are also measured with what is published for them
+BEST_KNOWN = " SVDQuant + GPTQ"
+SVDQUANT = """
+extends: nvfp4
+components:
+  transformer:
+    weights: {four_over_six: false}
+    transforms: [smooth]
+    low_rank: {rank: 1/96}
+    rounding: {method: gptq, scales: amax}
+compat: full
+gate: {db_per_percent: 0}
+"""
 RTN, AS_INT8, IN_FP8, IN_16_BIT = " rtn", " as int8", " + fp8 attention", " in 16 bit"
 
 
@@ -134,9 +148,14 @@ def settings(recipes: Sequence[str], folder: Path, model: str) -> Iterator[tuple
     """(label, options) of each recipe, and of its formats rounded to nearest where no row before is that."""
     known = set()
     for recipe in recipes:
-        for label, profile in ((recipe, None), (recipe + RTN, "rtn")):
+        rows: list[tuple[str, str, Profile | None]] = [(recipe, recipe, None), (recipe + RTN, recipe, "rtn")]
+        if recipe == PUBLISHED:
+            file = folder / "published.yaml"
+            write_text(file, SVDQUANT)
+            rows.append((recipe + BEST_KNOWN, str(file), None))
+        for label, name, profile in rows:
             output = str(folder / label)
-            options = making.JobOptions(model=model, recipe=recipe, profile=profile, output=output, check=False)
+            options = making.JobOptions(model=model, recipe=name, profile=profile, output=output, check=False)
             layers = [layer for plan in making.job_of(options).plans for layer in plan.layers]
             what = tuple((layer.name, str(layer.scheme), str(layer.method)) for layer in layers)
             if what not in known:
@@ -222,7 +241,8 @@ def held_out(part: RecordedComponent) -> list[float] | None:
 
 def modelled_ms(label: str, schemes: Mapping[str, Scheme]) -> dict[str, float]:
     """GPU -> modelled ms of FLUX.1-dev's core Linears in one step at 1024x1024: making their inputs and products."""
-    full = at_full_size(flux_dev_plan(label.split()[0]), schemes)
+    name = REENCODED if label.endswith(BEST_KNOWN) else label.split()[0]  # which has a rank in its plan
+    full = at_full_size(flux_dev_plan(name), schemes)
     share = min(sum(kept_steps(label)) / tiny.CALL_KWARGS["num_inference_steps"], 1.0)
     plain = in_16_bit(full)
     return {gpu: round((1 - share) * core_ms(full, gpu) + share * core_ms(plain, gpu), 2) for gpu in GPUS}
@@ -477,7 +497,10 @@ CLAIMS = (
     *((name, name + IN_FP8) for name in ATTENDING),
 )
 # And pairs that its text names, which the result file holds beside them.
-COMPARED = tuple((name + keeping(*steps), name) for name, found in KEEPING.items() for steps in found)
+COMPARED = (
+    (PUBLISHED, PUBLISHED + BEST_KNOWN),
+    *((name + keeping(*steps), name) for name, found in KEEPING.items() for steps in found),
+)
 TABLES = {ROOT / "README.md": ("quality", quality_table), ROOT / "recipes" / "README.md": ("recipes", recipes_table)}
 
 if __name__ == "__main__":

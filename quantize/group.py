@@ -265,8 +265,8 @@ class _Fit:
             why_not, sqnr = ("", self.rounded) if state is self.plain else self.why_not_kept(state, parts)
             if not why_not:
                 return state, parts, sqnr
-            self.stages = list(before)
-            self.note("all", why_not)
+            then = "left out" if strict else "tried again"
+            self.stages = [*before, Stage("all", False, 0.0, 0.0, f"{then}: {why_not}")]
             before = list(self.stages)
         parts = self.parts(start)
         return start, parts, self.rounded if start is self.plain else self.why_not_kept(start, parts)[1]

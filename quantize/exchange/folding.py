@@ -28,6 +28,8 @@ _FEW, _FAR = 0.05, 0.3  # of the rows may be further off, but none by so much
 _FOLDED = 0.05  # relative: a bias that was folded and rounded once or twice
 _STRAY = 4.0  # of that, one number may be off by so much, of its own size and the rms of all
 _SIGMAS, _RMS = 6.0, 2.0  # of what rounding explains: one number, and all
+_KNOWN = 0.25  # of a column's square, left by its best factor: with more, that is a guess
+_UNSURE = 2.0  # of the root of that: rounding to few codes makes small numbers of a block larger or smaller together
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Linear:
     weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most. modules: of diffusers
     that it holds. modulated_by: module that makes shift and scale of x, and which chunks of it; None where no row says.
     windows: parts of x that different Linears make; empty for one. producers: modules of diffusers whose outputs
-    attention or a gated unit makes x of.
+    attention or a gated unit makes x of, and whether what their biases lack is lacking in x.
     """
 
     against: Against
@@ -50,7 +52,7 @@ class Linear:
     modules: tuple[str, ...] = ()
     modulated_by: tuple[str, Modulation] | None = None
     windows: tuple[slice, ...] = ()
-    producers: tuple[str, ...] = ()
+    producers: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _factors_left(
     blocks = {name: each.block for name, each in (*linears.items(), *vectors.items())}
     taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, by in rows.items()}
     readers = defaultdict[str, list[str]](list)
-    carrying: dict[tuple[str, ...], str] = {}  # producers -> the first Linear that takes their factors back
+    carrying: dict[tuple[tuple[str, bool], ...], str] = {}  # producers -> the first Linear that takes factors back
     for name, each in linears.items():
         readers[each.x].append(name)
     for names in readers.values():
@@ -105,7 +107,7 @@ def _factors_left(
             taken_back = False
             for maker, shift, part in parts:
                 factors = 1 / rows[maker][part]
-                undone = [name for name in names if _carries(linears[name].against, factors, window)]
+                undone = [name for name in names if _carries(linears[name], factors, window)]
                 if undone:
                     taken[maker][part] = taken[maker][shift] = taken_back = True
                     makers.add(maker)
@@ -123,7 +125,7 @@ def _factors_left(
             columns |= dict.fromkeys(names, whole)
             carrying.setdefault(first.producers, names[0])
             lacking = f"its rows carry no factors, though the columns of {names[0]} do, which reads what it makes"
-            lack = {name for path in first.producers for name in linears if path in linears[name].modules} - makers
+            lack = {name for path, _ in first.producers for name in linears if path in linears[name].modules} - makers
             found |= {name: lacking for name in lack if name not in found}
     for name, each in linears.items():
         if each.producers and each.producers in carrying and name not in columns and name not in found:
@@ -164,7 +166,7 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
             wrong[name], errors[name] = (own, base + weight @ mean), weight.square() @ error
     for name, (own, base) in wrong.items():
         if linears[name].modulated_by is None:
-            _take_mean(name, linears, columns.get(name), wrong, taken, errors)
+            means |= _take_mean(name, linears, columns.get(name), wrong, taken, errors)
         by = _factors(linears[name], "rows")
         if by is None:
             continue
@@ -178,6 +180,7 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
             if _is_scaled(own[part], base[part], by[part], one):
                 taken[name][part] = True
     found = _of_modulations(linears, columns, pairs, taken)
+    found |= _of_values(linears, pairs, wrong, means, {name: by for name, by in columns.items() if name not in found})
     for name, (own, base) in wrong.items():
         left = ~taken[name]
         if left.any() and has_strays(own[left], base[left], linears[name].cast):
@@ -206,6 +209,49 @@ def _of_modulations(
         if not has_mean and not _is_scaled(own[shift], base[shift], by[shift], 0):
             found[maker] = "its bias, of the shift, does not carry the factors of its rows"
     return found
+
+
+def _of_values(
+    linears: Mapping[str, Linear],
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    wrong: Mapping[str, tuple[Tensor, Tensor]],
+    means: Mapping[str, tuple[Tensor, Tensor]],
+    columns: Mapping[str, Tensor],
+) -> dict[str, str]:
+    """Return the values whose biases are the base's, though their rows carry factors, or others like them lack a mean.
+
+    Also projections whose biases are, though others that read the same values make up for that mean. A bias counts that
+    would be told from the base's with what it lacks.
+    """
+    found = {}
+    for name, (_, base) in pairs.items():
+        by, each = _factors(linears[name], "rows"), linears[name]
+        makes_values = any(path in each.modules for other in linears.values() for path, _ in other.producers)
+        if by is not None and makes_values and name not in wrong and has_strays(base / by, base, _STRAY * _FOLDED):
+            found[name] = "its bias does not carry the factors of its rows"
+    for x, (mean, _) in means.items():
+        read = next(each for each in linears.values() if each.x == x)
+        for name in [name for name, each in linears.items() if read.producers and each.producers == read.producers]:
+            own, base = pairs.get(name, (None, None))
+            if own is not None and base is not None and name not in wrong and mean.shape == (linears[name].shape[1],):
+                if has_strays(base + linears[name].base() @ mean, base, _STRAY * linears[name].cast):
+                    found[name] = "its bias makes up for no mean, though those of others do that read the same values"
+        for path in [path for path, shifts in read.producers if shifts]:
+            name = next((name for name, each in linears.items() if path in each.modules), None)
+            if name is None or name not in pairs:
+                continue
+            start = linears[name].modules.index(path) * len(mean)
+            own, base, by = (each[start : start + len(mean)] for each in (*pairs[name], _rows_of(linears[name])))
+            lacking = len(own) == len(mean) and not has_strays(own * by, base, _FOLDED)
+            if lacking and has_strays(base - mean, base, _STRAY * _FOLDED):
+                found[name] = "its bias lacks no mean, though those of others do whose values the same Linears read"
+    return found
+
+
+def _rows_of(each: Linear) -> Tensor:
+    """Return the factors (N,) of a Linear's rows, 1 where they have none."""
+    by = _factors(each, "rows")
+    return torch.ones(each.shape[0], dtype=torch.float32) if by is None else by
 
 
 def _modulation_of(reader: Linear, linears: Mapping[str, Linear]) -> tuple[str, tuple[slice, slice]] | None:
@@ -295,8 +341,12 @@ def _parts(vector: Tensor, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, len(vector) - size + 1, size)]
 
 
-def _carries(against: Against, factors: Tensor, window: slice) -> bool:
-    """Return whether these factors of columns bring a layer to the base: by half of all that any would do."""
+def _carries(each: Linear, factors: Tensor, window: slice) -> bool:
+    """Return whether these factors of columns bring a layer to the base: by half of all that any would do.
+
+    And whether no column would need a factor that is another by more than its estimate is uncertain.
+    """
+    against = each.against
     if against.products is None or not torch.isfinite(factors).all():
         return False
     own, both, base = against.products[:, window].double()
@@ -304,7 +354,13 @@ def _carries(against: Against, factors: Tensor, window: slice) -> bool:
         float((by.square() * own - 2 * by * both + base).sum())
         for by in (both / own.clamp(min=1e-30), torch.ones_like(own), factors.double())
     )
-    return with_them - least < (without - least) / 2
+    if not with_them - least < (without - least) / 2:
+        return False
+    best = both / own.clamp(min=1e-30)
+    left = (base - both * best).clamp(min=0) / base.clamp(min=1e-30)  # of a column, relative
+    ratio = (factors.double() / torch.where(best == 0, 1e-30, best)).clamp(min=1e-30)
+    off = (ratio.log().abs() - _UNSURE * left.sqrt())[left < _KNOWN]
+    return not len(off) or bool((off > _NEAR).double().mean() <= _FEW and off.max() <= _FAR)
 
 
 def differ(own: Tensor, base: Tensor, most: float) -> bool:

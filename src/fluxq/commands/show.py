@@ -481,7 +481,7 @@ def _decisions(parts: list[RecordedComponent]) -> None:
             kept = [stage.name for group in groups for stage in group.stages if stage.kept]
             if tried:
                 gained = [_gain(fitted_db(groups, of)) for of in ("all", "median", "low")]
-                words = ", ".join(f"{name} {kept.count(name)}" for name in tried)
+                words = ", ".join(f"{name} {kept.count(name)}" for name in tried if name != "all") or "nothing"
                 rows.append((role, str(len(groups)), *gained, words))
     if rows:
         print_table(

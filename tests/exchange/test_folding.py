@@ -1,0 +1,77 @@
+"""What values carry, projections take back: sound where all of them agree, a fault where one is otherwise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from exchange_files import Tensors, base_state, write_base
+from torch import Tensor
+
+from fluxq.quantize.exchange.inspect import inspect_path
+from tests.exchange.test_inspect import ATTENTION, FP8, NVFP4, made
+
+VALUES, PROJECTIONS = ("to_v", "add_v_proj"), ("to_out.0", "to_add_out")
+K = 128
+FREE = torch.linspace(0.3, 3, K)[torch.randperm(K, generator=torch.Generator().manual_seed(3))]
+MEAN = 0.3 * torch.randn(K, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "transformer")
+
+
+def folded(factors: Tensor, carried: Tensor | None = None, taken_back: Tensor | None = None) -> Tensors:
+    """Return a state with factors and a mean. carried, taken_back: other factors of values and of projections."""
+    carried = factors if carried is None else carried
+    taken_back = factors if taken_back is None else taken_back
+    state, changed = base_state(), {}
+    for name in VALUES:
+        path = f"{ATTENTION}.{name}"
+        changed[f"{path}.weight"] = state[f"{path}.weight"].float() / carried[:, None]
+        changed[f"{path}.bias"] = (state[f"{path}.bias"].float() - MEAN) / carried
+    for name in PROJECTIONS:
+        path = f"{ATTENTION}.{name}"
+        weight = state[f"{path}.weight"].float()
+        changed[f"{path}.weight"] = weight * taken_back
+        changed[f"{path}.bias"] = state[f"{path}.bias"].float() + weight @ MEAN
+    return state | {name: value.bfloat16() for name, value in changed.items()}
+
+
+def of_base(*names: str, scaled: Tensor | None = None) -> Tensors:
+    """Return tensors of the attention as the base has them, or over factors."""
+    state = base_state()
+    tensors = {f"{ATTENTION}.{name}": state[f"{ATTENTION}.{name}"] for name in names}
+    return {name: (t.float() / (1 if scaled is None else scaled)).bfloat16() for name, t in tensors.items()}
+
+
+def at(factors: Tensor, channels: slice, values: Tensor) -> Tensor:
+    changed = factors.clone()
+    changed[channels] = values
+    return changed
+
+
+CASES = {
+    "sound": lambda f: folded(f),
+    "squared": lambda f: folded(f, taken_back=f * f),
+    "one head of values reversed": lambda f: folded(f, carried=at(f, slice(32), f[:32].flip(0))),
+    "one head of projections reversed": lambda f: folded(f, taken_back=at(f, slice(32), f[:32].flip(0))),
+    "one channel of values off by 2": lambda f: folded(f, carried=at(f, slice(7, 8), 2 * f[7:8])),
+    "one channel of projections off by 2": lambda f: folded(f, taken_back=at(f, slice(7, 8), 2 * f[7:8])),
+    "biases of values are the base's": lambda f: folded(f) | of_base("to_v.bias", "add_v_proj.bias"),
+    "one value lacks the mean": lambda f: folded(f) | of_base("to_v.bias", scaled=f),
+    "the other value lacks the mean": lambda f: folded(f) | of_base("add_v_proj.bias", scaled=f),
+    "one projection lacks the mean": lambda f: folded(f) | of_base("to_out.0.bias"),
+    "the other projection lacks the mean": lambda f: folded(f) | of_base("to_add_out.bias"),
+    "one projection lacks the factors": lambda f: folded(f) | of_base("to_out.0.weight"),
+}
+
+
+@pytest.mark.parametrize("scheme", [FP8, pytest.param(NVFP4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_projections_agree(case, scheme, base, tmp_path):
+    factors = FREE if scheme == FP8 else FREE.log2().round().exp2()
+    report = inspect_path(made(tmp_path, "modelopt", scheme, state=CASES[case](factors)), base)[""]
+    assert report.is_sound == (case == "sound"), report.faults
+    wrong = {fault.layer for fault in report.faults if fault.is_error}
+    assert all(layer.startswith(ATTENTION) for layer in wrong)
