@@ -71,12 +71,12 @@ _GPU, _TOKENS = "b200", 4608  # that run time is modelled on; not shown
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of the fetched packages; default: FLUXQ_REAL_CACHE, or one in your cache folder.",
 )
-@click.option("--again", is_flag=True, help="Measure networks anew that are in the JSON file.")
+@click.option("--again", is_flag=True, help="Measure anew what is in the JSON file.")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write JSON here, after each network. Networks that are in the file already are kept.",
+    help="Write JSON here, after each network. Networks and rows that are in the file already are kept.",
 )
 @click.option(
     "--write-tables",
@@ -108,7 +108,9 @@ def main(
         report = read_report(json_file) if json_file.is_file() else {}
         write_json(json_file, report)  # now, where it cannot be written
     for name in names or NETWORKS:
-        _require_no_loss(name, report, rows, again, json_file)
+        known = report.get(name, {})
+        if "layers" in known and known["packages"] != _packages(NETWORKS[name]):
+            raise click.ClickException(f"{name}: {json_file} has it from other packages; choose another --json")
     provenance = {"commit": commit(), "versions": versions()}
     for name in names or NETWORKS:
         if not again and _is_measured(report.get(name, {}), NETWORKS[name], rows):
@@ -116,7 +118,9 @@ def main(
             continue
         found = {**provenance, **measured(name, NETWORKS[name], rows, cache)}
         _print(name, found)
-        if "layers" in found or "layers" not in report.get(name, {}):
+        if "layers" in found:
+            report[name] = merged(report.get(name, {}), found)
+        elif "layers" not in report.get(name, {}):
             report[name] = found
         else:
             click.echo(f"{name}: the file keeps what was measured at {report[name]['commit']}")
@@ -154,15 +158,15 @@ def _is_measured(known: Mapping[str, Any], network: Network, rows: Sequence[Row]
     return known.get("packages") == _packages(network) and there >= {(row.formats, row.name) for row in rows}
 
 
-def _require_no_loss(name: str, report: Mapping[str, Any], rows: Sequence[Row], again: bool, file: Path | None) -> None:
-    """Raise click.ClickException if measuring a network again would lose rows of other recipes."""
-    known = report.get(name, {})
-    lost = _rows_in(known) - {(row.formats, row.name) for row in rows}
-    if lost and (again or not _is_measured(known, NETWORKS[name], rows)):
-        rest = ", ".join(sorted(row for _, row in lost))
-        raise click.ClickException(
-            f"{name}: {file} would lose {rest}; choose another --json, or name their recipes, too"
-        )
+def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was found anew, and what is known of other rows. Each row has its own commit in "measured_at"."""
+    rows, there = _rows_in(found), _rows_in(known)
+    both: dict[str, Any] = dict(found)
+    for key in ("layers", "whole"):
+        both[key] = [one for one in known.get(key, ()) if (one["formats"], one["row"]) not in rows] + found[key]
+    before = known.get("measured_at") or {f"{formats} {row}": known["commit"] for formats, row in there}
+    both["measured_at"] = before | {f"{formats} {row}": found["commit"] for formats, row in sorted(rows)}
+    return both
 
 
 def _packages(network: Network) -> dict[str, dict[str, str]]:
@@ -199,7 +203,9 @@ def measured(name: str, network: Network, rows: Sequence[Row], cache: Path | Non
                 {"group": group.name, **{key: value for key, value in asdict(one).items() if key not in _UNUSED}}
                 for one in measure(row, planned_in(group, row, case), case, find_device(_GPU), _TOKENS, kept)
             ]
-    formats = {part.row.name: part.row for row in rows for part in row.recipe.components[COMPONENT].inputs}
+    formats = {
+        part.row.name: part.row for row in (*default_rows(), *rows) for part in row.recipe.components[COMPONENT].inputs
+    }
     inputs = {
         group.name: {
             "role": group.role,

@@ -157,16 +157,20 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
 def test_no_result_is_lost(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(real_models.main.params[0], "type", real_models.click.STRING)
     file = tmp_path / "rows.json"
-    whole = {"inputs": {}, "layers": [{"row": "nvfp4 balanced", "formats": "nvfp4-nvfp4"}], "whole": []}
-    known = {name: {"packages": {"old": {}}, "commit": "abc", **whole} for name in ("toy", "gone")}
+    old = {"inputs": {}, "layers": [{"row": "old", "formats": "f"}], "whole": [{"row": "old", "formats": "f"}]}
+    packages = {"toy": {}, "gone": {}, "odd": {"older": {}}}
+    known = {name: {"packages": found, "commit": "abc", **old} for name, found in packages.items()}
     file.write_text(json.dumps(known))
-    done = run("--network", "toy", "--recipe", "fp8", "--json", file)
-    assert done.exit_code == 1 and "would lose nvfp4 balanced; choose another --json" in done.output
-    for more in (("--recipe", "fp8"), ("--recipe", "fp8", "--again")):
-        assert "would lose" in run("--network", "toy", "--json", file, *more).output
-    done = run("--network", "gone", "--recipe", "nvfp4", "--json", file)
+    done = run("--network", "odd", "--recipe", "fp8", "--json", file)
+    assert done.exit_code == 1 and "odd: " in done.output and "other packages; choose another --json" in done.output
+    done = run("--network", "gone", "--recipe", "fp8", "--json", file)
     assert "gone: not measured" in done.output and "keeps what was measured at abc" in done.output
     assert json.loads(file.read_text()) == known
+    for more in ((), ("--again",)):
+        assert run("--network", "toy", "--recipe", "fp8", "--json", file, *more).exit_code == 0
+        toy = json.loads(file.read_text())["toy"]
+        assert {row["row"] for row in toy["layers"]} == {"old", "RTN", "fp8 balanced"}
+        assert toy["measured_at"]["f old"] == "abc" and toy["measured_at"]["fp8-fp8 RTN"] == toy["commit"] != "abc"
 
 
 @pytest.mark.parametrize("text", ["null", "[]", '{"toy": null}', '{"toy": {"layers": [1]}}', '{"toy"', "\xff"])
