@@ -5,7 +5,8 @@ means of k that the kernels find, which differ in the order of their sums; o is 
 tests/attention_bounds.py states. Logits and weights never leave the processor.
 
 The bound takes sums of fp8 products to be fp32's. Hopper's matrix units hold fewer bits: with `acc_split` that is so
-for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's.
+for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's. Each block of keys
+then has an accumulator of its own: with one that lives through the loop ptxas lets each product wait for the last.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -315,20 +316,27 @@ def attention_fp8_kernel(
         keys = tl.load(k + tokens[:, None] * D + columns[None, :])  # (BLOCK_N, D)
         t = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         t = add_product(t, queries, keys, False, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D)
-        t = t * (factor * tl.load(k_scale + block))
         if not EVEN_KEYS:
             t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
-        new = tl.maximum(highest, tl.max(t, 1))
-        p = tl.exp2(t - new[:, None] + P_EXPONENT)
+        by = factor * tl.load(k_scale + block)
+        by = tl.where(by == 0, LEAST, by)  # above 0, so that the largest product is the largest logit
+        new = tl.maximum(highest, tl.max(t, 1) * by)
+        p = tl.exp2(tl.fma(t, by, (P_EXPONENT - new)[:, None]))
         correction = tl.exp2(highest - new)
         total = total * correction + tl.sum(p, 1)
         values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
-        acc = acc * correction[:, None]
-        acc = add_product(acc, p.to(tl.float8e4nv), values, False, ACC_SPLIT, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+        if ACC_SPLIT:
+            part = tl.zeros((BLOCK_M, D), tl.float32)
+            part = add_product(part, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+            acc = tl.fma(acc, correction[:, None], part)
+        else:
+            acc = acc * correction[:, None]
+            acc = add_product(acc, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
         highest = new
     result = tl.div_rn(acc, total[:, None]) * tl.load(v_scale + head * D + columns)[None, :]
     place = ((head // H * S + rows)[:, None] * H + head % H) * D + columns[None, :]
     tl.store(o + place, result.to(o.dtype.element_ty), mask=(rows < S)[:, None])
 
 
+LEAST = tl.constexpr(2.0**-126)
 CHANNELS = 32  # that one program takes statistics of: 64 bytes of a token
