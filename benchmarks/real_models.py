@@ -106,7 +106,7 @@ def main(
     report: dict[str, Any] = {}
     if json_file is not None:
         report = read_report(json_file) if json_file.is_file() else {}
-        write_json(json_file, report)  # now, where it cannot be written
+        write_json(json_file, report)  # fail now, not after the first network
     for name in names or NETWORKS:
         known = report.get(name, {})
         if "layers" in known and known["packages"] != _packages(NETWORKS[name]):
@@ -114,9 +114,11 @@ def main(
     provenance = {"commit": commit(), "versions": versions()}
     for name in names or NETWORKS:
         if not again and _is_measured(report.get(name, {}), NETWORKS[name], rows):
-            click.echo(f"{name}: kept, measured at {report[name]['commit']}")
+            click.echo(f"{name}: kept, last measured at {report[name]['commit']}")
             continue
-        found = {**provenance, **measured(name, NETWORKS[name], rows, cache)}
+        there = set() if again else _rows_in(report.get(name, {}))
+        lacking = [row for row in rows if (row.formats, row.name) not in there]
+        found = {**provenance, **measured(name, NETWORKS[name], lacking, cache)}
         _print(name, found)
         if "layers" in found:
             report[name] = merged(report.get(name, {}), found)
@@ -140,11 +142,12 @@ def read_report(file: Path) -> dict[str, Any]:
         for known in report.values():
             _ = known["packages"], known["commit"]
             if "unavailable" not in known:
-                _ = known["whole"], [layer["row"] + layer["formats"] for layer in known["layers"]]
+                keys = ("group", "layer", "row", "formats", "bits", "db", "median_db", "low_db")
+                _ = known["whole"], [layer[key] for layer in known["layers"] for key in keys]
                 _ = [(one["is_behind_gelu"], one["alone_db"]) for one in known["inputs"].values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise click.ClickException(f"{file}: no result of this benchmark ({why}); choose another file") from None
+        raise click.ClickException(f"{file}: no result of this version of the benchmark ({why})") from None
     return report
 
 
@@ -411,7 +414,7 @@ def _gains(there: Mapping[str, Any]) -> list[str]:
 
 
 def _behind_gelu(there: Mapping[str, Any]) -> list[str]:
-    """A line for each recipe with 4-bit inputs: means over the layers behind a GELU."""
+    """A line for each recipe with inputs in nvfp4 or mxfp4: means over the layers behind a GELU."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (input alone, layer) of each
     for known in there.values():
         for layer in known["layers"]:

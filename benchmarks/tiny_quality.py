@@ -7,7 +7,7 @@ The same prompts and noise go through the 16-bit pipeline and each quantized one
 
     NAME           a shipped recipe
     NAME rtn       its formats rounded to nearest, where that is something else
-    NAME SVDQuant + GPTQ   its formats with what is published for them, made of fluxq's stages
+    NAME SVDQuant + GPTQ   its formats under SVDQuant and GPTQ as published, built from fluxq's stages
     NAME as int8   the checkpoint after `fluxq.prepare` on the CPU: 8-bit weights, and x still centered and smoothed
     NAME + fp8 attention   the checkpoint with `fluxq.set_attention(pipe, "fp8")`, as `attention: fp8` in a recipe does
     NAME + first 1, last 2 in 16 bit   with `fluxq.keep_steps(pipe, first=1, last=2)`, as `steps` in a recipe does
@@ -71,7 +71,7 @@ FLUX_DEV = {"guidance_embeds": True}  # the published configuration; the rest of
 REENCODED = "nvfp4-max"  # the recipe whose checkpoint is also measured in 8 bits
 ATTENDING = ("fp8", "nvfp4")  # recipes whose checkpoints are also measured with attention in fp8
 KEEPING = {"nvfp4": ((1, 0), (0, 1), (2, 0), (0, 2), (1, 2))}  # and with these first and last steps kept in 16 bit
-PUBLISHED = "nvfp4"  # the recipe whose formats are also measured with what is published for them
+SVDQUANT_ON = "nvfp4"  # the recipe whose formats are also measured under SVDQuant + GPTQ
 BEST_KNOWN = " SVDQuant + GPTQ"
 SVDQUANT = """
 extends: nvfp4
@@ -149,8 +149,8 @@ def settings(recipes: Sequence[str], folder: Path, model: str) -> Iterator[tuple
     known = set()
     for recipe in recipes:
         rows: list[tuple[str, str, Profile | None]] = [(recipe, recipe, None), (recipe + RTN, recipe, "rtn")]
-        if recipe == PUBLISHED:
-            file = folder / "published.yaml"
+        if recipe == SVDQUANT_ON:
+            file = folder / "svdquant.yaml"
             write_text(file, SVDQUANT)
             rows.append((recipe + BEST_KNOWN, str(file), None))
         for label, name, profile in rows:
@@ -498,7 +498,7 @@ CLAIMS = (
 )
 # And pairs that its text names, which the result file holds beside them.
 COMPARED = (
-    (PUBLISHED, PUBLISHED + BEST_KNOWN),
+    (SVDQUANT_ON, SVDQUANT_ON + BEST_KNOWN),
     *((name + keeping(*steps), name) for name, found in KEEPING.items() for steps in found),
 )
 TABLES = {ROOT / "README.md": ("quality", quality_table), ROOT / "recipes" / "README.md": ("recipes", recipes_table)}

@@ -4,8 +4,8 @@ Nothing is left to a conversion instruction, because chips differ in them: round
 large that the sum's last bit is the code's last bit. Maxima are taken of the bits of |v| as integers, where
 NaN > infinity > every number. Sums that choose a scale have one order on every chip.
 
-In what follows `tile` counts tiles of COLUMNS columns, and `rows` (ROWS,) are int64. What they must equal is in
-kernels/encode.py and quantize_activation/op.py.
+`tile` counts tiles of COLUMNS columns, and `rows` (ROWS,) are int64. References: kernels/encode.py and
+quantize_activation/op.py.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false

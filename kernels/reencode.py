@@ -5,8 +5,8 @@
     w8   = RNE(code · m)                          so that w ≈ code · multiplier ≈ w8 · r
 
 `m` has few enough bits for code · m to be exact, in fp32 and in 16 bit. So w8 is rounded once, and every way to compute
-it, ahead or inside a matmul, with or without fused multiply-adds, gives the same byte. What rounding `m` costs, at most
-2^-8 of a weight, is small beside w8's own step; `added_error` measures both.
+it, ahead or inside a matmul, with or without fused multiply-adds, gives the same byte. Rounding `m` costs at most
+2^-8 of a weight, little beside w8's own step; `added_error` measures both.
 
 Where a layer rotates or deflates its input, or has a low-rank branch beside it, all that is put into its weight first:
 `QuantLinear.merged`.

@@ -213,7 +213,7 @@ class _Fit:
     def __init__(self, group: GroupToFit, rate: float, dtype: torch.dtype) -> None:
         self.layers, self.inputs, self.method = group.layers, group.inputs, group.method
         self.price, self.rate, self.dtype = group.price or (lambda before, after: 0.0), rate, dtype
-        self.scheme = self.layers[0].scheme  # Linears that round x in other ways too have a plain method
+        self.scheme = self.layers[0].scheme  # if others round x differently, the method is plain and SQNRs use this
         self.weights = [layer.weight for layer in self.layers]
         share, fit = max(64, _TRIAL_ROWS // len(self.layers)), self.inputs.fit
         self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
@@ -584,8 +584,8 @@ class _Fit:
     def _judge(self, state: _State, weights: _Weights) -> OutputSqnr:
         """Return the SQNR of held-out tokens."""
         errors, weight = self._errors(state, weights, self.inputs.held_out), self.inputs.held_weight
-        has_power = torch.stack([size for _, size in errors]).amin(0) > _TINY  # padding has none
-        of_tokens = torch.stack([lost / size.clamp(min=_TINY) for lost, size in errors]).mean(0)
+        has_power = torch.stack([size for _, size in errors]).amax(0) > _TINY  # padding has none
+        of_tokens = torch.stack([torch.where(size > _TINY, lost / size, 0.0) for lost, size in errors]).mean(0)
         median, low = (_decibels(_quantile(of_tokens, weight * has_power, share)) for share in (0.5, 1 - _LOW))
         is_first = torch.arange(len(weight), device=weight.device) < len(weight) / 2
         first, second = (
@@ -661,7 +661,6 @@ class _Fit:
     def _finished(self, state: _State, parts: list[_Part], codes: list[QuantizedTensor]) -> dict[str, QuantLinear]:
         done = {}
         transform = state.transform
-        scales = {scheme: self._input_scale(state, scheme) for scheme in {layer.scheme for layer in self.layers}}
         for layer, part, q, rank in zip(self.layers, parts, codes, state.ranks, strict=True):
             tensors = {
                 "pre_quant_mean": transform.mean,
@@ -677,8 +676,7 @@ class _Fit:
             if part.bias is not None:
                 bias = part.bias if bias is None else bias.float() + part.bias
             bias = None if bias is None else bias.to(self.dtype, copy=True)
-            scale = scales[layer.scheme]
-            scale = None if scale is None else scale.clone()
+            scale = self._input_scale(state, layer.scheme)
             if q.global_scale is not None:
                 q = replace(q, global_scale=q.global_scale.clone())
             done[layer.name] = QuantLinear.from_quantized(q, bias, self._scheme(layer, state, rank), scale, branches)
@@ -837,7 +835,7 @@ def _search_smoothing(fits: Sequence[_Fit], states: list[_State], around: bool =
 _Weights = tuple[list[_Part], list[QuantizedTensor]]
 _Rounded = tuple[list[_Part], list[QuantizedTensor] | None, OutputSqnr]  # None: codes to nearest
 _NOT_STORED = OutputSqnr(-math.inf, (-math.inf, -math.inf), -math.inf, -math.inf, 0)
-_TINY = 1e-30  # |y|^2 of a token, of which fp32 still holds the error
+_TINY = 1e-30  # a token whose |y|^2 is below is not judged: its error would underflow fp32
 _HALF = "not in both halves of the held-out tokens"
 
 

@@ -11,7 +11,7 @@ passes over memory between them, and those can be run in three ways, LEVELS:
              activation (16 bit), gate, residual and low rank in the matmul, concatenated halves written in place
     ideal    also what they cannot: activation and its quantization, norm and rotation of q and k in the matmul before
 
-What a scheme does to x before rounding is part of the pass that quantizes x: mean and factors are two more vectors to
+Transforms of x are part of the pass that quantizes it: mean and factors are two more vectors to
 read, a Hadamard block of `size` is a product of 2·size FLOPs an element on the bf16 matrix units, 4-over-6 rounds twice
 on the units for fp32. Deflation needs a whole row of x before its first element can be quantized: a pass reads x for
 t = x·basisᵀ, a second one reads it again and quantizes it. A norm has the row and makes t itself, but then writes x in

@@ -5,8 +5,8 @@ diffusers' modules follow each other along N in one original module; each family
 
     double_blocks.*.img_attn.qkv = [transformer_blocks.*.attn.to_q | …to_k | …to_v]
 
-`*` is one path segment, `**` any number, and stars of both sides stand for the same in order. What follows a module's
-path (`weight`, `bias`, `weight_scale`) is the same on both sides; a row may also name one tensor in full.
+`*` is one path segment, `**` any number, and stars of both sides stand for the same in order. Names below a module's
+path (`weight`, `bias`, `weight_scale`) are the same on both sides; a row may also name one tensor in full.
 
 Imports no torch: these are names, and whoever holds the tensors joins, cuts and permutes them.
 """

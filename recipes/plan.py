@@ -430,8 +430,8 @@ def _with_methods(
             if isinstance(folding, tuple) and folding:
                 layer = replace(layer, together=together.setdefault((block, group.producers), layer.group))
             makers = {schemes[name] for p in group.producers if (name := f"{block}.{p.linear}") in schemes}
-            by_row = all(scheme is not None and scheme.weights.has_row_scale for scheme in makers)
-            planned.append(with_method(layer, recipe, profile, folding, powers_of_two=not by_row))
+            takes_any = all(scheme is not None and scheme.weights.has_row_scale for scheme in makers)
+            planned.append(with_method(layer, recipe, profile, folding, powers_of_two=not takes_any))
     return planned
 
 

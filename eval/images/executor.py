@@ -6,10 +6,10 @@ often that is killed.
             <SHA-256 of item>/00000.png, …              in the image's place the frames of a video, lossless
     rows  = manifest-<worker>.jsonl                     an item's row says that its files are complete, and their hashes
 
-The unit of work is a chunk: the run of `batch_size` items that share a call of the pipeline. Which images share a call
-changes their last bits, so chunks are cut from the whole list before anything is looked at, and one that was made in
-part is made again whole. A worker writes a chunk's files, then its rows in one piece. What is missing is handed to one
-of three engines; an audit then counts and hashes everything, whoever made it.
+The unit of work is a chunk: the run of `batch_size` items that share a call of the pipeline. Other images in the same
+call change an image's last bits, so chunks are cut from the whole list before anything is looked at, and one that was
+made in part is made again whole. A worker writes a chunk's files, then its rows in one piece. Missing images are handed
+to one of three engines; an audit then counts and hashes everything, whoever made it.
 
 A worker on a CPU computes with one thread: their number counts among what decides bits. Measured with torch 2.15:
 `Linear`, attention, convolution, norms and sums along an axis give the same bits with 1 to 4 threads, and so does the
@@ -226,7 +226,7 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
 
     engine: of `open_engine`, by default this process. Raises ValueError for a corrupted manifest, RuntimeError for
     files that are not as their rows say (both before anything is made, and naming them) and where another process is
-    making the same images, and OSError if the disk is too small. Whatever stops it, the next call goes on from there.
+    making the same images, and OSError if the disk is too small. The next call goes on from any stop.
     """
     engine = engine or _Processes(ALONE)
     work = replace(work, root=work.root.resolve())  # workers may run in another folder

@@ -7,8 +7,8 @@
 `follow` runs the 16-bit pipeline once and keeps what its transformer said and the latents after each step. `drift` runs
 another pipeline on the same prompts and noise twice: once on its own, and once steered (teacher forcing): its
 transformer's outputs are noted and then replaced by the recorded ones, so that the scheduler takes it along the 16-bit
-path and each step's error stands alone. What the transformer is called with besides latents (text, guidance, a step
-cache's memory) comes from the pipeline itself: an error of quantized text encoders is in the velocity error too.
+path and each step's error stands alone. The transformer's other arguments (text, guidance, a step
+cache's memory) come from the pipeline itself: an error of quantized text encoders is in the velocity error too.
 
 The noise floor is the drift of a second 16-bit pipeline, with another batch size and another attention backend.
 """

@@ -1,4 +1,4 @@
-"""The metrics: a row each, with what it needs and how it is taken. What counts as good enough: verdict.py.
+"""The metrics: a row each, with what it needs and how it is taken. Limits are in verdict.py.
 
 METRICS is at the end of the file; evaluation, report and gates iterate it. A metric returns a value per image wherever
 one exists, so that recipes can be compared image by image and the worst ones looked at. A set in which an image is not

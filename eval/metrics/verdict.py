@@ -7,7 +7,7 @@ things are asked of the paired figures, PSNR and LPIPS, each with its whole inte
     as published        no worse than what the best published quantizers of as many bits reach, by TOLERANCE, on models
                         of as many steps (a model of few steps has no time to repair an error)
 
-What no run can reach, because 16 bit differs more from itself, is not asked. Figures that describe images as a whole
+Nothing is asked that no run can reach because 16 bit differs more from itself. Figures that describe images as a whole
 (GUARDS) can show that something broke, and cannot show that nothing did. The more figures are held against a margin on
 one page, the more each has to show (Holm's correction, `statistics.decide`), so that one wrong word among all stays as
 rare as 5 %; what is printed beside a figure is its own 95 % interval, everywhere the same.

@@ -76,7 +76,8 @@ def merge(reports: Sequence[Report]) -> Report:
     """Merge reports into one of all runs, in the order given; comparisons and verdicts are made anew, over all of them.
 
     Raises ValueError naming what differs if they were not measured on the same 16-bit images, or if two runs share a
-    name. What was measured in different ways (another FID variant) stays, but is warned of and not drawn together.
+    name. Figures that were measured in different ways (another FID variant) stay, with a warning, and are not drawn
+    together.
     """
     first = reports[0]
     for other in reports[1:]:

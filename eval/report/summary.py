@@ -1,7 +1,7 @@
 """The table that pages, Markdown and terminals begin with: a row for each way to compute each checkpoint.
 
-What one row says was measured of one arithmetic: quality, memory and time are never those of different ones. So what
-`fluxq bench` timed and `fluxq eval` did not look at has a row of its own, with the command that would.
+Quality, memory and time of a row were measured of one arithmetic. An arithmetic that `fluxq bench` timed and
+`fluxq eval` did not judge has a row of its own, with the command that judges it.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def adaln_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (codes, scale, global scale, n) of x (M, D); without a format v, in x's dtype, in place of codes.
 
-    tensors, rounding: of `pack_named(NormTensors(…), Rounding(…))`. norm: "layer" or "rms". What is not there comes
-    back as an empty tensor (0,).
+    tensors, rounding: of `pack_named(NormTensors(…), Rounding(…))`. norm: "layer" or "rms". Absent results come
+    back as empty tensors (0,).
     """
     operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
     with no_autocast(x):

@@ -113,10 +113,10 @@ def attend(
 ) -> Tensor:
     """Compute `attend` of kernels/attention/op.py: o (B, queries, H, D) in dtype."""
     b, h, _, d = operands.q.shape
-    if tile.k != d or tile.n != KEY_BLOCK or QUERY_BLOCK % tile.m:
+    if tile.k != d or tile.n != KEY_BLOCK or QUERY_BLOCK % tile.m or tile.acc_split not in (0, KEY_BLOCK):
         raise ValueError(
-            f"attention_fp8: the tile is {tile.m} x {tile.n} x {tile.k}, expected m that divides {QUERY_BLOCK}, "
-            f"n = {KEY_BLOCK} and k = D = {d}"
+            f"attention_fp8: the tile is {tile.m} x {tile.n} x {tile.k}, acc_split {tile.acc_split}, expected m that "
+            f"divides {QUERY_BLOCK}, n = {KEY_BLOCK} and k = D = {d}, acc_split 0 or {KEY_BLOCK}"
         )
     check_device("attention_fp8", operands.q.device)
     o = torch.empty((b, queries, h, d), dtype=dtype, device=operands.q.device)
@@ -319,7 +319,7 @@ def attention_fp8_kernel(
         if not EVEN_KEYS:
             t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
         by = factor * tl.load(k_scale + block)
-        by = tl.where(by == 0, LEAST, by)  # above 0, so that the largest product is the largest logit
+        by = tl.where(by == 0, LEAST, by)  # masked keys are -inf, and -inf · 0 is NaN
         new = tl.maximum(highest, tl.max(t, 1) * by)
         p = tl.exp2(tl.fma(t, by, (P_EXPONENT - new)[:, None]))
         correction = tl.exp2(highest - new)

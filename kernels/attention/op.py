@@ -7,7 +7,7 @@
 
     t     = (q codes · k codes) · ((q_scale · (scale · log2 e)) · k_scale)     fp32; of one block of keys
     m     = max(m, t)                           of a query, over the blocks so far
-    p     = 2^((t - m) + 8)                     from 0 to 256; the kernel rounds t - m + 8 once
+    p     = 2^((t - m) + 8)                     from 0 to 256; the kernel: t + (8 - m) by one fma
     sum   = sum · 2^(m before - m) + Σ p
     acc   = acc · 2^(m before - m) + E4M3(p) · v codes
     o     = (acc / sum) · v_scale               after the last block, rounded to q's dtype
@@ -112,9 +112,9 @@ def logit_scale(q: Tensor, scale: float | None) -> float:
 
     Raises ValueError for a scale that is not above 0.
     """
-    if scale is not None and not scale > 0:
+    if scale is not None and not 0 < scale < math.inf:
         raise ValueError(
-            f"attention_fp8: the logits' scale is {scale}, expected a number above 0; compute it in 16 bit: "
+            f"attention_fp8: the logits' scale is {scale}, expected a finite number above 0; compute it in 16 bit: "
             "fluxq.set_attention(model, '16bit')"
         )
     return (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * math.log2(math.e)

@@ -3,9 +3,9 @@
     v = Σ (xq · x_scale) (wq · w_scale)                   over K, in fp32, by the matrix unit
     v = (v · x_scale_2) · w_scale_2                       nvfp4: the global scales
 
-What follows: kernels/epilogue.py. Only for chips whose matrix units take block scales: Blackwell, and AMD's CDNA 4 for
-the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference
-decodes both matrices: products of codes and scales are exact in both, sums differ in order.
+The epilogue is in kernels/epilogue.py. Only for chips whose matrix units take block scales: Blackwell, and AMD's CDNA 4
+for the two mx formats; elsewhere the compiler would decode to 16 bits first. The torch reference decodes both matrices:
+products of codes and scales are exact in both, sums differ in order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false

@@ -11,7 +11,7 @@
     four over six: s = E4M3(amax(block) / 4 / g) where that has less error, and own g = amax(row) / (6 · 256)
 
 One launch reads x and writes codes, scales and h; a row that fits into one tile is read once. fp8_tensor alone takes
-two launches, unless its scale is given. What becomes of v is in kernels/codes.py, which other kernels share.
+two launches, unless its scale is given. Rounding of v is in kernels/codes.py, which other kernels share.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false

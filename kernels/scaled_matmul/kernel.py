@@ -2,8 +2,8 @@
 
     v = (float(xq · wq^T) · x_scale) · w_scale            int8 accumulates in int32, exactly; fp8 in fp32
 
-With a bias this is the reference in kernels/ops.py, operation by operation; for int8 the result is its bits. What
-follows is in kernels/epilogue.py.
+With a bias this is the reference in kernels/ops.py, operation by operation; for int8 the result is its bits.
+The epilogue is in kernels/epilogue.py.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false

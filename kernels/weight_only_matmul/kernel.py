@@ -3,7 +3,7 @@
     matmul    w16 = x's dtype(code · block scale)     v = float(x · w16^T) · what is left of the scales
     gemv      w = code · block scale, in fp32         v = sum(x · w) · what is left of the scales
 
-What is left, and applied in fp32, is a row's or a tensor's scale, or nvfp4's global scale. `matmul` needs the matrix
+The scale of a row or a tensor, or nvfp4's global scale, is applied to the sums in fp32. `matmul` needs the matrix
 units' 16-bit form and nothing else, so it runs on every chip. Its w16 is exact but for int4 in bfloat16, which rounds
 each weight by at most 2^-8 of itself (code and scale have 11 bits between them), and for mxfp8, mxfp4 and int4 in
 float16, where weights beyond 65504 are infinite and those below 2^-14 lose bits, as they would in a float16 layer.

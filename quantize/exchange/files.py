@@ -1,8 +1,8 @@
 """A model in a file or folder, whoever wrote it: container, dialect and why, layers, and what is in 16 bit.
 
-Only headers and configurations are read until a tensor is asked for. Which dialect it is follows from the marks in
-`marks.py`; every mark that speaks for another one is kept as a contradiction. The nibble order and the order of block
-scales stand nowhere in a file, and `inspect` proves them.
+Only headers and configurations are read until a tensor is asked for. The marks of `marks.py` tell its dialect; every
+mark of another dialect is kept as a contradiction. The nibble order and the order of block scales stand nowhere in a
+file, and `inspect` proves them.
 """
 
 from __future__ import annotations

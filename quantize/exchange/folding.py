@@ -7,7 +7,7 @@ the family's row says which chunks of which modulation make x, only those take f
     x = norm · (1 + scale) + shift        f x: shift' = f shift, scale' = f (1 + scale) - 1, weights and biases
 
 A mean that was subtracted stands in the bias of what makes x and, times the weight, in the biases of those that read
-it. What nothing takes back changes the images.
+it. A difference that nothing takes back changes the images.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from fluxq.quantize.exchange.proof import Against
-from fluxq.recipes.family import Modulation
+from fluxq.recipes.family import Modulation, Producer
 
 _NEAR = 0.1  # rms: factors, each of which was estimated from a row or column of rounded weights, are the same
 _FEW, _FAR = 0.05, 0.3  # of the rows may be further off, but none by so much
 _FOLDED = 0.05  # relative: a bias that was folded and rounded once or twice
 _STRAY = 4.0  # of that, one number may be off by so much, of its own size and the rms of all
 _SIGMAS, _RMS = 6.0, 2.0  # of what rounding explains: one number, and all
-_KNOWN = 0.25  # of a column's square, left by its best factor: with more, that is a guess
-_UNSURE = 2.0  # of the root of that: rounding to few codes makes small numbers of a block larger or smaller together
+_KNOWN = 0.25  # relative squared error that a column's best factor leaves; above it the factor is not judged
+_UNSURE = 2.0  # a column's log factor is uncertain by this many times the root of that error
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Linear:
     weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most. modules: of diffusers
     that it holds. modulated_by: module that makes shift and scale of x, and which chunks of it; None where no row says.
     windows: parts of x that different Linears make; empty for one. producers: modules of diffusers whose outputs
-    attention or a gated unit makes x of, and whether what their biases lack is lacking in x.
+    attention or a gated unit makes x of, and which of their rows.
     """
 
     against: Against
@@ -52,7 +52,7 @@ class Linear:
     modules: tuple[str, ...] = ()
     modulated_by: tuple[str, Modulation] | None = None
     windows: tuple[slice, ...] = ()
-    producers: tuple[tuple[str, bool], ...] = ()
+    producers: tuple[tuple[str, Producer], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _factors_left(
     blocks = {name: each.block for name, each in (*linears.items(), *vectors.items())}
     taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, by in rows.items()}
     readers = defaultdict[str, list[str]](list)
-    carrying: dict[tuple[tuple[str, bool], ...], str] = {}  # producers -> the first Linear that takes factors back
+    carrying: dict[tuple[tuple[str, Producer], ...], str] = {}  # producers -> the first Linear that takes factors back
     for name, each in linears.items():
         readers[each.x].append(name)
     for names in readers.values():
@@ -107,7 +107,7 @@ def _factors_left(
             taken_back = False
             for maker, shift, part in parts:
                 factors = 1 / rows[maker][part]
-                undone = [name for name in names if _carries(linears[name], factors, window)]
+                undone = [name for name in names if _carries(linears[name].against, factors, window)]
                 if undone:
                     taken[maker][part] = taken[maker][shift] = taken_back = True
                     makers.add(maker)
@@ -180,7 +180,7 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
             if _is_scaled(own[part], base[part], by[part], one):
                 taken[name][part] = True
     found = _of_modulations(linears, columns, pairs, taken)
-    found |= _of_values(linears, pairs, wrong, means, {name: by for name, by in columns.items() if name not in found})
+    found |= _of_values(linears, pairs, wrong, means)
     for name, (own, base) in wrong.items():
         left = ~taken[name]
         if left.any() and has_strays(own[left], base[left], linears[name].cast):
@@ -216,36 +216,43 @@ def _of_values(
     pairs: Mapping[str, tuple[Tensor, Tensor]],
     wrong: Mapping[str, tuple[Tensor, Tensor]],
     means: Mapping[str, tuple[Tensor, Tensor]],
-    columns: Mapping[str, Tensor],
 ) -> dict[str, str]:
-    """Return the values whose biases are the base's, though their rows carry factors, or others like them lack a mean.
+    """Return values whose bias was not folded along with their rows, or with the other values of an attention.
 
-    Also projections whose biases are, though others that read the same values make up for that mean. A bias counts that
-    would be told from the base's with what it lacks.
+    Also projections whose bias lacks W · mean. Biases are judged only where the missing part is larger than rounding.
     """
     found = {}
+    of_values = {path for each in linears.values() for path, _ in each.producers}
     for name, (_, base) in pairs.items():
         by, each = _factors(linears[name], "rows"), linears[name]
-        makes_values = any(path in each.modules for other in linears.values() for path, _ in other.producers)
+        makes_values = not of_values.isdisjoint(each.modules)
         if by is not None and makes_values and name not in wrong and has_strays(base / by, base, _STRAY * _FOLDED):
             found[name] = "its bias does not carry the factors of its rows"
     for x, (mean, _) in means.items():
-        read = next(each for each in linears.values() if each.x == x)
-        for name in [name for name, each in linears.items() if read.producers and each.producers == read.producers]:
-            own, base = pairs.get(name, (None, None))
-            if own is not None and base is not None and name not in wrong and mean.shape == (linears[name].shape[1],):
-                if has_strays(base + linears[name].base() @ mean, base, _STRAY * linears[name].cast):
-                    found[name] = "its bias makes up for no mean, though those of others do that read the same values"
-        for path in [path for path, shifts in read.producers if shifts]:
-            name = next((name for name, each in linears.items() if path in each.modules), None)
-            if name is None or name not in pairs:
+        producers = next(each.producers for each in linears.values() if each.x == x)
+        for name, each in linears.items() if producers else ():
+            if each.producers != producers or name not in pairs or name in wrong or each.shape[1] != len(mean):
                 continue
-            start = linears[name].modules.index(path) * len(mean)
-            own, base, by = (each[start : start + len(mean)] for each in (*pairs[name], _rows_of(linears[name])))
-            lacking = len(own) == len(mean) and not has_strays(own * by, base, _FOLDED)
-            if lacking and has_strays(base - mean, base, _STRAY * _FOLDED):
-                found[name] = "its bias lacks no mean, though those of others do whose values the same Linears read"
+            base = pairs[name][1]
+            if has_strays(base + each.base() @ mean, base, _STRAY * each.cast):
+                found[name] = "its bias lacks W · mean, which other Linears that read these values have"
+        for path, producer in producers:
+            name = next((name for name, each in linears.items() if path in each.modules), "")
+            rows = _rows_for(linears[name], path, producer, len(mean)) if name in pairs and producer.shifts else None
+            if rows is None:
+                continue
+            own, base, by = (each[rows] for each in (*pairs[name], _rows_of(linears[name])))
+            if not has_strays(own * by, base, _FOLDED) and has_strays(base - mean, base, _STRAY * _FOLDED):
+                found[name] = "the mean was not subtracted from its bias, as it was from other values of this attention"
     return found
+
+
+def _rows_for(each: Linear, path: str, producer: Producer, width: int) -> slice | None:
+    """Return the rows of a Linear that make an input; None in joined ones whose parts may have other widths."""
+    if len(each.modules) == 1:
+        return producer.rows(each.shape[0], width)
+    start = each.modules.index(path) * width
+    return slice(start, start + width) if producer.chunk == 0 and start + width <= each.shape[0] else None
 
 
 def _rows_of(each: Linear) -> Tensor:
@@ -341,25 +348,23 @@ def _parts(vector: Tensor, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, len(vector) - size + 1, size)]
 
 
-def _carries(each: Linear, factors: Tensor, window: slice) -> bool:
-    """Return whether these factors of columns bring a layer to the base: by half of all that any would do.
+def _carries(against: Against, factors: Tensor, window: slice) -> bool:
+    """Return whether these factors of columns remove more than half of the error that the best ones would.
 
-    And whether no column would need a factor that is another by more than its estimate is uncertain.
+    And no column's best factor may differ from them by more than its uncertainty.
     """
-    against = each.against
     if against.products is None or not torch.isfinite(factors).all():
         return False
     own, both, base = against.products[:, window].double()
+    best = both / own.clamp(min=1e-30)
     least, without, with_them = (
-        float((by.square() * own - 2 * by * both + base).sum())
-        for by in (both / own.clamp(min=1e-30), torch.ones_like(own), factors.double())
+        float((by.square() * own - 2 * by * both + base).sum()) for by in (best, torch.ones_like(own), factors.double())
     )
     if not with_them - least < (without - least) / 2:
         return False
-    best = both / own.clamp(min=1e-30)
-    left = (base - both * best).clamp(min=0) / base.clamp(min=1e-30)  # of a column, relative
+    left = (base - both * best).clamp(min=0) / base.clamp(min=1e-30)
     ratio = (factors.double() / torch.where(best == 0, 1e-30, best)).clamp(min=1e-30)
-    off = (ratio.log().abs() - _UNSURE * left.sqrt())[left < _KNOWN]
+    off = (ratio.log().abs() - _UNSURE * left.sqrt())[(base > 0) & (left < _KNOWN)]
     return not len(off) or bool((off > _NEAR).double().mean() <= _FEW and off.max() <= _FAR)
 
 

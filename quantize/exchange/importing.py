@@ -1,8 +1,8 @@
 """A quantized file of another program as a checkpoint of fluxq: codes as they are, under diffusers' names.
 
-What a file joins is split again, rows that it has in another order are put back, and the layout becomes ours; codes are
-never rounded. Codes of which no format of ours is made become 16 bit where that is asked for. With a base each layer
-is proved first (`proof.py`): a layer that is wrong in a known way is mended, one that is not the base's is refused.
+Joined tensors are split, rows in another order are put back, and the layout becomes ours; codes are never rounded.
+Codes of which no format of ours is made become 16 bit where that is asked for. With a base each layer is proved first
+(`proof.py`): a layer that is wrong in a known way is mended, one that is not the base's is refused.
 
 One layer is in memory at a time. Nothing stands at the target until all of it does.
 """

@@ -326,7 +326,7 @@ def _linear(
         modules,
         (f"{located[1]}.{by.linear}", by) if located and by else None,
         tuple(slice(end - width, end) for width, end in zip(windows, ends, strict=True)),
-        tuple((f"{located[1]}.{maker.linear}", maker.shifts) for maker in makers) if located else (),
+        tuple((f"{located[1]}.{maker.linear}", maker) for maker in makers) if located else (),
     )
 
 
@@ -634,7 +634,7 @@ def _proofs(done: Inspection) -> list[str]:
     right = [own for name, own in compared if own.plausible and not own.best and name not in wrong]
     said = f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows"
     folded = [name for name, own in compared if own.factors is not None and name not in wrong]
-    found = [said + (f", {len(folded)} with factors that others take back" if folded else "")]
+    found = [said + (f"; {len(folded)} more have folded factors that other layers take back" if folded else "")]
     tried = dict.fromkeys(name for against in right for name in against.errors)
     rows = tuple(name for name in tried if name.startswith("rows ordered"))
     kinds = {f"no {name}": (name,) for name in (*REPAIRS, "halves swapped") if name in tried}

@@ -98,8 +98,8 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
     """Layers that read the same x as one, their rows behind one another, as fused files hold q, k and v.
 
     Global scales that differ become (N, 1). Low-rank pairs that read x by other A stand side by side, each B in its own
-    rows, which is exact and adds up the ranks. What else belongs to x must be the same. ValueError that names what is
-    not.
+    rows, which is exact and adds up the ranks. All else that belongs to x must be the same. Raises ValueError that
+    names a difference.
     """
     first = layers[0]
     for layer in layers[1:]:

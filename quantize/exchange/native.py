@@ -1,8 +1,7 @@
 """A quantized component of a native checkpoint, one layer at a time, its means and factors folded into what makes x.
 
-What a layer does to each channel of x before it rounds it, z = (x - mean) · factor, few programs do at run time. Where
-x is made by a modulation, x = norm · (1 + scale) + shift, with scale and shift rows of a Linear's output, that Linear
-can make z at once:
+Few programs can apply z = (x - mean) · factor to a layer's input at run time. Where x is made by a modulation, x = norm
+· (1 + scale) + shift, with scale and shift rows of a Linear's output, that Linear can make z at once:
 
     scale' = factor · (1 + scale) - 1        shift' = factor · (shift - mean)
 
@@ -10,7 +9,7 @@ so its rows are multiplied by `factor`, exactly for codes with a scale for each 
 rounded to 16 bit. Where x is made by attention or by a gated unit, rows of the values, or of the factor that passes no
 activation function, do the same: z = P ((V - mean) · factor). Where these rows have no fp32 scale each, the factors are
 powers of two, which scales of any block take in exactly. A Linear in 16 bit that reads the same x gets W / factor and
-b + W mean instead. Which Linears share an input, and what makes it, says the family's row.
+b + W mean instead. The family's row says which Linears share an input, and which make it.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ _WIDENED = 0.2  # of 16 bit that were codes, of 4 bits too
 _GAINED = 0.97  # of the error, at most, is left by factors that are no coincidence
 _OF_BF16 = 2**-8
 _FOLDED = 0.3  # the most error that factors of rows or columns leave
+_SAME_FACTOR = 0.02
 _TURNS = 4  # of rows and columns, in which their factors are found
 
 
@@ -220,7 +221,7 @@ class _Rows:
         return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
 
     @property
-    def have_scales(self) -> bool:
+    def have_row_scales(self) -> bool:
         """True if each row has one fp32 scale."""
         return isinstance(self.found, QuantTensors) and self.found.scheme.weights.has_row_scale
 
@@ -380,7 +381,7 @@ def _against(
         ways = sorted(either, key=lambda each: each.left)
         factors = next((each for each in ways if _explains(each, gained, read, truth, bound, rows)), None)
         if factors is None and gained:
-            both = _factors_of_both(read, truth, powers_of_two=rows is None or not rows.have_scales)
+            both = _factors_of_both(read, truth, powers_of_two=rows is None or not rows.have_row_scales)
             factors = both if both is not None and _explains(both, gained, read, truth, bound, rows) else None
         if factors is not None:
             sure = wrong.rows if wrong and factors.columns is None else None
@@ -544,7 +545,7 @@ def _relative(read: Tensor, truth: Tensor) -> float:
 def _are_multiples(read: Tensor, truth: Tensor, by: Tensor) -> Tensor:
     """Return which rows (N,) are further from the base by their factor than rounding takes them.
 
-    by: (N,), that bring them nearest to the base. What is left of the difference then is the rounding of the row.
+    by: (N,), that bring them nearest to the base. The difference that remains is the row's rounding.
     """
     left = (read * by[:, None] - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-30)
     return (by - 1).abs() > left.clamp(min=_FACTOR_OF_8_BITS)
@@ -564,22 +565,28 @@ def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
 def _factors_of_both(read: Tensor, truth: Tensor, powers_of_two: bool) -> Factors | None:
     """Return factors for the rows and for the columns that together bring a reading nearest to the base.
 
-    Those of columns have the geometric mean 1, as those that were folded do. None where all rows have the factor 1, or
-    with too few rows or columns. powers_of_two: for the rows, as scales of blocks take them in.
+    Most rows have the factor 1, or those of columns the geometric mean 1, as those that were folded do. None where all
+    rows have the factor 1, or with too few rows or columns. powers_of_two: for the rows, as scales of blocks take them
+    in.
     """
     if min(read.shape) < 32:
         return None
     sizes = truth.norm(dim=1, keepdim=True) / read.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    rounded = _power_of_two if powers_of_two else torch.Tensor.float
-    rows = rounded(sizes / sizes.median().clamp(min=1e-30))
+
+    def near(by: Tensor) -> Tensor:
+        return _power_of_two(by) if powers_of_two else by
+
+    rows = near(sizes / sizes.median().clamp(min=1e-30))
     columns = torch.ones(1, read.shape[1], dtype=torch.float32)
     for _ in range(_TURNS):
         scaled = read * rows
         columns = (scaled * truth).sum(0, keepdim=True) / scaled.square().sum(0, keepdim=True).clamp(min=1e-30)
         scaled = read * columns
-        rows = rounded((scaled * truth).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True).clamp(min=1e-30))
+        rows = near((scaled * truth).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True).clamp(min=1e-30))
     columns = torch.where(columns > 0, columns, 1.0)  # of what was read as zeros
-    common = rounded(columns.log().mean().exp())
+    plain = rows.median()  # of rows without a factor, where most have none, as in joined q, k and v
+    is_plain = ((rows / plain - 1).abs() < _SAME_FACTOR).float().mean() > 0.5
+    common = 1 / plain if is_plain and not powers_of_two else near(columns.log().mean().exp())
     rows, columns = rows * common, columns / common
     if (rows == 1).all():
         return None

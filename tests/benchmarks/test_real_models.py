@@ -157,7 +157,9 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
 def test_no_result_is_lost(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(real_models.main.params[0], "type", real_models.click.STRING)
     file = tmp_path / "rows.json"
-    old = {"inputs": {}, "layers": [{"row": "old", "formats": "f"}], "whole": [{"row": "old", "formats": "f"}]}
+    row = {"row": "old", "formats": "f"}
+    values = {"group": "0", "layer": "a", "bits": 4, "db": 1, "median_db": 1, "low_db": 1}
+    old = {"inputs": {}, "layers": [row | values], "whole": [row]}
     packages = {"toy": {}, "gone": {}, "odd": {"older": {}}}
     known = {name: {"packages": found, "commit": "abc", **old} for name, found in packages.items()}
     file.write_text(json.dumps(known))
@@ -179,7 +181,7 @@ def test_a_file_of_another_kind_is_named_and_left(text, toys, tmp_path):
     file.write_bytes(text.encode("latin-1"))
     for words in (("--recipe", "fp8", "--json", file), ("--write-tables", file)):
         done = run(*words)
-        assert done.exit_code == 1 and f"{file}: no result of this benchmark" in done.output, done.output
+        assert done.exit_code == 1 and f"{file}: no result of this version" in done.output, done.output
     assert file.read_bytes() == text.encode("latin-1")
 
 
@@ -192,7 +194,7 @@ def test_tables_of_few_networks_are_not_written(toys, tmp_path):
 def test_tables_hold_the_means_the_worst_layer_and_the_whole():
     def layer(row, name, db, median):
         values = {"bits": 4.5, "db": db, "median_db": median, "low_db": median - 1}
-        return {"formats": "w-nvfp4", "row": row, "group": "01"[name == "b"], "layer": name, **values}
+        return {"formats": "w-nvfp4", "row": row, "group": "1" if name == "b" else "0", "layer": name, **values}
 
     layers = [
         *(layer("RTN", "a", 20.0, 20.0), layer("RTN", "b", 22.0, 21.0)),

@@ -271,6 +271,7 @@ def as_written(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     "excluded",
     [

@@ -137,6 +137,16 @@ def check_distant_heads(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     assert_same_bytes(found, kernels.quantize_operands(*whole, tile=QUANTIZE))
 
 
+def check_vanishing(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of the scales of q and k is below fp32's smallest number: all keys count alike, and no others."""
+    q, k, v = inputs(1, 17, 17, 2)
+    operands = reference.quantize_operands(q * 1e-25, k * 1e-25, v)
+    with poisoned(kernels, monkeypatch):
+        o = kernels.attend(operands, 17, 17, SCALE, torch.float32, tile=TILE)
+    wrong = ~((o - reference.attend(operands, 17, 17, SCALE, torch.float32)).abs() < 1e-3)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ"
+
+
 SHAPES = [(1, 1, 1, 1), (1, 17, 130, 2), (2, 130, 128, 1), (1, 128, 17, 3)]
 
 
@@ -161,11 +171,23 @@ def test_attention_is_within_its_bound_of_float64(
     check_attention(kernels_attention, monkeypatch, shape, dtype)
 
 
+def test_scales_that_vanish_leave_the_mean_of_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_vanishing(kernels_attention, monkeypatch)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_that_is_not_above_0_is_refused(scale: float) -> None:
+    x = torch.ones(1, 4, 2, 64)
+    for op in (reference.attention_fp8, partial(kernels_attention.attention_fp8, tile=TILE, quantize_tile=QUANTIZE)):
+        with pytest.raises(ValueError, match="expected a finite number above 0"):
+            op(x, x, x, scale=scale)
+
+
 TILES = {
+    "sums split": replace(TILE, acc_split=KEY_BLOCK),
     "as tall as a block": replace(TILE, m=128),
     "short": replace(TILE, m=32),
     "heads of 128": replace(TILE, k=128),
-    "sums split": replace(TILE, acc_split=KEY_BLOCK),
     "unit scales": replace(TILE, unit_scales=True),
 }
 
@@ -225,6 +247,7 @@ BAD_INPUT = {
     "columns of other heads": ({}, {"quantize_tile": Tile(64, 128, 4)}, "expected 64 columns"),
     "fewer keys than a block": ({}, {"tile": replace(TILE, n=64)}, r"n = 128 and k = D = 64"),
     "a tile of other heads": ({}, {"tile": replace(TILE, k=128)}, "the tile is 64 x 128 x 128"),
+    "sums of half a block": ({}, {"tile": replace(TILE, acc_split=64)}, "acc_split 64"),
     "a tile over two blocks": ({}, {"tile": replace(TILE, m=256)}, "m that divides 128"),
 }
 
@@ -240,6 +263,8 @@ def test_input_that_the_kernels_do_not_take_is_named(case: str) -> None:
 
 # Faults: the text `old` (which must occur once) becomes `new`, and the check must notice.
 even = partial(check_attention, shape=(1, 17, 256, 2))
+split = partial(even, tile=replace(TILE, acc_split=KEY_BLOCK))
+vanishing = check_vanishing
 codes, far = check_codes, check_distant_heads
 one = partial(check_attention, shape=(1, 17, 17, 2))
 FAULTS: dict[str, tuple[str, str, Callable]] = {
@@ -261,11 +286,18 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "k's scale of the first block": ("tl.load(k_scale + block)", "tl.load(k_scale)", check_attention),
     "v's scale of another head": ("tl.load(v_scale + head * D", "tl.load(v_scale + head % H * D", check_attention),
     "scale of the logits twice": ("* log2_scale\n", "* log2_scale * log2_scale\n", check_attention),
-    "maximum of this block": ("new = tl.maximum(highest, tl.max(t, 1))", "new = tl.max(t, 1)", check_attention),
+    "maximum of this block": ("tl.maximum(highest, tl.max(t, 1) * by)", "tl.max(t, 1) * by", check_attention),
     "sum not corrected": ("total = total * correction + ", "total = total + ", check_attention),
     "products not corrected": ("acc = acc * correction[:, None]", "acc = acc * 1.0", even),
-    "p not scaled": ("+ P_EXPONENT)", "+ 0.0)", check_attention),
-    "weights in 16 bit": ("p.to(tl.float8e4nv), values", "p.to(tl.float16), values.to(tl.float16)", check_attention),
+    "p not scaled": ("(P_EXPONENT - new)", "(0.0 - new)", check_attention),
+    "weights in 16 bit": (
+        "add_product(acc, p.to(tl.float8e4nv), values,",
+        "add_product(acc, p.to(tl.float16), values.to(tl.float16),",
+        even,
+    ),
+    "products of a block not corrected": ("tl.fma(acc, correction[:, None], part)", "acc + part", split),
+    "a block's products lost": ("acc = tl.fma(acc, correction[:, None], part)", "acc = part", split),
+    "no guard of -inf": ("tl.where(by == 0, LEAST, by)", "by", vanishing),
     "base e": ("p = tl.exp2(", "p = tl.exp(", check_attention),
     "o by head": ("((head // H * S + rows)[:, None] * H + head % H)", "(head * S + rows)[:, None]", check_attention),
     "no mask of queries": ("mask=(rows < S)[:, None])", "mask=(rows >= 0)[:, None])", check_attention),

@@ -78,6 +78,7 @@ def with_biases(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("family", WITH_PRODUCERS, ids=lambda family: family.name)
 def test_what_is_folded_changes_nothing(family, family_inputs):
     torch.manual_seed(0)

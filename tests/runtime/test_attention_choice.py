@@ -201,6 +201,7 @@ IN_16_BIT = {
     "cross-attention": {"key": heads(5), "value": heads(5, seed=3)},
     "heads that share keys": {"key": heads(9, 1), "value": heads(9, 1, 3), "enable_gqa": True},
     "tensors of torch.float64": {name: x.double() for name, x in {"query": Q, "key": K, "value": V}.items()},
+    "a scale of -0.1": {"scale": -0.1},
     "gradients": {"query": Q.clone().requires_grad_()},
 }
 

@@ -12,6 +12,7 @@ backend `native`, which is PyTorch's attention in 16 bit; the log says once why.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +85,8 @@ def _why_16_bit(q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> str:
         return "cross-attention, which fp8 is not for"
     if how.get("attn_mask") is not None or how.get("is_causal"):
         return "a mask"
+    if (scale := how.get("scale")) is not None and not 0 < scale < math.inf:
+        return f"a scale of {scale}"
     if how.get("return_lse"):
         return "log-sum-exps, which the fp8 op does not return"
     if how.get("dropout_p"):

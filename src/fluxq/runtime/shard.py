@@ -4,7 +4,7 @@
     row parallel      every rank holds some columns (K) of W, and y is a sum over ranks:  y = Σ_r x_r W_r^T + b
 
 Codes and block scales are cut where blocks end, so that every shard is a QuantLinear of the same scheme and no number
-in it changes. What a token's scale depends on is its whole row, so row parallel ranks agree on the amax first.
+in it changes. A token's scale depends on its whole row, so row parallel ranks agree on the amax first.
 """
 
 from __future__ import annotations
