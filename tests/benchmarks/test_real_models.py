@@ -149,7 +149,7 @@ def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys,
     assert toy["inputs"]["0.down"]["alone_db"]["nvfp4"] > down_db
 
     kept = run("--json", tmp_path / "rows.json", "--recipe", "nvfp4")
-    assert "toy: kept, measured at" in kept.output and "gone: not measured" in kept.output
+    assert "toy: kept, last measured at" in kept.output and "gone: not measured" in kept.output
     for more in (("--again", "--recipe", "nvfp4"), ("--recipe", "nvfp4", "--recipe", "fp8")):
         assert "toy: a toy" in run("--json", tmp_path / "rows.json", "--network", "toy", *more).output
 
