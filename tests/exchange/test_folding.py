@@ -1,4 +1,4 @@
-"""What values carry, projections take back: sound where all of them agree, a fault where one is otherwise."""
+"""Values and projections of an attention: sound where all agree on factors and mean, a fault where one does not."""
 
 from pathlib import Path
 
