@@ -231,7 +231,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "plan: smoothing that does not fold": Fault(
         "recipes/plan.py",
-        "scheme.weights.block != (1, 0):",
+        "not scheme.weights.has_row_scale:",
         "scheme.weights.block[0] != 1:",
         _in("recipes/test_plan.py", "test_portable_smooths_nothing_that_would_not_fold_exactly"),
     ),
@@ -683,6 +683,30 @@ FAULTS: dict[str, Fault] = {
             "exchange/test_export.py",
             "test_values_and_projections_in_16_bit_take_part_in_a_fold[transformer_blocks.*.attn.to_add_out]",
         ),
+    ),
+    "plan: block scales take any factor": Fault(
+        "recipes/plan.py",
+        "powers_of_two=not takes_any)",
+        "powers_of_two=False)",
+        _in("recipes/test_plan.py", "test_values_with_an_fp32_scale_for_each_row_take_any_factor_in[nvfp4-True]"),
+    ),
+    "folding: single channels may have any factor": Fault(
+        "quantize/exchange/folding.py",
+        "<= _FEW and off.max() <= _FAR)\n\n\ndef differ",
+        "<= 1)\n\n\ndef differ",
+        _in("exchange/test_folding.py", "test_values_and_projections_agree[fp8-fp8-squared]"),
+    ),
+    "folding: one value may lack the mean": Fault(
+        "quantize/exchange/folding.py",
+        "if rows is None:\n                continue",
+        "if rows is None or path:\n                continue",
+        _in("exchange/test_folding.py", "test_values_and_projections_agree[fp8-fp8-one value lacks the mean]"),
+    ),
+    "folding: biases of values may lack their factors": Fault(
+        "quantize/exchange/folding.py",
+        "if by is not None and makes_values and name not in wrong",
+        "if by is not None and not makes_values and name not in wrong",
+        _in("exchange/test_folding.py", "test_values_and_projections_agree[fp8-fp8-biases of values are the base's]"),
     ),
     "folding: a mean that values lack is not looked for": Fault(
         "quantize/exchange/folding.py",
