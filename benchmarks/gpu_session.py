@@ -281,7 +281,7 @@ def _blocks(session: Session, seconds: float) -> list[Sequence[str]]:
     if missing_packages():
         return []
     if session.dry_run:
-        return _pytest(session, "blocks", 1, str(ROOT / "tests" / "runtime" / "test_fused_kernels.py"))
+        return _pytest(session, "blocks", 1, "--run-all", str(ROOT / "tests" / "runtime" / "test_fused_kernels.py"))
     return _pytest(session, "blocks", min(4, session.shards), "--run-all", *gpu_tests())
 
 
