@@ -272,7 +272,7 @@ ONE_CHANNEL = (torch.arange(64) == 5).float()
 BAD_INPUTS = {  # factors of fitting and held-out tokens, what the record says
     "too large for a Gram": (1e25, 1e25, "its input reaches .*e+27, too much for a Gram matrix in fp32"),
     "one channel too large": (1 + 1e20 * ONE_CHANNEL,) * 2 + ("too much for a Gram matrix in fp32",),
-    "too small for a Gram": (1e-25, 1e-25, "the Gram matrix of this input is zero or not finite"),
+    "too small for fp32": (1e-25, 1e-25, "its outputs are too small to be compared in fp32"),
     "dead where it is fitted": (0, 1, "the Gram matrix of this input is zero or not finite"),
     "dead": (0, 0, "its input is always zero"),
     "dead where it is judged": (1, 0, None),
