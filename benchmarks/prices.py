@@ -1,7 +1,6 @@
 """Effect of a recipe's price of time (`gate: db_per_percent`): output SQNR and modelled time of single layers.
 
     python -m benchmarks.prices --json benchmarks/prices.json     drawn layers, and those of two trained networks
-
     python -m benchmarks.prices --write-table benchmarks/prices.json     the table of recipes/README.md
 
 A low price keeps stages that bring little for their time, a high one leaves out stages that bring much. The gate judges
@@ -20,7 +19,8 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.layers.compare import COMPONENT, Case, Measured, Row, Synthetic, measure
+from benchmarks.layers.compare import COMPONENT, Case, Measured, Row, Synthetic, formats_of, measure
+from benchmarks.pages import between
 from benchmarks.real.networks import NETWORKS
 from benchmarks.real.packages import Unavailable
 from benchmarks.real_models import cases_of, planned_in, short
@@ -76,8 +76,7 @@ def main(
 ) -> None:
     """Compare prices of time."""
     if results is not None:
-        before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-        write_text(PAGE, f"{before}{MARK}{table(read_json(results))}\n{MARK}{after}")
+        write_text(PAGE, between(PAGE.read_text(encoding="utf-8"), MARK, MARK, table(read_json(results))))
         return
     torch.set_num_threads(1)
     try:
@@ -128,10 +127,8 @@ Planned = Mapping[Key, Sequence[LayerPlan]]
 
 def _row(name: str, price: float) -> Row:
     recipe = load_recipe(name)[1]
-    part = recipe.components[COMPONENT]
-    formats = f"{part.weights.row.name}-{part.activations.row.name if part.activations else '16bit'}"
     gate = recipe.gate.model_copy(update={"db_per_percent": price})
-    return Row(formats, name, recipe.model_copy(update={"gate": gate}))
+    return Row(formats_of(recipe.components[COMPONENT]), name, recipe.model_copy(update={"gate": gate}))
 
 
 def _drawn(drawings: int, size: int, rows: Mapping[Key, Row]) -> Iterator[tuple[Case, Planned]]:

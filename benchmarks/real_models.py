@@ -17,7 +17,6 @@ networks here such a norm often feeds a residual too, and could not take a facto
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,11 +40,12 @@ from benchmarks.layers.compare import (
     rows_of,
 )
 from benchmarks.layers.peers import output_db
+from benchmarks.pages import between
 from benchmarks.real.networks import NETWORKS, Group, Network, Opened
 from benchmarks.real.packages import PACKAGES, Unavailable, cache_folder
 from fluxq.base.console import first_line, progress
 from fluxq.base.devices import commit, versions
-from fluxq.base.files import write_json, write_text
+from fluxq.base.files import read_json, write_json, write_text
 from fluxq.calibrate.inputs import InputsBuilder
 from fluxq.kernels.encode import input_scale_for
 from fluxq.kernels.linear import QuantLinear, channels_last, is_linear
@@ -138,7 +138,7 @@ def default_rows() -> list[Row]:
 def read_report(file: Path) -> dict[str, Any]:
     """Read a result file; click.ClickException for one that this benchmark did not write."""
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = read_json(file)
         for known in report.values():
             _ = known["packages"], known["commit"]
             if "unavailable" not in known:
@@ -373,8 +373,7 @@ def _kurtosis(values: Tensor) -> float:
 
 def with_tables(page: str, report: Mapping[str, Any]) -> str:
     """Return a page's text with its tables made anew."""
-    before, _, after = page.split(MARK)
-    return f"{before}{MARK}{tables(report)}\n{MARK}{after}"
+    return between(page, MARK, MARK, tables(report))
 
 
 def tables(report: Mapping[str, Any]) -> str:

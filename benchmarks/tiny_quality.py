@@ -39,6 +39,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import fluxq
+from benchmarks.pages import between
 from benchmarks.rescaled import write_rescaled
 from fluxq import tiny
 from fluxq.base.devices import commit, versions
@@ -384,12 +385,8 @@ def limits(interval: Interval) -> list[float]:
 def with_tables(page: Path, found: Mapping[str, Any]) -> str:
     """A page's text with its table made anew."""
     name, make = TABLES[page]
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-    before, opened, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not opened or not closed:
-        raise ValueError(f"{page.name} has no place for a table: {begin.strip()} … {end}")
-    return f"{before}{begin}{make(found)}\n{end}{after}"
+    text = page.read_text(encoding="utf-8")
+    return between(text, f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->", make(found))
 
 
 def quality_table(found: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.workloads import ATTENTIONS, BASELINE, FLUX_STEP, LAYERS, PRODUCTS, Case, Shape
+from benchmarks.pages import between
 from fluxq.kernels import dispatch
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.op import Op
@@ -262,12 +263,7 @@ def time_table(results: dict[str, Any], only: Callable[[dict], bool] = lambda ro
 def with_tables(text: str) -> str:
     """kernels/README.md with its tables made anew."""
     for name, make in (("kernels", offered_table), ("measured", measured_tables)):
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, opening, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not opening or not closed:
-            raise ValueError(f"{README.name} has no place for a table: {begin.strip()} … {end}")
-        text = f"{before}{begin}{make()}\n{end}{after}"
+        text = between(text, f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->", make())
     return text
 
 

@@ -161,6 +161,11 @@ def _bits(component: Component) -> int:
     return component.weights.row.element.bits
 
 
+def formats_of(component: Component) -> str:
+    """Return the formats of weights and activations, in one word."""
+    return f"{component.weights.row.name}-{component.activations.row.name if component.activations else '16bit'}"
+
+
 def rows_of(names: Sequence[str]) -> list[Row]:
     """Return rows by formats, in the order of the recipes: rounded to nearest, references, the recipes themselves."""
     groups: dict[str, list[Row]] = {}
@@ -168,8 +173,7 @@ def rows_of(names: Sequence[str]) -> list[Row]:
         stem, recipe = _checked("--recipe", lambda name=name: load_recipe(name))
         if COMPONENT not in recipe.components:
             raise click.BadParameter(f"{name}: says nothing about a {COMPONENT}", param_hint="--recipe")
-        part = recipe.components[COMPONENT]
-        formats = f"{part.weights.row.name}-{part.activations.row.name if part.activations else '16bit'}"
+        formats = formats_of(recipe.components[COMPONENT])
         if formats not in groups:
             groups[formats] = [Row(formats, name, made) for name, made in _references(recipe)]
         row = Row(formats, f"{stem} {recipe.profile}", recipe)

@@ -125,7 +125,7 @@ def _factors_left(
             columns |= dict.fromkeys(names, whole)
             carrying.setdefault(first.producers, names[0])
             lacking = f"its rows carry no factors, though the columns of {names[0]} do, which reads what it makes"
-            lack = {name for path, _ in first.producers for name in linears if path in linears[name].modules} - makers
+            lack = {name for path, _ in first.producers if (name := _holder(path, linears))} - makers
             found |= {name: lacking for name in lack if name not in found}
     for name, each in linears.items():
         if each.producers and each.producers in carrying and name not in columns and name not in found:
@@ -237,7 +237,7 @@ def _of_values(
             if has_strays(base + each.base() @ mean, base, _STRAY * each.cast):
                 found[name] = "its bias lacks W · mean, which other Linears that read these values have"
         for path, producer in producers:
-            name = next((name for name, each in linears.items() if path in each.modules), "")
+            name = _holder(path, linears)
             rows = _rows_for(linears[name], path, producer, len(mean)) if name in pairs and producer.shifts else None
             if rows is None:
                 continue
@@ -261,13 +261,18 @@ def _rows_of(each: Linear) -> Tensor:
     return torch.ones(each.shape[0], dtype=torch.float32) if by is None else by
 
 
+def _holder(path: str, linears: Mapping[str, Linear]) -> str:
+    """Return the Linear of the file that holds a module of diffusers; "" for none."""
+    return next((name for name, each in linears.items() if path in each.modules), "")
+
+
 def _modulation_of(reader: Linear, linears: Mapping[str, Linear]) -> tuple[str, tuple[slice, slice]] | None:
     """Return what makes shift and scale of the input of a Linear, and its rows for each; None where no row says."""
     if reader.modulated_by is None:
         return None
     path, modulation = reader.modulated_by
-    maker = next((name for name, each in linears.items() if path in each.modules), None)
-    return None if maker is None else (maker, modulation.rows(linears[maker].shape[0], reader.shape[1]))
+    maker = _holder(path, linears)
+    return None if not maker else (maker, modulation.rows(linears[maker].shape[0], reader.shape[1]))
 
 
 def _is_scaled(own: Tensor, base: Tensor, by: Tensor, one: int) -> bool:
