@@ -24,7 +24,7 @@ def printed(monkeypatch, capsys):
     def run(columns: int | None, header=HEADER, rows=ROWS, **how) -> list[str]:
         monkeypatch.setattr(show.sys.stdout, "isatty", lambda: columns is not None, raising=False)
         size = os.terminal_size((columns or 80, 24))
-        monkeypatch.setattr(show.shutil, "get_terminal_size", lambda: size)
+        monkeypatch.setattr(show.shutil, "get_terminal_size", lambda *fallback, **named: size)
         show.print_table(header, rows, **how)
         return [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in capsys.readouterr().out.splitlines()]
 
