@@ -162,7 +162,11 @@ def values_folded(layers: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         for name in (f"{block}.attn.to_v", f"{block}.attn.add_v_proj"):
             if name in made:
                 weight, bias = made[name]
-                made[name] = weight * factors[:, None], (factors * (bias.float() - mean)).bfloat16()
+                q = layers[name].quantized_weight
+                weight = weight * factors[:, None]
+                if q.format.scale == "fp32":  # whose scales take any factor in: rounded before codes are multiplied
+                    weight = replace(q, scale=q.scale * factors).dequantize()
+                made[name] = weight, (factors * (bias.float() - mean)).bfloat16()
     return made
 
 
