@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.pages import between
 from fluxq.recipes.cost import QUERY_AND_KEY, STREAMS, ForwardPass, Step, code_bytes, forward_pass, route, steps
 from fluxq.recipes.devices import Device, Efficiency, find_device
 from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan
@@ -215,11 +216,9 @@ def _rounded(times: Mapping[str, float]) -> dict[str, float]:
 def with_tables(page: str, found: Mapping[str, Any]) -> str:
     """A page with the tables of what `modelled` found between their marks."""
     for mark, rows in _tables(found).items():
-        before, _, rest = page.partition(f"<!-- {mark}: begin -->\n")
-        _, _, after = rest.partition(f"<!-- {mark}: end -->")
         header, *body = rows
-        lines = [_line(header), "|---" * len(header) + "|", *map(_line, body)]
-        page = "\n".join([f"{before}<!-- {mark}: begin -->", *lines, f"<!-- {mark}: end -->{after}"])
+        table = "\n".join([_line(header), "|---" * len(header) + "|", *map(_line, body)])
+        page = between(page, f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->", table)
     return page
 
 

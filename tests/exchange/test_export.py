@@ -163,9 +163,10 @@ def values_folded(layers: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
             if name in made:
                 weight, bias = made[name]
                 q = layers[name].quantized_weight
-                weight = weight * factors[:, None]
-                if q.format.scale == "fp32":  # whose scales take any factor in: rounded before codes are multiplied
+                if q.format.scale == "fp32":  # the scales take any factor in, and are rounded before they multiply
                     weight = replace(q, scale=q.scale * factors).dequantize()
+                else:
+                    weight = weight * factors[:, None]
                 made[name] = weight, (factors * (bias.float() - mean)).bfloat16()
     return made
 
