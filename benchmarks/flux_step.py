@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]  # fluxq need not be installed
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks")]  # fluxq need not be installed
 
 import click  # noqa: E402
 import flux_modelled  # noqa: E402

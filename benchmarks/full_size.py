@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))  # fluxq need not be installed
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # fluxq need not be installed
 
 import click  # noqa: E402
 import torch  # noqa: E402
