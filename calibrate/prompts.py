@@ -21,8 +21,9 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger, path_near
-from fluxq.base.files import is_text, require_modest, sha256_file, sha256_json, stamps
+from fluxq.base.files import is_text, sha256_file, sha256_json, stamps
 from fluxq.base.model import LARGEST, PROMPTS_FILE, ModelFolder, whole_number
+from fluxq.base.untrusted_yaml import require_modest
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -20,7 +20,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean, path_near
-from fluxq.base.files import require_modest, sha256_json
+from fluxq.base.files import sha256_json
+from fluxq.base.untrusted_yaml import require_modest
 from fluxq.recipes.computing import Attention, Steps, Strict
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format

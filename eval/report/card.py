@@ -13,8 +13,8 @@ import yaml
 
 from fluxq.base.console import amount, code, escaped, first_line
 from fluxq.base.download import HUB_ID
-from fluxq.base.files import front_matter
 from fluxq.base.output import is_sealed, seal, unsealed
+from fluxq.base.untrusted_yaml import front_matter
 from fluxq.eval.metrics.figures import limits
 from fluxq.eval.metrics.schema import Metric, Report, Run
 from fluxq.eval.report.markdown import metric_table, summary_table, verdict_lines

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import did_you_mean, first_line, logger, say_once, without_loading_bars
 from fluxq.base.download import download, require_hub_id
-from fluxq.base.files import is_text, license_of, read_json, sha256_file, sha256_json, stamps
+from fluxq.base.files import is_text, read_json, sha256_file, sha256_json, stamps
 from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
+from fluxq.base.untrusted_yaml import license_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
