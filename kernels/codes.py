@@ -1,8 +1,8 @@
 """Tiles of fp32 values to codes and scales: what every kernel that quantizes activations does after its load.
 
-Nothing is left to a conversion instruction, because chips differ in them: rounding is fp32 addition of a number so
-large that the sum's last bit is the code's last bit. Maxima are taken of the bits of |v| as integers, where
-NaN > infinity > every number. Sums that choose a scale have one order on every chip.
+Every chip gives the same bytes. Rounding is fp32 addition of a number so large that the sum's last bit is the code's
+last bit; NVIDIA's instructions for E4M3, from sm_89 on, and E2M1, from sm_100 on, take its place there. Quotients are
+products with a reciprocal, corrected to the code of a division (`quotient`). Sums that choose a scale have one order.
 
 `tile` counts tiles of COLUMNS columns, and `rows` (ROWS,) are int64. References: kernels/encode.py and
 quantize_activation/op.py.
@@ -19,6 +19,38 @@ import triton.language as tl
 from fluxq.kernels.dequantize.kernel import decode_e4m3
 
 TRITON_3_6 = tl.constexpr(triton.__version__.startswith("3.6."))
+INTEGER = tl.constexpr(1.5 * 2.0**23)  # to which a sum's last bit counts ones
+# PTX that rounds two fp32 numbers to 16 bit and back; Triton's casts take an instruction of a slow unit for each.
+ROUND_BF16 = tl.constexpr("{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }")
+ROUND_FP16 = tl.constexpr(
+    "{ .reg .b32 p; .reg .b16 a, b; cvt.rn.f16x2.f32 p, $3, $2; "
+    "mov.b32 {a, b}, p; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+)
+
+# PTX for E4M3 from sm_89 on, where Triton's own cast may round twice: codes of four numbers.
+CODE_E4M3 = tl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+    "mov.b32 $0, {a, b}; }"
+)
+# PTX for E2M1: two numbers to a byte of codes; and rounded to the values of their codes.
+CODE_E2M1 = tl.constexpr("{ .reg .b8 b; cvt.rn.satfinite.e2m1x2.f32 b, $2, $1; cvt.u32.u8 $0, b; }")
+ROUND_E2M1 = tl.constexpr(
+    "{ .reg .b8 b; .reg .b32 p; .reg .b16 x, y; cvt.rn.satfinite.e2m1x2.f32 b, $3, $2; cvt.rn.f16x2.e2m1x2 p, b; "
+    "mov.b32 {x, y}, p; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }"
+)
+
+
+@triton.jit
+def rounded(v, x):
+    """Round fp32 v as a tensor of the dtype of pointer x would."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    if dtype == tl.float32:
+        return v
+    elif tl.target_info.cuda_capability_geq(8, 0):
+        text: tl.constexpr = ROUND_BF16 if dtype == tl.bfloat16 else ROUND_FP16
+        return tl.inline_asm_elementwise(text, "=r,=r,r,r", [v], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return v.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -59,6 +91,15 @@ def computed_once(values, HADAMARD: tl.constexpr):
 
 
 @triton.jit
+def amax_bits(held, TILES: tl.constexpr):
+    """Return the bits of max |v| of each row (ROWS,), int32, over all tiles (ROWS, COLUMNS): NaN is above infinity."""
+    largest = tl.abs(held[0])
+    for tile in tl.static_range(1, TILES):
+        largest = tl.maximum(largest, tl.abs(held[tile]), propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(largest.to(tl.int32, bitcast=True), 1)
+
+
+@triton.jit
 def row_step(amax, LARGEST: tl.constexpr):
     """Return the scale of int8 and fp8 from the bits of amax: amax / LARGEST, NaN for infinity and NaN."""
     return nan_unless_finite(amax, amax_scale(amax, LARGEST))
@@ -71,11 +112,18 @@ def row_global(amax, FOUR_OVER_SIX: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT: tl.constexpr, COLUMNS: tl.constexpr):
+def quantize_rows_tile(
+    values, step, codes, rows, tile, M, K, ELEMENT: tl.constexpr, SCALE_GIVEN: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Store RNE(v / step) for fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; step (ROWS,)."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    code = encode(tl.div_rn(values, step[:, None]), ELEMENT)
+    quotients = quotient(values, step[:, None], SCALE_GIVEN)
+    if ELEMENT == "int8" and not SCALE_GIVEN:
+        # |v / step| < 127.5, or NaN in all of the row: the sum's low byte is the code.
+        code = (quotients + INTEGER).to(tl.int32, bitcast=True) & tl.where(step == step, 0xFF, 0)[:, None]
+    else:
+        code = encode(quotients, ELEMENT)
     tl.store(codes + rows[:, None] * K + columns[None, :], code.to(codes.dtype.element_ty), mask=mask)
 
 
@@ -91,6 +139,7 @@ def quantize_blocks_tile(
     K,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALE_GIVEN: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,
     SWIZZLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -106,9 +155,9 @@ def quantize_blocks_tile(
     amax = tl.max(magnitude_bits(blocks), 2)  # (ROWS, COLUMNS / GROUP)
     if FORMAT == "nvfp4":
         byte = nvfp4_scale(amax, g[:, None], 6.0)
-        scaled = tl.div_rn(blocks, (decode_e4m3(byte) * g[:, None])[:, :, None])
+        scaled = quotient(blocks, (decode_e4m3(byte) * g[:, None])[:, :, None], SCALE_GIVEN)
         if FOUR_OVER_SIX:
-            byte, scaled = four_over_six(blocks, amax, g, byte, scaled, ROWS, COLUMNS, GROUP)
+            byte, scaled = four_over_six(blocks, amax, g, byte, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
     else:
         byte = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
         scaled = blocks * nan_unless_finite(amax, power_of_two(254 - byte))[:, :, None]  # exact, as x / s is
@@ -127,10 +176,37 @@ def quantize_blocks_tile(
         code = encode(scaled, "e4m3").to(tl.uint8)
         tl.store(codes + rows[:, None] * K + columns[None, :], code, mask=mask)
     else:
-        low, high = tl.split(tl.reshape(encode(scaled, "e2m1"), (ROWS, COLUMNS // 2, 2)))
+        low, high = tl.split(tl.reshape(scaled, (ROWS, COLUMNS // 2, 2)))
         pairs = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         mask = (rows < M)[:, None] & (pairs < K // 2)[None, :]
-        tl.store(codes + rows[:, None] * (K // 2) + pairs[None, :], (low | (high << 4)).to(tl.uint8), mask=mask)
+        tl.store(codes + rows[:, None] * (K // 2) + pairs[None, :], encode_pairs(low, high).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def quotient(v, step, OVERFLOWS: tl.constexpr):
+    """Return v / step: the number that a division gives, or one beside it that has the same code.
+
+    step > 0 or NaN, of a shape that broadcasts to v's. The product with the reciprocal leaves a rest: one multiply-add
+    gives it exactly, another corrects the product by it (Markstein, IBM J. Res. Dev. 34, 1990). `unit` keeps the
+    reciprocal, and the rest where it matters, away from subnormal numbers; the signs keep -0 a -0. OVERFLOWS: the
+    quotient may be infinite though v is not, as it may be under a given scale.
+    """
+    unit = tl.where(step < 2.0**-90, 2.0**60, tl.where(step > 2.0**90, 2.0**-60, 1.0))
+    step = step * unit
+    inverse = tl.div_rn(-1.0, step)
+    negative = v * -unit
+    first = negative * inverse
+    step = tl.where(step == float("inf"), 0.0, step)  # zeros are left, as of a division
+    second = tl.fma(tl.fma(first, step, negative), inverse, first)
+    return tl.where(tl.abs(first) == float("inf"), first, second) if OVERFLOWS else second
+
+
+@triton.jit
+def part_of(v, WHOLE: tl.constexpr):
+    """Return v / WHOLE, rounded as a division rounds it, for an integer WHOLE: as `quotient`, by a constant."""
+    first = v * (1.0 / WHOLE)
+    second = tl.fma(tl.fma(first, WHOLE, v * -1.0), -1.0 / WHOLE, first)
+    return tl.where(v == float("inf"), v, second)
 
 
 @triton.jit
@@ -142,7 +218,7 @@ def magnitude_bits(x):
 @triton.jit
 def amax_scale(amax, LARGEST: tl.constexpr):
     """Return amax / LARGEST from amax's bits; 1 for zeros, at least 2^-126, NaN stays NaN."""
-    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)
+    scale = part_of(amax.to(tl.float32, bitcast=True), LARGEST)
     scale = tl.where(scale < 2.0**-126, 2.0**-126, scale)
     return tl.where(amax == 0, 1.0, scale)
 
@@ -162,13 +238,23 @@ def nvfp4_scale(amax, g, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def four_over_six(blocks, amax, g, six, scaled, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def four_over_six(
+    blocks,
+    amax,
+    g,
+    six,
+    scaled,
+    SCALE_GIVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Return scale bytes and v / step of each block, with its amax at 6 or, if the squared error is less, at 4.
 
     six: bytes of the first scale, under which blocks are `scaled`. Errors are in units of its step; a tie goes to it.
     """
     four = nvfp4_scale(amax, g[:, None], 4.0)
-    wide = tl.div_rn(blocks, (decode_e4m3(four) * g[:, None])[:, :, None])
+    wide = quotient(blocks, (decode_e4m3(four) * g[:, None])[:, :, None], SCALE_GIVEN)
     ratio = tl.div_rn(decode_e4m3(four), decode_e4m3(six))
     least = rounding_error(tl.abs(scaled), 1.0, ROWS, COLUMNS, GROUP)
     use_four = rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) < least
@@ -213,7 +299,7 @@ def rounding_error(magnitude, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, G
     Summed pair by pair, in the reference's order on every chip: in another, candidates that nearly tie could change
     places.
     """
-    error = (round_magnitude(magnitude, 1, 1, 6.0) - magnitude) * unit
+    error = (round_e2m1(magnitude) - magnitude) * unit
     error = error * error
     for level in tl.static_range(5 if GROUP == 32 else 4):
         left, right = tl.split(tl.reshape(error, (ROWS, COLUMNS // GROUP, GROUP >> (level + 1), 2)))
@@ -239,32 +325,65 @@ def power_of_two(byte):
 def encode(v, ELEMENT: tl.constexpr):
     """Encode fp32 to unpacked codes (int32): nearest, ties to even, saturating. NaN is 0x7F in e4m3, 0 elsewhere."""
     if ELEMENT == "int8":
-        clamped = tl.where(v > 127.0, 127.0, tl.where(v < -127.0, -127.0, v))
-        code = (clamped + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 · 2^23: the sum's last bit is 1
+        clamped = tl.minimum(tl.maximum(v, -127.0), 127.0)
+        code = (clamped + INTEGER).to(tl.int32, bitcast=True) - 0x4B400000
         return tl.where(v == v, code, 0)
     elif ELEMENT == "e4m3":
-        magnitude = round_magnitude(tl.abs(v), 3, 7, 448.0)
-        code = (magnitude * 2.0**-120).to(tl.int32, bitcast=True) >> 20
-        code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 0x80, 0)
-        return tl.where(v == v, code, 0x7F)
+        if tl.target_info.cuda_capability_geq(8, 9):
+            code = tl.inline_asm_elementwise(CODE_E4M3, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
+            return code.to(tl.int32)
+        else:
+            return tl.where(v == v, float_code(v, 3, 7, 448.0), 0x7F)
     else:
-        magnitude = round_magnitude(tl.abs(v), 1, 1, 6.0)
-        code = (magnitude * 2.0**-126).to(tl.int32, bitcast=True) >> 22
-        code |= tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
-        return tl.where(v == v, code, 0)
+        return tl.where(v == v, float_code(v, 1, 1, 6.0), 0)
 
 
 @triton.jit
-def round_magnitude(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """Round a >= 0 (fp32) to the nearest value of a float with MANTISSA bits, ties to even, at most LARGEST.
+def encode_pairs(low, high):
+    """Encode fp32 to E2M1, two codes to a byte (int32); NaN is 0."""
+    if tl.target_info.cuda_capability_geq(10, 0):
+        pair = tl.inline_asm_elementwise(CODE_E2M1, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.where(low == low, pair & 0xF, 0) | tl.where(high == high, pair & 0xF0, 0)
+    else:
+        return encode(low, "e2m1") | (encode(high, "e2m1") << 4)
+
+
+@triton.jit
+def round_e2m1(a):
+    """Round a >= 0 (fp32) to the nearest value of E2M1, ties to even, at most 6."""
+    if tl.target_info.cuda_capability_geq(10, 0):
+        return tl.inline_asm_elementwise(ROUND_E2M1, "=r,=r,r,r", [a], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        a = tl.minimum(a, 6.0)
+        large = rounding_number(a, 1, 1)
+        return (a + large) - large
+
+
+@triton.jit
+def float_code(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the code (int32) of the nearest value of a float with MANTISSA bits: sign, exponent, mantissa.
+
+    The low bits of the sum count its mantissa's steps from 0, or from 2^MANTISSA where v is normal; each exponent above
+    the lowest adds 2^MANTISSA.
+    """
+    a = tl.minimum(tl.abs(v), LARGEST)
+    large = rounding_number(a, MANTISSA, BIAS)
+    exponents = (large.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((151 - MANTISSA - BIAS) << MANTISSA)
+    code = (a + large).to(tl.int32, bitcast=True) + exponents
+    SIGN: tl.constexpr = 0x80 if MANTISSA == 3 else 8  # pyright: ignore[reportAssignmentType]
+    sign = v.to(tl.int32, bitcast=True) >> (24 if MANTISSA == 3 else 28)
+    return (code & (SIGN - 1)) | (sign & SIGN)
+
+
+@triton.jit
+def rounding_number(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the fp32 number that rounds a >= 0 when it is added: to MANTISSA bits, nearest, ties to even.
 
     Adding 2^(e + 23 - MANTISSA) to a number with exponent e rounds it in the last place of its mantissa, and numbers
     below the smallest normal one, 2^(1 - BIAS), round as that one does.
     """
-    a = tl.minimum(a, LARGEST)
     exponent = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, (128 - BIAS) << 23)
-    large = (exponent + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
-    return (a + large) - large
+    return (exponent + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

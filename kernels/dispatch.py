@@ -1,7 +1,7 @@
 """Chooses what computes a quantized Linear on a GPU, from what was compiled and what was measured.
 
     int8 x int8, fp8 x fp8                        scaled_matmul, or the library's product
-    nvfp4, mxfp8, mxfp4 by themselves             block_scaled_matmul, where the chip has it
+    nvfp4, mxfp8, mxfp4 by themselves             block_scaled_matmul or the library's product, where the chip has it
     4-bit weights x int8 or fp8                   w4a8_matmul: how `prepare` holds them for `prefer: memory`
     anything else                                 weight_only_matmul: activations keep their 16 bit
 
@@ -23,11 +23,14 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from fluxq.base.console import logger
 from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
+from fluxq.kernels.library import LIBRARY, library_refusal
 from fluxq.kernels.op import Op
-from fluxq.kernels.ops import INT_MM, TORCH
+from fluxq.kernels.ops import TORCH
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import CHIPS
 from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV
 from fluxq.recipes.devices import KERNEL_FORMATS
@@ -38,7 +41,7 @@ from fluxq.recipes.formats import FORMATS, Scheme
 class Choice:
     """Implementation of a Linear.
 
-    implementation: a kernel, "torch._int_mm", "F.scaled_mm" or "torch reference".
+    implementation: a kernel, a function of LIBRARY, or "torch reference".
     activations: the format that x is rounded to first, None for none.
     reason: of this choice, and against those before it.
     fallback: whether the chip lacks the scheme's own arithmetic.
@@ -68,25 +71,30 @@ def refusal(op: str, format: str, chip: str) -> str:
 
 def require(op: str, format: str, chip: str) -> None:
     """Raise ValueError unless an op has a kernel for a format on a chip."""
-    if why := refusal(op, format, chip):
-        raise ValueError(
-            f"{op}: no kernel for {format} on {chip} ({why}); encode the operands anew with fluxq.prepare, "
-            "or compute with their dequantized form"
-        )
+    if refusal(op, format, chip):
+        raise _no_kernel(op, format, chip)
+
+
+def _no_kernel(op: str, format: str, chip: str) -> ValueError:
+    return ValueError(
+        f"{op}: no kernel for {format} on {chip} ({refusal(op, format, chip)}); encode the operands anew with "
+        "fluxq.prepare, or compute with their dequantized form"
+    )
 
 
 @functools.lru_cache(4096)
 def choose(
-    scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, row_scale: bool = False
+    scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, layout: str = ""
 ) -> Choice:
     """Choose what computes m tokens of `dtype` under a scheme on a chip; the torch reference if no candidate can.
 
-    row_scale: the layer holds the 8-bit scales per row that W4A8 needs.
+    layout: of the weight, as runtime/layout.py names it: "row scale" with the 8-bit scales per row that W4A8 needs,
+    "swizzled" with block scales in the 128x4 layout.
     """
     offered: list[Choice] = []
     refused: list[str] = []
-    for candidate in _candidates(scheme, row_scale):
-        why_not = _why_not(candidate, scheme, chip, m, n, k, dtype)
+    for candidate in _candidates(scheme, layout):
+        why_not = _why_not(candidate, scheme, chip, m, n, k, dtype, layout)
         choice = candidate[0]
         if not why_not and (not offered or choice.activations == offered[0].activations):
             offered.append(choice)  # a later candidate with other activations has another arithmetic
@@ -99,30 +107,60 @@ def choose(
     return replace(best, reason="; ".join([best.reason, *refused]), fallback=is_fallback)
 
 
+@functools.lru_cache(4096)
+def choose_product(
+    scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype, layout: str, library: bool
+) -> Choice:
+    """Choose what multiplies codes that are made already, as `choose` would: a kernel, or the library's product.
+
+    library: whether it knows such scales, and a bias is all that follows. Raises ValueError where nothing is offered.
+    """
+    candidates = [c for c in _candidates(scheme, layout)[:-1] if library or c[0].implementation == c[1].name]
+    offered = [c[0] for c in candidates if not _why_not(c, scheme, chip, m, n, k, dtype, layout)]
+    if not offered:
+        op, formats = product_of(scheme.weights.name, _activation_name(scheme), layout == ROW_SCALE) or (None, "")
+        raise ValueError(f"no op multiplies codes of {scheme}") if op is None else _no_kernel(op.name, formats, chip)
+    return _fastest(offered, scheme, chip, m, n, k)
+
+
+def layout_of(w: QuantizedTensor, row_scale: Tensor | None) -> str:
+    """Return the layout of a weight, as `choose` takes it."""
+    return ROW_SCALE if row_scale is not None else "swizzled" if w.is_swizzled else ""
+
+
 def _activation_name(scheme: Scheme) -> str | None:
     return scheme.activations.name if scheme.activations else None
 
 
-def _candidates(scheme: Scheme, row_scale: bool) -> list[tuple[Choice, Op, str]]:
-    """Return (choice, op and format that must be offered for it), the preferred one first; launch.py computes them."""
+def _candidates(scheme: Scheme, layout: str) -> list[tuple[Choice, Op, str]]:
+    """Return (choice, op and format that must be offered for it), the preferred one first; launch.py computes them.
+
+    The library's product with a scale per row or tensor comes first; exact integers, and block scales, which only
+    Blackwell has, wait for a timing.
+    """
     weights, activations = scheme.weights.name, _activation_name(scheme)
     candidates = []
-    if weights == activations == "fp8":
-        choice = Choice(SCALED_MM, "fp8", "the library's product with a scale per row")
-        candidates.append((choice, OPS["quantize_activation"], "fp8"))
-    if product := product_of(weights, activations, row_scale):
+    if product := product_of(weights, activations, layout == ROW_SCALE):
         native = f"{weights} matrix units"
         decoded = f"4-bit weights become {activations} in the kernel"
-        candidates.append((Choice(product[0].name, activations, decoded if row_scale else native), *product))
-    if weights == activations == "int8":
-        choice = Choice(INT_MM, "int8", "the library's exact integer product")
-        candidates.append((choice, OPS["quantize_activation"], "int8"))
+        candidates.append((Choice(product[0].name, activations, decoded if layout == ROW_SCALE else native), *product))
+    if weights == activations and weights in LIBRARY:
+        choice = Choice(LIBRARY[weights].function, weights, LIBRARY[weights].what)
+        first = weights in ("fp8", "fp8_tensor")
+        candidates.insert(0 if first else 1, (choice, OPS["quantize_activation"], weights))
     last = Choice(WEIGHT_ONLY_MATMUL.name, None, "weights are decoded in the kernel, activations keep 16 bit")
     return [*candidates, (last, WEIGHT_ONLY_MATMUL, weights)]
 
 
 def _why_not(
-    candidate: tuple[Choice, Op, str], scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype
+    candidate: tuple[Choice, Op, str],
+    scheme: Scheme,
+    chip: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    layout: str,
 ) -> str:
     """Return the reason why a candidate cannot serve; empty if it can."""
     choice, op, name = candidate
@@ -133,16 +171,11 @@ def _why_not(
     refused = refusal(op.name, name, chip)
     if choice.implementation == op.name:
         return refused
-    if refused:
-        return f"activations cannot be quantized there: {refused}"
-    if choice.implementation == INT_MM:
-        fits = chip.startswith("sm_") and m > 16 and n % 8 == 0 and k % 8 == 0
-        return "" if fits else "only for CUDA, more than 16 tokens, and N and K in multiples of 8"
-    if chip not in ("sm_90", "sm_100", "sm_103"):  # cuBLASLt's scales per row begin with Hopper
-        return f"the library has no fp8 product with a scale per row for {chip}"
-    if dtype != torch.bfloat16:
-        return "the library's product with a scale per row is bfloat16 only"
-    return "" if n % 16 == 0 and k % 16 == 0 else f"N and K must be multiples of 16, they are {n} and {k}"
+    if why_not := library_refusal(name, layout, chip, m, n, k, dtype):
+        return why_not
+    if name == "nvfp4" and not scheme.static_input:
+        return "the library takes one global scale for all tokens"
+    return f"activations cannot be quantized there: {refused}" if refused else ""
 
 
 def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int, k: int) -> Choice:
@@ -204,7 +237,7 @@ def _measured() -> tuple[dict, ...]:
     return tuple(json.loads(MEASURED.read_text(encoding="utf-8"))) if MEASURED.exists() else ()
 
 
-SCALED_MM = "F.scaled_mm"  # the library's, beside INT_MM
+ROW_SCALE = "row scale"  # the layout of a weight that W4A8 multiplies
 SWIZZLED = ("sm_100", "sm_103")  # whose matrix units read scales from memory of their own, a 128x4 block at a time
 MEASURED = Path(__file__).parent / "measured.json"
 COMPILED = Path(__file__).parent / "compiled"  # written by `python -m benchmarks.kernels.aot --write`

@@ -23,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import check_tensor
-from fluxq.kernels.dispatch import require
+from fluxq.kernels.dispatch import choose_product, layout_of, require
+from fluxq.kernels.library import library_product, library_takes
 from fluxq.kernels.op import Op
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.tensor import QuantizedTensor, unpack_named
-from fluxq.recipes.formats import find_format
+from fluxq.recipes.formats import Scheme, find_format
 
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,16 +96,26 @@ def launch_product(
     chip: str,
     plain: bool = False,
 ) -> Tensor:
-    """Launch an op of products.py by the `multiply` of its kernel's file. plain: whether x is no codes."""
+    """Launch an op of products.py: the `multiply` of its kernel's file, or of codes the library's product.
+
+    plain: whether x is no codes.
+    """
     operands, names = unpack_named(ProductTensors, tensors, formats)
-    require(op.name, names, chip)
     weights, _, activations = names.partition("-")
     w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, find_format(weights))
-    left: Tensor | QuantizedTensor = x
-    if not plain:
-        left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
     low_rank = None if operands.h is None or operands.up is None else (operands.h, operands.up)
     epilogue = Epilogue(operands.bias, low_rank, gelu, operands.gate, operands.residual, dtype)
+    if plain:
+        require(op.name, names, chip)
+        return op.kernel.multiply(x, w, None, epilogue, chip)
+    left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
+    scheme = Scheme(w.format, left.format, static_input=left.global_scale is not None)
+    followed = gelu or any(step is not None for step in (low_rank, operands.gate, operands.residual))
+    library = not followed and library_takes(left, w)
+    layout = layout_of(w, operands.row_scale)
+    choice = choose_product(scheme, chip, x.shape[0], *w.shape, dtype, layout, library)
+    if choice.implementation != op.name:
+        return library_product(left, w, operands.bias, dtype)
     return op.kernel.multiply(left, w, operands.row_scale, epilogue, chip)
 
 
@@ -150,6 +161,10 @@ def finish(
 
 @triton.jit
 def gelu_tanh(v):
-    """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u))."""
+    """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u)).
+
+    By a true division, unlike the passes over memory: its slow path keeps the compiler from working on all elements of
+    a tile at once, for which there are no registers beside the sums.
+    """
     u = 0.7978845608028654 * (v + 0.044715 * v * v * v)
     return tl.div_rn(v, 1.0 + tl.exp(-2.0 * u))

@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fluxq.base import settings
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels import ops
 from fluxq.kernels.all_ops import OPS
-from fluxq.kernels.dispatch import INT_MM, SCALED_MM, TORCH, Choice, choose
+from fluxq.kernels.dispatch import TORCH, Choice, choose, layout_of
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
+from fluxq.kernels.library import library_product
+from fluxq.kernels.plans import Plan, kind_of, watched
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.tensor import QuantizedTensor, read_named, unpack_named
@@ -35,9 +38,26 @@ def run(name: str, *arguments: Any) -> Any:
     if name != "quantized_linear" and first.shape[0] == 0:  # nothing to launch
         on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
         return tree_map(lambda value: value.to(first.device), getattr(torch.ops.fluxq, name)(*on_cpu))
+    device = first.device
+    is_elsewhere = first.is_cuda and device.index != torch.cuda.current_device()
     # Triton launches on the current device, whatever the tensors are on.
-    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-        return launcher(name)(*arguments, chip=chip_of(first.device))
+    with torch.cuda.device(device) if is_elsewhere else nullcontext():
+        return _planned(name, arguments, chip_of(device))
+
+
+def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
+    """Launch an op by the plan of an earlier call with operands of the same kind, if there is one."""
+    if torch.is_autocast_enabled(arguments[0].device.type):  # which would change the steps of a plan
+        return launcher(name)(*arguments, chip=chip)
+    operands: list[Tensor] = []
+    key = name, chip, arguments[0].get_device(), settings.changes(), kind_of(arguments, operands)
+    plan = PLANS.get(key, UNSEEN)
+    if plan is UNSEEN:
+        if len(PLANS) >= MOST_PLANS:
+            PLANS.clear()
+        result, PLANS[key] = watched(functools.partial(launcher(name), *arguments, chip=chip), operands)
+        return result
+    return launcher(name)(*arguments, chip=chip) if plan is None else plan(operands)
 
 
 def launcher(name: str) -> Callable[..., Any]:
@@ -62,7 +82,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
     m = x.numel() // k
     if m == 0:
         return x.new_empty(*x.shape[:-1], n)
-    choice = choose(parsed, chip, m, n, k, x.dtype, operands.row_scale is not None)
+    choice = choose(parsed, chip, m, n, k, x.dtype, layout_of(w, operands.row_scale))
     announce(read_named(scheme)[0], chip, choice)
     with ops.no_autocast(x):
         rows = x.reshape(m, k)
@@ -117,10 +137,8 @@ def computed(
     if choice.activations is not None:
         x, _ = quantize_tuned(z if z.stride(-1) == 1 else x, *steps, chip)
     added = None
-    if choice.implementation == INT_MM:
-        y = ops.scaled_int8_product(x, w, operands.bias).to(z.dtype)
-    elif choice.implementation == SCALED_MM:
-        y = _library_fp8(x, w, operands.bias)
+    if choice.implementation not in OPS:
+        y = library_product(x, w, operands.bias, z.dtype)
     else:
         # A kernel adds the branch itself where there are few ranks, in 16 bit.
         if low_rank is not None and low_rank[0].shape[1] <= LARGEST_RANK and z.dtype != torch.float32:
@@ -128,20 +146,6 @@ def computed(
         epilogue = Epilogue(bias=operands.bias, low_rank=added, dtype=z.dtype)
         y = OPS[choice.implementation].kernel.multiply(x, w, operands.row_scale, epilogue, chip)
     return y if low_rank is None or added is not None else y + F.linear(*low_rank)
-
-
-def _library_fp8(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    per_row = F.ScalingType.RowWise
-    return F.scaled_mm(
-        x.codes,
-        w.codes.t(),
-        x.scale.unsqueeze(1),
-        per_row,
-        w.scale.unsqueeze(0),
-        per_row,
-        bias=None if bias is None else bias.to(torch.bfloat16),
-        output_dtype=torch.bfloat16,
-    )
 
 
 def announce(scheme: str, chip: str, choice: Choice) -> None:
@@ -162,3 +166,8 @@ def _say(scheme: str, chip: str, choice: Choice) -> None:
         logger.warning("%s; fluxq.prepare encodes such layers anew for this GPU, if it can", text)
     else:
         logger.info(text)
+
+
+UNSEEN: Any = object()
+PLANS: dict[Any, Plan | None] = {}  # by op, GPU, settings and kind of operands; None: such calls cannot be planned
+MOST_PLANS = 4096

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Op:
@@ -45,10 +47,16 @@ class Op:
 
 
 def launches_on_gpu(name: str, op: Any) -> None:
-    """Let a `torch.library.custom_op` of that name run its kernel for tensors on a GPU."""
+    """Let a `torch.library.custom_op` of that name run its kernel for tensors on a GPU.
+
+    By its name in the dispatcher: `op.register_kernel` would put two more Python functions into each call.
+    """
     if find_spec("triton") is not None:
-        op.register_kernel("cuda")(functools.partial(_launch, name))
+        _LIBRARY.impl(name, functools.partial(_launch, name), "CUDA")
 
 
 def _launch(name: str, *arguments: Any) -> Any:
     return importlib.import_module("fluxq.kernels.launch").run(name, *arguments)
+
+
+_LIBRARY = torch.library.Library("fluxq", "IMPL")  # what it registers lasts as long as it does

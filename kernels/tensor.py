@@ -93,6 +93,11 @@ class QuantizedTensor:
         n, columns = codes.shape
         return cls(codes, scale, global_scale, (n, columns * 8 // format.element.bits), format)
 
+    @property
+    def is_swizzled(self) -> bool:
+        """Tell whether block scales are in the 128x4 layout."""
+        return self.format.group_size > 0 and self.scale.ndim == 1
+
     def unswizzled(self) -> QuantizedTensor:
         """Return the same matrix with block scales (N, G), whatever their order was."""
         group = self.format.group_size
@@ -347,8 +352,13 @@ def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:
 
 def pack_named(named: Any, text: object = "") -> tuple[list[Tensor], str]:
     """Return (tensors, text) as an op takes them: a NamedTuple's tensors but None, and the text with their names."""
-    tensors = {name: tensor for name, tensor in zip(named._fields, named, strict=True) if tensor is not None}
-    return [*tensors.values()], f"{text} {','.join(tensors)}"
+    given = tuple(tensor is not None for tensor in named)
+    return [tensor for tensor in named if tensor is not None], f"{text} {_names(type(named), given)}"
+
+
+@functools.lru_cache(1024)
+def _names(kind: type, given: tuple[bool, ...]) -> str:
+    return ",".join(name for name, is_given in zip(kind._fields, given, strict=True) if is_given)  # pyright: ignore
 
 
 def unpack_named(

@@ -108,6 +108,31 @@ def find_memory_tile(kernel: str, format: str, chip: str, m: int) -> Tile:
     return tile
 
 
+def is_held(elements: int, many: bool) -> bool:
+    """Tell whether a program holds its row, of so many elements with those that pad it; many: see whole_row_tile."""
+    return elements <= (LONGEST_HELD // 2 if many else LONGEST_HELD)
+
+
+@functools.cache
+def whole_row_tile(k: int, chip: str, *, many: bool = False) -> Tile:
+    """Return the tile of a program that holds a row of k elements, as several tiles side by side.
+
+    The widest tiles that leave at most one lane in 14 without an element, or narrow ones where none does; and as
+    many warps as leave a thread at most 56 elements.
+
+    many: a Hadamard transform or blocks hold values of their own meanwhile: a thread has at most 28 elements, or 32 of
+    the longest rows, in at most 16 warps. A row too long for them is read tile by tile, twice.
+    """
+    most = 16 if chip in ("gfx942", "gfx950") or (many and chip != "gfx1201") else 32  # those two have warps of 64
+    widths = (columns for columns in (8192, 4096, 2048, 1024) if cdiv(k, columns) * columns * 13 <= k * 14)
+    columns = next(widths, (1024 if many else 512) if k > 1024 else max(128 if many else 32, 1 << (k - 1).bit_length()))
+    elements = cdiv(k, columns) * columns
+    if many and not is_held(elements, many):
+        return Tile(rows=1, columns=2048, warps=8)
+    warps = next(n for n in (1, 2, 4, 8, 16, 32) if n == most or elements <= (28 if many else 56) * 32 * n)
+    return Tile(rows=1, columns=columns, warps=warps)
+
+
 @functools.cache
 def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
     """Return the rows of kernels/tuned/<kernel>.json, in their order."""
@@ -144,4 +169,5 @@ def cdiv(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
+LONGEST_HELD = 32768  # elements of a row that one program keeps in registers
 TUNED = Path(__file__).parent / "tuned"

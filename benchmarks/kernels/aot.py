@@ -5,9 +5,9 @@
     python -m benchmarks.kernels.aot --write                               accept what came out, into kernels/compiled
 
 A row is `ok` if the cell compiles, spills no register, fits the chip's shared memory, stays within its registers and,
-for a matmul, has the chip's matrix instruction of its kind. kernels/compiled holds the accepted rows, a file for each
-kernel file, by Triton version. The command fails when a row is worse than the accepted one, or new. With an older
-Triton only the chips of REQUIRED must have been compiled for.
+for a matmul, has the chip's matrix instruction of its kind, which ptxas did not have to serialize. kernels/compiled
+holds the accepted rows, a file for each kernel file, by Triton version. The command fails when a row is worse than the
+accepted one, or new. With an older Triton only the chips of REQUIRED must have been compiled for.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import click
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.kernels import sass
 from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
 from fluxq.kernels.dispatch import COMPILED, accepted_files, minor
-from fluxq.kernels.tiles import CHIPS, TUNED
+from fluxq.kernels.tiles import CHIPS
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,13 @@ class CompiledCell:
     registers: per thread.
     spills: loads and stores of spilled registers.
     shared: bytes of shared memory.
-    reason: of a cell that is not ok.
+    warps: that one multiprocessor holds at once, by registers and shared memory.
+    executed: instructions an element on the common path, of a cell that says how many elements a program has.
+    loop: instructions of the loop around the matrix instructions.
+    waits: of that loop, for wgmma, each.
+    load: bytes that most loads of global memory move a thread.
+    remarks: of ptxas, on matrix instructions that wait or are serialized: "C7510" to "C7519".
+    reason: of a cell that is not ok. NVIDIA's chips alone have the six before it.
     """
 
     kernel: str
@@ -56,17 +62,30 @@ class CompiledCell:
     registers: int | None = None
     spills: int | None = None
     shared: int | None = None
+    warps: int | None = None
+    executed: float | None = None
+    loop: int | None = None
+    waits: float | None = None
+    load: int | None = None
+    remarks: str | None = None
     ok: bool = False
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Target:
-    """A chip as the compiler and the checks know it. shared: bytes of shared memory that one block may use."""
+    """A chip as the compiler and the checks know it.
+
+    shared: bytes of shared memory that one block may use. held: bytes of it that a multiprocessor has. warps: that a
+    multiprocessor holds at most. blocks: that it holds at most.
+    """
 
     backend: str
     architecture: int | str
     shared: int
+    held: int = 0
+    warps: int = 0
+    blocks: int = 0
     warp_size: int = 32
 
 
@@ -141,7 +160,15 @@ def compare(row: CompiledCell, accepted: CompiledCell | None) -> list[str]:
         complaints.append(f"{name}: ok is {row.ok}, accepted {accepted.ok} ({row.reason or accepted.reason})")
     if row.instruction != accepted.instruction:
         complaints.append(f"{name}: instruction is {row.instruction}, accepted {accepted.instruction}")
-    for field, slack in (("registers", 8), ("spills", 0), ("shared", 0)):
+    for field, slack in (
+        ("registers", 8),
+        ("spills", 0),
+        ("shared", 0),
+        ("executed", 0.5),
+        ("loop", 8),
+        ("waits", 0),
+        ("remarks", ""),
+    ):
         now, then = getattr(row, field), getattr(accepted, field)
         if now is not None and then is not None and now > then + slack:
             complaints.append(f"{name}: {field} is {now}, accepted {then}")
@@ -184,13 +211,14 @@ def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
     """Compile a cell in the worker and send its CompiledCell; if the compiler aborts, nothing is sent."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MLIR prints whole programs there
     try:
-        sender.send(_inspect(cell, target, _compile(cell, target)))
+        sender.send(_inspect(cell, target, compile_for(cell, target)))
     except Exception as error:  # whatever the compiler raises is this row's result
         text = " ".join(str(error).split()).rpartition(" ^ ")[2]  # after the line of source that Triton quotes
         sender.send(CompiledCell(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
 
 
-def _compile(cell: Cell, target: str) -> Any:
+def compile_for(cell: Cell, target: str) -> Any:
+    """Compile a cell for a chip, as its launch would be there; `asm` of the result has the texts."""
     chip = TARGETS[target]
     names = cell.kernel.arg_names
     unknown = [name for name in names if name not in cell.arguments and name not in cell.constants]
@@ -205,13 +233,16 @@ def _compile(cell: Cell, target: str) -> Any:
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     gpu = GPUTarget(chip.backend, chip.architecture, chip.warp_size)
-    return triton.compile(source, target=gpu, options=cell.options)
+    here = SimpleNamespace(get_current_target=lambda: gpu)  # kernels ask for their chip
+    with mock.patch.object(triton.runtime.driver, "_active", here):
+        return triton.compile(source, target=gpu, options=cell.options)
 
 
 def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
     chip = TARGETS[target]
+    measured: dict[str, Any] = {}
     if chip.backend == "cuda":
-        instructions, registers, spills = _read_sass(compiled.asm["cubin"])
+        instructions, registers, spills, measured = _read_sass(cell, chip, compiled)
     else:
         instructions, registers, spills = _read_amd(compiled.asm["amdgcn"])
     common = collections.Counter(instructions).most_common(1)
@@ -227,6 +258,8 @@ def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
         wanted = MATRIX_INSTRUCTIONS[chip.backend][cell.tensor_core]
         if not any(re.match(wanted, name) for name in instructions):
             reasons.append(f"no {cell.tensor_core} matrix instruction")
+    if serialized := (measured.get("remarks") or "").replace(WAITS, "").strip(", "):
+        reasons.append(f"ptxas serializes matrix instructions ({serialized})")
     return CompiledCell(
         kernel=cell.name,
         format=cell.format,
@@ -237,22 +270,41 @@ def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
         shared=shared,
         ok=not reasons,
         reason="; ".join(reasons) or None,
+        **measured,
     )
 
 
-def _read_sass(cubin: bytes) -> tuple[list[str], int, int]:
-    """Matrix instructions, registers and spills of an NVIDIA binary, by the disassembler that Triton brings."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True)
-    registers = re.search(r"\bREG:(\d+)", done.stdout)
-    if done.returncode or not registers:
-        raise RuntimeError("cuobjdump: " + (done.stdout + done.stderr).strip().splitlines()[-1])
-    instructions = re.findall(r"\b((?:H|Q|O|I|HG|QG|IG|UTC\w*)MMA[.\w]*)", done.stdout)
+def _read_sass(cell: Cell, chip: Target, compiled: Any) -> tuple[list[str], int, int, dict[str, Any]]:
+    """Matrix instructions, registers, spills and the other counts of a CompiledCell, of an NVIDIA binary."""
+    text = sass.disassemble(compiled.asm["cubin"])
+    instructions = sass.parse(text)
+    registers, threads = int(re.search(r"\bREG:(\d+)", text)[1]), 32 * cell.options.get("num_warps", 4)  # pyright: ignore
+    loop = sass.main_loop(instructions)
+    matrix = sass.matrix_instructions(loop)
+    measured = {
+        "warps": _resident_warps(chip, registers, compiled.metadata.shared, threads // 32),
+        "executed": round(sass.executed(instructions) * threads / cell.elements, 1) if cell.elements else None,
+        "loop": len(loop) or None,
+        "waits": round(sass.waits(loop) / matrix, 2) if matrix and chip.architecture == 90 else None,
+        "load": sass.bytes_per_load(instructions) or None,
+    }
+    if cell.tensor_core and chip.architecture == 90:
+        measured["remarks"] = ", ".join(sass.remarks(compiled.asm["ptx"], "sm_90a"))
     noise = r"\.(tnsp[AB]|GSB\d|gdesc|reuse)\b"
-    return [re.sub(noise, "", name) for name in instructions], int(registers[1]), len(_SPILL.findall(done.stdout))
+    names = [re.sub(noise, "", i.operation) for i in instructions if sass.MATRIX.match(i.operation)]
+    spills = sum(i.operation.split(".")[0] in ("LDL", "STL") for i in instructions)
+    return names, registers, spills, measured
+
+
+def _resident_warps(chip: Target, registers: int, shared: int, warps: int) -> int:
+    """Warps that fit on a multiprocessor at once, of blocks of so many.
+
+    Each of its four parts has 16384 registers, given to warps by 256; a block takes 1 KiB of shared memory of its own
+    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+    """
+    by_registers = 4 * (16384 // (-(-registers * 32 // 256) * 256)) // warps
+    by_shared = chip.held // (shared + 1024)
+    return min(by_registers, by_shared, chip.warps // warps, chip.blocks) * warps
 
 
 def _read_amd(assembly: str) -> tuple[list[str], int, int]:
@@ -290,26 +342,27 @@ MATRIX_INSTRUCTIONS = {
     },
 }
 
+WAITS = "C7517"  # a remark of ptxas: it waits for wgmma once a step, where partial sums move to true fp32 ones
 REQUIRED = {"3.6": ("sm_80", "sm_86", "sm_89", "sm_90")}  # of other Triton versions all
 # Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's LDS: CDNA 3,
 # CDNA 4 and RDNA 4 instruction set guides.
 KB = 1024
 TARGETS = {
-    "sm_80": Target("cuda", 80, 163 * KB),
-    "sm_86": Target("cuda", 86, 99 * KB),
-    "sm_89": Target("cuda", 89, 99 * KB),
-    "sm_90": Target("cuda", 90, 227 * KB),
-    "sm_100": Target("cuda", 100, 227 * KB),
-    "sm_103": Target("cuda", 103, 227 * KB),
-    "sm_120": Target("cuda", 120, 99 * KB),
+    "sm_80": Target("cuda", 80, 163 * KB, 164 * KB, 64, 32),
+    "sm_86": Target("cuda", 86, 99 * KB, 100 * KB, 48, 16),
+    "sm_89": Target("cuda", 89, 99 * KB, 100 * KB, 48, 24),
+    "sm_90": Target("cuda", 90, 227 * KB, 228 * KB, 64, 32),
+    "sm_100": Target("cuda", 100, 227 * KB, 228 * KB, 64, 32),
+    "sm_103": Target("cuda", 103, 227 * KB, 228 * KB, 64, 32),
+    "sm_120": Target("cuda", 120, 99 * KB, 100 * KB, 48, 24),
     "gfx942": Target("hip", "gfx942", 64 * KB, warp_size=64),
     "gfx950": Target("hip", "gfx950", 160 * KB, warp_size=64),
     "gfx1201": Target("hip", "gfx1201", 64 * KB),
 }
-KERNEL_FILES = tuple(sorted(file.stem for file in TUNED.glob("*.json")))  # each holds CELLS
+CELL_FILES = Path(__file__).parent / "cells"
+KERNEL_FILES = tuple(sorted({file.stem for file in CELL_FILES.glob("*.py")} - {"cell"}))  # each holds CELLS
 LINE = "{:<28} {:<22} {:<8} {:>5} {:>6} {:>7}  {:<34} {}"
 HEADING = LINE.format("kernel", "format", "target", "regs", "spills", "shared", "instruction", "").rstrip()
-_SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,8 @@ be chosen by an environment variable before Triton is imported. Here a block of 
     with interpreting():
         kernel[grid](x, y, BLOCK=128)  # tensors on the CPU (or on a GPU: copied there and back)
 
-and nothing stays changed after the block, so the same process can also compile the same kernels. A test file of
-kernels holds:
+and nothing stays changed after the block, so the same process can also compile the same kernels. A kernel that asks for
+its chip is told the block's, an H100: `interpreting("sm_80")` takes the other way. A test file of kernels holds:
 
     @pytest.fixture(autouse=True, scope="module")
     def on_the_interpreter():
@@ -18,7 +18,7 @@ kernels holds:
 It uses private names of Triton, and knows the versions in PROVEN. As tests/kernels/test_interpreter.py proves for every
 value, it computes so:
 - casts round once, to nearest even; casts to fp8 saturate at the largest finite value, NaN stays NaN (PTX
-  `cvt.rn.satfinite`); NaN payloads are unspecified;
+  `cvt.rn.satfinite`); NaN payloads are unspecified; of PTX in a kernel's text it knows what codes.py has;
 - `tl.dot` and `tl.dot_scaled` decode both operands exactly and accumulate in fp32 (int32 for int8), in no order that a
   test may rely on; Hopper's shorter fp8 accumulator is not modelled, and fp32 operands are not cut to tf32;
 - bf16 arithmetic is fp32 arithmetic, rounded.
@@ -42,26 +42,32 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as stock
+from triton.backends.compiler import GPUTarget
+from triton.language import target_info
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
+from fluxq.kernels.codes import CODE_E2M1, CODE_E4M3, ROUND_BF16, ROUND_E2M1, ROUND_FP16
 from fluxq.kernels.dispatch import PROVEN, minor
 
 
 @contextmanager
-def interpreting() -> Iterator[None]:
+def interpreting(chip: str = "sm_90") -> Iterator[None]:
     """Inside the block, `kernel[grid](...)` of every `@triton.jit` function runs on the CPU; blocks may nest.
 
-    Not for several threads: what the block changes in Triton, it changes for the process.
+    chip: that a kernel is told it runs on, of NVIDIA. Not for several threads: what the block changes in Triton, it
+    changes for the process.
 
     Raises:
         RuntimeError: this Triton is none of PROVEN.
     """
     check_version(triton.__version__)
-    if isinstance(stock.interpreter_builder, _Builder):
-        yield
-        return
     with _Replacements() as replace:
+        target = GPUTarget("cuda", int(chip.removeprefix("sm_")), 32)
+        replace(target_info, "current_target", lambda: target)
+        if isinstance(stock.interpreter_builder, _Builder):
+            yield
+            return
         # Every name is patched once, here: stock does so at each launch, and at each call of a function, not undone.
         replace.later(stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core})).restore)
         replace(stock, "_patch_lang", lambda fn: SimpleNamespace(restore=lambda: None))
@@ -202,6 +208,13 @@ class _Builder(stock.InterpreterBuilder):
             raise NotImplementedError("fp_downcast_rounding='rtz': only 'rtne' is implemented")
         return self.cast_impl(src, dst_type)
 
+    def create_inline_asm(self, text: str, constraints: str, values: Any, types: Any, *how: Any) -> Any:
+        """Compute what the PTX of codes.py does."""
+        if text not in _PTX:
+            raise NotImplementedError(f"inline assembly {text!r}: only {', '.join(map(repr, _PTX))} is known")
+        result = _PTX[text](self, *values)
+        return SimpleNamespace(get_result=lambda place: result)
+
     def create_fdiv(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         if lhs.dtype.scalar == tl.float32:
             raise NotImplementedError("`/` in fp32 is off by up to 2 ulp on a GPU: use tl.div_rn(x, y)")
@@ -325,5 +338,28 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)  # by code
+
+
+def _through(dtype: Any) -> Callable[..., TensorHandle]:
+    return lambda builder, v: builder.cast_impl(builder.cast_impl(v, dtype), tl.float32)
+
+
+def _e2m1(values: np.ndarray) -> np.ndarray:
+    """Codes 0 to 15 (int32) of float32 values in E2M1, as PTX's `cvt.rn.satfinite` has them: NaN is 7."""
+    distance = np.abs(np.minimum(np.abs(values), 6)[..., None].astype(np.float64) - E2M1[:8])
+    even = np.arange(8) % 2 == 0
+    code = np.where(
+        np.isnan(values), 7, np.argmin(distance - 1e-9 * even * (distance == distance.min(-1, keepdims=True)), -1)
+    )
+    return (code | np.where(np.signbit(values) & ~np.isnan(values), 8, 0)).astype(np.int32)
+
+
+_PTX = {
+    ROUND_BF16.value: _through(tl.bfloat16),
+    ROUND_FP16.value: _through(tl.float16),
+    CODE_E4M3.value: lambda builder, v: TensorHandle(encode(v.data, tl.float8e4nv).astype(np.uint8), tl.uint8),
+    CODE_E2M1.value: lambda builder, low, high: TensorHandle(_e2m1(low.data) | _e2m1(high.data) << 4, tl.int32),
+    ROUND_E2M1.value: lambda builder, v: TensorHandle(E2M1[_e2m1(v.data)], tl.float32),
+}
 _PACKED = ((tl.bfloat16, torch.bfloat16), (tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2))
 _DOT_SCALED = {"E4M3": tl.float8e4nv, "E5M2": tl.float8e5, "BF16": tl.bfloat16, "FP16": tl.float16}

@@ -32,7 +32,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.attention import kernel as attention
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.quantize_activation.kernel import quantize_activation, tuned_name
+from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
@@ -162,9 +162,7 @@ def awkward() -> Tensor:
 def _quantize(x: Tensor, name: str, options: dict[str, Any], chip: str) -> QuantizedTensor:
     operands = RoundingTensors(**{key: value for key, value in options.items() if key in RoundingTensors._fields})
     how = Rounding(name, **{key: value for key, value in options.items() if key not in RoundingTensors._fields})
-    tuned = tuned_name(FORMATS[name], operands.input_scale, None, operands.beside)
-    tile = find_tile("quantize_activation", tuned, chip, len(x))
-    return quantize_activation(x, operands, how, tile=tile)[0]  # pyright: ignore[reportArgumentType]
+    return quantize_tuned(x, operands, how, chip)[0]
 
 
 def _dequantize(w: QuantizedTensor, chip: str) -> Tensor:

@@ -138,7 +138,7 @@ def _bf16_product(size: int, device: torch.device) -> Call:
 def _fp8_product(size: int, device: torch.device) -> Call:
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     ones, per_row = torch.ones(size, 1, device=device), F.ScalingType.RowWise
-    return lambda: F.scaled_mm(a, b.t(), ones, per_row, ones.t(), per_row, output_dtype=torch.bfloat16)
+    return lambda: F.scaled_mm(a, b.t(), ones, per_row, ones.t(), per_row, use_fast_accum=True)
 
 
 def _int8_product(size: int, device: torch.device) -> Call:

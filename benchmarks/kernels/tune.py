@@ -33,7 +33,7 @@ from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.eval.speed.machine import describe
-from fluxq.kernels import tiles
+from fluxq.kernels import launch, tiles
 from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, chip_of, find_tile, tuned_rows
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
@@ -120,11 +120,13 @@ def tuned_from(folder: Path | None) -> Iterator[None]:
     before = tiles.TUNED
     tiles.TUNED = folder or before
     tuned_rows.cache_clear()
+    launch.PLANS.clear()
     try:
         yield
     finally:
         tiles.TUNED = before
         tuned_rows.cache_clear()
+        launch.PLANS.clear()
 
 
 def searches(dry_run: bool) -> tuple[Search, ...]:
@@ -337,7 +339,6 @@ DECODED = _blocks((128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (64, 128, 128, 4, 
 SMALL_DECODED = _blocks((16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (32, 64, 128, 4, 3))
 SMALL_16_BIT = _blocks((16, 32, 128, 4, 4), (16, 128, 64, 4, 4), (16, 64, 64, 4, 5))
 ONE_TOKEN = _rows((4, 1024, 4), (4, 2048, 8), (8, 512, 4), (16, 512, 4), (2, 1024, 2))
-WHOLE_ROWS = _rows((1, 2048, 4), (1, 4096, 4), (1, 4096, 16), (2, 2048, 8), (4, 1024, 8))
 BLOCK_ROWS = _rows((1, 1024, 4), (2, 512, 4), (8, 512, 8), (16, 256, 8))
 SEARCHES = (
     Search("scaled_matmul", "fp8", Case("matmul", "fp8-fp8", "scaled_matmul"), BIG, LARGE_8_BIT, also=("fp8_tensor",)),
@@ -360,14 +361,7 @@ SEARCHES = (
     *(
         Search("quantize_activation", name, Case("quantize_activation", name, "quantize_activation"), shapes, changes)
         for shapes in (((4608, 3072, 3072), (4608, 12288, 12288)),)
-        for name, changes in (("fp8", WHOLE_ROWS), ("int8", WHOLE_ROWS), ("mxfp8", BLOCK_ROWS), ("mxfp4", BLOCK_ROWS))
-    ),
-    Search(
-        "quantize_activation",
-        "nvfp4 own global",
-        Case("quantize_activation", "nvfp4", "quantize_activation"),
-        ((4608, 3072, 3072), (4608, 12288, 12288)),
-        WHOLE_ROWS,
+        for name, changes in (("mxfp8", BLOCK_ROWS), ("mxfp4", BLOCK_ROWS))
     ),
     Search(
         "quantize_activation",
@@ -375,13 +369,6 @@ SEARCHES = (
         Case("quantize_activation", "nvfp4 static", "quantize_activation"),
         ((4608, 3072, 3072), (4608, 12288, 12288)),
         BLOCK_ROWS,
-    ),
-    Search(
-        "adaln_quantize",
-        "4096",
-        Case("adaln_quantize", "fp8", "adaln_quantize"),
-        ((4608, 3072, 3072),),
-        ({"warps": 4}, {"warps": 16}, {"warps": 32}),
     ),
     *(
         Search(

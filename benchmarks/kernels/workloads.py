@@ -18,22 +18,22 @@ from torch import Tensor
 from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.adaln_quantize.kernel import adaln_quantize
-from fluxq.kernels.adaln_quantize.kernel import tuned_name as adaln_tile_name
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.kernel import attention_fp8
 from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.library import library_product
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.qk_norm_rope.kernel import qk_norm_rope
 from fluxq.kernels.qk_norm_rope.kernel import tuned_name as qk_tile_name
 from fluxq.kernels.quantize_activation import op as quantizer
-from fluxq.kernels.quantize_activation.kernel import quantize_activation, quantize_tuned, tuned_name
+from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.reencode import reencode, row_scales
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
-from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile
+from fluxq.kernels.tiles import NoTile, Tile, find_matmul_tile, find_tile, whole_row_tile
 from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.kernel import weight_only_matmul
 from fluxq.recipes.devices import KERNEL_FORMATS
@@ -180,12 +180,8 @@ def _weight_only(x, w, row_scale, bias, chip) -> Callable[[], Tensor]:
     return lambda: weight_only_matmul(x, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 
-def _library_fp8(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
-    per_row = F.ScalingType.RowWise
-    left, right = q.scale.unsqueeze(1), w.scale.unsqueeze(0)
-    return lambda: F.scaled_mm(
-        q.codes, w.codes.t(), left, per_row, right, per_row, bias=bias, output_dtype=torch.bfloat16
-    )
+def _library(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
+    return lambda: library_product(q, w, bias, torch.bfloat16)
 
 
 def _library_int8(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
@@ -197,7 +193,7 @@ MATMULS: dict[str, Callable[..., Callable[[], Tensor]]] = {
     "block_scaled_matmul": _block_scaled,
     "w4a8_matmul": _w4a8,
     "weight_only_matmul": _weight_only,
-    "F.scaled_mm": _library_fp8,
+    "F.scaled_mm": _library,
     "torch._int_mm": _library_int8,
 }
 
@@ -245,7 +241,6 @@ def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
     x = _normal(m, k, device=device)
     act = "gelu_tanh" if case.op == "act_quantize" else ""
     input_scale = torch.tensor(4.0 / (6 * 448), device=device) if case.scheme.endswith(" static") else None
-    tile = _plain_tile("quantize_activation", tuned_name(row, input_scale, None), chip, m)
 
     def expected() -> Tensor:
         a = quantizer.ACTS[act](x) if act else x
@@ -253,7 +248,7 @@ def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work
 
     def call() -> QuantizedTensor:
         how = Rounding(row.name, act)
-        return quantize_activation(x, RoundingTensors(input_scale), how, tile=tile)[0]
+        return quantize_tuned(x, RoundingTensors(input_scale), how, chip)[0]
 
     return Work(call, expected, 0.0, _size(x, call()), None)
 
@@ -263,7 +258,7 @@ def _adaln(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
     (m, _, d), row = shape, FORMATS.get(case.scheme)
     x, branch = _normal(m, d, device=device), _normal(m, d, device=device)
     scale, shift, gate = (_normal(1, d, device=device) for _ in range(3))
-    tile = _plain_tile("adaln_quantize", adaln_tile_name(d), chip, m)
+    tile = whole_row_tile(d, chip, many=bool(row and row.group_size))
     operands, how = adaln.NormTensors(scale, shift, branch, gate), Rounding(row.name if row else "")
 
     def call() -> tuple[Any, Tensor | None]:

@@ -6,8 +6,8 @@
 
 Separate layers round after each step to the dtype of the modulation, x's or fp32, and so does this kernel, in
 registers: v differs from theirs only where the norm's sums, added up in another order, do. Codes are, byte for byte,
-what kernels/quantize_activation makes of the v that this one writes without a format. A row is read once and
-held whole; its mean is subtracted before squares are added up, so that nothing cancels.
+what kernels/quantize_activation makes of the v that this one writes without a format. A row is read once, and one
+program holds all tiles of it; its mean is subtracted before squares are added up, so that nothing cancels.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -26,19 +26,21 @@ from torch import Tensor
 from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors
 from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
-    magnitude_bits,
+    amax_bits,
+    computed_once,
     quantize_blocks_tile,
     quantize_rows_tile,
+    rounded,
     row_global,
     row_step,
     transform_tile,
 )
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.qk_norm_rope.kernel import FLOATS, rounded
+from fluxq.kernels.qk_norm_rope.kernel import FLOATS
 from fluxq.kernels.quantize_activation.kernel import new_codes, returned
 from fluxq.kernels.quantize_activation.op import Rounding, check_steps
 from fluxq.kernels.tensor import QuantizedTensor, swizzled_size, unpack_named
-from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.kernels.tiles import LONGEST_HELD, Tile, cdiv, whole_row_tile
 from fluxq.recipes.formats import Format, find_format
 
 
@@ -49,8 +51,8 @@ def adaln_quantize(
 
     The op of this name describes the tensors, `quantize_activation` the steps. scale, shift and gate may be chunks of
     one tensor, and rows of x and branch any distance apart. weight has the dtype of scale; RMSNorm rounds before it and
-    after it, as diffusers' does. fp8_tensor needs its scale given, for no program here sees all rows. tile: its columns
-    hold a whole row. Raises ValueError for tensors that do not fit.
+    after it, as diffusers' does. fp8_tensor needs its scale given, for no program here sees all rows. Raises ValueError
+    for tensors that do not fit.
     """
     scale, shift, branch, gate, _, input_scale, *_ = tensors
     row, swizzled = find_format(how.format) if how.format else None, how.swizzled
@@ -81,6 +83,8 @@ def adaln_quantize(
         SCALE_GIVEN=input_scale is not None,
         FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=swizzled,
+        EVEN=d % tile.columns == 0,
+        TILES=cdiv(d, tile.columns),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
@@ -95,16 +99,12 @@ def launch(
     """Launch the op on a chip; ValueError where it has no kernel."""
     operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
     require(OP.name, how.format or "16bit", chip)
-    tile = find_memory_tile(OP.file, tuned_name(x.shape[-1]), chip, x.shape[0])
+    many = bool(how.hadamard or (how.format and how.row.group_size))
+    tile = whole_row_tile(x.shape[-1], chip, many=many)
     q, new = adaln_quantize(x, operands, how, norm=norm, eps=eps, tile=tile)
     nothing = x.new_empty(0)
     codes = (q, nothing, nothing) if isinstance(q, Tensor) else returned(q, operands.input_scale)
     return *codes, nothing if new is None else new
-
-
-def tuned_name(d: int) -> str:
-    """Return the name in kernels/tuned of the tile for rows of d, whatever the format: its columns."""
-    return str(max(2048, triton.next_power_of_2(d)))
 
 
 def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> None:
@@ -133,8 +133,8 @@ def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> Non
             _check_matrix(f"{name}: {what}", tensor, shape, dtype, x.device)
     if weight is not None:
         check_tensor(f"{name}: weight", weight, (d,), (scale.dtype,), x.device)
-    if tile.columns < d:
-        raise ValueError(f"{name}: tile.columns is {tile.columns}, expected a power of two from D = {d} on")
+    if (elements := cdiv(d, tile.columns) * tile.columns) > LONGEST_HELD:
+        raise ValueError(f"{name}: a row of {d} takes {elements} elements, expected at most {LONGEST_HELD} to hold it")
 
 
 def _check_matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -209,48 +209,73 @@ def adaln_quantize_kernel(
     SCALE_GIVEN: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    EVEN: tl.constexpr,  # D is TILES · COLUMNS
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """n = x + gate · branch; v = norm(n) · (1 + scale) + shift; codes of v. Reads each once, writes n and codes."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.arange(0, COLUMNS)
-    mask = (rows < M)[:, None] & (columns < D)[None, :]
     images = rows // tokens
-    v = load_rows(x, rows, stride_x, columns, mask)  # (ROWS, COLUMNS)
-    if branch is not None:
-        gated = load_rows(gate, images, stride_gate, columns, mask) * load_rows(
-            branch, rows, stride_branch, columns, mask
-        )
-        v = rounded(v + rounded(gated, gate), x)
-        tl.store(new + rows[:, None] * D + columns[None, :], v.to(new.dtype.element_ty), mask=mask)
-    v = normed(v, weight, scale, columns, mask, D, eps, NORM)
-    factor = rounded(1.0 + load_rows(scale, images, stride_scale, columns, mask), scale)
-    v = rounded(v * factor, scale)
-    v = rounded(v + load_rows(shift, images, stride_shift, columns, mask), scale)
-    v = rounded(v, x)  # beyond the mask zero, or NaN as in all of the row
-    if FORMAT == "":
-        tl.store(codes + rows[:, None] * D + columns[None, :], v.to(codes.dtype.element_ty), mask=mask)
-    else:
-        v = transform_tile(v, smooth, mean, 0, D, HADAMARD, ROWS, COLUMNS)
-        if GROUP == 0:
-            if SCALE_GIVEN:
-                s = tl.load(step + rows * stride_step, mask=rows < M, other=1.0)  # (ROWS,)
-            else:
-                s = row_step(tl.max(magnitude_bits(v), 1), LARGEST)
-                tl.store(step + rows, s, mask=rows < M)
-            quantize_rows_tile(v, s, codes, rows, 0, M, D, ELEMENT, COLUMNS)
+    held = ()
+    for tile in tl.static_range(TILES):
+        columns, mask = tile_of(rows, tile, M, D, COLUMNS)
+        n = load_rows(x, rows, stride_x, columns, mask)  # (ROWS, COLUMNS)
+        if branch is not None:
+            gated = load_rows(gate, images, stride_gate, columns, mask)
+            gated = gated * load_rows(branch, rows, stride_branch, columns, mask)
+            n = rounded(n + rounded(gated, gate), x)
+            tl.store(new + rows[:, None] * D + columns[None, :], n.to(new.dtype.element_ty), mask=mask)
+        held += (n,)
+    held, r = centred(held, rows, M, D, eps, NORM, EVEN, TILES, ROWS, COLUMNS)
+    modulated = ()
+    for tile in tl.static_range(TILES):
+        columns, mask = tile_of(rows, tile, M, D, COLUMNS)
+        v = held[tile] * r[:, None]
+        if weight is not None:
+            if NORM == "rms":
+                v = rounded(v, scale)
+            v = v * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+        v = rounded(v, scale)
+        factor = rounded(1.0 + load_rows(scale, images, stride_scale, columns, mask), scale)
+        v = rounded(v * factor, scale)
+        v = rounded(v + load_rows(shift, images, stride_shift, columns, mask), scale)
+        if scale.dtype != x.dtype:
+            v = rounded(v, x)
+        # beyond the mask zero, or NaN as in all of the row
+        if FORMAT == "":
+            tl.store(codes + rows[:, None] * D + columns[None, :], v.to(codes.dtype.element_ty), mask=mask)
         else:
-            g = tl.full((ROWS,), 1.0, tl.float32)
-            if FORMAT == "nvfp4":
-                if SCALE_GIVEN:
-                    g = tl.load(global_scale + rows * stride_step, mask=rows < M, other=1.0)
-                else:
-                    g = row_global(tl.max(magnitude_bits(v), 1), FOUR_OVER_SIX)
-                    tl.store(global_scale + rows, g, mask=rows < M)
+            v = transform_tile(v, smooth, mean, tile, D, HADAMARD, ROWS, COLUMNS)
+            modulated += (computed_once(v, HADAMARD),)
+    if GROUP == 0 and FORMAT != "":
+        if SCALE_GIVEN:
+            s = tl.load(step + rows * stride_step, mask=rows < M, other=1.0)  # (ROWS,)
+        else:
+            s = row_step(amax_bits(modulated, TILES), LARGEST)
+            tl.store(step + rows, s, mask=rows < M)
+        for tile in tl.static_range(TILES):
+            quantize_rows_tile(modulated[tile], s, codes, rows, tile, M, D, ELEMENT, SCALE_GIVEN, COLUMNS)
+    elif FORMAT != "":
+        g = tl.full((ROWS,), 1.0, tl.float32)
+        if FORMAT == "nvfp4":
+            if SCALE_GIVEN:
+                g = tl.load(global_scale + rows * stride_step, mask=rows < M, other=1.0)
+            else:
+                g = row_global(amax_bits(modulated, TILES), FOUR_OVER_SIX)
+                tl.store(global_scale + rows, g, mask=rows < M)
+        for tile in tl.static_range(TILES):
             quantize_blocks_tile(
-                v, g, codes, step, rows, 0, M, D, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
-            )
+                modulated[tile], g, codes, step, rows, tile, M, D, FORMAT, GROUP, SCALE_GIVEN, FOUR_OVER_SIX, SWIZZLED,
+                ROWS, COLUMNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def tile_of(rows, tile, M, D, COLUMNS: tl.constexpr):
+    """Return the columns of a tile (COLUMNS,), and which elements of these rows exist (ROWS, COLUMNS)."""
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    return columns, (rows < M)[:, None] & (columns < D)[None, :]
 
 
 @triton.jit
@@ -260,14 +285,33 @@ def load_rows(x, rows, stride, columns, mask):
 
 
 @triton.jit
-def normed(n, weight, scale, columns, mask, D, eps, NORM: tl.constexpr):
-    """Apply LayerNorm or RMSNorm to each row of n, rounded to scale's dtype; n is zero beyond the mask."""
+def centred(
+    held,
+    rows,
+    M,
+    D,
+    eps,
+    NORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return rows less their mean, for LayerNorm, and r (ROWS,) = 1 / √(mean square + eps); held is zero beyond D."""
     if NORM == "layer":
-        n = tl.where(mask, n - tl.div_rn(tl.sum(n, 1), D * 1.0)[:, None], 0.0)
-    variance = tl.div_rn(tl.sum(n * n, 1), D * 1.0)
-    v = n * tl.div_rn(1.0, tl.sqrt_rn(variance + eps))[:, None]
-    if weight is not None:
-        if NORM == "rms":
-            v = rounded(v, scale)
-        v = v * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-    return rounded(v, scale)
+        total = held[0]
+        for tile in tl.static_range(1, TILES):
+            total = total + held[tile]
+        mean = tl.div_rn(tl.sum(total, 1), D * 1.0)[:, None]
+        moved = ()
+        for tile in tl.static_range(TILES):
+            n = held[tile] - mean
+            if not EVEN:
+                n = tl.where(tile_of(rows, tile, M, D, COLUMNS)[1], n, 0.0)
+            moved += (n,)
+        held = moved
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in tl.static_range(TILES):
+        squares = tl.fma(held[tile], held[tile], squares)
+    variance = tl.div_rn(tl.sum(squares, 1), D * 1.0)
+    return held, tl.div_rn(1.0, tl.sqrt_rn(variance + eps))

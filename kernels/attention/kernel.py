@@ -23,7 +23,7 @@ from fluxq.kernels import dispatch
 from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands
 from fluxq.kernels.checks import EXACT, as_bytes, check_device
-from fluxq.kernels.codes import encode, magnitude_bits, row_step
+from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step
 from fluxq.kernels.scaled_matmul.kernel import add_product
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
 
@@ -236,7 +236,7 @@ def quantize_tokens_kernel(
     for part in tl.static_range(BLOCK // ROWS):
         tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         values = load_tokens(x, mean, head, tokens, S, stride_s, D)
-        code = encode(tl.div_rn(values, step), "e4m3")
+        code = encode(quotient(values, step, False), "e4m3")
         tl.store(codes + tokens[:, None] * D + columns[None, :], code.to(tl.uint8))
 
 
@@ -270,7 +270,7 @@ def quantize_values_kernel(
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, D)
     values = load_tokens(v + head // H * stride_b + head % H * stride_h, None, head, tokens, S, stride_s, D)
-    code = encode(tl.div_rn(values, tl.load(scale + head * D + columns)[None, :]), "e4m3").to(tl.uint8)
+    code = encode(quotient(values, tl.load(scale + head * D + columns)[None, :], False), "e4m3").to(tl.uint8)
     tl.store(codes + (head * D + columns)[:, None] * padded + tokens[None, :], code.T)
 
 

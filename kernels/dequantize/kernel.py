@@ -226,9 +226,12 @@ def decode_scale(stored, SCALE: tl.constexpr):
 @triton.jit
 def decode_e4m3(byte):
     """Decode E4M3 bytes (int32) to fp32; 0x7F and 0xFF are NaN, there is no infinity."""
-    bits = (byte & 0x80) << 24 | (byte & 0x7F) << 20
-    value = bits.to(tl.float32, bitcast=True) * 2.0**120
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+    if tl.target_info.cuda_capability_geq(8, 9):
+        return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = (byte & 0x80) << 24 | (byte & 0x7F) << 20
+        value = bits.to(tl.float32, bitcast=True) * 2.0**120
+        return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
+from fluxq.kernels.codes import rounded
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors, check_positions
 from fluxq.kernels.tensor import unpack_named
@@ -209,12 +210,6 @@ def norm_rope_heads(
         store_pairs(
             y + rows * D, a * cos_a - b * sin_a, b * cos_b + a * sin_b, rows < heads, D, INTERLEAVED, ROWS, COLUMNS
         )
-
-
-@triton.jit
-def rounded(v, x):
-    """Round fp32 v as a tensor of the dtype of pointer x would."""
-    return v.to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

@@ -10,8 +10,9 @@
     nvfp4       s = E4M3(amax(block) / 6 / g), g given or amax(row) / (6 · 448)         code = RNE(v / (s · g))
     four over six: s = E4M3(amax(block) / 4 / g) where that has less error, and own g = amax(row) / (6 · 256)
 
-One launch reads x and writes codes, scales and h; a row that fits into one tile is read once. fp8_tensor alone takes
-two launches, unless its scale is given. Rounding of v is in kernels/codes.py, which other kernels share.
+One launch reads x and writes codes, scales and h. Where scales follow from whole rows, a program holds its row, all
+tiles of it, and computes act(x) once; longer rows (`is_held`) are read twice. fp8_tensor alone takes two launches,
+unless its scale is given. Rounding of v is in kernels/codes.py, which other kernels share.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -29,16 +30,17 @@ from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
+    amax_bits,
     computed_once,
     magnitude_bits,
     quantize_blocks_tile,
     quantize_rows_tile,
+    rounded,
     row_global,
     row_step,
     transform_tile,
 )
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.epilogue import gelu_tanh
 from fluxq.kernels.quantize_activation.op import (
     ACTS,
     GATED,
@@ -49,7 +51,7 @@ from fluxq.kernels.quantize_activation.op import (
     check_steps,
 )
 from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size, unpack_named
-from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile
+from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile, is_held, whole_row_tile
 from fluxq.recipes.formats import Format, find_format
 
 LARGEST_RANK = 128  # one tile of `down` holds every rank
@@ -145,9 +147,16 @@ def _launch_blocks(
 def quantize_tuned(
     x: Tensor, tensors: RoundingTensors, how: Rounding, chip: str
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Call `quantize_activation` with the tile that was tuned for the chip."""
-    name = tuned_name(find_format(how.format), tensors.input_scale, tensors.down, tensors.beside)
-    return quantize_activation(x, tensors, how, tile=find_memory_tile(OP.file, name, chip, x.shape[0]))
+    """Call `quantize_activation` with the tile of its rows, or the one that was tuned for the chip."""
+    row, down = find_format(how.format), tensors.down is not None
+    own_global = row.two_level and tensors.input_scale is None
+    if down or (row.group_size and not own_global):
+        name = tile_name(row, how.hadamard, down, tensors.beside is not None, own_global)
+        tile = find_memory_tile(OP.file, name, chip, x.shape[0])
+    else:
+        k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if tensors.beside is None else tensors.beside.shape[1])
+        tile = whole_row_tile(k, chip, many=bool(how.hadamard or row.group_size))
+    return quantize_activation(x, tensors, how, tile=tile)
 
 
 def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -184,13 +193,11 @@ def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
     return out
 
 
-def tuned_name(format: Format, input_scale: Tensor | None, down: Tensor | None, beside: Tensor | None = None) -> str:
-    """Return the name in kernels/tuned of the tile for these arguments: whole rows and products want other tiles."""
-    return tile_name(format, down is not None, beside is not None, format.two_level and input_scale is None)
-
-
-def tile_name(format: Format, down: bool, beside: bool, own_global: bool) -> str:
-    return "down " * down + format.name + "-beside" * beside + " own global" * own_global
+def tile_name(format: Format, hadamard: int, down: bool, beside: bool, own_global: bool) -> str:
+    """Return the name in kernels/tuned of a tile that is no whole row."""
+    if down:
+        return f"down {format.name}" + "-beside" * beside + " own global" * own_global
+    return format.name + " hadamard" * bool(hadamard)
 
 
 def _check_rows(name: str, x: Tensor, format: Format | None, act: str, beside: Tensor | None = None) -> tuple[int, int]:
@@ -271,6 +278,9 @@ def new_codes(name: str, x: Tensor, k: int, input_scale: Tensor | None, how: Rou
     return QuantizedTensor(codes, scale, global_scale, (m, k), row)
 
 
+holds = triton.constexpr_function(is_held)
+
+
 @triton.jit
 def quantize_rows_kernel(
     x,  # (M, K - D), or twice as wide for activations of two halves
@@ -302,27 +312,37 @@ def quantize_rows_kernel(
     """code = RNE(v / s), s = amax / LARGEST; reads x, writes codes, scale (or reads it, if given) and h."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     OWN_AMAX: tl.constexpr = amax is None and not SCALE_GIVEN  # pyright: ignore[reportAssignmentType]
+    HELD: tl.constexpr = OWN_AMAX and down is None and holds(TILES * COLUMNS, HADAMARD > 0)  # pyright: ignore
+    held = ()
     if SCALE_GIVEN:
         step = tl.load(scale + rows * stride_scale, mask=rows < M, other=1.0)  # (ROWS,)
     elif amax is not None:
         step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
+    elif HELD:
+        held = held_rows(
+            x, beside, smooth, mean, rows, M, K, D, stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS
+        )
+        step = row_step(amax_bits(held, TILES), LARGEST)
     else:
         bits, product = scan_rows(
             x, beside, smooth, mean, down, rows, M, K, D, R,
             stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
         )  # fmt: skip
         step = row_step(bits, LARGEST)
-    if not OWN_AMAX:
-        product = tl.zeros((ROWS, BLOCK_R), tl.float32)
-    for tile in range(TILES):
-        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
-        if down is not None and not OWN_AMAX:
-            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
-        values = computed_once(values, HADAMARD)
-        quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, COLUMNS)
+    if HELD:
+        for tile in tl.static_range(TILES):
+            quantize_rows_tile(held[tile], step, codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
+    else:
+        if not OWN_AMAX:
+            product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+        for tile in range(TILES):
+            inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+            if down is not None and not OWN_AMAX:
+                product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+            values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            values = computed_once(values, HADAMARD)
+            quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
     if not SCALE_GIVEN:
-        # Last: a store between the two loads of x would keep the compiler from reading x once.
         tl.store(scale + rows * stride_scale, step, mask=rows < M)
     if down is not None:
         store_product(product, h, rows, M, R, BLOCK_R)
@@ -365,7 +385,14 @@ def quantize_blocks_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     g = tl.full((ROWS,), 1.0, tl.float32)
     product = tl.zeros((ROWS, BLOCK_R), tl.float32)
-    if OWN_GLOBAL:
+    HELD: tl.constexpr = OWN_GLOBAL and down is None and holds(TILES * COLUMNS, True)  # pyright: ignore
+    held = ()
+    if HELD:
+        held = held_rows(
+            x, beside, smooth, mean, rows, M, K, D, stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS
+        )
+        g = row_global(amax_bits(held, TILES), FOUR_OVER_SIX)
+    elif OWN_GLOBAL:
         bits, product = scan_rows(
             x, beside, smooth, mean, down, rows, M, K, D, R,
             stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
@@ -373,15 +400,23 @@ def quantize_blocks_kernel(
         g = row_global(bits, FOUR_OVER_SIX)
     elif FORMAT == "nvfp4":
         g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
-    for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
-        if down is not None and not OWN_GLOBAL:
-            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
-        values = computed_once(values, HADAMARD)
-        quantize_blocks_tile(
-            values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS
-        )
+    if HELD:
+        for tile in tl.static_range(TILES):
+            quantize_blocks_tile(
+                held[tile], g, codes, scale, rows, tile, M, K, FORMAT, GROUP, False, FOUR_OVER_SIX, SWIZZLED,
+                ROWS, COLUMNS,
+            )  # fmt: skip
+    else:
+        for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
+            inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+            if down is not None and not OWN_GLOBAL:
+                product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
+            values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            values = computed_once(values, HADAMARD)
+            quantize_blocks_tile(
+                values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, not OWN_GLOBAL, FOUR_OVER_SIX, SWIZZLED,
+                ROWS, COLUMNS,
+            )  # fmt: skip
     if OWN_GLOBAL:
         tl.store(global_scale + rows, g, mask=rows < M)
     if down is not None:
@@ -431,7 +466,34 @@ def activate_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     value = load_tile(x, None, rows, tl.program_id(1), M, K, 0, stride_x, 0, ACT, COLUMNS)
-    tl.store(y + rows[:, None] * K + columns[None, :], value, mask=mask)
+    tl.store(y + rows[:, None] * K + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def held_rows(
+    x,
+    beside,
+    smooth,
+    mean,
+    rows,
+    M,
+    K,
+    D,
+    stride_x,
+    stride_beside,
+    ACT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return v of whole rows: a tuple of TILES tiles, fp32 (ROWS, COLUMNS)."""
+    held = ()
+    for tile in tl.static_range(TILES):
+        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        held += (computed_once(values, HADAMARD),)
+    return held
 
 
 @triton.jit
@@ -462,7 +524,7 @@ def scan_rows(
         inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
         if down is not None:
             product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(inputs.to(tl.float32), smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         largest = tl.maximum(largest, magnitude_bits(values))
     return tl.max(largest, 1), product
@@ -470,9 +532,9 @@ def scan_rows(
 
 @triton.jit
 def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the tile'th COLUMNS columns of a: of x, or of act(x) rounded as a separate layer does; zeros beyond M and K.
+    """Load the tile'th COLUMNS columns of a, as fp32: of x, or of act(x) rounded as a separate layer does.
 
-    Columns before D are those of `beside`, if there is one.
+    Zeros beyond M and K. Columns before D are those of `beside`, if there is one.
     """
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
@@ -483,20 +545,26 @@ def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.c
         place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
     values = tl.load(place, mask=mask, other=0.0)
     if ACT == "gelu_tanh":
-        values = gelu_tanh(values.to(tl.float32)).to(values.dtype)
+        values = rounded(gelu_tanh(values.to(tl.float32)), x)
     elif ACT == "gelu":
-        values = gelu(values.to(tl.float32)).to(values.dtype)
+        values = rounded(gelu(values.to(tl.float32)), x)
     elif ACT == "silu_mul":
-        other = tl.load(place + other_half, mask=mask, other=0.0)
-        values = product_of(silu(values.to(tl.float32)).to(values.dtype), other)
+        other = tl.load(place + other_half, mask=mask, other=0.0).to(tl.float32)
+        values = rounded(rounded(silu(values.to(tl.float32)), x) * other, x)
     elif ACT == "mul_silu":
-        other = tl.load(place + other_half, mask=mask, other=0.0)
-        values = product_of(values, silu(other.to(tl.float32)).to(values.dtype))
+        other = tl.load(place + other_half, mask=mask, other=0.0).to(tl.float32)
+        values = rounded(values.to(tl.float32) * rounded(silu(other), x), x)
     if beside is not None:
         first = (columns < D)[None, :]
         left = tl.load(beside + rows[:, None] * stride_beside + columns[None, :], mask=inside & first, other=0.0)
-        values = tl.where(first, left, values)
-    return values
+        values = tl.where(first, left.to(tl.float32), values.to(tl.float32))
+    return values.to(tl.float32)
+
+
+@triton.jit
+def gelu_tanh(v):
+    """v / 2 · (1 + tanh u), u = √(2/π) (v + 0.044715 v³), as v / (1 + e^(-2u))."""
+    return sigmoid_product(v, v * tl.fma(v * v, -0.10294324195, -2.30220819813))  # -2u · log2(e)
 
 
 @triton.jit
@@ -508,13 +576,14 @@ def gelu(v):
 @triton.jit
 def silu(v):
     """v / (1 + e^-v)."""
-    return tl.div_rn(v, 1.0 + tl.exp(-v))
+    return sigmoid_product(v, v * -1.4426950408889634)
 
 
 @triton.jit
-def product_of(a, b):
-    """a · b, rounded once to their type."""
-    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+def sigmoid_product(v, power):
+    """v / (1 + 2^power), by the square of a reciprocal root: one instruction, where a division takes ten."""
+    root = tl.rsqrt(1.0 + tl.exp2(power))
+    return v * root * root
 
 
 @triton.jit

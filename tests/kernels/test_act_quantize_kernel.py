@@ -165,16 +165,16 @@ gelu = partial(check_activation, act="gelu")
 silu_mul = partial(check_activation, act="silu_mul")
 FAULTS: dict[str, tuple[str, str, Callable]] = {
     "gelu without its half": ("0.5 * v * (1.0", "v * (1.0", gelu),
-    "the other gelu": ("values = gelu_tanh(values", "values = gelu(values", partial(check_activation, act="gelu_tanh")),
-    "silu of the sign": ("tl.exp(-v)", "tl.exp(v)", silu_mul),
+    "the other gelu": ("rounded(gelu_tanh(values", "rounded(gelu(values", partial(check_activation, act="gelu_tanh")),
+    "silu of the sign": ("v * -1.4426950408889634", "v * 1.4426950408889634", silu_mul),
     "the other half is the gate": (
-        "product_of(silu(values.to(tl.float32)).to(values.dtype), other)",
-        "product_of(values, silu(other.to(tl.float32)).to(values.dtype))",
+        "rounded(silu(values.to(tl.float32)), x) * other",
+        "values.to(tl.float32) * rounded(silu(other), x)",
         silu_mul,
     ),
     "silu not rounded": (
-        "product_of(silu(values.to(tl.float32)).to(values.dtype), other)",
-        "(silu(values.to(tl.float32)) * other.to(tl.float32)).to(values.dtype)",
+        "rounded(silu(values.to(tl.float32)), x) * other",
+        "silu(values.to(tl.float32)) * other",
         silu_mul,
     ),
     "a tile unwritten": ("columns = tl.program_id(1) * COLUMNS +", "columns = COLUMNS +", gelu),
@@ -186,6 +186,11 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "scale of x": (
         "stride_beside, ACT, COLUMNS)\n        if down is not None:",
         'stride_beside, "", COLUMNS)\n        if down is not None:',
+        partial(check_fused, format="int8", act="gelu", rank=5),
+    ),
+    "codes of x": (
+        "stride_beside, ACT, COLUMNS)\n        values",
+        'stride_beside, "", COLUMNS)\n        values',
         partial(check_fused, format="int8", act="gelu"),
     ),
 }

@@ -23,7 +23,7 @@ from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.kernels.tiles import Tile
+from fluxq.kernels.tiles import Tile, whole_row_tile
 from fluxq.recipes.formats import FORMATS
 
 TILE = Tile(rows=4, columns=512, warps=4)
@@ -277,6 +277,16 @@ def test_every_step_is_composed_byte_for_byte(format: str, options: dict[str, An
     check_fused(adaln_quantize, format, **options)
 
 
+@pytest.mark.parametrize("d", [32, 64])
+def test_the_128x4_layout_of_short_rows(d: int) -> None:
+    tensors = layers(3, 1, d=d)
+    q, _ = run(adaln_quantize, tensors, "mxfp8", swizzled=True, tile=whole_row_tile(d, "sm_100", many=True))
+    v, _ = run(adaln_quantize, tensors, None)
+    expected, _ = quantize_activation.quantize_activation(v, *steps("mxfp8", swizzled=True), tile=TILE)
+    assert_same_bits(q.codes.view(torch.uint8), expected.codes.view(torch.uint8), "codes")
+    assert_same_bits(q.scale.view(torch.uint8), expected.scale.view(torch.uint8), "scales")
+
+
 def test_nvfp4_takes_one_global_scale_for_all_tokens() -> None:
     tensors = layers(5, 1)
     q, _ = run(adaln_quantize, tensors, "nvfp4", input_scale=torch.tensor(0.03))
@@ -336,7 +346,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], str]] = {
     "branch alone": ({"branch": X}, "branch is given without the other"),
     "branch of another type": ({"branch": X.half(), "gate": ONE}, "branch is torch.float16"),
     "weight of another size": ({"weight": ONE}, r"weight is .* \(1, 64\), expected float32 \(64,\)"),
-    "a narrow tile": ({"tile": Tile(4, 32, 1)}, "tile.columns is 32, expected a power of two from D = 64"),
+    "a narrow tile": ({"tile": Tile(1, 65536, 32)}, "a row of 64 takes 65536 elements, expected at most 32768"),
     "a step without a format": ({"format": "", "hadamard": 16}, "hadamard is given, but no format"),
     "a scale without a format": ({"format": "", "input_scale": X}, "input_scale is given, but no format"),
     "a weight format": ({"format": "int4"}, "not quantized to int4, only to int8"),
@@ -374,11 +384,11 @@ nvfp4 = partial(check_fused, format="nvfp4")
 bound = partial(check_bound, dtype=torch.bfloat16, modulation=None, norm="rms")
 fp32 = partial(check_v, modulation=torch.float32)
 FAULTS: dict[str, tuple[str, str, Callable]] = {
-    "gate ignored": ("load_rows(gate, images, stride_gate, columns, mask) *", "1.0 *", check_v),
+    "gate ignored": ("gated = gated * load_rows", "gated = load_rows", check_v),
     "gated branch not rounded": ("rounded(gated, gate)", "gated", bound),
     "n not rounded": (
-        "v = rounded(v + rounded(gated, gate), x)",
-        "v = v + rounded(gated, gate)",
+        "n = rounded(n + rounded(gated, gate), x)",
+        "n = n + rounded(gated, gate)",
         partial(bound, modulation=torch.float32),
     ),
     "one image": ("images = rows // tokens", "images = rows * 0", images),
@@ -393,21 +403,25 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     ),
     "product not rounded": ("v = rounded(v * factor, scale)", "v = v * factor", check_v),
     "rounded to x's dtype": ("v = rounded(v * factor, scale)", "v = rounded(v * factor, x)", fp32),
-    "h not rounded": ("    return rounded(v, scale)", "    return v", check_v),
-    "weight without rounding": ('if NORM == "rms":\n            v =', 'if NORM == "none":\n            v =', rms),
+    "h not rounded": ("        v = rounded(v, scale)\n        factor", "        factor", check_v),
+    "weight without rounding": (
+        'if NORM == "rms":\n                v =',
+        'if NORM == "none":\n                v =',
+        rms,
+    ),
     "weight ignored": ("v = v * tl.load(weight", "v = v + 0.0 * tl.load(weight", check_v),
     "mean not taken off": ('NORM == "layer"', 'NORM == "none"', check_v),
-    "mean of the tile": ("tl.sum(n, 1), D * 1.0", "tl.sum(n, 1), 512.0", check_v),
-    "tail in the variance": ("D * 1.0)[:, None], 0.0)", "D * 1.0)[:, None], 1.0)", check_v),
+    "mean of the tile": ("tl.sum(total, 1), D * 1.0", "tl.sum(total, 1), 512.0", check_v),
+    "tail in the variance": ("COLUMNS)[1], n, 0.0)", "COLUMNS)[1], n, 1.0)", check_v),
     "eps ignored": ("variance + eps", "variance", partial(check_v, m=1, d=1)),
     "v not rounded": ("v = rounded(v, x)", "v = v + 0.0", partial(int8, modulation=torch.float32)),
     "rows unwritten": ("tl.program_id(0) * ROWS", "(tl.program_id(0) + 1) * ROWS", check_v),
-    "no mask of rows": ("mask = (rows < M)[:, None] &", "mask = (rows < M + 1)[:, None] &", check_v),
+    "no mask of rows": ("columns, (rows < M)[:, None] &", "columns, (rows < M + 1)[:, None] &", check_v),
     "no mask of columns": ("& (columns < D)[None, :]", "& (columns < D + 1)[None, :]", check_v),
     "32-bit rows": ("tl.arange(0, ROWS)).to(tl.int64)", "tl.arange(0, ROWS))", check_distant_rows),
     "own scale where one is given": (
-        "if SCALE_GIVEN:\n                s =",
-        "if False:\n                s =",
+        "if SCALE_GIVEN:\n            s =",
+        "if False:\n            s =",
         partial(int8, given=True),
     ),
     "one given scale": ("tl.load(step + rows * stride_step", "tl.load(step + rows * 0", partial(int8, given=True)),
@@ -417,7 +431,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
         partial(nvfp4, given=True),
     ),
     "global scale unwritten": ("tl.store(global_scale + rows, g", "tl.store(global_scale + rows * 0, g", nvfp4),
-    "no hadamard": ("0, D, HADAMARD, ROWS", "0, D, 0, ROWS", partial(nvfp4, hadamard=16)),
+    "no hadamard": ("tile, D, HADAMARD, ROWS", "tile, D, 0, ROWS", partial(nvfp4, hadamard=16)),
     "mean for smooth": (
         "transform_tile(v, smooth, mean,",
         "transform_tile(v, mean, smooth,",

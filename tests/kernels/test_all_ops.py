@@ -68,15 +68,14 @@ def test_the_folder_of_an_op_holds_all_of_it(name: str) -> None:
     assert callable(op.kernel.launch)
     cells = Path(__file__).parents[2] / "benchmarks" / "kernels" / "cells" / f"{op.file}.py"
     assert cells.is_file()
-    for table in (TUNED, TUNED.parent / "compiled"):
-        assert json.loads((table / f"{op.file}.json").read_text(encoding="utf-8"))
+    assert json.loads((TUNED.parent / "compiled" / f"{op.file}.json").read_text(encoding="utf-8"))
 
 
 def test_every_folder_and_table_is_of_an_op_of_the_table() -> None:
     files = {op.file for op in OPS.values()}
     assert {path.parent.name for path in TUNED.parent.glob("*/kernel.py")} == files
-    for table in (TUNED, TUNED.parent / "compiled"):
-        assert {path.stem for path in table.glob("*.json")} == files
+    assert {path.stem for path in (TUNED.parent / "compiled").glob("*.json")} == files
+    assert files - {path.stem for path in TUNED.glob("*.json")} == {"adaln_quantize"}  # whose tiles follow from rows
 
 
 @pytest.mark.parametrize(

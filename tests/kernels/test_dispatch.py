@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.kernels import report
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
-from fluxq.kernels import dispatch, launch, ops
+from fluxq.kernels import dispatch, epilogue, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.attention import op as attention
@@ -26,10 +26,12 @@ from fluxq.kernels.dispatch import choose
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import op as quantizer
+from fluxq.kernels.quantize_activation.kernel import quantize_tuned
+from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.reencode import row_scales
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
-from fluxq.kernels.tiles import CHIPS
+from fluxq.kernels.tiles import CHIPS, cdiv, is_held, whole_row_tile
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
 from fluxq.recipes.devices import KERNEL_FORMATS
@@ -49,14 +51,18 @@ def offers(monkeypatch):
     def use(**formats: tuple[str, ...]) -> None:
         offered.clear()
         offered.update(formats)
+        forget()
+
+    def forget() -> None:
         choose.cache_clear()
+        dispatch.choose_product.cache_clear()
 
     offered: dict[str, tuple[str, ...]] = {}
     monkeypatch.setattr(dispatch, "refusal", fake)
     monkeypatch.setattr(dispatch, "_measured", tuple)
-    choose.cache_clear()
+    forget()
     yield use
-    choose.cache_clear()
+    forget()
 
 
 ALL = {op.name: op.formats for op in OPS.values()}
@@ -67,7 +73,7 @@ ALL = {op.name: op.formats for op in OPS.values()}
     [
         ("int8-int8", "scaled_matmul", "int8"),
         ("fp8-fp8", "F.scaled_mm", "fp8"),
-        ("fp8_tensor-fp8_tensor-static", "scaled_matmul", "fp8_tensor"),
+        ("fp8_tensor-fp8_tensor-static", "F.scaled_mm", "fp8_tensor"),
         ("nvfp4-nvfp4-static", "block_scaled_matmul", "nvfp4"),
         ("mxfp8-mxfp8", "block_scaled_matmul", "mxfp8"),
         ("mxfp4-mxfp4", "block_scaled_matmul", "mxfp4"),
@@ -89,7 +95,8 @@ def test_a_scheme_that_a_chip_lacks_keeps_16_bit_activations_and_says_why(offers
     assert choice == dispatch.Choice(
         "weight_only_matmul",
         None,
-        "weights are decoded in the kernel, activations keep 16 bit; not block_scaled_matmul: no unit",
+        "weights are decoded in the kernel, activations keep 16 bit; not block_scaled_matmul: no unit; "
+        "not F.scaled_mm: the library has no nvfp4 product for sm_90",
         fallback=True,
     )
 
@@ -97,7 +104,7 @@ def test_a_scheme_that_a_chip_lacks_keeps_16_bit_activations_and_says_why(offers
 def test_w4a8_needs_the_scale_per_row(offers):
     offers(**ALL)
     scheme = Scheme.parse("nvfp4-int8")
-    assert choose(scheme, "sm_90", 64, N, K, row_scale=True).implementation == "w4a8_matmul"
+    assert choose(scheme, "sm_90", 64, N, K, layout="row scale").implementation == "w4a8_matmul"
     assert choose(scheme, "sm_90", 64, N, K).implementation == "weight_only_matmul"
 
 
@@ -112,6 +119,33 @@ def test_the_library_serves_what_it_can(offers):
     assert choose(Scheme.parse("int8-int8"), "sm_90", 17, N, K).implementation == "torch._int_mm"
     assert choose(Scheme.parse("int8-int8"), "sm_90", 16, N, K).implementation == "torch reference"
     assert choose(Scheme.parse("int8-int8"), "gfx942", 17, N, K).implementation == "torch reference"
+
+
+def test_block_scales_go_to_the_library_where_it_was_measured_to_be_faster(offers, monkeypatch) -> None:
+    shape = {"chip": "sm_100", "gpu": "G", "m": 64, "n": N, "k": K}
+    times = {"block_scaled_matmul": 2.0, "F.scaled_mm": 1.0}
+    rows = [shape | {"scheme": "mxfp8-mxfp8", "implementation": name, "us": us} for name, us in times.items()]
+    rows += [row | {"scheme": "nvfp4-nvfp4"} for row in rows]
+    offers(**ALL)
+    choice = choose(Scheme.parse("mxfp8-mxfp8"), "sm_100", 64, N, K, layout="swizzled")
+    assert choice.implementation == "block_scaled_matmul"
+    choose.cache_clear()
+    monkeypatch.setattr(dispatch, "_measured", lambda: tuple(rows))
+    for scheme, layout, implementation in (
+        ("mxfp8-mxfp8", "swizzled", "F.scaled_mm"),
+        ("mxfp8-mxfp8", "", "block_scaled_matmul"),
+        ("nvfp4-nvfp4-static", "swizzled", "F.scaled_mm"),
+        ("nvfp4-nvfp4", "swizzled", "block_scaled_matmul"),  # a global scale for each token
+    ):
+        assert choose(Scheme.parse(scheme), "sm_100", 64, N, K, layout=layout).implementation == implementation
+
+
+def test_an_older_torch_has_no_fp8_product_with_scales_per_row_on_blackwell(offers, monkeypatch) -> None:
+    offers(**ALL)
+    monkeypatch.setattr(torch, "__version__", "2.11.1+cu130")
+    choice = choose(Scheme.parse("fp8-fp8"), "sm_100", 64, N, K)
+    assert choice.implementation == "scaled_matmul" and "another stream" in choice.reason
+    assert choose(Scheme.parse("fp8-fp8"), "sm_90", 64, N, K).implementation == "F.scaled_mm"
 
 
 def test_fp32_tokens_are_not_rounded_by_a_matrix_unit(offers):
@@ -223,7 +257,7 @@ CHOSEN = [
     ("int8-int8", "sm_80", "scaled_matmul"),
     ("int8-int8-r8", "sm_90", "scaled_matmul"),
     ("fp8-fp8", "sm_89", "scaled_matmul"),
-    ("fp8_tensor-fp8_tensor-static", "sm_89", "scaled_matmul"),
+    ("fp8_tensor-fp8_tensor-static", "sm_89", "F.scaled_mm"),
     ("nvfp4-nvfp4-static", "sm_100", "block_scaled_matmul"),
     ("nvfp4-nvfp4", "sm_120", "block_scaled_matmul"),
     ("mxfp8-mxfp8", "sm_120", "block_scaled_matmul"),
@@ -396,13 +430,36 @@ def test_attention_without_a_kernel_names_heads_and_chip(d: int, chip: str, why:
         launch.launcher("attention_fp8")(q, q, q, None, chip=chip)
 
 
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_tensor"])
-def test_scaled_matmul_on_a_gpu(offers, kind: str) -> None:
+def test_scaled_matmul_on_a_gpu(offers, kind: str, gelu: bool) -> None:
     offers(**ALL)
     x, w = matrices(kind)
     given = ProductTensors(w.codes, w.scale, x.scale)
-    arguments = (x.codes, *pack_named(given, kind), False, torch.bfloat16)
+    arguments = (x.codes, *pack_named(given, kind), gelu, torch.bfloat16)
     check_op(scaled_matmul, launch.launcher("scaled_matmul"), arguments, exact=False)
+
+
+def test_codes_that_a_block_made_are_multiplied_as_a_layer_multiplies_its_own(offers, monkeypatch) -> None:
+    """By the library where it is chosen for the layer, unless more than a bias follows."""
+    offers(**ALL)
+    x, rest = operands("fp8-fp8", 33)
+    called: list[str] = []
+    library, kernel = epilogue.library_product, launch.OPS["scaled_matmul"].kernel.multiply
+    for module in (launch, epilogue):
+        monkeypatch.setattr(module, "library_product", lambda *a: called.append("library") or library(*a))
+    monkeypatch.setattr(OPS["scaled_matmul"].kernel, "multiply", lambda *a: called.append("kernel") or kernel(*a))
+    product = launch.launcher("scaled_matmul")
+    with interpreting():
+        y = launch.quantized_linear(x, *packed(rest), chip="sm_90")
+        q, _ = quantize_tuned(x, RoundingTensors(), Rounding("fp8"), "sm_90")
+        given = ProductTensors(rest["weight"], rest["weight_scale"], q.scale, bias=rest["bias"])
+        assert torch.equal(product(q.codes, *pack_named(given, "fp8"), False, torch.bfloat16, chip="sm_90"), y)
+        assert called == ["library", "library"]
+        product(q.codes, *pack_named(given, "fp8"), True, torch.bfloat16, chip="sm_90")
+        product(q.codes, *pack_named(given._replace(gate=y[:1]), "fp8"), False, torch.bfloat16, chip="sm_90")
+        product(q.codes, *pack_named(given, "fp8"), False, torch.float16, chip="sm_90")
+    assert called[2:] == ["kernel"] * 3
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "mxfp4"])
@@ -592,3 +649,16 @@ def test_an_op_on_a_gpu_is_launched_there(monkeypatch) -> None:
     monkeypatch.setattr(launch, "chip_of", lambda device: "sm_90")
     launch.run("dequantize", fake)
     assert entered == [torch.device("cuda", 1), "dequantize on sm_90", None]
+
+
+@pytest.mark.parametrize("k", [64, 331, 1152, 1536, 2432, 3072, 3840, 5120, 8960, 12288, 13824, 15360, 24576, 32768])
+def test_a_program_that_holds_a_row_wastes_few_lanes_and_has_enough_registers(k: int) -> None:
+    tile = whole_row_tile(k, "sm_90")
+    padded = cdiv(k, tile.columns) * tile.columns
+    assert tile.rows == 1 and padded >= k and padded <= 56 * 32 * tile.warps
+    assert padded <= k * 14 / 13 or (k < 2048 and padded < 2 * k)
+    many = whole_row_tile(k, "sm_90", many=True)
+    padded = cdiv(k, many.columns) * many.columns
+    assert padded <= 28 * 32 * many.warps or (many.warps, is_held(padded, True)) in ((16, True), (8, False))
+    for chip, lanes in (("gfx942", 64), ("gfx950", 64), ("gfx1201", 32)):
+        assert all(whole_row_tile(k, chip, many=many).warps * lanes <= 1024 for many in (False, True))

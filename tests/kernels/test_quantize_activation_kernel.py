@@ -4,6 +4,8 @@ Each check takes the kernel file as an argument: the tests hand it the real one,
 """
 
 import importlib.util
+import itertools
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -221,6 +223,58 @@ def check_tie_of_four_and_six(kernels: ModuleType) -> None:
     assert_equal_values(q.dequantize(), x)
 
 
+def check_quotients(kernels: ModuleType, format: str, exponent: int) -> None:
+    """Each pair (v, step) whose quotient could come out so wrong that its code changes, both times 2^exponent.
+
+    Before it is rounded the corrected quotient is off by less than 2 · 2^-24 of its last place. It can come out as the
+    wrong one of two neighbours only that near to the middle between them, and the code changes only if one of the two
+    is a tie of codes. With v, step, m integers of 24, 24, 25 bits and the middle m · 2^e, the distance from it is
+    (v · 2^j - step · m) / step in units of 2^(e - j): here are all pairs with a numerator of at most 8.
+    """
+    row = FORMATS[format]
+    if row.two_level:
+        codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    else:
+        dtype = torch.float8_e4m3fn if format == "fp8" else torch.int8
+        codes = encode.decode(torch.arange(127, dtype=torch.uint8).view(dtype), row.element).double()
+    pairs = []
+    for tie in ((codes[:-1] + codes[1:]) / 2).tolist():
+        fraction, e = math.frexp(tie)
+        m = int(math.ldexp(fraction, 25))
+        below = (m - 1, e - 25) if fraction > 0.5 else (2**25 - 1, e - 26)  # numbers are denser below a power of two
+        for middle, place in ((m + 1, e - 25), below):
+            for j, rest in itertools.product((24, 25), (*range(-8, 0), *range(1, 9))):
+                step = -rest * pow(middle, -1, 2**j) % 2**j
+                v, nothing = divmod(step * middle + rest, 2**j)
+                assert nothing == 0
+                if 2**23 <= step < 2**24 and 2**23 <= v < 2**24 and j + place + exponent >= -149:
+                    pairs.append((math.ldexp(v, j + place + exponent), math.ldexp(step, exponent)))
+    assert len(pairs) > 4 * len(codes)
+    v, step = torch.tensor(pairs, dtype=torch.float64).float().T[:, :, None].contiguous()
+    if row.two_level:
+        v = torch.cat([v, 6 * step, torch.zeros(len(v), 14)], 1)  # a block scale of 1
+    q, _ = kernels.quantize_activation(v, *steps(format, input_scale=step), tile=Tile(256, 32, 4))
+    if row.two_level:
+        assert_same_bytes(q, quantize_blocks(v, row, step, "v"))
+    else:
+        assert_equal_codes(q.codes, encode.encode(v / step, row.element))
+
+
+def check_tiny_global_scales(kernels: ModuleType) -> None:
+    """Steps of which a block's scale times the global one is subnormal, or 0."""
+    g = torch.tensor([2.0**-149, 2.0**-145, 2.0**-141, 2.0**-133, 2.0**-126])[:, None]
+    x = torch.linspace(-9, 9, 5 * 64).reshape(5, 64) * g * torch.tensor([1.0, 3, 50, 448]).repeat_interleave(16)
+    x[:, 5] = torch.tensor([torch.nan, 0.0, -0.0, torch.nan, torch.inf])
+    q, _ = kernels.quantize_activation(x, *steps("nvfp4", input_scale=g), tile=TILE)
+    assert_same_bytes(q, quantize_blocks(x, FORMATS["nvfp4"], g, "x"))
+
+
+def check_every_amax(kernels: ModuleType, format: str) -> None:
+    x = torch.arange(2**15, dtype=torch.int16).view(torch.bfloat16)[:, None]
+    q, _ = kernels.quantize_activation(x, *steps(format), tile=Tile(1024, 32, 4))
+    assert_same_bytes(q, ops.quantize_activation(x, FORMATS[format]))
+
+
 # Checks of dequantize
 
 
@@ -413,6 +467,41 @@ def test_every_code_decodes_under_every_scale(format: str) -> None:
     check_every_code_and_scale(dequantize, format)
 
 
+@pytest.mark.parametrize("chip", ["sm_80", "sm_100"])  # without instructions for codes, and with those for E2M1 too
+@pytest.mark.parametrize("format", PRODUCED)
+def test_other_chips_give_the_same_bytes(format: str, chip: str) -> None:
+    with interpreting(chip):
+        check_quantize(quantize_activation, format, 17)
+        check_steps(quantize_activation, format, 5, act="gelu_tanh", four_over_six=format == "nvfp4")
+        if FORMATS[format].group_size:
+            check_signs_of_nan(quantize_activation, format)
+        elif FORMATS[format].block[0]:
+            check_every_bf16_number(quantize_activation, format)
+
+
+@pytest.mark.parametrize("format", [name for name in KERNEL_FORMATS if name != "fp8_tensor"])
+def test_chips_without_an_instruction_for_e4m3_decode_the_same_values(format: str) -> None:
+    with interpreting("sm_80"):
+        check_every_code_and_scale(dequantize, format)
+
+
+@pytest.mark.parametrize("exponent", [0, -149])
+@pytest.mark.parametrize("format", ["fp8", "int8", "nvfp4"])
+def test_quotients_beside_the_middle_of_two_numbers_have_the_code_of_a_division(format: str, exponent: int) -> None:
+    check_quotients(quantize_activation, format, exponent)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_100"])
+def test_global_scales_next_to_zero(chip: str) -> None:
+    with interpreting(chip):
+        check_tiny_global_scales(quantize_activation)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_the_scale_of_every_amax_is_that_of_a_division(format: str) -> None:
+    check_every_amax(quantize_activation, format)
+
+
 X = torch.ones(4, 64)
 BAD_INPUT = {
     "no rows": ((X[:0], "fp8"), {}, r"x \(0, 64\) is empty"),
@@ -489,6 +578,16 @@ def test_buffers_that_do_not_fit_are_named() -> None:
         dequantize.dequantize(q, torch.float64, tile=TILE)
 
 
+def on(chip: str, check: Callable) -> Callable[[ModuleType], None]:
+    """The check, by kernels that are told they run on another chip."""
+
+    def run(kernels: ModuleType) -> None:
+        with interpreting(chip):
+            check(kernels)
+
+    return run
+
+
 # Faults: in `file`, the text `old` (which must occur once) becomes `new`, and the check must notice.
 QUANTIZE, CODES, DEQUANTIZE = "quantize_activation.py", "codes.py", "dequantize.py"
 every_number = partial(check_every_bf16_number, format="fp8")
@@ -502,16 +601,24 @@ with_steps = partial(check_steps, format="mxfp8", hadamard=32)
 tensor_scale = partial(check_steps, format="fp8_tensor", m=130)
 low_rank = partial(check_steps, format="int8", rank=33)
 beside = partial(check_steps, format="int8", m=5, act="silu_mul", beside=192)
+fp8 = partial(check_quantize, format="fp8", m=17)
+small = partial(check_quotients, format="int8", exponent=-149)
+every_amax = partial(check_every_amax, format="int8")
+given = partial(check_given_scale, format="fp8", per_token=True)
+nan = partial(check_signs_of_nan, format="mxfp8")
 codes_of = {name: partial(check_every_code_and_scale, format=name) for name in KERNEL_FORMATS}
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
-    "nibbles swapped": (CODES, "low | (high << 4)", "high | (low << 4)", nvfp4),
+    "nibbles swapped": (CODES, 'encode(low, "e2m1") |', 'encode(high, "e2m1") |', nvfp4),
     "scales transposed": (CODES, "(K // GROUP) + groups[None, :]", "1 + groups[None, :] * M", mxfp8),
     "scales one group off": (CODES, "groups = tile * (COLUMNS // GROUP) +", "groups = 1 +", mxfp8),
     "no mask of rows": (CODES, "(rows < M)[:, None] & (groups <", "(rows < M + 1)[:, None] & (groups <", mxfp8),
     "no mask of columns": (CODES, "(rows < M)[:, None] & (pairs < K // 2)", "(rows < M)[:, None] & (pairs < K)", nvfp4),
     "a tile unwritten": (QUANTIZE, "range(tl.program_id(1), TILES,", "range(tl.program_id(1) + 1, TILES,", mxfp4),
-    "amax of one tile": (QUANTIZE, "tl.maximum(largest, magnitude_bits(values))", "magnitude_bits(values)", int8),
-    "amax without sign": (CODES, "bitcast=True) & 0x7FFFFFFF", "bitcast=True)", int8),
+    "amax of one tile": (QUANTIZE, "tl.maximum(largest, magnitude_bits(values))", "magnitude_bits(values)", low_rank),
+    "amax without sign": (CODES, "bitcast=True) & 0x7FFFFFFF", "bitcast=True)", mxfp8),
+    "held: amax of the first tile": (CODES, "largest, tl.abs(held[tile])", "largest, largest", int8),
+    "held: amax without sign": (CODES, "largest = tl.abs(held[0])", "largest = held[0]", int8),
+    "held: NaN is no maximum": (CODES, ", propagate_nan=tl.PropagateNan.ALL", "", int8),
     "global scale of 4-over-6": (CODES, "256.0 if FOUR_OVER_SIX else 448.0", "256.0", nvfp4),
     "global scale not of 4-over-6": (CODES, "256.0 if FOUR_OVER_SIX else 448.0", "448.0", four_over_six),
     "4-over-6: errors in other units": (CODES, "ratio[:, :, None], ROWS", "1.0, ROWS", four_over_six),
@@ -519,18 +626,28 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "4-over-6: ties go to 4": (CODES, "GROUP) < least", "GROUP) <= least", check_tie_of_four_and_six),
     "global scale ignored": (
         CODES,
-        "tl.div_rn(blocks, (decode_e4m3(byte) * g[:, None])",
-        "tl.div_rn(blocks, (decode_e4m3(byte))",
+        "quotient(blocks, (decode_e4m3(byte) * g[:, None])",
+        "quotient(blocks, (decode_e4m3(byte))",
         nvfp4,
     ),
     "ceil limit": (CODES, "0x600000", "0x7FFFFF", mxfp8),
     "least squares: ties go up": (CODES, "error < least, floor + 1", "error <= least, floor + 1", mxfp4),
     "least squares: not squared": (CODES, "error = error * error", "error = tl.abs(error)", mxfp4),
-    "reciprocal": (CODES, "tl.div_rn(values, step[:, None])", "values * tl.div_rn(1.0, step[:, None])", int8),
-    "no subnormal codes": (CODES, "(128 - BIAS) << 23", "(100 - BIAS) << 23", every_number),
-    "no saturation": (CODES, "a = tl.minimum(a, LARGEST)", "a = a", every_number),
-    "sign of NaN kept": (CODES, "tl.where(v == v, code, 0x7F)", "code", partial(check_signs_of_nan, format="mxfp8")),
-    "sign of zero dropped": (CODES, "v.to(tl.int32, bitcast=True) < 0, 8", "v < 0, 8", nvfp4),
+    "quotient: not corrected": (CODES, "tl.fma(tl.fma(first, step, negative), inverse, first)", "first", int8),
+    "quotient: sign of zero": (CODES, "if OVERFLOWS else second", "if OVERFLOWS else second + 0.0", fp8),
+    "quotient: infinity": (CODES, "first, second) if", "second, second) if", given),
+    "quotient: subnormal steps": (CODES, "step < 2.0**-90, 2.0**60", "step < 0.0, 2.0**60", small),
+    "a part: not corrected": (
+        CODES,
+        "tl.fma(tl.fma(first, WHOLE, v * -1.0), -1.0 / WHOLE, first)",
+        "first",
+        every_amax,
+    ),
+    "no subnormal codes": (CODES, "(128 - BIAS) << 23", "(100 - BIAS) << 23", on("sm_80", every_number)),
+    "no saturation": (CODES, "tl.minimum(tl.abs(v), LARGEST)", "tl.abs(v)", on("sm_80", every_number)),
+    "sign of NaN kept": (CODES, "tl.where(v == v, float_code(v, 3", "tl.where(True, float_code(v, 3", on("sm_80", nan)),
+    "NaN in a pair": (CODES, "tl.where(low == low, pair, 0)", "pair", on("sm_100", partial(nan, format="nvfp4"))),
+    "sign of zero dropped": (CODES, "(sign & SIGN)", "tl.where(v < 0, SIGN, 0)", nvfp4),
     "infinity is a number": (CODES, "amax >= 0x7F800000, float", "amax > 0x7F800000, float", int8),
     "swizzle: lines": (CODES, "(row % 32) * 16 + (row % 128) // 32 * 4", "(row % 128) * 4", swizzled),
     "swizzle: padding unwritten": (CODES, "mask=padded", "mask=mask", swizzled),
@@ -556,7 +673,12 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "beside: one column more": (QUANTIZE, "first = (columns < D)", "first = (columns <= D)", beside),
     "beside: columns of x that are under it": (QUANTIZE, "stride_x + (columns - D)", "stride_x + columns", beside),
     "beside: halves as if it were x": (QUANTIZE, "(columns - D)[None, :], K - D", "(columns - D)[None, :], K", beside),
-    "beside: activated": (QUANTIZE, "tl.where(first, left,", "tl.where(first, silu(left.to(tl.float32)),", beside),
+    "beside: activated": (
+        QUANTIZE,
+        "tl.where(first, left.to(tl.float32)",
+        "tl.where(first, silu(left.to(tl.float32))",
+        beside,
+    ),
     "low rank: one tile": (QUANTIZE, "weights.T, product)", "weights.T)", low_rank),
     "low rank: columns of the first tile": (
         QUANTIZE,
@@ -571,7 +693,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
         "tl.join(code >> 4, code & 0xF)",
         codes_of["nvfp4"],
     ),
-    "decode: no NaN in e4m3": (DEQUANTIZE, "(byte & 0x7F) == 0x7F", "byte == 256", codes_of["mxfp8"]),
+    "decode: no NaN in e4m3": (DEQUANTIZE, "(byte & 0x7F) == 0x7F", "byte == 256", on("sm_80", codes_of["mxfp8"])),
     "decode: -0 is 0": (DEQUANTIZE, "bitcast=True) * 2.0**126", "bitcast=True) * 2.0**126 + 0.0", codes_of["nvfp4"]),
     "decode: E8M0 zero": (DEQUANTIZE, "byte == 0, 1 << 22", "byte == 0, 0", codes_of["mxfp4"]),
     "decode: int4 without sign": (DEQUANTIZE, "(code ^ 8) - 8", "code", codes_of["int4"]),

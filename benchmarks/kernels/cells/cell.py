@@ -26,6 +26,7 @@ class Cell:
     tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "mxfp8", "mxfp4", "nvfp4"), None for no
     matmul.
     max_registers: per thread; None for as many as the chip has.
+    elements: that a program of a pass over memory reads, to count instructions by; 0 for no such count.
     targets: the chips that this tile is meant for, by their names in CHIPS; empty for all.
     """
 
@@ -36,6 +37,7 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     tensor_core: str | None = None
     max_registers: int | None = None
+    elements: int = 0
     targets: tuple[str, ...] = ()
 
     @property

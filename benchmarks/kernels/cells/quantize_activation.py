@@ -1,4 +1,8 @@
-"""Cells of `quantize_activation`."""
+"""Cells of `quantize_activation`.
+
+Whole rows are the launches of a step of FLUX.1 and Qwen-Image (3072 columns, 12288 after GELU, 15360 beside attention),
+Wan 2.2 (5120 and 13824) and SD3.5 (1536).
+"""
 
 from __future__ import annotations
 
@@ -13,87 +17,118 @@ from fluxq.kernels.quantize_activation.kernel import (
     tensor_amax_kernel,
     tile_name,
 )
-from fluxq.kernels.tiles import Tile
+from fluxq.kernels.tiles import CHIPS, Tile, cdiv, is_held, whole_row_tile
 from fluxq.recipes.formats import FORMATS
 
 _TYPES = {
     **dict.fromkeys(("x", "beside", "y", "down", "h"), "*bf16"),
     **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
-    **dict.fromkeys(("K", "D", "R", "stride_x", "stride_beside"), "i32:16"),
-    **dict.fromkeys(("M", "stride_scale", "stride_global"), "i32"),
+    **dict.fromkeys(("M", "K", "D", "R", "stride_x", "stride_beside"), "i32:16"),
+    **dict.fromkeys(("stride_scale", "stride_global"), "i32"),
     "amax": "*i32",
 }
 _NO_DOWN = {"down": None, "h": None, "BLOCK_R": 1}
 _PLAIN = {"beside": None, "smooth": None, "mean": None, "ACT": "", "HADAMARD": 0} | _NO_DOWN
+_GELU = _PLAIN | {"ACT": "gelu_tanh"}
 _FUSED = {"beside": None, "ACT": "gelu_tanh", "HADAMARD": 7} | _NO_DOWN
 _DOWN = {"beside": None, "ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
 _BESIDE = {"ACT": "silu_mul", "HADAMARD": 7} | _NO_DOWN
+_BESIDE_PLAIN = {"smooth": None, "mean": None, "ACT": "gelu_tanh", "HADAMARD": 0} | _NO_DOWN
+_ROWS = ((3072, " plain", _PLAIN), (12288, " gelu", _GELU), (15360, " gelu", _BESIDE_PLAIN))
+_OTHER_ROWS = ((1536, " plain", _PLAIN), (5120, " plain", _PLAIN), (13824, " gelu", _GELU), (12288, " fused", _FUSED))
+_OTHER_ROWS = (*_OTHER_ROWS, (15360, " fused", _BESIDE))
 _BESIDE_DOWN = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
 
 
-def _row_cells(name: str, what: str = "", tiles: int = 1, **constants: Any) -> list[Cell]:
-    """Rows of an 8-bit format, of so many tiles each."""
+def _row_cells(name: str, what: str = "", tiles: int = 1, k: int = 0, **constants: Any) -> list[Cell]:
+    """Rows of an 8-bit format: whole ones of k, or so many tiles of the tuned ones."""
     row = FORMATS[name]
     types = {"codes": "*i8" if row.element.name == "int8" else "*u8", "scale": "*fp32"}
     fixed = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
     if row.block[0]:
         fixed |= {"amax": None, "stride_scale": 1}
-    return _cells(quantize_rows_kernel, name, what, types, fixed | constants)
+    return _cells(quantize_rows_kernel, name, what, types, fixed | constants, k)
 
 
-def _block_cells(name: str, what: str = "", **constants: Any) -> list[Cell]:
-    """Blocks, of which nvfp4's are swizzled; constants: what differs from tiles that stand alone."""
+def _block_cells(name: str, what: str = "", k: int = 0, **constants: Any) -> list[Cell]:
+    """Blocks, of which nvfp4's are swizzled; k, constants: what differs from tiles that stand alone."""
     row = FORMATS[name]
     fixed = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
     fixed |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
     if not row.two_level:
         fixed |= {"global_scale": None, "stride_global": 0}
-    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, fixed | constants)
+    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, fixed | constants, k)
 
 
-def _cells(kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any]) -> list[Cell]:
-    """A cell for each tile of kernels/tuned; `what` tells it from other cells of the format."""
+def _cells(
+    kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any], k: int = 0
+) -> list[Cell]:
+    """A cell of whole rows of k, or for each tile of kernels/tuned; `what` tells it from other cells of the format."""
     down, beside = constants.get("BLOCK_R", 1) > 1, "beside" in kernel.arg_names and "beside" not in constants
-    tuned = name
-    if name in FORMATS:
-        tuned = tile_name(FORMATS[name], down, beside, constants.get("OWN_GLOBAL", False))
+    own_global, hadamard = constants.get("OWN_GLOBAL", False), constants.get("HADAMARD", 0)
+    held = False
+    if k:
+        many = bool(hadamard or constants.get("GROUP"))
+        tile_of = {chip: whole_row_tile(k, chip, many=many) for chip in CHIPS}
+        tiles = {tile: tuple(c for c in CHIPS if tile_of[c] == tile) for tile in tile_of.values()}
+        (columns,) = {tile.columns for tile in tiles}
+        constants |= {"TILES": cdiv(k, columns)}
+        of_row = own_global or ("amax" in constants and not constants.get("SCALE_GIVEN"))
+        held = of_row and is_held(constants["TILES"] * columns, many)
+    else:
+        tuned = tile_name(FORMATS[name], hadamard, down, beside, own_global) if name in FORMATS else name
+        tiles = distinct_tiles("quantize_activation", tuned)
     constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
     types = {argument: kind for argument, kind in (_TYPES | types).items() if argument in kernel.arg_names}
     return [
         Cell(
             kernel,
-            tuned + what,
+            "down " * down + name + "-beside" * beside + what + " own global" * own_global,
             {argument: kind for argument, kind in types.items() if argument not in constants},
             constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
             {"num_warps": tile.warps} | EXACT,
             max_registers=MAX_REGISTERS,
             tensor_core="bf16" if down else None,
+            elements=k if held else (0 if down else tile.rows * tile.columns),
             targets=chips,
         )
-        for tile, chips in distinct_tiles("quantize_activation", tuned).items()
+        for tile, chips in tiles.items()
         if isinstance(tile, Tile)
     ]
 
 
 CELLS = (
-    *_row_cells("int8", **_PLAIN),
-    *_row_cells("int8", " fused", 4, **_FUSED),
+    *(
+        cell
+        for name, rows in (("int8", _ROWS + _OTHER_ROWS), ("fp8", _ROWS + _OTHER_ROWS), ("fp8_tensor", _ROWS))
+        for k, what, constants in rows
+        for cell in _row_cells(name, f"{what} {k}", k=k, **constants)
+    ),
+    *_row_cells("fp8_tensor", " gelu given 12288", k=12288, **_GELU, SCALE_GIVEN=True, amax=None),
+    *(
+        cell
+        for k, what, constants in _ROWS
+        for cell in _cells(tensor_amax_kernel, "fp8_tensor", f"{what} {k} amax", {}, constants, k)
+    ),
+    *(
+        cell
+        for k, what, constants in _ROWS
+        for cell in _block_cells("nvfp4", f"{what} {k}", k, **constants, OWN_GLOBAL=True)
+    ),
+    *(
+        cell
+        for k, what, constants in ((12288, " fused", _FUSED), (15360, " fused", _BESIDE))
+        for cell in _block_cells("nvfp4", f"{what} {k}", k, **constants, OWN_GLOBAL=True, FOUR_OVER_SIX=True)
+    ),
     *_row_cells("int8", "", 24, **_DOWN),
-    *_row_cells("fp8", **_PLAIN),
-    *_row_cells("fp8_tensor", "", 4, **_FUSED),
-    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _FUSED | {"TILES": 4}),
-    *_block_cells("mxfp8", **_PLAIN),
-    *_block_cells("mxfp4", **_FUSED),
-    *_block_cells("nvfp4", **_PLAIN),
+    *(cell for name in ("mxfp8", "mxfp4", "nvfp4") for cell in _block_cells(name, **_PLAIN)),
+    *(cell for name in ("mxfp8", "mxfp4", "nvfp4") for cell in _block_cells(name, " gelu", **_GELU)),
+    *_block_cells("mxfp4", " fused", **_FUSED),
     *_block_cells("nvfp4", " fused", **_FUSED, FOUR_OVER_SIX=True),
-    *_block_cells("nvfp4", "", **_FUSED, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
     *_block_cells("nvfp4", "", **_DOWN, FOUR_OVER_SIX=True, TILES=24),
     *_block_cells("nvfp4", "", **_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=24),
-    *(cell for name in ("int8", "fp8", "fp8_tensor") for cell in _row_cells(name, "", 4, **_BESIDE)),
-    *_cells(tensor_amax_kernel, "fp8_tensor", " amax", {}, _BESIDE | {"TILES": 4}),
     *(cell for name in ("mxfp8", "mxfp4") for cell in _block_cells(name, **_BESIDE, SWIZZLED=True)),
     *_block_cells("nvfp4", **_BESIDE, FOUR_OVER_SIX=True),
-    *_block_cells("nvfp4", **_BESIDE, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=4),
     *_row_cells("int8", "", 120, **_BESIDE_DOWN),
     *_block_cells("nvfp4", **_BESIDE_DOWN, FOUR_OVER_SIX=True, TILES=120),
     *_block_cells("nvfp4", **_BESIDE_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=120),

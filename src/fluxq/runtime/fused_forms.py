@@ -335,9 +335,14 @@ def _tokens(x: Tensor) -> Tensor:
 
 def at(block: Any, path: str) -> Any:
     """Return the module at a path below a block; None for an empty path or a block without it."""
-    for name in filter(None, path.split(".")):
-        block = getattr(block, name, None)
-    return block if path else None
+    if not path or block is None:
+        return None
+    for name in path.split("."):
+        children = block.__dict__.get("_modules", ())  # quicker than an attribute of a module
+        block = children[name] if name in children else getattr(block, name, None)
+        if block is None:
+            return None
+    return block
 
 
 def layers_of(block: Any, fusion: Fusion, first: str) -> dict[str, Any]:

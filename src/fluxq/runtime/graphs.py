@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from fluxq.base.console import first_line, logger
+from fluxq.base.settings import accumulation
 from fluxq.kernels.quantize_activation.op import Rounding
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.modulation import HoistedModulation
@@ -555,6 +556,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Registries that every module has, and that a forward does not read; parameters and buffers are compared by memory.
 _UNREAD = frozenset(vars(nn.Module())) - {"training", "_modules", *_HOOKS}
 _SETTINGS: tuple[Callable[[], Any], ...] = (
+    accumulation,
     torch.get_float32_matmul_precision,
     torch.are_deterministic_algorithms_enabled,
     torch.backends.cuda.flash_sdp_enabled,

@@ -76,12 +76,12 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
             raise ValueError(f"fluxq.optimize needs {op.name}, which is not to be had on {chip}: {why}")
 
     def lacks(layer: QuantLinear, made_by: Maker) -> str:
-        scheme, with_rows = layer.scheme, hasattr(layer, "weight_row_scale")
+        scheme, layout = layer.scheme, layer.prepared.kind if layer.prepared else ""
         product = product_of(layer)
         if scheme.activations is None or product is None:
             return ""  # such a layer computes alone anyway
         choice = dispatch.choose(
-            scheme, chip, MANY_TOKENS, layer.out_features, layer.in_features, layer.compute_dtype, with_rows
+            scheme, chip, MANY_TOKENS, layer.out_features, layer.in_features, layer.compute_dtype, layout
         )
         if choice.fallback:
             return f"{choice.implementation} on {chip} ({choice.reason})"

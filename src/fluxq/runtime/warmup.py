@@ -96,8 +96,8 @@ def warm_up(
             x = torch.randn(m, kind.k, dtype=dtype, device=device)
             call = partial(quantized_linear, x, *layer.operands, chip=chip)
             first, again = _seconds(call, device), _seconds(call, device)
-            row_scale = "weight_row_scale" in layer.scale_names
-            choice = choose(layer.scheme, chip, m, kind.n, kind.k, dtype, row_scale)
+            layout = layer.prepared.kind if layer.prepared else ""
+            choice = choose(layer.scheme, chip, m, kind.n, kind.k, dtype, layout)
             done.append(Warmed(str(kind.scheme), (kind.n, kind.k), m, choice.implementation, first, again))
     return done
 

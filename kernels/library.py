@@ -1,0 +1,113 @@
+"""Products of torch's library for codes with scales: what each takes, and its call.
+
+    torch._int_mm    int8, exactly; scales and bias follow in fp32
+    F.scaled_mm      fp8 with a scale per row, fp8_tensor with one for all; on Blackwell mxfp8, and nvfp4 with one
+                     global scale for all tokens, both with block scales in the 128x4 layout
+
+fluxq.configure(accumulate="fast") lets F.scaled_mm keep sums of fp8 products in Hopper's matrix unit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.base.settings import accumulation
+from fluxq.kernels.ops import INT_MM, scaled_int8_product
+from fluxq.kernels.tensor import QuantizedTensor
+
+
+class LibraryProduct(NamedTuple):
+    """Product of codes of one format.
+
+    function: of torch, as a Choice names it.
+    what: it is, in words.
+    unit: that N and K are multiples of.
+    chips: that have it; empty for all of NVIDIA's.
+    scaling: name of its scales in F.ScalingType.
+    """
+
+    function: str
+    what: str
+    unit: int
+    chips: tuple[str, ...] = ()
+    scaling: str = ""
+
+
+def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> str:
+    """Return why the library does not multiply codes of a format on a chip; empty if it does.
+
+    layout: of the weight, "swizzled" if its block scales are. m, n, k: tokens, outputs, inputs. dtype: of the result.
+    """
+    row = LIBRARY[format]
+    if not chip.startswith("sm_") or (row.chips and chip not in row.chips):
+        return f"the library has no {format} product for {chip}"
+    if n % row.unit or k % row.unit:
+        return f"N and K must be multiples of {row.unit}, they are {n} and {k}"
+    if format == "int8":
+        return "" if m > 16 else f"the library's integer product takes more than 16 tokens, not {m}"
+    if dtype == torch.float32 or (format == "fp8" and dtype != torch.bfloat16):
+        return f"the library's product is not for {dtype} tokens"
+    if format == "fp8" and chip != "sm_90" and _torch_version() < ROWS_ON_BLACKWELL:
+        return f"torch {torch.__version__} launches the library's product on another stream there"
+    if row.scaling.startswith("Block") and layout != "swizzled":
+        return "the library takes block scales in the 128x4 layout: call fluxq.prepare"
+    return ""
+
+
+def library_takes(x: QuantizedTensor, w: QuantizedTensor) -> bool:
+    """Tell whether the library's product knows the scales of these operands, which have one format."""
+    scales = {x.scale.ndim, w.scale.ndim}
+    if x.format.name == "fp8_tensor":
+        return scales == {0}
+    return scales == {1} and (x.global_scale is None or x.global_scale.ndim == 0)
+
+
+def library_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x (M, K) times w (N, K), plus bias (N,): (M, N) of dtype."""
+    name = x.format.name
+    if name == "int8":
+        return scaled_int8_product(x, w, bias).to(dtype)
+    recipe: Any = [getattr(F.ScalingType, LIBRARY[name].scaling)]
+    left, right, scales_of_x, scales_of_w = x.codes, w.codes, [x.scale], [w.scale]
+    options: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "output_dtype": dtype}
+    if name == "fp8":
+        scales_of_x, scales_of_w = [x.scale.unsqueeze(1)], [w.scale.unsqueeze(0)]
+    elif name == "nvfp4" and x.global_scale is not None and w.global_scale is not None:
+        left, right = left.view(torch.float4_e2m1fn_x2), right.view(torch.float4_e2m1fn_x2)
+        scales_of_x, scales_of_w = [x.scale, x.global_scale], [w.scale, w.global_scale]
+        recipe += [F.ScalingType.TensorWise]
+    elif name == "mxfp8":
+        scales_of_x, scales_of_w = ([scale.view(torch.float8_e8m0fnu)] for scale in (x.scale, w.scale))
+    if x.format.group_size:
+        swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(recipe)]
+        options |= {"swizzle_a": swizzles, "swizzle_b": swizzles}
+    else:
+        options["use_fast_accum"] = accumulation() == "fast"
+    return F.scaled_mm(left, right.t(), scales_of_x, recipe, scales_of_w, recipe, **options)
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+SCALED_MM = "F.scaled_mm"
+_BLACKWELL = ("sm_100", "sm_103")
+LIBRARY = {
+    "int8": LibraryProduct(INT_MM, "the library's exact integer product", 8),
+    "fp8": LibraryProduct(
+        SCALED_MM, "the library's product with a scale per row", 16, ("sm_90", *_BLACKWELL), "RowWise"
+    ),
+    "fp8_tensor": LibraryProduct(
+        *(SCALED_MM, "the library's product with one scale", 16),
+        chips=("sm_89", "sm_90", *_BLACKWELL, "sm_120"),
+        scaling="TensorWise",
+    ),
+    "mxfp8": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x32"),
+    "nvfp4": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x16"),
+}
+ROWS_ON_BLACKWELL = (2, 12)  # torch before it launched that product on another stream: pytorch/pytorch#177651

@@ -1,0 +1,218 @@
+"""Launch plans: a second call does what the first did, with other operands, and nothing of what it need not."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rounding import norm_packed
+from rounding import packed as packed_steps
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from triton.runtime.jit import JITFunction
+
+from benchmarks.kernels.interpreter import interpreting
+from fluxq.base import settings
+from fluxq.kernels import launch, ops, plans
+from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.qk_norm_rope import op as rope
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
+from fluxq.recipes.formats import find_format
+
+N, K, M = 96, 256, 20
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "PLANS", {})
+    monkeypatch.setattr(launch, "chip_of", lambda device: "sm_90")
+
+
+def tokens(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (M, K)), generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def norm(seed: int) -> tuple:
+    scale, shift, gate = (tokens(seed + i, 2, K) for i in range(3))
+    return (
+        tokens(seed),
+        *norm_packed("fp8", scale=scale, shift=shift, branch=tokens(seed + 3), gate=gate),
+        "layer",
+        1e-6,
+    )
+
+
+def product(kind: str, **how: Any) -> Callable[[int], tuple]:
+    def arguments(seed: int) -> tuple:
+        x = ops.quantize_activation(tokens(seed).float(), find_format(kind))
+        w = QuantizedTensor.quantize(tokens(seed + 1, N, K).float(), kind)
+        given = ProductTensors(w.codes, w.scale, x.scale, w.global_scale, x.global_scale, bias=tokens(seed + 2, N))
+        return x.codes, *pack_named(given, kind), how.get("gelu", False), torch.bfloat16
+
+    return arguments
+
+
+def layer(scheme: str) -> Callable[[int], tuple]:
+    def arguments(seed: int) -> tuple:
+        w = QuantizedTensor.quantize(tokens(seed + 1, N, K).float(), scheme.split("-")[0])
+        return tokens(seed).view(1, M, K), *pack_named(ops.LinearTensors(w.codes, w.scale, w.global_scale), scheme)
+
+    return arguments
+
+
+def heads(seed: int) -> tuple:
+    q, k = tokens(seed, 1, 5, 3, 64), tokens(seed + 1, 1, 5, 2, 64)
+    cos, sin = torch.randn(8, 64), torch.randn(8, 64)
+    return q, k, *pack_named(rope.RopeTensors(cos, sin)), 1e-6, True, False, 2
+
+
+CALLS: dict[str, tuple[str, Callable[[int], tuple]]] = {
+    "codes": ("quantize_activation", lambda seed: (tokens(seed), *packed_steps("fp8", act="gelu_tanh"))),
+    "blocks": ("quantize_activation", lambda seed: (tokens(seed), *packed_steps("nvfp4", swizzled=True))),
+    "norm": ("adaln_quantize", norm),
+    "heads": ("qk_norm_rope", heads),
+    "library's product": ("scaled_matmul", product("fp8")),
+    "product by descriptors": ("scaled_matmul", product("fp8", gelu=True)),
+    "integers": ("scaled_matmul", product("int8")),
+    "layer": ("quantized_linear", layer("fp8-fp8")),
+    "16-bit activations": ("quantized_linear", layer("nvfp4-16bit")),
+}
+
+
+def run_unplanned(name: str, arguments: tuple) -> Any:
+    return launch.launcher(name)(*arguments, chip="sm_90")
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    together = (found, expected) if isinstance(found, tuple) else ((found,), (expected,))
+    for left, right in zip(*together, strict=True):
+        assert (left.shape, left.dtype, left.stride()) == (right.shape, right.dtype, right.stride())
+        assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_planned_call_gives_what_the_op_gives(call: str, monkeypatch) -> None:
+    name, arguments = CALLS[call]
+    first, second = arguments(1), arguments(11)
+    with interpreting():
+        assert_same(launch.run(name, *first), run_unplanned(name, first))
+        (plan,) = launch.PLANS.values()
+        assert plan is not None
+        expected = run_unplanned(name, second)
+        untouched = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, second)
+        monkeypatch.setattr(launch, "launcher", lambda name: lambda *a, **k: pytest.fail("it was not planned"))
+        assert_same(launch.run(name, *second), expected)
+        assert_same(launch.run(name, *second), expected)
+    for value, before in zip(second, untouched, strict=True):
+        if isinstance(value, Tensor):
+            assert_same(value, before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x[: M - 4],
+        lambda x: x.half(),
+        lambda x: torch.stack([x, x], 1)[:, 0],
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(M, K),
+    ],
+    ids=["shape", "dtype", "stride", "address"],
+)
+def test_operands_of_another_kind_have_a_plan_of_their_own(other: Callable[[Tensor], Tensor]) -> None:
+    steps = packed_steps("fp8")
+    with interpreting():
+        launch.run("quantize_activation", tokens(1), *steps)
+        x = other(tokens(2))
+        assert_same(launch.run("quantize_activation", x, *steps), run_unplanned("quantize_activation", (x, *steps)))
+    assert len(launch.PLANS) == 2
+
+
+def test_after_a_change_of_settings_calls_are_planned_anew(monkeypatch) -> None:
+    monkeypatch.setattr(settings, "_set", {})
+    given = product("fp8")(1)
+    for accumulate in ("fast", "exact", "fast"):
+        settings.configure(accumulate=accumulate)
+        launch.run("scaled_matmul", *given)
+        launch.run("scaled_matmul", *given)
+    assert len(launch.PLANS) == 3
+
+
+def test_under_autocast_nothing_is_planned() -> None:
+    given = layer("fp8-fp8")(1)
+    with interpreting(), torch.autocast("cpu", torch.bfloat16):
+        launch.run("quantized_linear", *given)
+    assert not launch.PLANS
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x + float(x.sum()),  # a value
+        lambda x: x + OUTSIDE,
+        lambda x: x.chunk(2)[0].clone(),  # several tensors
+    ],
+    ids=["value", "outside", "several"],
+)
+def test_what_a_plan_cannot_do_again_has_none(call: Callable[[Tensor], Tensor]) -> None:
+    x = tokens(1)
+    result, plan = plans.watched(lambda: call(x), [x])
+    assert torch.equal(result, call(x)) and plan is None
+
+
+def test_a_bad_input_is_named_each_time() -> None:
+    x = tokens(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="act is 'none'"):
+            launch.run("quantize_activation", x, [], "fp8/none/0/0/0 ")
+    assert not launch.PLANS
+
+
+def test_plans_are_not_kept_without_end(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "MOST_PLANS", 2)
+    with interpreting():
+        for m in (1, 2, 3):
+            launch.run("quantize_activation", tokens(1, m, K), *packed_steps("fp8"))
+    assert len(launch.PLANS) == 1
+
+
+def test_a_plan_holds_no_tensor() -> None:
+    import gc
+    import weakref
+
+    with interpreting():
+        arguments = product("fp8", gelu=True)(1)
+        alive = [weakref.ref(value) for value in (arguments[0], *arguments[1])]
+        result = launch.run("scaled_matmul", *arguments)
+        alive.append(weakref.ref(result))
+    del arguments, result
+    gc.collect()
+    assert launch.PLANS and not any(reference() is not None for reference in alive)
+
+
+def test_threads_do_not_see_each_others_launches() -> None:
+    """Four are watched at about the same time; afterwards the launcher is what it was."""
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> None:
+        time.sleep(0.01)
+
+    kinds = [(tokens(1, m, K), *packed_steps("fp8")) for m in (4, 8, 12, 16)]
+    with mock.patch.object(JITFunction, "run", run), ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda given: launch.run("quantize_activation", *given), kinds))
+        assert JITFunction.run is run
+    assert len(launch.PLANS) == 4
+    assert all(sum(not step.makes for step in plan.steps) == 1 for plan in launch.PLANS.values())
+
+
+def test_an_interpreter_that_comes_later_is_the_one_that_launches() -> None:
+    arguments = CALLS["codes"][1](1)
+    with interpreting():
+        launch.run("quantize_activation", *arguments)
+    with mock.patch("triton.runtime.jit.JITFunction.run") as run:
+        launch.run("quantize_activation", *arguments)
+    assert run.call_count == 1
+
+
+OUTSIDE = torch.ones(())
