@@ -8,7 +8,7 @@ products with a reciprocal, corrected to the code of a division (`quotient`). Su
 quantize_activation/op.py.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number.
 
 from __future__ import annotations

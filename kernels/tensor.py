@@ -353,12 +353,15 @@ def unswizzle_scales(flat: Tensor, rows: int, groups: int) -> Tensor:
 def pack_named(named: Any, text: object = "") -> tuple[list[Tensor], str]:
     """Return (tensors, text) as an op takes them: a NamedTuple's tensors but None, and the text with their names."""
     given = tuple(tensor is not None for tensor in named)
-    return [tensor for tensor in named if tensor is not None], f"{text} {_names(type(named), given)}"
+    names_of = _names if torch.compiler.is_compiling() else _kept_names  # tracing warns of a cache
+    return [tensor for tensor in named if tensor is not None], f"{text} {names_of(type(named), given)}"
 
 
-@functools.lru_cache(1024)
 def _names(kind: type, given: tuple[bool, ...]) -> str:
     return ",".join(name for name, is_given in zip(kind._fields, given, strict=True) if is_given)  # pyright: ignore
+
+
+_kept_names = functools.lru_cache(1024)(_names)
 
 
 def unpack_named(

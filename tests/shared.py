@@ -107,9 +107,10 @@ def _maker(factory: pytest.TempPathFactory, name: str, fitted: bool) -> Callable
 
 
 @pytest.fixture(scope="session")
-def tested_recipes(pytestconfig) -> list[str]:
-    """The shipped recipes whose checkpoints this run tests: a few, or all of them with --run-all."""
-    return [name for name in shipped_recipes() if pytestconfig.getoption("--run-all") or name in QUICK]
+def tested_recipes(request) -> list[str]:
+    """The shipped recipes whose checkpoints this run tests: a few, some with --run-slow, or all with --run-all."""
+    running = {recipe_of(item) for item in request.session.items if not item.get_closest_marker("skip")}
+    return [name for name in shipped_recipes() if name in running]
 
 
 @pytest.fixture(scope="session")

@@ -107,9 +107,9 @@ def test_an_argument_without_a_type_is_named():
 
 
 def test_a_compiler_that_aborts_or_hangs_is_a_row(monkeypatch):
-    monkeypatch.setattr(aot, "_compile", lambda cell, target: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(aot, "compile_for", lambda cell, target: os.kill(os.getpid(), signal.SIGKILL))
     assert compile_cell(BF16, "sm_90").reason == "the compiler aborted (exit code -9)"
-    monkeypatch.setattr(aot, "_compile", lambda cell, target: time.sleep(60))
+    monkeypatch.setattr(aot, "compile_for", lambda cell, target: time.sleep(60))
     assert compile_cell(BF16, "sm_90", seconds=0.2).reason == "the compiler had no result after 0.2 s"
 
 

@@ -645,7 +645,8 @@ def test_an_op_on_a_gpu_is_launched_there(monkeypatch) -> None:
 
     fake = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, shape=(4, 8))
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(launch, "launcher", lambda name: lambda *arguments, chip: entered.append(f"{name} on {chip}"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_planned", lambda name, arguments, chip: entered.append(f"{name} on {chip}"))
     monkeypatch.setattr(launch, "chip_of", lambda device: "sm_90")
     launch.run("dequantize", fake)
     assert entered == [torch.device("cuda", 1), "dequantize on sm_90", None]
