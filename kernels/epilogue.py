@@ -51,6 +51,11 @@ class Epilogue:
     residual: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether a bias is all that follows."""
+        return not self.gelu and self.low_rank is None and self.gate is None and self.residual is None
+
     def arguments(self, name: str, m: int, n: int, device: torch.device) -> dict[str, Any]:
         """Return the kernel arguments that `finish` takes, by name; "y" is a new tensor (M, N).
 
@@ -110,8 +115,7 @@ def launch_product(
         return op.kernel.multiply(x, w, None, epilogue, chip)
     left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
     scheme = Scheme(w.format, left.format, static_input=left.global_scale is not None)
-    followed = gelu or any(step is not None for step in (low_rank, operands.gate, operands.residual))
-    library = not followed and library_takes(left, w)
+    library = epilogue.is_plain and library_takes(left, w)
     layout = layout_of(w, operands.row_scale)
     choice = choose_product(scheme, chip, x.shape[0], *w.shape, dtype, layout, library)
     if choice.implementation != op.name:

@@ -6,6 +6,7 @@ Each file is a list of rows; the first that fits counts:
 
 chips: names of CHIPS; without it the row is for every chip.
 max_m: the largest M; without it the row is for every M.
+plain: whether the row is only for products that nothing but a bias follows.
 measured: the GPU whose timings chose the tile; without it the tile was chosen because it compiles without spills.
 """
 
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from fluxq.base.settings import accumulation
 
 # A100; RTX 30 and A40; RTX 40 and L40S; H100 and H200; B200; B300; RTX 50; MI300; MI350; RX 9070.
 CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "gfx1201")
@@ -40,7 +43,7 @@ class MatmulTile:
 
     group_m: tiles of rows that are launched side by side, so that they find the same weights in the cache.
     acc_split: fp8 on Hopper only, whose matrix units accumulate in fewer bits than fp32 has: columns after which
-        the partial sum moves to a true fp32 one; a divisor of k, or 0 for never.
+        the partial sum moves to a true fp32 one; a divisor or, with descriptors, a multiple of k; 0 for never.
     descriptors: the copy engine of Hopper and Blackwell fetches operands; rows of codes must then be multiples of 16
         bytes.
     halves: the tile is finished and stored one half of its columns after the other, which takes fewer registers.
@@ -72,26 +75,39 @@ class TunedRow:
     chips: tuple[str, ...] = ()
     max_m: int | None = None
     measured: str | None = None
+    plain: bool = False
 
-    def fits(self, format: str, chip: str, m: int) -> bool:
-        return self.format == format and chip in (self.chips or (chip,)) and (self.max_m is None or m <= self.max_m)
+    def fits(self, format: str, chip: str, m: int, plain: bool = False) -> bool:
+        fitting = self.format == format and (plain or not self.plain)
+        return fitting and chip in (self.chips or (chip,)) and (self.max_m is None or m <= self.max_m)
 
 
-def find_tile(kernel: str, format: str, chip: str, m: int) -> Tile | MatmulTile:
-    """Return the tile for m tokens of a format on a chip ("sm_90"); raises NoTile if kernels/tuned has none."""
+def find_tile(kernel: str, format: str, chip: str, m: int, *, plain: bool = False) -> Tile | MatmulTile:
+    """Return the tile for m tokens of a format on a chip ("sm_90"); raises NoTile if kernels/tuned has none.
+
+    plain: whether nothing but a bias follows.
+    """
     for row in tuned_rows(kernel):
-        if row.fits(format, chip, m):
+        if row.fits(format, chip, m, plain):
             return row.tile
     raise NoTile(f"kernels/tuned/{kernel}.json has no row for {format} on {chip} at M = {m}")
 
 
-def find_matmul_tile(kernel: str, format: str, chip: str, m: int, codes: Tensor | None = None) -> MatmulTile:
-    """Return `find_tile` of a matmul, without the copy engine unless rows of codes begin at multiples of 16 bytes."""
-    tile = find_tile(kernel, format, chip, m)
+def find_matmul_tile(
+    kernel: str, format: str, chip: str, m: int, codes: Tensor | None = None, *, plain: bool = False
+) -> MatmulTile:
+    """Return `find_tile` of a matmul as it may be launched now.
+
+    codes: of the weight. The copy engine is left out unless their rows begin at multiples of 16 bytes, and sums do not
+    move to fp32 where `accumulate` is "fast".
+    """
+    tile = find_tile(kernel, format, chip, m, plain=plain)
     if not isinstance(tile, MatmulTile):
         raise NoTile(f"kernels/tuned/{kernel}.json: the tile of {format} is none of a matmul")
-    if tile.descriptors and codes is not None and not rows_are_at(codes, 16):
-        return replace(tile, descriptors=False)
+    if codes is not None and tile.acc_split and accumulation() == "fast":
+        tile = replace(tile, acc_split=0)
+    if codes is not None and tile.descriptors and not rows_are_at(codes, 16):
+        tile = replace(tile, descriptors=False)
     return tile
 
 
@@ -144,6 +160,7 @@ def tuned_rows(kernel: str) -> tuple[TunedRow, ...]:
             tuple(row.get("chips", ())),
             row.get("max_m"),
             row.get("measured"),
+            row.get("plain", False),
         )
         for row in rows
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 
 MATRIX = re.compile(r"(?:H|Q|O|I|HG|QG|IG|UTC\w*)MMA\b")
 WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes that a load moves a thread
@@ -46,15 +47,17 @@ def disassemble(cubin: bytes) -> str:
     return done.stdout
 
 
-def remarks(ptx: str, architecture: str) -> list[str]:
-    """Return the remarks of ptxas on matrix instructions that it had to serialize or wait for: "C7510" to "C7519"."""
+def remarks(ptx: str, architecture: int) -> list[str]:
+    """Return the remarks of ptxas on matrix instructions that it had to serialize or wait for: "C7510" to "C7519".
+
+    By the ptxas that Triton takes for the architecture; its versions differ in which that is.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx, encoding="utf-8")
-        tool = knobs.nvidia.ptxas.path
         command = [
-            tool,
-            f"-arch={architecture}",
+            get_ptxas(architecture).path,
+            f"-arch=sm_{architecture}a",
             "--fmad=false",
             "-v",
             str(source),

@@ -45,7 +45,7 @@ class Search:
     """The tile of a kernel for a format and up to max_m tokens, judged by a case at some shapes.
 
     tiles: what each candidate changes in the tile that is there; that one is a candidate too. also: formats for which
-    the same tile is taken.
+    the same tile is taken. plain: whether it is only for products that nothing but a bias follows.
     """
 
     kernel: str
@@ -55,6 +55,7 @@ class Search:
     tiles: tuple[dict[str, Any], ...]
     max_m: int | None = None
     also: tuple[str, ...] = ()
+    plain: bool = False
 
 
 @click.group()
@@ -141,7 +142,7 @@ def candidates(chip: str, dry_run: bool = False) -> Iterator[tuple[int, Search, 
     """(number of the search, search, tile) where the chip can run the kernel; the tile in use comes first."""
     for number, search in enumerate(searches(dry_run)):
         try:
-            base = find_tile(search.kernel, search.format, chip, search.max_m or search.shapes[0][0])
+            base = _base(search, chip)
         except NoTile:
             continue
         if dry_run or not workloads.why_not(search.case, chip):
@@ -149,10 +150,15 @@ def candidates(chip: str, dry_run: bool = False) -> Iterator[tuple[int, Search, 
                 yield number, search, tile
 
 
+def _base(search: Search, chip: str) -> Tile | MatmulTile:
+    """The tile in use."""
+    return find_tile(search.kernel, search.format, chip, search.max_m or search.shapes[0][0], plain=search.plain)
+
+
 def _changed(base: Tile | MatmulTile, changes: dict[str, Any]) -> Tile | MatmulTile:
-    """The tile with these changes; a sum that is promoted every so many columns stays within a step of K."""
+    """The tile with these changes; sums that move to fp32 after several steps of K do so after each without copies."""
     tile = dataclasses.replace(base, **changes)
-    if isinstance(tile, MatmulTile) and tile.acc_split > tile.k:
+    if isinstance(tile, MatmulTile) and tile.acc_split > tile.k and not tile.descriptors:
         tile = dataclasses.replace(tile, acc_split=tile.k)
     return tile
 
@@ -216,7 +222,7 @@ def time_search(
                 calls[str(number)] = [work.call for work in sets]
             for number, timed in timing.measure(calls, device, repeats).items():
                 us[fit[int(number)]].append(timed.us)
-    base = find_tile(search.kernel, search.format, chip, search.max_m or search.shapes[0][0])
+    base = _base(search, chip)
     promotes = getattr(base, "acc_split", 0) > 0
     exact = [tile for tile in us if getattr(tile, "acc_split", 0) or not promotes]
     best = min(exact, key=lambda tile: math.prod(us[tile])) if exact else base
@@ -246,7 +252,7 @@ def write_tuned(timed: dict[str, Any], folder: Path) -> None:
             if search.kernel == file.stem
             for name in (search.format, *search.also)
         ]
-        front.sort(key=lambda row: (row["format"], row.get("max_m", math.inf)))
+        front.sort(key=lambda row: (row["format"], row.get("max_m", math.inf), "plain" not in row))
         write_rows(folder / file.name, front + [row for row in map(_without(front, chip), rows) if row])
 
 
@@ -258,7 +264,9 @@ def _without(front: list[dict], chip: str) -> Any:
 
     def left(row: dict[str, Any]) -> dict[str, Any] | None:
         replaced = any(
-            new["format"] == row["format"] and new.get("max_m", math.inf) >= row.get("max_m", math.inf) for new in front
+            (new["format"], new.get("plain")) == (row["format"], row.get("plain"))
+            and new.get("max_m", math.inf) >= row.get("max_m", math.inf)
+            for new in front
         )
         if not replaced or chip not in row.get("chips", ()):
             return row
@@ -284,6 +292,8 @@ def _row(search: Search, tile: Tile | MatmulTile, chip: str, *, everything: bool
     row: dict[str, Any] = {"format": search.format, "chips": [chip]}
     if search.max_m is not None and not everything:
         row["max_m"] = search.max_m
+    if search.plain:
+        row["plain"] = True
     return row | {"tile": _plain(tile)}
 
 
@@ -331,6 +341,7 @@ COPIED = {"descriptors": True, "halves": True}
 LARGE_8_BIT = (
     *_blocks((128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), **COPIED),
     *_blocks((128, 256, 128, 8, 3), (128, 128, 128, 8, 4), **COPIED, acc_split=0),
+    *_blocks((128, 128, 128, 8, 4), **COPIED, acc_split=128),
     *_blocks((128, 128, 128, 8, 4), (128, 128, 64, 8, 5), (64, 256, 128, 8, 4), descriptors=True, halves=False),
     *_blocks((128, 128, 128, 8, 3), (128, 128, 64, 8, 4), descriptors=False, halves=False),
 )
@@ -342,7 +353,10 @@ ONE_TOKEN = _rows((4, 1024, 4), (4, 2048, 8), (8, 512, 4), (16, 512, 4), (2, 102
 BLOCK_ROWS = _rows((1, 1024, 4), (2, 512, 4), (8, 512, 8), (16, 256, 8))
 SEARCHES = (
     Search("scaled_matmul", "fp8", Case("matmul", "fp8-fp8", "scaled_matmul"), BIG, LARGE_8_BIT, also=("fp8_tensor",)),
-    Search("scaled_matmul", "int8", Case("matmul", "int8-int8", "scaled_matmul"), BIG, LARGE_8_BIT),
+    *(
+        Search("scaled_matmul", "int8", Case("matmul", "int8-int8", "scaled_matmul"), BIG, LARGE_8_BIT, plain=plain)
+        for plain in (True, False)
+    ),
     *(
         Search("w4a8_matmul", f"nvfp4-{name}", Case("matmul", f"nvfp4-{name}", "w4a8_matmul"), BIG, DECODED)
         for name in ("fp8", "int8")

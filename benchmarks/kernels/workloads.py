@@ -160,7 +160,7 @@ def _matmul(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
 
 def _scaled(q: QuantizedTensor, w: QuantizedTensor, row_scale: Any, bias: Tensor, chip: str) -> Callable[[], Tensor]:
-    tile = find_matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes)
+    tile = find_matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes, plain=True)
     return lambda: scaled_matmul(q, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 

@@ -45,15 +45,20 @@ def scaled_matmul(
             f"scaled_matmul: tile.unit_scales is for fp8 and k in multiples of 32, not for {x.format.name} at "
             f"{tile.k}: take a tile without"
         )
+    if tile.acc_split and max(tile.acc_split, tile.k) % min(tile.acc_split, tile.k):
+        raise ValueError(
+            f"scaled_matmul: tile.acc_split is {tile.acc_split}, expected a divisor or a multiple of k = {tile.k}"
+        )
     arguments = epilogue.arguments("scaled_matmul", m, n, device)
     if tile.descriptors:
         check_copyable("scaled_matmul", x=x.codes, w=w.codes)
     check_device("scaled_matmul", device)
     arguments |= {"x_scale": x.scale, "w_scale": w.scale, "M": m, "N": n, "K": k}
     arguments |= {"stride_x_scale": min(x.scale.ndim, 1), "stride_w_scale": min(w.scale.ndim, 1)}
+    is_integer = x.codes.dtype == torch.int8
     constants = {
-        "INTEGER": x.codes.dtype == torch.int8,
-        "ACC_SPLIT": tile.acc_split,
+        "INTEGER": is_integer,
+        "ACC_SPLIT": 0 if is_integer else tile.acc_split if tile.descriptors else min(tile.acc_split, tile.k),
         "UNIT_SCALES": tile.unit_scales,
         "HALVES": tile.halves,
         "BLOCK_M": tile.m,
@@ -76,7 +81,7 @@ def scaled_matmul(
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
     """Call `scaled_matmul` with the tile that was tuned for the chip."""
-    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes)
+    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes, plain=epilogue.is_plain)
     return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
 
 
@@ -194,15 +199,29 @@ def scaled_matmul_descriptors_kernel(
     BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """As scaled_matmul_kernel, for tiles that are num_programs apart; what lies past an edge is read as zeros."""
+    """As scaled_matmul_kernel, for tiles that are num_programs apart; what lies past an edge is read as zeros.
+
+    Sums that move to fp32 after several steps have a loop of their own, inside which nothing waits for a product. On
+    Hopper ptxas would serialize fp8 products in a loop that what follows is flattened into.
+    """
+    FLATTEN: tl.constexpr = INTEGER or tl.target_info.cuda_capability_geq(10, 0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
-        for start in range(0, K, BLOCK_K):
-            left = x.load([tile_m * BLOCK_M, start])
-            right = w.load([tile_n * BLOCK_N, start])
-            acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+        if ACC_SPLIT > BLOCK_K:
+            for first in range(0, K, ACC_SPLIT):
+                part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for start in range(first, first + ACC_SPLIT, BLOCK_K):
+                    left = x.load([tile_m * BLOCK_M, start])
+                    right = w.load([tile_n * BLOCK_N, start])
+                    part = add_product(part, left, right, INTEGER, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+                acc += part
+        else:
+            for start in range(0, K, BLOCK_K):
+                left = x.load([tile_m * BLOCK_M, start])
+                right = w.load([tile_n * BLOCK_N, start])
+                acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
         finish_tile(
             acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
             bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,

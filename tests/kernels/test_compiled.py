@@ -6,6 +6,7 @@ import re
 import pytest
 
 from benchmarks.kernels.aot import all_cells, compile_for
+from fluxq.kernels.dispatch import PROVEN, accepted_files
 
 CELLS = {f"{cell.name} {cell.format}": cell for cell in all_cells()}
 EXACT = (
@@ -45,6 +46,17 @@ def test_codes_of_e4m3_are_rounded_once(chip: str) -> None:
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "e4m3x2.f16x2" not in ptx
 
 
+def test_no_row_was_accepted_because_a_tool_failed() -> None:
+    """But of Triton 3.6, whose disassembler does not know one chip that it is not to be used on."""
+    failed = {
+        (version, row["target"])
+        for version in PROVEN
+        for _, row in accepted_files(version)
+        if (row["reason"] or "").startswith("RuntimeError")
+    }
+    assert failed <= {("3.6", "sm_103")}
+
+
 def test_with_fusion_switched_on_multiply_adds_are_found() -> None:
     cell = CELLS["scaled_matmul_kernel int8 128x128x128"]
     cell = dataclasses.replace(cell, options=cell.options | {"enable_fp_fusion": True})
@@ -52,8 +64,8 @@ def test_with_fusion_switched_on_multiply_adds_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_fp8_sums_on_hopper_move_to_true_fp32_at_each_step_of_k() -> None:
-    cell = CELLS["scaled_matmul_descriptors_kernel fp8 128x128x128 descriptors split 128"]
+def test_fp8_sums_on_hopper_move_to_true_fp32_in_a_loop_of_their_own() -> None:
+    cell = CELLS["scaled_matmul_descriptors_kernel fp8 128x128x128 descriptors split 512"]
     never = dataclasses.replace(cell, constants=cell.constants | {"ACC_SPLIT": 0})
     additions = [len(re.findall(r"\badd\.(?:rn\.)?f32", compile_for(c, "sm_90").asm["ptx"])) for c in (never, cell)]
     assert additions[1] - additions[0] == 128 * 128 // (8 * 32)  # one for each sum that a thread holds

@@ -9,6 +9,7 @@ from fluxq.base import settings
 from fluxq.kernels import library, ops
 from fluxq.kernels.library import library_product, library_refusal
 from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
+from fluxq.kernels.tiles import find_matmul_tile
 from fluxq.recipes.formats import FORMATS
 
 M, N, K = 40, 96, 256
@@ -74,6 +75,14 @@ def test_accumulation_is_a_setting_of_the_process(configured: str | None, fast: 
     settings.configure(accumulate=configured)
     library_product(x, w, bias, torch.bfloat16)
     assert calls == [fast]
+
+
+@pytest.mark.parametrize(("accumulate", "columns"), [("fast", 0), ("exact", 512)])
+def test_sums_of_our_own_kernels_follow_the_setting(accumulate: str, columns: int, monkeypatch) -> None:
+    monkeypatch.setattr(settings, "_set", {"accumulate": accumulate})
+    codes = torch.zeros(128, 256, dtype=torch.float8_e4m3fn)
+    assert find_matmul_tile("scaled_matmul", "fp8", "sm_90", 4096, codes).acc_split == columns
+    assert find_matmul_tile("attention", "128", "sm_90", 4096).acc_split, "attention has a bound of its own"
 
 
 def test_another_accumulation_is_refused(monkeypatch) -> None:

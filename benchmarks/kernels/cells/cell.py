@@ -3,7 +3,7 @@ chip."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triton.runtime.jit import JITFunction
@@ -46,17 +46,27 @@ class Cell:
         return self.kernel.fn.__name__
 
 
-def distinct_tiles(kernel: str, format: str) -> dict[Tile | MatmulTile, tuple[str, ...]]:
+def distinct_tiles(kernel: str, format: str, *, plain: bool = False) -> dict[Any, tuple[str, ...]]:
     """Each tile that `find_tile` can return for a format, with the chips it is returned for: what CELLS compile."""
     tile_chips: dict[Tile | MatmulTile, tuple[str, ...]] = {}
     for chip in CHIPS:
         covered = 0.0  # the largest M for which an earlier row is taken
         for row in tuned_rows(kernel):
             limit = float("inf") if row.max_m is None else row.max_m
-            if row.fits(format, chip, 1) and limit > covered:
+            if row.fits(format, chip, 1, plain) and limit > covered:
                 covered = limit
                 tile_chips[row.tile] = tuple(dict.fromkeys((*tile_chips.get(row.tile, ()), chip)))
     return tile_chips
+
+
+def summed_both_ways(tiles: dict[Any, tuple[str, ...]]) -> dict[Any, tuple[str, ...]]:
+    """Add each tile whose sums move to fp32 as `accumulate: fast` takes it."""
+    both = dict(tiles)
+    for tile, chips in tiles.items():
+        if tile.acc_split:
+            fast = replace(tile, acc_split=0)
+            both[fast] = (*both.get(fast, ()), *chips)
+    return both
 
 
 def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles
+from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles, summed_both_ways
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul_descriptors_kernel, scaled_matmul_kernel
 from fluxq.kernels.tiles import MatmulTile
@@ -43,7 +43,8 @@ def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: boo
 CELLS = tuple(
     _cell(name, tile, targets, fused=fused)
     for name in ("int8", "fp8", "fp8_tensor")
-    for tile, targets in distinct_tiles("scaled_matmul", name).items()
+    for fused in (False, True)
+    for tile, targets in summed_both_ways(distinct_tiles("scaled_matmul", name, plain=not fused)).items()
     # The hardest to fit is what matters; the plain one is compiled once for each large tile of a format's own codes.
-    for fused in ((False, True) if tile.m >= 128 and name != "fp8_tensor" else (True,))
+    if fused or (tile.m >= 128 and name != "fp8_tensor")
 )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles, stored_arguments
+from benchmarks.kernels.cells.cell import (
+    Cell,
+    cell_arguments,
+    distinct_tiles,
+    stored_arguments,
+    summed_both_ways,
+)
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.tiles import MatmulTile
 from fluxq.kernels.w4a8_matmul.kernel import w4a8_matmul_kernel
@@ -40,5 +46,5 @@ CELLS = tuple(
     _cell(f"{weights}-{activations}", tile, chips)
     for weights in WEIGHTS
     for activations in ACTIVATIONS
-    for tile, chips in distinct_tiles("w4a8_matmul", f"{weights}-{activations}").items()
+    for tile, chips in summed_both_ways(distinct_tiles("w4a8_matmul", f"{weights}-{activations}")).items()
 )

@@ -14,9 +14,8 @@ def configure(*, strict: bool | None = None, accumulate: str | None = None) -> N
 
     strict: whether a GPU without a kernel for a scheme as it is written raises an error. Without strict it falls back
     with a warning, to another arithmetic or to the slow torch reference.
-    accumulate: how the library's fp8 products add up on Hopper. "fast", the default, keeps sums in the matrix unit,
-    with 13 bits; "exact" moves partial sums to fp32 on the way. kernels/README.md has the error of
-    both.
+    accumulate: how fp8 products add up on Hopper. "fast", the default, keeps sums in the matrix unit, with 13 bits;
+    "exact" moves partial sums to fp32 on the way. kernels/README.md has the error of both.
 
     Where nothing was configured, FLUXQ_STRICT=1 and FLUXQ_ACCUMULATE=exact in the environment do the same. Raises
     ValueError for another accumulation.
