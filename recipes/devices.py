@@ -175,12 +175,16 @@ _H100 = Device(
     matmul={
         "bf16": Efficiency(0.763, "755 TFLOP/s on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"),
         "fp8": Efficiency(
-            0.687, "1359 TFLOP/s, Triton, scales per row, on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"
+            0.687, "1359 TFLOP/s, Triton, fast accumulation, on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"
         ),
         "int8": Efficiency(0.687, why="as fp8"),
     },
     scalar_peak=67,
     source="NVIDIA H100 data sheet, sparse figures halved",
+    attention=Efficiency(0.638, "631 TFLOP/s, cuDNN, (1, 24, 4608, 128) on an H100: pytorch/pytorch#142132"),
+    attention_fp8=Efficiency(
+        0.306, "605 TFLOP/s, Triton, 4k tokens, heads of 128 on an H100: the FlashAttention-3 paper"
+    ),
 )
 _RTX_4060_TI = Device(
     name="RTX 4060 Ti 16GB",

@@ -164,10 +164,24 @@ def test_the_modelled_tables_are_those_of_the_committed_file_and_of_the_model(sc
     page, with_tables = script.PAGE.read_text(encoding="utf-8"), script.flux_modelled.with_tables
     assert with_tables(page, found) == page
     now = script.modelled_steps()
-    for part in ("steps", "passes", "switches", "parts", "goals"):
+    for part in ("steps", "passes", "switches", "parts", "goals", "small"):
         assert now[part] == found[part], part
         changed = [_with_other_numbers(row) for row in found[part]]
         assert with_tables(page, found | {part: changed}) != page, part
+
+
+@pytest.mark.parametrize("state", ["compiled", "optimized", "every fusion"])
+def test_a_pass_takes_its_bytes_time_or_that_of_its_instructions(script, state: str) -> None:
+    model = script.flux_modelled
+    device = model.find_device("h200")
+    second = device.bytes_per_second  # bytes
+    begun = model.begun_per_second(device)
+    few, many = (
+        model.Pass("", {state: 2 * second}, instructions=n * begun, alone=(second, n * begun)) for n in (0.5, 3)
+    )
+    assert few.seconds(device, state) == pytest.approx(2)
+    assert many.seconds(device, state) == pytest.approx({"compiled": 4, "optimized": 3, "every fusion": 2}[state])
+    assert model.executed("quantize_rows_kernel fp8 gelu 12288", "sm_90") == pytest.approx(19, abs=1)
 
 
 def _with_other_numbers(value: Any) -> Any:
