@@ -29,7 +29,7 @@ from fluxq.base.console import logger
 from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
 from fluxq.kernels.library import LIBRARY, library_refusal
 from fluxq.kernels.op import Op
-from fluxq.kernels.ops import TORCH
+from fluxq.kernels.ops import INT_MM, TORCH
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import CHIPS
 from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV
@@ -84,18 +84,28 @@ def _no_kernel(op: str, format: str, chip: str) -> ValueError:
 
 @functools.lru_cache(4096)
 def choose(
-    scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, layout: str = ""
+    scheme: Scheme,
+    chip: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "",
+    library: bool = True,
 ) -> Choice:
     """Choose what computes m tokens of `dtype` under a scheme on a chip; the torch reference if no candidate can.
 
     layout: of the weight, as runtime/layout.py names it: "row scale" with the 8-bit scales per row that W4A8 needs,
     "swizzled" with block scales in the 128x4 layout.
+    library: whether its codes lie as the library's products take them, rows at multiples of 16 bytes.
     """
     offered: list[Choice] = []
     refused: list[str] = []
     for candidate in _candidates(scheme, layout):
-        why_not = _why_not(candidate, scheme, chip, m, n, k, dtype, layout)
         choice = candidate[0]
+        why_not = _why_not(candidate, scheme, chip, m, n, k, dtype, layout)
+        if not (library or why_not or choice.implementation in (candidate[1].name, INT_MM)):
+            why_not = "rows of its codes are not at multiples of 16 bytes"
         if not why_not and (not offered or choice.activations == offered[0].activations):
             offered.append(choice)  # a later candidate with other activations has another arithmetic
         elif not offered:
@@ -113,7 +123,7 @@ def choose_product(
 ) -> Choice:
     """Choose what multiplies codes that are made already, as `choose` would: a kernel, or the library's product.
 
-    library: whether it knows such scales, and a bias is all that follows. Raises ValueError where nothing is offered.
+    library: whether it takes such operands, and a bias is all that follows. Raises ValueError where nothing is offered.
     """
     candidates = [c for c in _candidates(scheme, layout)[:-1] if library or c[0].implementation == c[1].name]
     offered = [c[0] for c in candidates if not _why_not(c, scheme, chip, m, n, k, dtype, layout)]

@@ -99,18 +99,18 @@ def launch_product(
     dtype: torch.dtype,
     *,
     chip: str,
-    plain: bool = False,
+    in_16_bit: bool = False,
 ) -> Tensor:
     """Launch an op of products.py: the `multiply` of its kernel's file, or of codes the library's product.
 
-    plain: whether x is no codes.
+    in_16_bit: whether x is values, not codes.
     """
     operands, names = unpack_named(ProductTensors, tensors, formats)
     weights, _, activations = names.partition("-")
     w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, find_format(weights))
     low_rank = None if operands.h is None or operands.up is None else (operands.h, operands.up)
     epilogue = Epilogue(operands.bias, low_rank, gelu, operands.gate, operands.residual, dtype)
-    if plain:
+    if in_16_bit or names not in op.formats:
         require(op.name, names, chip)
         return op.kernel.multiply(x, w, None, epilogue, chip)
     left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))

@@ -1,7 +1,8 @@
 """Launches of fluxq's ops on a GPU, in place of their torch references; op.py registers them.
 
-`quantized_linear` takes the choice of dispatch.py, which always has one. The other ops are one kernel each, and raise
-ValueError on a chip that it is not for. Called with a chip, all of them also run on an interpreter.
+`quantized_linear` takes the choice of dispatch.py, which always has one. The other ops are one kernel each, or for a
+product of codes the library's, and raise ValueError on a chip that has none. Called with a chip, all of them also run
+on an interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fluxq.kernels.plans import Plan, kind_of, watched
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.tensor import QuantizedTensor, read_named, unpack_named
-from fluxq.kernels.tiles import chip_of
+from fluxq.kernels.tiles import chip_of, rows_are_at
 from fluxq.recipes.formats import FORMATS, Scheme
 
 
@@ -36,7 +37,7 @@ def run(name: str, *arguments: Any) -> Any:
     """Run the op of that name for tensors on a GPU; kernels are launched on the one that holds the tensors."""
     first = arguments[0]
     if name != "quantized_linear" and first.shape[0] == 0:  # nothing to launch
-        on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
+        on_cpu = tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, arguments)
         return tree_map(lambda value: value.to(first.device), getattr(torch.ops.fluxq, name)(*on_cpu))
     device = first.device
     is_elsewhere = first.is_cuda and device.index != torch.cuda.current_device()
@@ -52,6 +53,8 @@ def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
     operands: list[Tensor] = []
     key = name, chip, arguments[0].get_device(), settings.changes(), kind_of(arguments, operands)
     plan = PLANS.get(key, UNSEEN)
+    if plan is UNSEEN and len({*map(id, operands)}) < len(operands):
+        return launcher(name)(*arguments, chip=chip)  # one tensor for two would be one of a plan for good
     if plan is UNSEEN:
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
@@ -82,7 +85,7 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
     m = x.numel() // k
     if m == 0:
         return x.new_empty(*x.shape[:-1], n)
-    choice = choose(parsed, chip, m, n, k, x.dtype, layout_of(w, operands.row_scale))
+    choice = choose(parsed, chip, m, n, k, x.dtype, layout_of(w, operands.row_scale), rows_are_at(w.codes, 16))
     announce(read_named(scheme)[0], chip, choice)
     with ops.no_autocast(x):
         rows = x.reshape(m, k)

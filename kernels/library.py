@@ -18,6 +18,7 @@ from torch import Tensor
 from fluxq.base.settings import accumulation
 from fluxq.kernels.ops import INT_MM, scaled_int8_product
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tiles import rows_are_at
 
 
 class LibraryProduct(NamedTuple):
@@ -59,7 +60,9 @@ def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int,
 
 
 def library_takes(x: QuantizedTensor, w: QuantizedTensor) -> bool:
-    """Tell whether the library's product knows the scales of these operands, which have one format."""
+    """Tell whether the library's product knows the scales of these operands, which have one format, and their place."""
+    if not (rows_are_at(x.codes, 16) and rows_are_at(w.codes, 16)):
+        return False
     scales = {x.scale.ndim, w.scale.ndim}
     if x.format.name == "fp8_tensor":
         return scales == {0}

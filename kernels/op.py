@@ -49,10 +49,16 @@ class Op:
 def launches_on_gpu(name: str, op: Any) -> None:
     """Let a `torch.library.custom_op` of that name run its kernel for tensors on a GPU.
 
-    By its name in the dispatcher: `op.register_kernel` would put two more Python functions into each call.
+    By its name in the dispatcher: `op.register_kernel` would put another Python function into each call, and a check
+    that results do not alias arguments. Dynamo is not to trace it, where a frame that it gave up on calls the op.
     """
     if find_spec("triton") is not None:
-        _LIBRARY.impl(name, functools.partial(_launch, name), "CUDA")
+        _LIBRARY.impl(name, untraced(functools.partial(_launch, name)), "CUDA")
+
+
+def untraced(function: Any) -> Any:
+    """Return the function, hidden from Dynamo, which is not imported before the first call."""
+    return torch._disable_dynamo(function)
 
 
 def _launch(name: str, *arguments: Any) -> Any:

@@ -167,12 +167,17 @@ def compare(row: CompiledCell, accepted: CompiledCell | None) -> list[str]:
         ("executed", 0.5),
         ("loop", 8),
         ("waits", 0),
-        ("remarks", ""),
     ):
         now, then = getattr(row, field), getattr(accepted, field)
         if now is not None and then is not None and now > then + slack:
             complaints.append(f"{name}: {field} is {now}, accepted {then}")
+    if more := {*_words(row.remarks)} - {*_words(accepted.remarks)}:
+        complaints.append(f"{name}: ptxas remarks {', '.join(sorted(more))}, accepted {accepted.remarks or 'none'}")
     return complaints
+
+
+def _words(remarks: str | None) -> list[str]:
+    return remarks.split(", ") if remarks else []
 
 
 def accepted_rows(version: str) -> dict[tuple[str, str, str], CompiledCell]:

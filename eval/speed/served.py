@@ -21,7 +21,6 @@ from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
 from fluxq.eval.metrics.schema import Served
 from fluxq.kernels.linear import QuantLinear, linear_size, linears_of, quant_layers
 from fluxq.recipes.computing import attention_of
-from fluxq.runtime.layout import ROW_SCALE
 
 _MANY_TOKENS = 4096  # of an image of 1024x1024; few tokens may take another kernel
 
@@ -85,7 +84,8 @@ def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: tor
     from fluxq.kernels.tiles import chip_of  # needs Triton
 
     shape = tokens, layer.out_features, layer.in_features
-    return choose(layer.scheme, chip_of(device), *shape, dtype, layer.stored(ROW_SCALE) is not None).activations
+    layout = layer.prepared.kind if layer.prepared else ""
+    return choose(layer.scheme, chip_of(device), *shape, dtype, layout).activations
 
 
 def _arithmetic(layers: Iterable[QuantLinear], device: torch.device) -> str:

@@ -201,8 +201,8 @@ def scaled_matmul_descriptors_kernel(
 ):
     """As scaled_matmul_kernel, for tiles that are num_programs apart; what lies past an edge is read as zeros.
 
-    Sums that move to fp32 after several steps have a loop of their own, inside which nothing waits for a product. On
-    Hopper ptxas would serialize fp8 products in a loop that what follows is flattened into.
+    Sums that move to fp32 after several steps have a loop of their own, in which one product is under way while the
+    next begins. On Hopper ptxas would serialize fp8 products in a loop that what follows is flattened into.
     """
     FLATTEN: tl.constexpr = INTEGER or tl.target_info.cuda_capability_geq(10, 0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)

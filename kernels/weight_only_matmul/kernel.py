@@ -102,7 +102,7 @@ def multiply(x: Tensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue,
     return weight_only_matmul(x, w, epilogue=epilogue, tile=find_tile(OP.file, w.format.name, chip, m))
 
 
-launch = partial(launch_product, OP, plain=True)
+launch = partial(launch_product, OP, in_16_bit=True)
 
 
 def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> None:

@@ -1,8 +1,10 @@
 """Launch plans: a second call does what the first did, with other operands, and nothing of what it need not."""
 
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,12 +13,14 @@ import torch
 from rounding import norm_packed
 from rounding import packed as packed_steps
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
-from fluxq.kernels import launch, ops, plans
+from fluxq.kernels import launch, op, ops, plans
+from fluxq.kernels.op import untraced
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.tensor import QuantizedTensor, pack_named
@@ -106,7 +110,7 @@ def test_a_planned_call_gives_what_the_op_gives(call: str, monkeypatch) -> None:
         monkeypatch.setattr(launch, "launcher", lambda name: lambda *a, **k: pytest.fail("it was not planned"))
         assert_same(launch.run(name, *second), expected)
         assert_same(launch.run(name, *second), expected)
-    for value, before in zip(second, untouched, strict=True):
+    for value, before in zip(tree_leaves(second), tree_leaves(untouched), strict=True):
         if isinstance(value, Tensor):
             assert_same(value, before)
 
@@ -140,6 +144,78 @@ def test_after_a_change_of_settings_calls_are_planned_anew(monkeypatch) -> None:
     assert len(launch.PLANS) == 3
 
 
+def test_one_tensor_for_two_operands_makes_no_plan() -> None:
+    first, second = norm(1), norm(11)
+    scale, _, *rest = first[1]
+    with interpreting():
+        launch.run("adaln_quantize", first[0], [scale, scale, *rest], *first[2:])
+        assert not launch.PLANS
+        launch.run("adaln_quantize", *first)
+        twice = second[0], [second[1][0], second[1][0], *second[1][2:]], *second[2:]
+        assert_same(launch.run("adaln_quantize", *twice), run_unplanned("adaln_quantize", twice))
+    assert len(launch.PLANS) == 1
+
+
+def test_operands_on_another_device_are_of_another_kind() -> None:
+    x = tokens(1)
+    here = plans.kind_of([[x]], [])
+    with mock.patch.object(Tensor, "get_device", lambda tensor: 1):
+        assert plans.kind_of([[x]], []) != here
+
+
+def test_a_plan_lets_go_of_what_is_read_no_more_and_makes_nothing_in_vain() -> None:
+    """No more is held at once than by the call itself."""
+
+    def chain(x: Tensor) -> Tensor:
+        x.new_empty(7)
+        for _ in range(5):
+            x = x + 1
+        return x
+
+    x = torch.zeros(1 << 16)
+    (first, plan), in_watch = held_by(lambda: plans.watched(lambda: chain(x), [x]))
+    planned, in_plan = held_by(lambda: plan([x]))
+    assert torch.equal(first, planned) and torch.equal(first, chain(x))
+    assert len(plan.steps) == 5 and in_watch == in_plan == held_by(lambda: chain(x))[1] == 2 * x.nbytes
+
+
+def held_by(call: Callable[[], Any]) -> tuple[Any, int]:
+    """(result, the most bytes of new tensors that were alive at once; small ones not counted)."""
+    alive: dict[int, int] = {}
+    most = 0
+
+    class Held(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            result = func(*args, **(kwargs or {}))
+            if result.nbytes > 1000:
+                alive[id(result)] = result.nbytes
+                weakref.finalize(result, alive.pop, id(result))
+            most = max(most, sum(alive.values()))
+            return result
+
+    with Held():
+        return call(), most
+
+
+def test_dynamo_does_not_trace_the_launch(monkeypatch) -> None:
+    """Where it gave up on the caller it would go on inside."""
+    monkeypatch.setattr(launch, "run", lambda name, x: x + 1)
+    seen = []
+
+    def model(x: Tensor) -> Tensor:
+        for _ in range(2):
+            try:
+                torch._dynamo.graph_break()
+                x = untraced(partial(op._launch, "test"))(x)
+            finally:
+                pass
+        return x
+
+    compiled = torch.compile(model, backend=lambda graph, inputs: seen.append(graph) or graph)
+    assert torch.equal(compiled(torch.zeros(3)), torch.full((3,), 2.0)) and not seen
+
+
 def test_under_autocast_nothing_is_planned() -> None:
     given = layer("fp8-fp8")(1)
     with interpreting(), torch.autocast("cpu", torch.bfloat16):
@@ -153,8 +229,10 @@ def test_under_autocast_nothing_is_planned() -> None:
         lambda x: x + float(x.sum()),  # a value
         lambda x: x + OUTSIDE,
         lambda x: x.chunk(2)[0].clone(),  # several tensors
+        lambda x: x.as_strided((2,), (1,), 3).clone(),
+        lambda x: x + x.to("meta").numel(),
     ],
-    ids=["value", "outside", "several"],
+    ids=["value", "outside", "several", "address", "device"],
 )
 def test_what_a_plan_cannot_do_again_has_none(call: Callable[[Tensor], Tensor]) -> None:
     x = tokens(1)
@@ -180,7 +258,6 @@ def test_plans_are_not_kept_without_end(monkeypatch) -> None:
 
 def test_a_plan_holds_no_tensor() -> None:
     import gc
-    import weakref
 
     with interpreting():
         arguments = product("fp8", gelu=True)(1)

@@ -17,15 +17,15 @@ def configure(*, strict: bool | None = None, accumulate: str | None = None) -> N
     accumulate: how fp8 products add up on Hopper. "fast", the default, keeps sums in the matrix unit, with 13 bits;
     "exact" moves partial sums to fp32 on the way. kernels/README.md has the error of both.
 
-    Where nothing was configured, FLUXQ_STRICT=1 and FLUXQ_ACCUMULATE=exact in the environment do the same. Raises
-    ValueError for another accumulation.
+    Where nothing was configured, FLUXQ_STRICT=1 and FLUXQ_ACCUMULATE=exact in the environment do the same, as they are
+    when a kernel is first launched. Raises ValueError for another accumulation.
     """
     global _changes
-    _changes += 1
     if accumulate is not None:
         _set["accumulate"] = _checked(accumulate, "accumulate")
     if strict is not None:
         _set["strict"] = bool(strict)
+    _changes += 1  # last: what is chosen until now is not to be taken for a choice by the new settings
 
 
 def changes() -> int:
