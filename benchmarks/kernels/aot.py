@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import collections
 import json
-import multiprocessing
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernels import sass
+from benchmarks.kernels.apart import apart
 from benchmarks.kernels.cells.cell import Cell
 from fluxq.base.files import write_json, write_text
 from fluxq.kernels.dispatch import COMPILED, accepted_files, minor
@@ -126,25 +125,10 @@ def all_cells(files: Iterable[str] | None = None) -> list[Cell]:
 
 def compile_cell(cell: Cell, target: str, seconds: float = 600) -> CompiledCell:
     """Compile in a process of its own: the compiler may abort, and what it prints is not for people."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_compile_and_send, args=(cell, target, sender))
-    worker.start()
-    sender.close()
     try:
-        if not receiver.poll(seconds):
-            return CompiledCell(
-                cell.name, cell.format, target, reason=f"the compiler had no result after {seconds:g} s"
-            )
-        return receiver.recv()
-    except EOFError:
-        worker.join()
-        return CompiledCell(
-            cell.name, cell.format, target, reason=f"the compiler aborted (exit code {worker.exitcode})"
-        )
-    finally:
-        worker.kill()
-        worker.join()
+        return apart(_compiled, cell, target, seconds=seconds, method="fork")
+    except RuntimeError as problem:
+        return CompiledCell(cell.name, cell.format, target, reason=f"the compiler: {problem}")
 
 
 def compare(row: CompiledCell, accepted: CompiledCell | None) -> list[str]:
@@ -212,14 +196,14 @@ def line(row: CompiledCell) -> str:
     return LINE.format(*texts, "ok" if row.ok else f"no: {row.reason}")
 
 
-def _compile_and_send(cell: Cell, target: str, sender: Connection) -> None:
-    """Compile a cell in the worker and send its CompiledCell; if the compiler aborts, nothing is sent."""
+def _compiled(cell: Cell, target: str) -> CompiledCell:
+    """Compile a cell and read what came out."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MLIR prints whole programs there
     try:
-        sender.send(_inspect(cell, target, compile_for(cell, target)))
+        return _inspect(cell, target, compile_for(cell, target))
     except Exception as error:  # whatever the compiler raises is this row's result
         text = " ".join(str(error).split()).rpartition(" ^ ")[2]  # after the line of source that Triton quotes
-        sender.send(CompiledCell(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}"))
+        return CompiledCell(cell.name, cell.format, target, reason=f"{type(error).__name__}: {text[:160]}")
 
 
 def compile_for(cell: Cell, target: str) -> Any:

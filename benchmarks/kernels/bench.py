@@ -1,12 +1,14 @@
 """Times of quantized Linears and kernels, each against what it replaces and against what the hardware attains.
 
     python -m benchmarks.kernels.bench --json bench.json          on a GPU, every kernel at the shapes of FLUX.1
+    python -m benchmarks.kernels.bench --rates --json rates.json  what a step of FLUX.1-dev is made of, in a minute
     python -m benchmarks.kernels.bench --cpu --json bench.json    int8 against bf16 on one CPU thread
     python -m benchmarks.kernels.bench --write-tables             the tables of kernels/README.md anew
 
 On a GPU (workloads.py says what, timing.py how) correctness comes first: of every case at one shape, then
 again at each shape where it is timed. If one is wrong there is no report. Shares of the roofline are of peaks that were
-measured in the same run. report.py makes tables of the result, and holds what the figures ought to be.
+measured in the same run. report.py makes tables of the result, and holds what the figures ought to be. `--rates` leaves
+that first shape to `same_bits first`, times one case after the other, and writes the file after each.
 
 On a CPU pairs are timed in turns: other work on a shared machine slows both halves of a pair about equally, so their
 ratio (baseline over ours: above 1 we are faster) is steadier than either time. Its median is reported with quartiles.
@@ -18,7 +20,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from torch import nn
 
 from benchmarks.kernels import timing, workloads
 from benchmarks.kernels.interpreter import interpreting
-from benchmarks.kernels.report import KIND, README, report, with_tables
+from benchmarks.kernels.report import CASE_FIELDS, KIND, README, report, with_tables
+from benchmarks.kernels.same_bits import not_proven
 from benchmarks.kernels.tune import tuned_from
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
@@ -42,11 +45,14 @@ from fluxq.kernels.tiles import NoTile, chip_of
 from fluxq.recipes.formats import Scheme
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
+RATES = "rates of a GPU"  # KIND of what --rates writes
 
 
 @click.command()
 @click.option("--cpu", is_flag=True, help="int8 against bf16 on one CPU thread, instead of everything on a GPU.")
 @click.option("--size", type=(int, int, int), default=(1024, 3072, 3072), show_default=True, help="--cpu: M, K and N.")
+@click.option("--rates", is_flag=True, help="GPU: products, attention and passes of a step of FLUX.1-dev alone.")
+@click.option("--proofs", type=click.Path(exists=True, path_type=Path), help="--rates: folder of `same_bits first`.")
 @click.option("--pairs", type=click.IntRange(min=2), default=15, show_default=True, help="--cpu: timed pairs.")
 @click.option("--minutes", type=float, default=10.0, show_default=True, help="GPU: start no shape after this long.")
 @click.option("--tuned", type=click.Path(exists=True, path_type=Path), help="GPU: a folder in place of kernels/tuned.")
@@ -56,6 +62,8 @@ DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
 def main(
     cpu: bool,
     size: tuple[int, int, int],
+    rates: bool,
+    proofs: Path | None,
     pairs: int,
     minutes: float,
     tuned: Path | None,
@@ -86,42 +94,60 @@ def main(
                 write_json(json_file, summary)
 
         with tuned_from(tuned):
-            summary = run(60 * minutes, note, dry_run=dry_run)
+            summary = run(60 * minutes, note, dry_run=dry_run, rates=rates, proofs=proofs)
         note(summary)
         if summary["wrong"]:
             raise click.ClickException("no report, these are wrong:\n" + "\n".join(map(str, summary["wrong"])))
-        click.echo(report(summary))
+        click.echo("\n".join(rate_lines(summary)) if rates else report(summary))
 
 
-def run(seconds: float, note: Callable[[dict[str, Any]], None], *, dry_run: bool) -> dict[str, Any]:
+def run(
+    seconds: float,
+    note: Callable[[dict[str, Any]], None],
+    *,
+    dry_run: bool,
+    rates: bool = False,
+    proofs: Path | None = None,
+) -> dict[str, Any]:
     """Everything measured, as the JSON file has it. note: called with what there is after each shape.
 
     "wrong" lists what gave wrong results or failed; what is in "results" was right. A dry run is one on the
-    interpreter, its times are worth nothing.
+    interpreter, its times are worth nothing. rates: instead of everything, and without the gate. proofs: a folder of
+    `same_bits first`; kernels that it did not find right are left out.
     """
     begun = time.monotonic()
     device = torch.device("cpu" if dry_run else "cuda")
     chip = DRY_CHIP if dry_run else chip_of(device)
     repeats = 2 if dry_run else timing.REPEATS
-    summary: dict[str, Any] = {"kind": KIND, "dry_run": dry_run, "commit": commit(), "chip": chip}
+    summary: dict[str, Any] = {"kind": RATES if rates else KIND, "dry_run": dry_run, "commit": commit(), "chip": chip}
     summary |= {"device": describe(device), "complete": False}
     summary |= {"peaks": {}, "results": [], "left_out": [], "wrong": []}
     with interpreting() if dry_run else contextlib.nullcontext(), torch.inference_mode():
         torch.manual_seed(0)
-        summary["wrong"] = gate(device, chip)
+        summary["wrong"] = [] if rates else gate(device, chip)
         note(summary)
         if summary["wrong"]:
             return summary
         summary["peaks"] = timing.peaks(device, repeats)
-        for shape, cases in workloads.tiny_sweep() if dry_run else workloads.sweep():
+        note(summary)
+        for shape, cases in swept(dry_run, rates):
             if time.monotonic() - begun > seconds:
                 return summary
+            if proofs and (why := not_proven((case for case in cases if not workloads.is_library(case)), proofs, chip)):
+                summary["left_out"].append({"case": cases[0].name, "shape": "x".join(map(str, shape)), "reason": why})
+                continue
             for part, rows in measure_shape(shape, cases, device, chip, repeats, summary["peaks"]).items():
                 summary[part] += rows
             note(summary)
     summary["complete"] = True
     summary["device_after"] = describe(device)
     return summary
+
+
+def swept(dry_run: bool, rates: bool) -> Iterable[tuple[Shape, tuple[Case, ...]]]:
+    """Shapes, each with the cases that are timed in turns there: for rates one."""
+    sweep = workloads.tiny_sweep() if dry_run else workloads.rates_sweep() if rates else workloads.sweep()
+    return ((shape, (case,)) for shape, cases in sweep for case in cases) if rates else sweep
 
 
 def gate(device: torch.device, chip: str) -> list[dict[str, str]]:
@@ -167,8 +193,9 @@ def measure_shape(
             if first:
                 more = timing.sets_of_operands(first.bytes, device) - 1
                 works[case] = [first, *(workloads.prepare(case, shape, device, chip) for _ in range(more))]
-        times = timing.measure({c.name: [work.call for work in sets] for c, sets in works.items()}, device, repeats)
-    except torch.OutOfMemoryError as problem:
+        calls = {case.name: [work.call for work in sets] for case, sets in works.items()}
+        times = timing.measure(calls, device, repeats) if calls else {}
+    except RuntimeError as problem:  # out of memory is one, what cannot be recorded as a graph another
         place = "x".join(map(str, shape))
         outcome["left_out"] += [{"case": case.name, "shape": place, "reason": first_line(problem)} for case in works]
         return outcome
@@ -194,6 +221,15 @@ def _row(case: Case, shape: Shape, work: workloads.Work, timed: timing.Times, pe
         "mb": work.bytes / 1e6,
         "roofline": None if math.isnan(floor) else floor / timed.us,
     }
+
+
+def rate_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """Peaks, then a line for each case that was timed or left out."""
+    yield ", ".join(f"{name} {rate:.0f}" for name, rate in summary["peaks"].items())
+    for row in summary["results"]:
+        shape, case = (" x ".join(str(row[axis]) for axis in "mnk")), Case(*(row[field] for field in CASE_FIELDS))
+        yield f"{case.name:58} {shape:22} {row['us']:9.1f} us {row['tflops']:7.0f} TFLOP/s {row['gb_per_s']:6.0f} GB/s"
+    yield from (f"{row['case']:58} {row['reason']}" for row in summary["left_out"])
 
 
 # What follows is for --cpu.

@@ -1,18 +1,22 @@
-"""Checks of kernels that promise bits, on a GPU: the interpreter's bytes, and in each run the same ones.
+"""Checks of kernels on a GPU: right ones first, then the interpreter's bytes, and in each run the same ones.
 
+    python -m benchmarks.kernels.same_bits first --json found.0.json --shard 0/8
     python -m benchmarks.kernels.same_bits interpreter --json found.0.json --shard 0/8
     python -m benchmarks.kernels.same_bits runs --json found.0.json --shard 0/8
     python -m benchmarks.kernels.same_bits once       every kernel once, for a checker of memory and races to watch
 
-Inputs of the first are awkward: among them is every bfloat16 number, alone and beside NaN and infinity. Where a block
-decodes to NaN its codes may be any, and a NaN any NaN: what is compared has those made alike.
+`first` launches every kernel once at shapes of FLUX.1-dev and compares with torch, each in a process of its own: one
+that crashes or hangs says nothing of the others. Inputs of `interpreter` are awkward: among them is every bfloat16
+number, alone and beside NaN and infinity. Where a block decodes to NaN its codes may be any, and a NaN any NaN: what is
+compared has those made alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import workloads
+from benchmarks.kernels.apart import apart
 from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.on_gpu import launching_on
 from benchmarks.kernels.tune import DRY_CHIP
@@ -41,6 +46,7 @@ from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
 
 RUNS = 10
+LONGEST = 60.0  # seconds that a kernel of `first` has, compiling included
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,16 @@ def _options(command: Callable) -> Callable:
     ):
         command = option(command)
     return command
+
+
+@main.command("first")
+@_options
+def first_command(file: Path | None, shard: str, dry_run: bool) -> None:
+    """Every kernel once at FLUX.1-dev's shapes, against torch."""
+    device, chip = _device_and_chip(dry_run)
+    sweep = workloads.tiny_sweep() if dry_run else workloads.first_sweep()
+    cases = [(case, shape) for shape, group in sweep for case in group]
+    _each(cases, partial(apart, _once, device, chip, seconds=LONGEST), file, shard)
 
 
 @main.command("interpreter")
@@ -94,6 +110,28 @@ def once_command(file: Path | None, shard: str, dry_run: bool) -> None:
     cases = [(case, shape) for shape, group in sweep for case in group if not workloads.is_library(case)]
     with interpreting() if dry_run else contextlib.nullcontext(), torch.inference_mode():
         _each(cases, partial(run_to_run, device=device, chip=chip, runs=1), file, shard)
+
+
+def _once(device: torch.device, chip: str, case_and_shape: tuple[workloads.Case, workloads.Shape]) -> dict[str, Any]:
+    with interpreting() if device.type == "cpu" else contextlib.nullcontext(), torch.inference_mode():
+        return run_to_run(case_and_shape, device, chip, runs=1)
+
+
+def not_proven(cases: Iterable[workloads.Case], folder: Path, chip: str) -> str:
+    """Return the first case that a chip is offered and `first` did not find right, and why; empty if there is none.
+
+    folder: where `first` left its files.
+    """
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("first.*.json"))]
+    found = {row["case"]: "" for file in files for row in file["cases"]}
+    found |= {name: "it was not reached" for file in files for name in file["left"]}
+    for row in (row for file in files for row in file["cases"] if not row["ok"] or "left_out" in row):
+        found[row["case"]] = row.get("reason") or row.get("left_out") or f"relative error {row['error']:.2g}"
+    for case in cases:
+        why = found.get(case.name, "it was not tried")
+        if why and not workloads.why_not(case, chip):
+            return f"{case.name} is not proven right: {why}"
+    return ""
 
 
 def against_interpreter(exact: Exact, device: torch.device, chip: str) -> dict[str, Any]:
@@ -216,18 +254,29 @@ def _each(cases: list[Any], outcome_of: Callable[[Any], dict[str, Any]], file: P
     """The outcome of each case of a shard; one that raises is not ok. Written after each: the next may end this."""
     first, step = map(int, shard.split("/"))
     outcomes: list[dict[str, Any]] = []
-    for case in cases[first::step]:
+    left = cases[first::step]
+    _write(file, outcomes, left)
+    while left:
+        case, *left = left
         try:
             outcomes.append(outcome_of(case))
         except Exception as problem:  # whatever a kernel raises is its result
-            name = case.name if isinstance(case, Exact) else case[0].name
-            outcomes.append({"case": name, "ok": False, "reason": f"{type(problem).__name__}: {first_line(problem)}"})
-        if file:
-            write_json(file, {"cases": outcomes, "complete": len(outcomes) == len(cases[first::step])})
+            reason = f"{type(problem).__name__}: {first_line(problem)}"
+            outcomes.append({"case": _name(case), "ok": False, "reason": reason})
+        _write(file, outcomes, left)
     failed = [row for row in outcomes if not row["ok"]]
     click.echo("\n".join(f"not ok: {row}" for row in failed) or f"{len(outcomes)} ok")
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def _write(file: Path | None, outcomes: list[dict[str, Any]], left: list[Any]) -> None:
+    if file:
+        write_json(file, {"cases": outcomes, "left": [*map(_name, left)], "complete": not left})
+
+
+def _name(case: Any) -> str:
+    return case.name if isinstance(case, Exact) else case[0].name
 
 
 def _shapes(dry_run: bool) -> Iterator[tuple[workloads.Shape, tuple[workloads.Case, ...]]]:
@@ -242,6 +291,7 @@ def _shapes(dry_run: bool) -> Iterator[tuple[workloads.Shape, tuple[workloads.Ca
         yield (m, 9216, 3072), workloads.LINEARS
         for k in (3072, 12288):
             yield (m, k, k), (*workloads.QUANTIZERS, *workloads.ACTS)
+        yield (m, 15360, 15360), workloads.BESIDE
         yield (m, 3072, 3072), (*workloads.NORMS, *workloads.ATTENTIONS)
     yield (4096, 3072, 15360), workloads.LINEARS
     yield (1, 18432, 3072), workloads.DECODERS

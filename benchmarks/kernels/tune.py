@@ -28,6 +28,7 @@ import click
 import torch
 
 from benchmarks.kernels import aot, timing, workloads
+from benchmarks.kernels.apart import apart
 from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
@@ -38,6 +39,7 @@ from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, chip_of, find_tile, tu
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of
 TUNE_REPEATS = 10
+COMPILING = 120.0  # seconds, at most, of a candidate and of each of its cells
 
 
 @dataclass(frozen=True)
@@ -167,29 +169,33 @@ def try_candidate(candidate: tuple[int, Search, Tile | MatmulTile], device: torc
     """Try a tile; return a row that tells whether it is fit, and if not, why."""
     number, search, tile = candidate
     verdict: dict[str, Any] = {"search": number, "kernel": search.kernel, "format": search.format, "tile": asdict(tile)}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_rows(folder / f"{search.kernel}.json", [_row(search, tile, chip, everything=True)])
-        with tuned_from(folder):
-            cells = _cells(search.kernel)
-            refused = {place for place, row in aot.accepted_rows(aot.triton.__version__).items() if not row.ok}
-            offered = [cell for cell in cells if (cell.name, cell.format, chip) not in refused]
-            rows = [aot.compile_cell(cell, chip, 120) for cell in offered]
-            if not rows:
-                return verdict | {"fit": False, "reason": "no cell is made of it"}
-            bad = [f"{row.format}: {row.reason}" for row in rows if not row.ok]
-            if bad:
-                return verdict | {"fit": False, "reason": "; ".join(bad)}
-        try:
-            with (
-                _only(search, tile, chip, folder),
-                interpreting() if device.type == "cpu" else contextlib.nullcontext(),
-            ):
-                errors = [workloads.error(workloads.prepare(search.case, s, device, chip)) for s in search.shapes]
-        except Exception as problem:  # whatever a launch raises says that this tile cannot be used
-            return verdict | {"fit": False, "reason": f"{type(problem).__name__}: {first_line(problem)}"}
+    try:
+        # Compiling forks, and this process holds a CUDA context once a candidate was launched.
+        if bad := apart(why_unfit, search, tile, chip, seconds=COMPILING):
+            return verdict | {"fit": False, "reason": bad}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            _only(search, tile, chip, Path(folder)),
+            interpreting() if device.type == "cpu" else contextlib.nullcontext(),
+        ):
+            errors = [workloads.error(workloads.prepare(search.case, s, device, chip)) for s in search.shapes]
+    except Exception as problem:  # whatever a launch raises says that this tile cannot be used
+        return verdict | {"fit": False, "reason": f"{type(problem).__name__}: {first_line(problem)}"}
     fit = all(error <= workloads.TOLERANCE for error in errors)
     return verdict | {"fit": fit, "reason": "" if fit else f"relative errors {errors}", "errors": errors}
+
+
+def why_unfit(search: Search, tile: Tile | MatmulTile, chip: str) -> str:
+    """Compile the cells of a tile ahead of time; return why they cannot be used, empty if they can."""
+    with tempfile.TemporaryDirectory() as name:
+        write_rows(Path(name) / f"{search.kernel}.json", [_row(search, tile, chip, everything=True)])
+        with tuned_from(Path(name)):
+            refused = {place for place, row in aot.accepted_rows(aot.triton.__version__).items() if not row.ok}
+            offered = [cell for cell in _cells(search.kernel) if (cell.name, cell.format, chip) not in refused]
+            rows = [aot.compile_cell(cell, chip, COMPILING) for cell in offered]
+    if not rows:
+        return "no cell is made of it"
+    return "; ".join(f"{row.format}: {row.reason}" for row in rows if not row.ok)
 
 
 def _cells(kernel: str) -> tuple[aot.Cell, ...]:

@@ -8,13 +8,16 @@ output written once. Everything is called as kernels/launch.py calls it, at the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fluxq.base import settings
 from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.adaln_quantize.kernel import adaln_quantize
@@ -48,7 +51,8 @@ class Case:
     """op: "linear" takes 16-bit activations, with quantization and bias; "matmul" takes codes; the others are kernels.
 
     scheme: of a Linear or product, as recipes spell it; of other kernels the format, "16bit" for none. implementation:
-    an op, a library's product, "F.linear", or the kernel. shared: Linears of one input, which is quantized once.
+    an op, a library's product, "F.linear", or the kernel; of a library's a way may follow: "F.scaled_mm exact". shared:
+    Linears of one input, which is quantized once.
     """
 
     op: str
@@ -184,6 +188,18 @@ def _library(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
     return lambda: library_product(q, w, bias, torch.bfloat16)
 
 
+def _library_exact(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        before = settings.accumulation()
+        settings.configure(accumulate="exact")
+        try:
+            return library_product(q, w, bias, torch.bfloat16)
+        finally:
+            settings.configure(accumulate=before)
+
+    return call
+
+
 def _library_int8(q, w, row_scale, bias, chip) -> Callable[[], Tensor]:
     return lambda: torch._int_mm(q.codes, w.codes.t())
 
@@ -194,6 +210,7 @@ MATMULS: dict[str, Callable[..., Callable[[], Tensor]]] = {
     "w4a8_matmul": _w4a8,
     "weight_only_matmul": _weight_only,
     "F.scaled_mm": _library,
+    "F.scaled_mm exact": _library_exact,
     "torch._int_mm": _library_int8,
 }
 
@@ -236,21 +253,25 @@ def _products(
 
 
 def _quantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
-    """Of x (M, K), or for act_quantize of gelu(x)."""
-    (m, _, k), row = shape, FORMATS[case.scheme.removesuffix(" static")]
-    x = _normal(m, k, device=device)
+    """Of x (M, K), or for act_quantize of gelu(x); "beside" attention, about a fifth of the K columns, 640 or more."""
+    (m, _, k), (name, *word) = shape, case.scheme.split()
+    row = FORMATS[name]
+    attended = k // 640 * 128 if word == ["beside"] else 0
+    x = _normal(m, k - attended, device=device)
+    beside = _normal(m, attended, device=device) if attended else None
     act = "gelu_tanh" if case.op == "act_quantize" else ""
-    input_scale = torch.tensor(4.0 / (6 * 448), device=device) if case.scheme.endswith(" static") else None
+    input_scale = torch.tensor(4.0 / (6 * 448), device=device) if word == ["static"] else None
 
     def expected() -> Tensor:
         a = quantizer.ACTS[act](x) if act else x
+        a = a if beside is None else torch.cat([beside, a], 1)
         return ops.quantize_activation(a, row, input_scale).dequantize()
 
     def call() -> QuantizedTensor:
         how = Rounding(row.name, act)
-        return quantize_tuned(x, RoundingTensors(input_scale), how, chip)[0]
+        return quantize_tuned(x, RoundingTensors(input_scale, beside=beside), how, chip)[0]
 
-    return Work(call, expected, 0.0, _size(x, call()), None)
+    return Work(call, expected, 0.0, _size(x, beside, call()), None)
 
 
 def _adaln(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
@@ -298,23 +319,28 @@ def _attention(case: Case, shape: Shape, device: torch.device, chip: str) -> Wor
     q, k, v = (_normal(1, m, width // d, d, device=device) for _ in range(3))
     flops, size = 4.0 * m * m * width, _size(q, k, v, q)
     if case.scheme == "16bit":
+        backend = SDPA.get(case.implementation.partition(" ")[2])
 
         def exact(dtype: torch.dtype) -> Tensor:
             by_head = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(next(by_head), next(by_head), next(by_head)).transpose(1, 2)
 
-        return Work(lambda: exact(q.dtype), lambda: exact(torch.float32), flops, size, "bf16")
+        def call() -> Tensor:
+            with sdpa_kernel(backend) if backend else nullcontext():
+                return exact(q.dtype)
+
+        return Work(call, lambda: exact(torch.float32), flops, size, "bf16")
     tile = find_matmul_tile("attention", str(d), chip, m)
     quantize_tile = _plain_tile("attention", f"quantize {d}", chip, m)
 
-    def call() -> Tensor:
+    def in_fp8() -> Tensor:
         return attention_fp8(q, k, v, None, tile=tile, quantize_tile=quantize_tile)
 
     def expected() -> Tensor:
         codes = attention.quantize_operands(q, k, v)
         return attention.attend(codes, m, m, attention.logit_scale(q, None), torch.float32)
 
-    return Work(call, expected, flops, size, "fp8")
+    return Work(in_fp8, expected, flops, size, "fp8")
 
 
 def _dequantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
@@ -394,6 +420,7 @@ QUANTIZERS = tuple(
     for name in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "nvfp4 static")
 )
 ACTS = tuple(Case("act_quantize", name, "quantize_activation") for name in ("int8", "fp8", "mxfp8", "nvfp4"))
+BESIDE = tuple(replace(case, scheme=f"{case.scheme} beside") for case in ACTS)  # attention, in FLUX's single blocks
 NORMS = (
     *(Case("adaln_quantize", name, "adaln_quantize") for name in ("16bit", "int8", "fp8", "mxfp8", "nvfp4")),
     Case("qk_norm_rope", "16bit", "qk_norm_rope"),
@@ -403,7 +430,15 @@ ATTENTIONS = (
     Case("attention", "fp8", "attention_fp8"),
 )
 DECODERS = (*(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),)
-CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS)
+CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, *DECODERS)
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}  # the faster first, where both are
+RATED_PRODUCTS = (
+    BASELINE,
+    Case("matmul", "fp8-fp8", "F.scaled_mm"),
+    Case("matmul", "fp8-fp8", "F.scaled_mm exact"),
+    *(Case("matmul", *product) for product in PRODUCTS[:4] if product[1] != "F.scaled_mm"),
+)
+RATED_ATTENTIONS = (*(replace(ATTENTIONS[0], implementation=f"{ATTENTIONS[0].implementation} {n}") for n in SDPA),)
 
 TOKENS = (4096, 4608, 16384, 512, 1024, 1, 16)  # what matters most first: time may run out
 LAYERS = (  # (N, K) of FLUX.1
@@ -425,9 +460,39 @@ def sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
             yield (m, n, k), LINEARS
         for k in (3072, 12288):
             yield (m, k, k), (*QUANTIZERS, *ACTS)
+        yield (m, 15360, 15360), BESIDE
         yield (m, 3072, 3072), (*NORMS, *ATTENTIONS)
         if m == TOKENS[0]:
             yield (m, 18432, 3072), DECODERS
+
+
+def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
+    """Every kernel, and library's product that the dispatcher may choose, at shapes of FLUX.1-dev; fp8 comes first."""
+    products = (*(case for case in LINEARS if case != BASELINE),)
+    sweep = (
+        ((4608, 12288, 3072), products),
+        ((1, 18432, 3072), (*(case for case in products if case.implementation != "torch._int_mm"),)),
+        ((4608, 3072, 3072), (*NORMS, ATTENTIONS[1], *QUANTIZERS)),
+        ((4608, 12288, 12288), ACTS),
+        ((4608, 15360, 15360), BESIDE),
+    )
+    for is_first in (True, False):
+        for shape, cases in sweep:
+            yield shape, (*(case for case in cases if ("fp8" in case.scheme) == is_first),)
+    yield (1, 18432, 3072), DECODERS
+
+
+def rates_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
+    """What a step of FLUX.1-dev is made of: products, attention, passes over memory."""
+    for shape in ((8192, 8192, 8192), *(shape for _, shape in FLUX_STEP if shape[0] > 512)):
+        yield shape, RATED_PRODUCTS
+    yield (4608, 3072, 3072), (*RATED_ATTENTIONS, ATTENTIONS[1])
+    for name in ("fp8", "int8"):
+        yield (4608, 3072, 3072), (Case("adaln_quantize", name, "adaln_quantize"),)
+        yield (4096, 3072, 3072), (Case("quantize_activation", name, "quantize_activation"),)
+        yield (4096, 12288, 12288), (Case("act_quantize", name, "quantize_activation"),)
+        yield (4608, 15360, 15360), (Case("act_quantize", f"{name} beside", "quantize_activation"),)
+    yield (4608, 3072, 3072), (NORMS[-1],)
 
 
 def gate_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
@@ -439,7 +504,7 @@ def ragged_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     """One case of each kind, where no tile is full."""
     products, others = _kinds()
     yield (130, 528, 576), products
-    yield (130, 768, 768), others
+    yield (130, 768, 768), (*others, BESIDE[0])
 
 
 def tiny_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
@@ -447,6 +512,7 @@ def tiny_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     products, others = _kinds()
     yield (3, 64, 64), (BASELINE, *products, *SHARED[:2])
     yield (3, 64, 64), others
+    yield (3, 640, 640), BESIDE[:1]
 
 
 def _kinds() -> tuple[tuple[Case, ...], tuple[Case, ...]]:

@@ -303,6 +303,7 @@ def test_a_candidate_that_does_not_compile_well_or_computes_wrongly_is_unfit(mon
     candidate = next(tune.candidates("sm_90", dry_run=True))
     cells = tune.aot.all_cells()
     row = tune.aot.CompiledCell("dequantize_kernel", "nvfp4", "sm_90", reason="7 spills")
+    monkeypatch.setattr(tune, "apart", lambda call, *arguments, seconds: call(*arguments))
     monkeypatch.setattr(tune.aot, "compile_cell", lambda *_: row)
     found = tune.try_candidate(candidate, CPU, "sm_90")
     assert not found["fit"] and "7 spills" in found["reason"]

@@ -108,9 +108,9 @@ def test_an_argument_without_a_type_is_named():
 
 def test_a_compiler_that_aborts_or_hangs_is_a_row(monkeypatch):
     monkeypatch.setattr(aot, "compile_for", lambda cell, target: os.kill(os.getpid(), signal.SIGKILL))
-    assert compile_cell(BF16, "sm_90").reason == "the compiler aborted (exit code -9)"
+    assert compile_cell(BF16, "sm_90").reason == "the compiler: the process ended without a result (exit code -9)"
     monkeypatch.setattr(aot, "compile_for", lambda cell, target: time.sleep(60))
-    assert compile_cell(BF16, "sm_90", seconds=0.2).reason == "the compiler had no result after 0.2 s"
+    assert compile_cell(BF16, "sm_90", seconds=0.2).reason == "the compiler: no result after 0.2 s"
 
 
 # --- the comparison with what was accepted, and the command
