@@ -1,24 +1,28 @@
-"""Everything there is to find out on a GPU, in one go: are the kernels right, which tiles are fast, how fast are they.
+"""Everything there is to find out on a GPU, in one go: are the kernels right, how fast is a step, which tiles are fast.
 
     python benchmarks/gpu_session.py --out DIR                on any CUDA machine with torch, Triton, click and pytest
     python benchmarks/gpu_session.py --out DIR --dry-run      anywhere, on the interpreter: that everything runs
 
-Stages run one after the other, each in processes of its own, so that one that crashes takes no other with it: what is
-right comes first, then tiles, then times. The time is shared out by weight; what a stage leaves goes to the next ones,
-one that runs out of it keeps what it has, and one that could not do anything in its share is not begun. With --resume
-another call does what is not done yet, of the same commit. In DIR:
+Stages run one after the other, each in processes of its own, so that one that crashes takes no other with it. The first
+three are what a first call of ten minutes is for: every kernel launched once and compared, rates of what a step is made
+of, and steps of FLUX.1-dev's shapes, of proven kernels alone. Then come the long proofs, tiles and times. The time is
+shared out by weight; what a stage leaves goes to the next ones, one that runs out of it keeps what it has, and one that
+could not do anything in what is left is not begun. With --resume another call does what is not done yet, of the same
+commit. In DIR, written after each stage:
 
     results.json    every stage: whether it is right, how long it took, what it found; where all this ran
-    bench.json      the benchmark of kernels, for benchmarks/
+    rates.json      rates of products, attention and passes over memory
     flux_step.json  times of a whole step of FLUX.1-dev's shapes, and whether the goals are met, for benchmarks/
+    bench.json      the benchmark of kernels, for benchmarks/
     log.txt         what the stages printed
     report.md       goals and times
     tuned/          kernels/tuned with the best tiles in front
     measured.json   for kernels/measured.json
 
-The last three, and flux_step.json, are only written if the stages of PROOFS ran and found nothing wrong; tiles and
-measured.json not of a dry run. The exit code is 0 if all is well, 1 if something is wrong or crashed, 2 where there is
-no GPU.
+Result files say what became of the PROOFS. flux_step.json has times of those rows alone whose kernels `first` proved,
+and goes again if a later proof finds something wrong. The last three are only written if all PROOFS ran and found
+nothing wrong; tiles and measured.json not of a dry run. The exit code is 0 if all is well, 1 if something is wrong or
+crashed, 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -97,7 +101,7 @@ class Stage:
 @click.option("--only", multiple=True, help="Only this stage (repeatable); what DIR holds of the others stays.")
 @click.option("--resume", is_flag=True, help="Only what DIR does not hold of this commit yet, or in part.")
 def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...], resume: bool) -> None:
-    """Check, tune and measure kernels, fused blocks and whole steps on the GPU at hand."""
+    """Check, measure and tune kernels, fused blocks and whole steps on the GPU at hand."""
     if not dry_run and not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device, or torch does not see it; --dry-run needs none")
     unknown = set(only) - {stage.name for stage in STAGES}
@@ -109,7 +113,10 @@ def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...], resume
         stages = unfinished(session, stages)
     kept = forget(session, stages, resume)
     found = run_stages(session, stages, 60 * minutes, kept)
-    sys.exit(0 if conclude(session, found) else 1)
+    well = conclude(session, found)
+    if not proven(found):
+        click.echo("no report: " + ", ".join(f"{name} is {verdict}" for name, verdict in proofs_of(found).items()))
+    sys.exit(0 if well else 1)
 
 
 def unfinished(session: Session, stages: Sequence[Stage]) -> list[Stage]:
@@ -129,7 +136,7 @@ def forget(session: Session, stages: Sequence[Stage], resume: bool = False) -> l
     for file in (session.out / "stages").glob("*"):
         if file.name.partition(".")[0] not in stay and file.is_file():
             file.unlink()
-    for name in ("results.json", "bench.json", "flux_step.json", "report.md", "measured.json", "log.txt"):
+    for name in ("results.json", "log.txt", *CONCLUSIONS):
         (session.out / name).unlink(missing_ok=True)
     shutil.rmtree(session.out / "tuned", ignore_errors=True)
     (session.out / "stages").mkdir(parents=True, exist_ok=True)
@@ -146,21 +153,23 @@ def _earlier(session: Session) -> list[dict[str, Any]]:
 def run_stages(
     session: Session, stages: Sequence[Stage], seconds: float, kept: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Run the stages in their order within so many seconds; results.json is written after each of them.
+    """Run the stages in their order within so many seconds; what may be concluded is written after each of them.
 
-    kept: rows of stages that ran before.
+    A stage gets its share of what is left, or `least` if that is more and there is as much. kept: rows of stages that
+    ran before.
     """
     begun = time.monotonic()
     device = torch.device("cpu" if session.dry_run else "cuda")
     found: dict[str, Any] = {"dry_run": session.dry_run, "commit": commit(), "device": describe(device)}
     found["stages"] = list(kept)
+    conclude(session, found)
     for number, stage in enumerate(stages):
         left = seconds - (time.monotonic() - begun)
         share = left * stage.weight / sum(later.weight for later in stages[number:])
-        row = run_stage(session, stage, share)
+        row = run_stage(session, stage, max(share, min(stage.least, left)))
         click.echo(f"{stage.name:<12} {row['verdict']:<10} {row['seconds']:>6.1f} s  {row['about']}")
         found["stages"].append(row)
-        write_json(session.out / "results.json", found)
+        conclude(session, found)
     return found
 
 
@@ -214,30 +223,51 @@ def _run_together(session: Session, name: str, commands: Sequence[Sequence[str]]
 
 
 def conclude(session: Session, found: dict[str, Any]) -> bool:
-    """Write what may be concluded; whether all is well."""
+    """Write results.json and what may be concluded by now, and remove what may no longer; whether all is well."""
     verdicts = {row["stage"]: row["verdict"] for row in found["stages"]}
-    proofs = {name: verdicts.get(name, "not run") for name in PROOFS}
-    proven = all(verdict in ("right", "incomplete") for verdict in proofs.values())
-    bench, timed = (_read(session.file(name)) for name in ("bench", "time"))
+    bench, timed, rates, step = (_read(session.file(name)) for name in ("bench", "time", "rates", "step"))
     if bench:
         found["goals"] = goals(bench)
-        write_json(session.out / "results.json", found)
-        write_json(session.out / "bench.json", bench | {"proofs": proofs})
-    if bench and proven and not bench["wrong"]:
-        lines = (f"- {row['stage']}: {row['verdict']} ({row['about']})" for row in found["stages"])
-        write_text(session.out / "report.md", "\n".join([report(bench), "", *lines]) + "\n")
-        if not session.dry_run:
-            write_json(session.out / "measured.json", measured_rows(bench))
-    step = _read(session.file("step"))
-    if step and proven and verdicts.get("blocks") not in ("wrong", "crashed"):
-        write_json(
-            session.out / "flux_step.json", step | {"proofs": proofs | {"blocks": verdicts.get("blocks", "not run")}}
-        )
-    if timed and proven and not session.dry_run:
+    write_json(session.out / "results.json", found)
+    proofs, all_proven = proofs_of(found), proven(found)
+    # Each row of step has asked `first` itself: a wrong kernel that it does not launch takes nothing from it.
+    held_against = {name: verdicts.get(name, "not run") for name in (*PROOFS, "blocks") if name != "first"}
+    step_holds = not {"wrong", "crashed"} & set(held_against.values())
+    bench_holds = bool(bench) and all_proven and not bench["wrong"]
+    lines = [f"- {row['stage']}: {row['verdict']} ({row['about']})" for row in found["stages"]]
+    conclusions = {
+        "rates.json": rates and rates | {"proofs": proofs},
+        "flux_step.json": step and step_holds and step | {"proofs": proofs | held_against},
+        "bench.json": bench and bench | {"proofs": proofs},
+        "report.md": bench_holds and "\n".join([report(bench), "", *lines]) + "\n",
+        "measured.json": bench_holds and not session.dry_run and measured_rows(bench),
+    }
+    for name in CONCLUSIONS:
+        _put(session.out / name, conclusions[name])
+    if timed and all_proven and not session.dry_run:
         tune.write_tuned(timed, session.out / "tuned")
-    if not proven:
-        click.echo("no report: " + ", ".join(f"{name} is {verdict}" for name, verdict in proofs.items()))
-    return proven and not {"wrong", "crashed"} & set(verdicts.values())
+    return all_proven and not {"wrong", "crashed"} & set(verdicts.values())
+
+
+def _put(file: Path, value: Any) -> None:
+    """Write a text, or anything else as JSON; remove the file if there is nothing to write."""
+    if not value:
+        file.unlink(missing_ok=True)
+    elif isinstance(value, str):
+        write_text(file, value)
+    else:
+        write_json(file, value)
+
+
+def proofs_of(found: dict[str, Any]) -> dict[str, str]:
+    """Return the verdicts of PROOFS, "not run" for those that no call began."""
+    verdicts = {row["stage"]: row["verdict"] for row in found["stages"]}
+    return {name: verdicts.get(name, "not run") for name in PROOFS}
+
+
+def proven(found: dict[str, Any]) -> bool:
+    """Tell whether all PROOFS ran, if not to their ends, and found nothing wrong."""
+    return all(verdict in ("right", "incomplete") for verdict in proofs_of(found).values())
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -402,6 +432,18 @@ def _judge_time(session: Session) -> dict[str, Any]:
     return {"right": True if searches else None, "complete": found["complete"], "about": about, "searches": searches}
 
 
+def _rates(session: Session, seconds: float) -> list[Sequence[str]]:
+    """What a step is made of, with the tiles that are there; proven kernels alone."""
+    options = ["--rates", "--proofs", str(session.out / "stages"), "--json", str(session.file("rates"))]
+    return [_module(session, "benchmarks.kernels.bench", *options, "--minutes", f"{seconds / 60:.2f}")]
+
+
+def _judge_rates(session: Session) -> dict[str, Any]:
+    """What is not proven is left out, and wrong already; the peaks are worth saying."""
+    judged, peaks = _judge_timed("rates")(session), _read(session.file("rates"))["peaks"]
+    return judged | {"about": ", ".join([judged["about"], *(f"{name} {rate:.0f}" for name, rate in peaks.items())])}
+
+
 def _bench(session: Session, seconds: float) -> list[Sequence[str]]:
     """With the tiles just found, where there are any."""
     options = ["--json", str(session.file("bench")), "--minutes", f"{seconds / 60:.2f}"]
@@ -410,18 +452,22 @@ def _bench(session: Session, seconds: float) -> list[Sequence[str]]:
     return [_module(session, "benchmarks.kernels.bench", *options)]
 
 
-def _judge_bench(session: Session) -> dict[str, Any]:
-    found = _read(session.file("bench"))
-    counts = {part: len(found[part]) for part in ("results", "left_out", "wrong")}
-    right = not found["wrong"] if found["results"] or found["wrong"] else None
-    return {"right": right, "complete": found["complete"], "about": _counts(counts), "wrong": found["wrong"]}
+def _judge_timed(name: str) -> Callable[[Session], dict[str, Any]]:
+    def judge(session: Session) -> dict[str, Any]:
+        found = _read(session.file(name))
+        counts = {part: len(found[part]) for part in ("results", "left_out", "wrong")}
+        right = not found["wrong"] if found["results"] or found["wrong"] else None
+        return {"right": right, "complete": found["complete"], "about": _counts(counts), "wrong": found["wrong"]}
+
+    return judge
 
 
 def _step(session: Session, seconds: float) -> list[Sequence[str]]:
-    """A whole step, with the tiles just found, where there are any."""
+    """A whole step of proven kernels, with the tiles just found, where there are any."""
     if missing_packages():
         return []
     options = ["--out", str(session.file("step")), "--minutes", f"{seconds / 60:.2f}", "--resume", "--batch", "1"]
+    options += ["--proofs", str(session.out / "stages")]
     run = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "flux_step.py"), *options]
     if session.dry_run:
         small = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --text 16 --rounds 2 --row fp8 --uncompiled"
@@ -441,6 +487,8 @@ def _judge_step(session: Session) -> dict[str, Any]:
         if goal["measured"] is not None:
             word = "met" if goal["met"] else "not met"
             about.append(f"{goal['goal']} {goal['measured']:.2f}x of {goal['at_least']}x: {word}")
+        elif "refused" in goal:
+            about.append(f"{goal['goal']} refused: {goal['refused']}")
     missing_rows = [row for row in found["rows"] if "missing" in row]
     return {
         "right": True if timed else None,
@@ -505,18 +553,21 @@ def _counts(counts: dict[str, int]) -> str:
 
 OUT_OF_TIME = -1000  # no exit code
 OUTCOMES = ("passed", "failed", "skipped", "not run")
-PROOFS = ("tests", "interpreter", "runs")  # without which nothing is concluded
+PROOFS = ("first", "tests", "interpreter", "runs")  # without which nothing is concluded of kernels and tiles
+CONCLUSIONS = ("rates.json", "flux_step.json", "bench.json", "report.md", "measured.json")  # files in DIR
 DONE = ("right", "wrong", "not here")  # verdicts that another call would not change
-STAGES = (
-    Stage("tests", 30, _tests, _judge_outcomes("tests")),
-    Stage("interpreter", 10, _same_bits("interpreter"), _judge_cases("interpreter")),
-    Stage("runs", 15, _same_bits("runs"), _judge_cases("runs")),
-    Stage("blocks", 12, _blocks, _judge_blocks),
-    Stage("try", 18, _try, _judge_try),
-    Stage("time", 7, _time, _judge_time),
-    Stage("bench", 20, _bench, _judge_bench),
-    Stage("step", 40, _step, _judge_step, least=150, continues=True),
-    Stage("sanitizer", 8, _sanitizer, _judge_sanitizer),
+STAGES = (  # the first three get nearly all of a first call, the others of later ones
+    Stage("first", 100, _same_bits("first"), _judge_cases("first"), least=45),
+    Stage("rates", 110, _rates, _judge_rates, least=45),
+    Stage("step", 280, _step, _judge_step, least=150, continues=True),
+    Stage("tests", 30, _tests, _judge_outcomes("tests"), least=60),
+    Stage("interpreter", 10, _same_bits("interpreter"), _judge_cases("interpreter"), least=15),
+    Stage("runs", 15, _same_bits("runs"), _judge_cases("runs"), least=20),
+    Stage("blocks", 12, _blocks, _judge_blocks, least=20),
+    Stage("try", 18, _try, _judge_try, least=30),
+    Stage("time", 7, _time, _judge_time, least=10),
+    Stage("bench", 20, _bench, _judge_timed("bench"), least=30),
+    Stage("sanitizer", 8, _sanitizer, _judge_sanitizer, least=15),
 )
 
 if __name__ == "__main__":

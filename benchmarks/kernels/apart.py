@@ -8,13 +8,14 @@ fork         of this process, which must not hold a CUDA context; arguments may 
 from __future__ import annotations
 
 import multiprocessing
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from fluxq.base.console import first_line
 
-IMPORTED = ["benchmarks.kernels.workloads"]  # by the server, once
+IMPORTED = ["benchmarks.kernels.same_bits"]  # by the server, once: all that calls need
 
 
 def apart(
@@ -50,4 +51,5 @@ def _answer(sender: Connection, call: Callable[..., Any], arguments: tuple[Any, 
     try:
         sender.send((True, call(*arguments)))
     except Exception as problem:  # whatever it raises is the answer
+        traceback.print_exc()
         sender.send((False, f"{type(problem).__name__}: {first_line(problem)}"))

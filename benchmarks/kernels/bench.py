@@ -134,9 +134,11 @@ def run(
             if time.monotonic() - begun > seconds:
                 return summary
             if proofs and (why := not_proven((case for case in cases if not workloads.is_library(case)), proofs, chip)):
-                summary["left_out"].append({"case": cases[0].name, "shape": "x".join(map(str, shape)), "reason": why})
-                continue
-            for part, rows in measure_shape(shape, cases, device, chip, repeats, summary["peaks"]).items():
+                place = {"case": cases[0].name, "shape": "x".join(map(str, shape))}
+                found = {"left_out": [place | {"reason": why}]}
+            else:
+                found = measure_shape(shape, cases, device, chip, repeats, summary["peaks"])
+            for part, rows in found.items():
                 summary[part] += rows
             note(summary)
     summary["complete"] = True

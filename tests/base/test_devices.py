@@ -76,6 +76,12 @@ def test_variables_that_libraries_read_are_seen():
     assert done.stdout.decode().strip() == devices.platform.machine(), done.stderr
 
 
+def test_the_commit_is_unknown_where_git_is_not(monkeypatch):
+    devices.commit()
+    monkeypatch.setenv("PATH", "")
+    assert devices.commit() == "unknown"
+
+
 def test_the_version_of_the_code_is_that_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert fluxq.__version__ == project["version"]

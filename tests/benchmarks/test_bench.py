@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from benchmarks.kernels import bench, report, timing, workloads
 from benchmarks.kernels.report import GOALS, Figures
 from benchmarks.kernels.workloads import BASELINE, Case
+from fluxq.base import settings
 from fluxq.eval.speed.machine import describe
 from fluxq.kernels import dispatch
 from fluxq.kernels.tiles import NoTile
@@ -201,6 +202,53 @@ def test_what_cannot_run_is_left_out_and_what_fails_is_wrong(monkeypatch):
     assert verdict(ours, torch.OutOfMemoryError("too much")) == ["left_out"]
 
 
+def test_what_is_right_and_cannot_be_timed_is_left_out(monkeypatch):
+    def measure(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(timing, "measure", measure)
+    found = bench.measure_shape((4, 8, 8), (BASELINE,), CPU, "sm_90", 2, {})
+    assert not found["wrong"] and "stream is capturing" in found["left_out"][0]["reason"]
+
+
+def test_rates_are_written_after_each_and_of_what_is_proven(monkeypatch, tmp_path):
+    ours, wrong = workloads.QUANTIZERS[:2]
+    sweep = [((3, 64, 64), (BASELINE, wrong)), ((3, 64, 64), (ours,))]
+    monkeypatch.setattr(workloads, "tiny_sweep", lambda: sweep)
+    rows = [{"case": ours.name, "ok": True, "error": 0.0}, {"case": wrong.name, "ok": False, "error": 0.5}]
+    (tmp_path / "first.0.json").write_text(json.dumps({"cases": rows, "left": []}))
+    notes: list[tuple[int, int, int]] = []
+
+    def note(summary: dict[str, Any]) -> None:
+        notes.append(tuple(len(summary[part]) for part in ("peaks", "results", "left_out")))
+
+    summary = bench.run(60, note, dry_run=True, rates=True, proofs=tmp_path)
+    assert [taken[1:] for taken in notes] == [(0, 0), (0, 0), (1, 0), (1, 1), (2, 1)]
+    assert not notes[0][0] and notes[1][0] and summary["complete"] and summary["kind"] != report.KIND
+    assert summary["left_out"][0]["reason"] == f"{wrong.name} is not proven right: relative error 0.5"
+    lines = list(bench.rate_lines(summary))
+    assert "GB/s" in lines[1] and len(lines) == 4
+
+
+def test_rates_are_those_that_a_step_is_modelled_by():
+    swept = {(case.name, shape) for shape, (case,) in bench.swept(dry_run=False, rates=True)}
+    for name in ("F.scaled_mm", "F.scaled_mm exact", "scaled_matmul"):
+        shapes = {shape for case, shape in swept if case == f"matmul fp8-fp8 {name}"}
+        assert shapes == {(8192, 8192, 8192), *(shape for _, shape in workloads.FLUX_STEP if shape[0] > 512)}
+    attention = {case.removeprefix("attention ") for case, shape in swept if shape == (4608, 3072, 3072)}
+    sdpa = "16bit F.scaled_dot_product_attention"
+    assert {f"{sdpa} cudnn", f"{sdpa} flash", "fp8 attention_fp8"} <= attention
+    assert ("act_quantize fp8 beside quantize_activation", (4608, 15360, 15360)) in swept
+
+
+def test_exact_sums_are_asked_for_in_their_case_alone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(workloads, "library_product", lambda *_: seen.append(settings.accumulation()))
+    for name in ("F.scaled_mm exact", "F.scaled_mm"):
+        workloads.prepare(Case("matmul", "fp8-fp8", name), (4, 64, 64), CPU, "sm_90").call()
+    assert seen == ["exact", "fast"]
+
+
 def test_a_result_that_is_not_finite_or_of_another_shape_is_wrong():
     for result in (torch.full((2, 2), torch.nan), torch.ones(2, 3), torch.full((2, 2), torch.inf)):
         work = workloads.Work(lambda result=result: result, lambda: torch.ones(2, 2), 0.0, 1, None)
@@ -216,6 +264,9 @@ def test_cases_are_named_apart_and_the_sweep_holds_all_of_flux():
     assert {case for case, _ in swept} == set(workloads.CASES)
     assert {shape for case, shape in swept if case == BASELINE} >= {shape for _, shape in workloads.FLUX_STEP}
     assert {m for _, (m, _, _) in swept} == {1, 16, 512, 1024, 4096, 4608, 16384}
+    first = {case for _, cases in workloads.first_sweep() for case in cases}
+    libraries = (BASELINE, workloads.ATTENTIONS[0])  # of torch alone
+    assert first == {case for case in workloads.CASES if case.shared == 1} - {*libraries}
     tiny = {case.op for _, cases in workloads.tiny_sweep() for case in cases}
     assert tiny == set(workloads.BUILDERS)
 

@@ -17,6 +17,7 @@ from fluxq.recipes.cost import ForwardPass
 from fluxq.recipes.formats import Scheme
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "flux_step.py"
+TINY: dict[str, Any] = {"hidden": 128, "blocks": [1, 1], "text": 16}
 SMALL = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --batch 1 --text 16 --rounds 2".split()
 
 
@@ -52,14 +53,14 @@ def test_every_row_runs_without_a_compiler(script, monkeypatch, tmp_path: Path) 
             low, middle, high = row["over_compiled_16bit"]
             assert 0 < low <= middle <= high and row["seconds"][0] > 0, row
     assert [goal["met"] for goal in found["goals"]] == [None, None]  # of another size, so not measured
+    assert found["attention"] == script.ON_CPU
 
 
 def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path) -> None:
     """Fused blocks and attention of the row before do not stay."""
     from fluxq.recipes.computing import BACKEND
 
-    shape = {"hidden": 128, "blocks": [1, 1], "text": 16}
-    bench = script.Bench(torch.device("cpu"), shape, 1, tmp_path / "x", {"uncompiled": True})
+    bench = script.Bench(torch.device("cpu"), TINY, 1, tmp_path / "x", {"uncompiled": True})
     made, seen = [], []
     for row in script.ROWS:
         if row.recipe == "int8" and not row.graph and row.mode == "eager":
@@ -82,25 +83,137 @@ def test_what_is_there_is_kept_and_time_is_kept_too(script, monkeypatch, tmp_pat
     assert run(script, out, "--resume", "--row", "fp8", "--row", "int8").exit_code == 0
     found = json.loads(out.read_text())
     assert timed == ["fp8", "int8"] and [row["row"] for row in found["rows"]] == timed and found["complete"]
-    clock = iter(range(0, 10_000, 50))
-    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
-    assert run(script, out, "--minutes", "2").exit_code == 0  # a row takes 50 s, and so does every look at the clock
-    found = json.loads(out.read_text())
-    assert timed[2:] == ["fp8"] and not found["complete"]
     out.write_text(json.dumps(found | {"commit": "another"}))
     assert run(script, out, "--resume", "--row", "fp8").exit_code == 0
-    assert timed[3:] == ["fp8"]
+    assert timed[2:] == ["fp8"]
+
+
+def test_an_earlier_run_counts_whatever_the_clocks_were(script, tmp_path: Path) -> None:
+    about = {"uncompiled": True, "attention": {}, "gpu": "NVIDIA H200", "clocks.sm": "345 MHz", "power.draw": "75 W"}
+    earlier = about | {"clocks.sm": "1980 MHz", "power.draw": "690 W", "rows": [{"row": "fp8", "seconds": [1.0]}]}
+    (tmp_path / "x").write_text(json.dumps(earlier))
+    for gpu, rows in {"NVIDIA H200": earlier["rows"], "NVIDIA B200": []}.items():
+        bench = script.Bench(torch.device("cpu"), TINY, 1, tmp_path / "x", about | {"gpu": gpu})
+        bench.resume()
+        assert bench.found["rows"] == rows
+
+
+def test_goal_rows_come_first_and_what_is_done_but_once_stops_none(script, monkeypatch, tmp_path: Path) -> None:
+    """The first row takes 100 s to make a model, compile and record, and 5 s to time; others as long to time."""
+    now, timed = [0.0], []
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    class Clocked(script.Bench):
+        def _ready(self, row):
+            spend(0 if timed else 60)
+            return script.nullcontext(lambda **_: spend(0) if timed else spend(40))
+
+    def in_turn(calls: dict, *_: Any) -> dict[str, list[float]]:
+        timed.append(rows[len(timed)].name)
+        spend(5)
+        return {name: [1.0, 1.0] for name in calls}
+
+    monkeypatch.setattr(script.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(script, "in_turn", in_turn)
+    bench = Clocked(torch.device("cpu"), TINY, 2, tmp_path / "x", {"uncompiled": True, "attention": script.ON_CPU})
+    bench.baseline = lambda **_: None
+    rows = [row for row in script.ROWS if row.name != script.BASELINE]
+    bench.run(rows, [(64, 1)], deadline=118.0)
+    assert timed == ["fp8, optimized, graph", "fp8, optimized, attention in fp8, graph", "torchao fp8, compiled"]
+    assert not bench.found["complete"] and now[0] == 115
+    bench.run(rows[:3], [(64, 1)], deadline=0.0)  # nothing is left of these
+    assert bench.found["complete"]
+
+
+def test_every_row_is_there_once(script) -> None:
+    names = [row.name for row in script.ROWS]
+    assert len(set(names)) == len(names) and names[1:3] == list(script.GOAL_ROWS)
+    goals = {("fp8", row.attention) for row in script.ROWS if row.name in script.GOAL_ROWS}
+    assert goals == {("fp8", attention) for attention, _ in script.flux_modelled.GOALS.values()}
+
+
+def row(
+    name: str, attention: str, ratio: float, kernel: str = "cudnn_sdpa_sm90_flash_fprop", pixels: int = 1024
+) -> dict:
+    about = {"row": name, "recipe": "fp8", "attention": attention, "pixels": pixels, "batch": 1}
+    kernels = {"row": ["attention_fp8_kernel"], "baseline": [kernel] if kernel else []}
+    return about | {"seconds": [1.0] * 3, "over_compiled_16bit": [0.0, ratio, 9.0], "attention_kernels": kernels}
+
+
+CUDNN, FLASH = ({"backend": backend, "why": ""} for backend in ("cudnn", "flash"))
 
 
 def test_goals_take_the_best_row_of_their_attention(script) -> None:
-    def row(name: str, attention: str, ratio: float, pixels: int = 1024) -> dict:
-        about = {"row": name, "recipe": "fp8", "attention": attention, "pixels": pixels, "batch": 1}
-        return about | {"seconds": [1.0] * 3, "over_compiled_16bit": [0.0, ratio, 9.0]}
-
     rows = [row("a", "16bit", 1.4), row("b", "16bit", 1.6), row("c", "fp8", 1.7), row("d", "fp8", 2.0, pixels=512)]
-    plain, with_fp8 = script.goals([*rows, {"row": "e", "recipe": "fp8", "attention": "fp8", "missing": "memory"}])
+    missing = {"row": "e", "recipe": "fp8", "attention": "fp8", "missing": "memory"}
+    plain, with_fp8 = script.goals([*rows, missing], CUDNN)
     assert (plain["row"], plain["measured"], plain["met"]) == ("b", 1.6, True)
     assert (with_fp8["row"], with_fp8["at_least"], with_fp8["met"]) == ("c", 1.8, False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "attention", "why"),
+    [
+        ("void pytorch_flash::flash_fwd_kernel<Traits>", FLASH, ""),
+        ("void pytorch_flash::flash_fwd_kernel<Traits>", CUDNN, "was pinned to cudnn, and void pytorch_flash"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", FLASH, "was pinned to flash, and cudnn_gen"),
+        ("fmha_cutlassF_bf16_aligned", CUDNN, "was pinned to cudnn, and fmha_cutlassF"),
+        ("", CUDNN, "the profiler saw no kernel"),
+        ("cudnn_sdpa", {"backend": None, "why": "on cpu"}, "is not pinned: on cpu"),
+    ],
+)
+def test_no_ratio_counts_without_the_attention_that_was_pinned(script, kernel, attention, why) -> None:
+    goal, _ = script.goals([row("a", "16bit", 1.6, kernel)], attention)
+    assert goal["row"] == "a" and (goal["measured"], goal["met"]) == ((None, None) if why else (1.6, True))
+    assert why in goal.get("refused", "")
+    unseen = row("a", "16bit", 1.6) | {"attention_kernels": {}}  # where the profiler does not run
+    assert "saw no kernel" in script.goals([unseen], CUDNN)[0]["refused"]
+
+
+def test_attention_is_pinned_to_the_first_library_that_takes_it(script, monkeypatch) -> None:
+    assert script.pinned_attention(torch.device("cpu")) == script.ON_CPU
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, dtype: torch.ones(shape, dtype=dtype))
+    assert script.pinned_attention(torch.device("cuda"))["backend"] == "flash"  # a CPU has no cuDNN, and a flash
+
+    def none(*_: object) -> None:
+        raise RuntimeError("No available kernel")
+
+    monkeypatch.setattr(script.F, "scaled_dot_product_attention", none)
+    with pytest.raises(RuntimeError, match="could be pinned to: not cudnn: No available kernel; not flash: No avail"):
+        script.pinned_attention(torch.device("cuda"))
+
+
+def test_a_profiler_that_does_not_run_takes_no_time_away(script, monkeypatch) -> None:
+    spent = {"flash_fwd_kernel": 0.25, "nvjet_qqtst": 0.5, "triton_poi": 0.125}
+    monkeypatch.setattr(script, "kernels_of", lambda call: call())
+    found = script.taken_apart({"row": lambda: spent, "baseline": lambda: {"cudnn_sdpa": 1.0}}, 1.0)
+    assert found["parts"] == {"attention": 0.25, "products": 0.5, "elementwise": 0.125, "gaps": 0.125}
+    assert found["attention_kernels"] == {"row": ["flash_fwd_kernel"], "baseline": ["cudnn_sdpa"]}
+
+    def fails() -> dict:
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    found = script.taken_apart({"row": fails, "baseline": fails}, 1.0)
+    assert found["parts"] is None and "CUPTI" in found["unseen"]
+
+
+def test_a_row_with_a_kernel_that_is_not_proven_is_not_timed(script, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script.Bench, "_time", lambda *_: {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3})
+    out, cases = tmp_path / "found.json", [case for _, group in script.workloads.tiny_sweep() for case in group]
+
+    def missing(row: str, **wrong: str) -> str:
+        rows = [{"case": case.name, "ok": case.op not in wrong, "reason": wrong.get(case.op, "")} for case in cases]
+        (tmp_path / "first.0.json").write_text(json.dumps({"cases": rows, "left": []}))
+        assert run(script, out, "--row", row, "--proofs", str(tmp_path), "--uncompiled").exit_code == 0
+        return json.loads(out.read_text())["rows"][0].get("missing", "")
+
+    assert missing("fp8") == missing("fp8", attention="boom", dequantize="boom") == ""
+    assert missing("fp8, optimized, attention in fp8", attention="boom").endswith("is not proven right: boom")
+    assert missing("fp8", qk_norm_rope="boom") == "qk_norm_rope 16bit qk_norm_rope is not proven right: boom"
+    del cases[:]
+    assert "is not proven right: it was not tried" in missing("fp8")
 
 
 @pytest.mark.slow  # Inductor
@@ -115,8 +228,8 @@ def test_compiled_blocks_are_fused_ones(script, tmp_path: Path) -> None:
 def test_the_quantized_model_is_the_recipe_s_and_optimizing_it_changes_no_bit(script, recipe: str) -> None:
     import fluxq
 
-    shape, cpu = {"hidden": 128, "blocks": [1, 1], "text": 16}, torch.device("cpu")
-    model = script.quantized(shape, recipe, cpu)
+    cpu = torch.device("cpu")
+    model = script.quantized(TINY, recipe, cpu)
     schemes = {str(part.scheme) for part in model.modules() if isinstance(part, fluxq.QuantLinear)}
     assert any(scheme.startswith(f"{recipe}-{recipe}") for scheme in schemes)
     assert ("nvfp4-nvfp4-static" in schemes) == (recipe == "nvfp4")

@@ -5,6 +5,7 @@ What needs minutes of interpreting runs once, as a dry run of the whole script, 
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 import torch
 import triton
@@ -211,6 +213,46 @@ def test_a_result_that_changes_from_run_to_run_is_found(monkeypatch) -> None:
     steady = workloads.Work(lambda: torch.ones(4), lambda: torch.ones(4), 0.0, 16, None)
     monkeypatch.setattr(workloads, "prepare", lambda *_: steady)
     assert same_bits.run_to_run((workloads.BASELINE, (4, 4, 4)), CPU, "sm_90", 10)["ok"]
+
+
+def test_a_kernel_that_crashes_takes_no_other_s_proof_with_it(tmp_path) -> None:
+    file = tmp_path / "first.0.json"
+    calls = [(workloads.BASELINE, "_exit"), (workloads.ACTS[0], "getpid"), (workloads.ACTS[1], "never")]
+    outcomes = [3, 0, ZeroDivisionError("reached")]
+
+    def outcome_of(case: tuple[workloads.Case, str]) -> dict[str, Any]:
+        written = json.loads(file.read_text())
+        assert len(written["cases"]) + len(written["left"]) == 3 and not written["complete"]
+        status = outcomes[len(written["cases"])]
+        if isinstance(status, Exception):
+            raise status
+        return same_bits.apart(os._exit, status, seconds=60) if status else {"case": case[0].name, "ok": True}
+
+    with pytest.raises(click.exceptions.Exit):
+        same_bits._each(calls, outcome_of, file, "0/1")
+    found = json.loads(file.read_text())
+    assert [row["ok"] for row in found["cases"]] == [False, True, False] and found["complete"]
+    assert "exit code 3" in found["cases"][0]["reason"]
+
+
+def test_a_kernel_is_proven_where_all_its_shapes_were_right_and_none_is_left(tmp_path) -> None:
+    ours, blocks = workloads.ACTS[1], workloads.Case("matmul", "nvfp4-nvfp4", "block_scaled_matmul")
+    right, wrong = {"case": ours.name, "ok": True, "error": 0.0}, {"case": ours.name, "ok": False, "error": 0.5}
+    refused = {"case": blocks.name, "ok": True, "left_out": "no matrix unit"}
+
+    def why(*rows: dict[str, Any], left: tuple[str, ...] = ()) -> str:
+        (tmp_path / "first.0.json").write_text(json.dumps({"cases": rows[:1], "left": []}))
+        (tmp_path / "first.1.json").write_text(json.dumps({"cases": rows[1:], "left": left}))
+        return same_bits.not_proven([ours, blocks], tmp_path, "sm_90").removeprefix(
+            f"{ours.name} is not proven right: "
+        )
+
+    assert why(right, refused) == why(right, right, refused) == why(right) == ""  # Hopper is not offered the other
+    assert why(right, wrong) == why(wrong, right) == "relative error 0.5"
+    assert why(right, left=(ours.name,)) == "it was not reached" and why(refused) == "it was not tried"
+    assert why({"case": ours.name, "ok": True, "left_out": "out of memory"}) == "out of memory"
+    why(right, refused)
+    assert same_bits.not_proven([blocks], tmp_path, "sm_100").endswith("not proven right: no matrix unit")
 
 
 # --- tiles
@@ -417,14 +459,41 @@ def test_what_is_not_done_is_done_by_another_call(dry) -> None:
     assert not any((dry.out / "stages").iterdir())
 
 
-def test_right_comes_before_fast_and_all_of_it_fits_into_one_call() -> None:
+def shares_of(minutes: float, spends: Callable[[str], float], tmp_path: Path, monkeypatch) -> dict[str, float]:
+    """Seconds that each stage is given, where stages take this part of theirs."""
+    now, shares = [0.0], {}
+
+    def run_stage(_: Any, stage: Any, seconds: float) -> dict[str, Any]:
+        shares[stage.name] = seconds
+        if seconds < stage.least:
+            return {"stage": stage.name, "verdict": "no time", "seconds": 0.0, "about": ""}
+        now[0] += seconds * spends(stage.name)
+        return {"stage": stage.name, "verdict": "right", "seconds": seconds, "about": ""}
+
+    for name, value in {"run_stage": run_stage, "describe": lambda device: {}}.items():
+        monkeypatch.setattr(session, name, value)
+    monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
+    session.run_stages(session.Session(tmp_path, dry_run=False), session.STAGES, 60 * minutes)
+    return shares
+
+
+def test_a_first_call_measures_the_headline_and_right_comes_before_fast(tmp_path, monkeypatch) -> None:
     names = [stage.name for stage in session.STAGES]
-    assert max(map(names.index, (*session.PROOFS, "blocks"))) < min(map(names.index, ("try", "time", "bench", "step")))
+    assert names[:3] == ["first", "rates", "step"]
+    assert max(map(names.index, (*session.PROOFS, "blocks"))) < min(map(names.index, ("try", "time", "bench")))
     minutes = next(option for option in session.main.params if option.name == "minutes").default
     assert 60 * minutes + 30 <= 600  # a call of ten minutes; processes start, files are written
-    weights = sum(stage.weight for stage in session.STAGES)
-    for stage in session.STAGES:  # from a fresh start, where the stages before it took all of their shares
-        assert 60 * minutes * stage.weight / weights > min(stage.least, 20), stage.name
+    least = {stage.name: stage.least for stage in session.STAGES}
+    shares = shares_of(minutes, lambda name: 1.0, tmp_path, monkeypatch)  # each takes all that it is given
+    assert {name: shares[name] >= least[name] for name in names[:3]} == dict.fromkeys(names[:3], True)
+    assert shares["step"] > 240 and least["step"] >= 150
+    assert shares["tests"] == least["tests"] and shares["bench"] < least["bench"]  # the rest is for another call
+
+
+def test_a_later_call_has_time_for_all_that_a_first_one_left(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(session, "STAGES", session.STAGES[3:])
+    shares = shares_of(9.25, lambda name: 1.0, tmp_path, monkeypatch)
+    assert all(shares[stage.name] >= stage.least for stage in session.STAGES), shares
 
 
 def test_the_tests_that_want_a_gpu_are_found() -> None:
@@ -455,16 +524,38 @@ def test_a_step_is_judged_by_its_rows_and_says_its_goals(dry) -> None:
     assert judged["about"] == "1 rows, 1 missing, fp8 1.44x of 1.5x: not met"
     dry.file("step").write_text(json.dumps(found | {"rows": []}))
     assert session._judge_step(dry)["right"] is None
+    refused = goal | {"measured": None, "refused": "pinned to cudnn, and fmha ran"}
+    dry.file("step").write_text(json.dumps(found | {"goals": [refused]}))
+    assert session._judge_step(dry)["about"].endswith("fp8 refused: pinned to cudnn, and fmha ran")
 
 
-def test_times_of_steps_are_kept_if_blocks_are_right(dry) -> None:
+def test_times_of_steps_hold_as_soon_as_they_are_there_and_until_something_is_wrong(dry) -> None:
     dry.file("step").write_text('{"rows": []}')
-    well, files = concluded(dry, PROVEN | {"blocks": "right"})
-    assert well and "flux_step.json" in files
-    assert json.loads((dry.out / "flux_step.json").read_text())["proofs"]["blocks"] == "right"
-    (dry.out / "flux_step.json").unlink()
-    well, files = concluded(dry, PROVEN | {"blocks": "wrong"})
-    assert not well and "flux_step.json" not in files
+    for first in ("right", "wrong"):  # each row has looked at what it launches
+        _, files = concluded(dry, {"first": first, "step": "right", "tests": "no time"})
+        assert "flux_step.json" in files and "report.md" not in files
+    proofs = {"first": "wrong", "tests": "no time", "interpreter": "not run", "runs": "not run", "blocks": "not run"}
+    assert json.loads((dry.out / "flux_step.json").read_text())["proofs"] == proofs
+    for stage in ("tests", "blocks"):
+        well, files = concluded(dry, PROVEN | {"blocks": "right"})
+        assert well and "flux_step.json" in files
+        well, files = concluded(dry, PROVEN | {stage: "wrong"})
+        assert not well and "flux_step.json" not in files
+
+
+def test_rates_are_kept_with_what_became_of_the_proofs(dry) -> None:
+    dry.file("rates").write_text(json.dumps(BENCH | {"results": [{}], "peaks": {"copy": 4300.2, "bf16": 790.0}}))
+    assert session._judge_rates(dry)["about"] == "1 results, 0 left out, 0 wrong, copy 4300, bf16 790"
+    concluded(dry, {"first": "incomplete"})
+    assert json.loads((dry.out / "rates.json").read_text())["proofs"]["first"] == "incomplete"
+
+
+def test_what_may_be_concluded_is_written_after_each_stage(dry) -> None:
+    rows = json.dumps({"rows": []})
+    step = stage("step", f"open({str(dry.file('step'))!r}, 'w').write({rows!r})", {})
+    seen = stage("seen", f"assert open({str(dry.out / 'flux_step.json')!r}).read()", {})
+    found = session.run_stages(dry, [step, seen], seconds=10)
+    assert [row["verdict"] for row in found["stages"]] == ["right", "right"]
 
 
 BENCH = {
@@ -502,10 +593,13 @@ def test_there_is_a_report_if_nothing_is_wrong(dry) -> None:
 
 
 @pytest.mark.parametrize("verdict", ["wrong", "crashed", "no time", None])
-def test_there_is_none_if_a_proof_is_wrong_or_missing(dry, capsys, verdict: str | None) -> None:
-    verdicts = {name: word for name, word in (PROVEN | {"runs": verdict}).items() if word}
+@pytest.mark.parametrize("proof", ["first", "runs"])
+def test_there_is_none_if_a_proof_is_wrong_or_missing(dry, proof: str, verdict: str | None) -> None:
+    verdicts = {name: word for name, word in (PROVEN | {proof: verdict}).items() if word}
     well, files = concluded(dry, verdicts)
-    assert not well and "report.md" not in files and "runs is" in capsys.readouterr().out
+    assert not well and "report.md" not in files
+    rows = [{"stage": name, "verdict": word} for name, word in verdicts.items()]
+    assert session.proofs_of({"stages": rows})[proof] == (verdict or "not run")
 
 
 def test_there_is_none_if_the_benchmark_found_something_wrong(dry) -> None:
@@ -571,7 +665,7 @@ def test_the_whole_session_runs_dry(tmp_path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json", "flux_step.json", "log.txt", "report.md", "results.json", "stages"
+        "bench.json", "flux_step.json", "log.txt", "rates.json", "report.md", "results.json", "stages"
     }  # fmt: skip
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert [row["stage"] for row in stages] == [stage.name for stage in session.STAGES]

@@ -175,9 +175,12 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the checkout's commit, with "-dirty" if files differ from it; "unknown" outside one."""
+    """Return the checkout's commit, with "-dirty" if files differ from it; "unknown" outside one, and without git."""
     here = Path(__file__).parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
