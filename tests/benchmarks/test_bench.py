@@ -217,7 +217,7 @@ def test_rates_are_written_after_each_and_of_what_is_proven(monkeypatch, tmp_pat
     monkeypatch.setattr(workloads, "tiny_sweep", lambda: sweep)
     rows = [{"case": ours.name, "ok": True, "error": 0.0}, {"case": wrong.name, "ok": False, "error": 0.5}]
     (tmp_path / "first.0.json").write_text(json.dumps({"cases": rows, "left": []}))
-    notes: list[tuple[int, int, int]] = []
+    notes: list[tuple[int, ...]] = []
 
     def note(summary: dict[str, Any]) -> None:
         notes.append(tuple(len(summary[part]) for part in ("peaks", "results", "left_out")))
