@@ -433,13 +433,13 @@ def _judge_time(session: Session) -> dict[str, Any]:
 
 
 def _rates(session: Session, seconds: float) -> list[Sequence[str]]:
-    """What a step is made of, with the tiles that are there; proven kernels alone."""
+    """Rates of what a step is made of, with the tiles that are there; of proven kernels alone."""
     options = ["--rates", "--proofs", str(session.out / "stages"), "--json", str(session.file("rates"))]
     return [_module(session, "benchmarks.kernels.bench", *options, "--minutes", f"{seconds / 60:.2f}")]
 
 
 def _judge_rates(session: Session) -> dict[str, Any]:
-    """What is not proven is left out, and wrong already; the peaks are worth saying."""
+    """Kernels that are not proven are left out: that they are wrong was said before."""
     judged, peaks = _judge_timed("rates")(session), _read(session.file("rates"))["peaks"]
     return judged | {"about": ", ".join([judged["about"], *(f"{name} {rate:.0f}" for name, rate in peaks.items())])}
 

@@ -483,7 +483,7 @@ def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
 
 
 def rates_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
-    """What a step of FLUX.1-dev is made of: products, attention, passes over memory."""
+    """Parts of a step of FLUX.1-dev: products, attention, passes over memory."""
     for shape in ((8192, 8192, 8192), *(shape for _, shape in FLUX_STEP if shape[0] > 512)):
         yield shape, RATED_PRODUCTS
     yield (4608, 3072, 3072), (*RATED_ATTENTIONS, ATTENTIONS[1])
