@@ -334,7 +334,7 @@ def another_attention(kernels: Sequence[str], attention: Mapping[str, Any]) -> s
 def pinned_attention(device: torch.device) -> dict[str, Any]:
     """Return the backend, of workloads.SDPA, that computes attention in 16 bit: the first that takes FLUX's heads.
 
-    On a CPU there is none, and "why" says so. Raises RuntimeError for a GPU without any.
+    With it comes cuDNN's version. On a CPU there is none, and "why" says so. Raises RuntimeError for a GPU without any.
     """
     if device.type != "cuda":
         return ON_CPU
@@ -344,7 +344,7 @@ def pinned_attention(device: torch.device) -> dict[str, Any]:
         try:
             with sdpa_kernel(backend):
                 F.scaled_dot_product_attention(q, q, q)
-            return {"backend": name, "why": "; ".join(problems)}
+            return {"backend": name, "why": "; ".join(problems), "cudnn": torch.backends.cudnn.version()}
         except RuntimeError as problem:
             problems.append(f"not {name}: {first_line(problem)}")
     raise RuntimeError(f"no attention in 16 bit that the baseline could be pinned to: {'; '.join(problems)}")
@@ -489,8 +489,13 @@ def shares_of(spent: Mapping[str, float], step: float) -> dict[str, float]:
 
 
 def part_of(kernel: str) -> str:
-    """Return the part of a step that a kernel belongs to, by its name."""
+    """Return the part of a step that a kernel belongs to, by its name.
+
+    Inductor names its passes by the operators around them, attention too.
+    """
     name = kernel.lower()
+    if name.startswith(("triton_poi_", "triton_per_", "triton_red_")):
+        return "elementwise"
     return next((part for part, words in PARTS.items() if any(word in name for word in words)), "elementwise")
 
 

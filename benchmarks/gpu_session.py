@@ -21,8 +21,8 @@ commit. In DIR, written after each stage:
 
 Result files say what became of the PROOFS. flux_step.json has times of those rows alone whose kernels `first` proved,
 and goes again if a later proof finds something wrong. The last three are only written if all PROOFS ran and found
-nothing wrong; tiles and measured.json not of a dry run. The exit code is 0 if all is well, 1 if something is wrong or
-crashed, 2 where there is no GPU.
+nothing wrong; tiles and measured.json not of a dry run. The exit code is 0 if all is well, 1 if something is wrong,
+crashed or not proven yet, 2 where there is no GPU.
 """
 
 from __future__ import annotations
