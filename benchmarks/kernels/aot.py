@@ -278,7 +278,7 @@ def _read_sass(cell: Cell, chip: Target, compiled: Any) -> tuple[list[str], int,
         "load": sass.bytes_per_load(instructions) or None,
     }
     if cell.tensor_core and chip.architecture == 90:
-        measured["remarks"] = ", ".join(sass.remarks(compiled.asm["ptx"], chip.architecture))
+        measured["remarks"] = ", ".join(sass.remarks(compiled.asm["ptx"], 90))
     noise = r"\.(tnsp[AB]|GSB\d|gdesc|reuse)\b"
     names = [re.sub(noise, "", i.operation) for i in instructions if sass.MATRIX.match(i.operation)]
     spills = sum(i.operation.split(".")[0] in ("LDL", "STL") for i in instructions)
