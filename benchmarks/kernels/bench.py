@@ -29,8 +29,7 @@ import click
 import torch
 from torch import nn
 
-from benchmarks.kernels import timing, workloads
-from benchmarks.kernels.interpreter import interpreting
+from benchmarks.kernels import workloads
 from benchmarks.kernels.report import CASE_FIELDS, KIND, README, report, with_tables
 from benchmarks.kernels.same_bits import not_proven
 from benchmarks.kernels.tune import tuned_from
@@ -39,6 +38,8 @@ from fluxq.base.console import first_line
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
 from fluxq.eval.speed.machine import describe
+from fluxq.kernels import timing
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import NoTile, chip_of

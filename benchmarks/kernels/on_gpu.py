@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks.kernels import interpreter
+from fluxq.kernels import interpreter
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from benchmarks.kernels import workloads
 from benchmarks.kernels.apart import apart
-from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.on_gpu import launching_on
 from benchmarks.kernels.tune import DRY_CHIP
 from fluxq.base.console import first_line
@@ -37,6 +36,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.attention import kernel as attention
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul

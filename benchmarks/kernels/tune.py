@@ -27,14 +27,14 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.kernels import aot, timing, workloads
+from benchmarks.kernels import aot, workloads
 from benchmarks.kernels.apart import apart
-from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.workloads import Case, Shape
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.eval.speed.machine import describe
-from fluxq.kernels import launch, tiles
+from fluxq.kernels import launch, tiles, timing
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import MatmulTile, NoTile, Tile, chip_of, find_tile, tuned_rows
 
 DRY_CHIP = "sm_90"  # that a dry run takes the tiles of

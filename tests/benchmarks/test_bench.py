@@ -9,12 +9,12 @@ import torch
 import triton
 from click.testing import CliRunner
 
-from benchmarks.kernels import bench, report, timing, workloads
+from benchmarks.kernels import bench, report, workloads
 from benchmarks.kernels.report import GOALS, Figures
 from benchmarks.kernels.workloads import BASELINE, Case
 from fluxq.base import settings
 from fluxq.eval.speed.machine import describe
-from fluxq.kernels import dispatch
+from fluxq.kernels import dispatch, timing
 from fluxq.kernels.tiles import NoTile
 from fluxq.recipes.formats import Scheme
 

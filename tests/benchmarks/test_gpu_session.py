@@ -24,9 +24,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.kernels import on_gpu, same_bits, tune, workloads
-from benchmarks.kernels.interpreter import interpreting
 from benchmarks.kernels.on_gpu import launching_on
 from fluxq.kernels import tiles
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, find_tile
 

@@ -14,7 +14,7 @@ from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.quantize_activation.op import ACTS, GATED, PRODUCED
 from fluxq.kernels.tiles import Tile

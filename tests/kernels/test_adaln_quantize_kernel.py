@@ -18,9 +18,9 @@ from rounding import norm_steps, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
 from fluxq.kernels.adaln_quantize import op as adaln
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import Tile, whole_row_tile

@@ -18,10 +18,10 @@ from attention_bounds import bounds
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.attention import kernel as kernels_attention
 from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import KEY_BLOCK, Operands
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import MatmulTile, Tile
 
 QUANTIZE = Tile(rows=64, columns=64, warps=4)

@@ -19,11 +19,11 @@ from rounding import steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import encode, ops
 from fluxq.kernels.block_scaled_matmul import kernel as block_scaled_matmul
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul as reference
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales

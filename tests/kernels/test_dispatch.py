@@ -14,7 +14,6 @@ from rounding import packed as packed_steps
 from torch import Tensor
 
 from benchmarks.kernels import report
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
 from fluxq.kernels import dispatch, epilogue, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
@@ -23,6 +22,7 @@ from fluxq.kernels.attention import op as attention
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
 from fluxq.kernels.dequantize.op import dequantize
 from fluxq.kernels.dispatch import choose
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import op as quantizer

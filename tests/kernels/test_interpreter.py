@@ -15,7 +15,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels import interpreter
-from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels.interpreter import interpreting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes
@@ -481,7 +481,7 @@ RESTORED = """
 import torch, triton, triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
-from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels.interpreter import interpreting
 
 @triton.jit
 def broken_kernel(x):
@@ -568,7 +568,7 @@ def test_stock_triton_is_still_wrong(tmp_path):
 
 @pytest.mark.slow
 def test_the_same_script_is_right_on_ours(tmp_path):
-    on = "from benchmarks.kernels.interpreter import interpreting\nblock = interpreting()\nblock.__enter__()\n"
+    on = "from fluxq.kernels.interpreter import interpreting\nblock = interpreting()\nblock.__enter__()\n"
     script = STOCK.replace("E4M3 =", f"{on}E4M3 =")
     assert set(json.loads(run(script, tmp_path)).values()) == {True}
 

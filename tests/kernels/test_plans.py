@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.base import settings
 from fluxq.kernels import launch, op, ops, plans
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.op import untraced
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope

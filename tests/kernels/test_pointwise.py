@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
 import fluxq
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.blocks import _watched
 from fluxq.calibrate.capture import _Recorder
@@ -21,6 +20,7 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.debug.trace import Health, LayerCall, Local, Outputs
 from fluxq.integrations.peft import QuantPointwiseLora, _Pointwise
 from fluxq.kernels import launch, ops
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import (
     QuantLinear,
     QuantPointwise,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.qk_norm_rope import kernel as qk_norm_rope
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.tensor import pack_named

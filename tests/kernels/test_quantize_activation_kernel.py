@@ -19,9 +19,9 @@ from rounding import packed, steps
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import encode, ops
 from fluxq.kernels.dequantize import kernel as dequantize
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.quantize_activation.op import PRODUCED

@@ -26,11 +26,11 @@ from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
-from benchmarks.kernels.interpreter import interpreting
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.all_ops import OPS
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.kernels.transforms import InputTransform

@@ -14,9 +14,9 @@ from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import ops, reencode
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile

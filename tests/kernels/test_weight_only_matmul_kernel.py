@@ -14,8 +14,8 @@ from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels.epilogue import Epilogue
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile
 from fluxq.kernels.weight_only_matmul import kernel as weight_only_matmul

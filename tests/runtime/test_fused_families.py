@@ -450,8 +450,8 @@ def test_it_compiles_without_a_graph_break(name: str) -> None:
 def test_the_kernels_take_what_the_forms_give_them(name: str, scheme: str) -> None:
     """On Triton's interpreter, in fp32: their sums have another order, and nothing else differs."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    from benchmarks.kernels.interpreter import interpreting
     from fluxq.kernels import launch
+    from fluxq.kernels.interpreter import interpreting
 
     class Kernels(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

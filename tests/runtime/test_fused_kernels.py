@@ -31,13 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fluxq
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.kernels import launch, ops, tiles
 from fluxq.kernels.adaln_quantize import kernel as adaln_kernel
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.attention import kernel as attention_kernels
 from fluxq.kernels.attention import op as attention
 from fluxq.kernels.attention.op import Operands
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope

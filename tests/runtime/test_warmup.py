@@ -5,11 +5,11 @@ import torch
 from click.testing import CliRunner
 
 import fluxq
-from benchmarks.kernels.interpreter import interpreting
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels import dispatch, launch
 from fluxq.kernels.attention import kernel as attention
+from fluxq.kernels.interpreter import interpreting
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import warmup
 from fluxq.runtime.warmup import AttentionKind, LayerKind, kinds_of
