@@ -17,7 +17,7 @@ commit. In DIR, written after each stage:
     log.txt         what the stages printed
     report.md       goals and times
     tuned/          kernels/tuned with the best tiles in front
-    measured.json   for kernels/measured.json
+    measured.json   for kernels/measured
 
 Result files say what became of the PROOFS. flux_step.json has times of those rows alone whose kernels `first` proved,
 and goes again if a later proof finds something wrong. The last three are only written if all PROOFS ran and found
@@ -48,7 +48,7 @@ import click  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.kernels import tune  # noqa: E402
-from benchmarks.kernels.report import goals, measured_rows, report  # noqa: E402
+from benchmarks.kernels.report import goals, measured, report  # noqa: E402
 from fluxq.base.devices import commit  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.eval.speed.machine import describe  # noqa: E402
@@ -240,7 +240,7 @@ def conclude(session: Session, found: dict[str, Any]) -> bool:
         "flux_step.json": step and step_holds and step | {"proofs": proofs | held_against},
         "bench.json": bench and bench | {"proofs": proofs},
         "report.md": bench_holds and "\n".join([report(bench), "", *lines]) + "\n",
-        "measured.json": bench_holds and not session.dry_run and measured_rows(bench),
+        "measured.json": bench_holds and not session.dry_run and measured(bench),
     }
     for name in CONCLUSIONS:
         _put(session.out / name, conclusions[name])

@@ -6,9 +6,9 @@
     anything else                                 weight_only_matmul: activations keep their 16 bit
 
 Of a scheme's candidates the first that is offered on the chip is taken: kernels/compiled says where a kernel runs on
-the right matrix unit without spilling, the `OP` of its folder what it is for. Timings in kernels/measured.json, where
-there are any of that chip, decide between candidates of one arithmetic. Nothing is tuned or compiled here: see
-`fluxq warmup`.
+the right matrix unit without spilling, the `OP` of its folder what it is for, and findings.py what was wrong on the GPU
+at hand. Timings of `fluxq doctor` there, or in kernels/measured of that chip, decide between candidates of one
+arithmetic. Nothing is tuned or compiled here: see `fluxq warmup`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ import triton
 from torch import Tensor
 
 from fluxq.base.console import logger
-from fluxq.kernels.all_ops import OPS, WEIGHT_ONLY_MATMUL, product_of
+from fluxq.kernels import findings
+from fluxq.kernels.all_ops import OPS, QUANTIZE_ACTIVATION, WEIGHT_ONLY_MATMUL, product_of
 from fluxq.kernels.library import LIBRARY, library_refusal
 from fluxq.kernels.op import Op
 from fluxq.kernels.ops import INT_MM, TORCH
@@ -45,17 +46,35 @@ class Choice:
     activations: the format that x is rounded to first, None for none.
     reason: of this choice, and against those before it.
     fallback: whether the chip lacks the scheme's own arithmetic.
+    format: of its cell.
     """
 
     implementation: str
     activations: str | None
     reason: str
     fallback: bool = False
+    format: str = field(default="", compare=False)
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """(op, format) that findings.py knows the product by; of the torch reference it knows none."""
+        return self.implementation, self.format
+
+
+class NoKernel(ValueError):
+    """An op has no kernel for a call on a chip. was_wrong: it had one, whose results were wrong."""
+
+    def __init__(self, message: str, *, was_wrong: bool) -> None:
+        super().__init__(message)
+        self.was_wrong = was_wrong
 
 
 @functools.cache
 def refusal(op: str, format: str, chip: str) -> str:
-    """Return why an op has no kernel for a format on a chip, by the compiled cells of this Triton; empty if it has."""
+    """Return why an op has no kernel for a format on a chip; empty if it has.
+
+    The reason is that of the compiled cells of this Triton, or that its results were wrong on the GPU at hand.
+    """
     row = OPS[op]
     if format in FORMATS and format not in KERNEL_FORMATS:
         return f"no kernel was written for {format}"
@@ -66,20 +85,34 @@ def refusal(op: str, format: str, chip: str) -> str:
     why = _refusals(compiled_with()).get((row.file, format, chip))
     if why is None:
         return row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}"
-    return why
+    return why or findings.wrong(op, format, chip)
 
 
 def require(op: str, format: str, chip: str) -> None:
     """Raise ValueError unless an op has a kernel for a format on a chip."""
     if refusal(op, format, chip):
-        raise _no_kernel(op, format, chip)
+        raise _no_kernel(op, format, chip, refusal(op, format, chip), bool(findings.wrong(op, format, chip)))
 
 
-def _no_kernel(op: str, format: str, chip: str) -> ValueError:
-    return ValueError(
-        f"{op}: no kernel for {format} on {chip} ({refusal(op, format, chip)}); encode the operands anew with "
-        "fluxq.prepare, or compute with their dequantized form"
+def _no_kernel(op: str, format: str, chip: str, why: str, was_wrong: bool) -> NoKernel:
+    return NoKernel(
+        f"{op}: no kernel for {format} on {chip} ({why}); encode the operands anew with fluxq.prepare, or compute with "
+        "their dequantized form",
+        was_wrong=was_wrong,
     )
+
+
+def withdraw(op: str, format: str, chip: str, why: str) -> None:
+    """Offer a cell no more in this process, because its results were wrong."""
+    findings.withdraw(op, format, chip, why)
+    forget()
+
+
+def forget() -> None:
+    """Forget what was chosen: findings have changed."""
+    refusal.cache_clear()
+    choose.cache_clear()
+    choose_product.cache_clear()
 
 
 @functools.lru_cache(4096)
@@ -101,11 +134,7 @@ def choose(
     """
     offered: list[Choice] = []
     refused: list[str] = []
-    for candidate in _candidates(scheme, layout):
-        choice = candidate[0]
-        why_not = _why_not(candidate, scheme, chip, m, n, k, dtype, layout)
-        if not (library or why_not or choice.implementation in (candidate[1].name, INT_MM)):
-            why_not = "rows of its codes are not at multiples of 16 bytes"
+    for choice, why_not in judged(scheme, chip, m, n, k, dtype, layout, library):
         if not why_not and (not offered or choice.activations == offered[0].activations):
             offered.append(choice)  # a later candidate with other activations has another arithmetic
         elif not offered:
@@ -115,6 +144,20 @@ def choose(
     best = _fastest(offered, scheme, chip, m, n, k)
     is_fallback = best.activations != _activation_name(scheme)
     return replace(best, reason="; ".join([best.reason, *refused]), fallback=is_fallback)
+
+
+def judged(
+    scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype, layout: str, library: bool = True
+) -> list[tuple[Choice, str]]:
+    """List all candidates of `choose` with the reasons against them; empty for those that can serve."""
+    found = []
+    for candidate in _candidates(scheme, layout):
+        choice = candidate[0]
+        why_not = _why_not(candidate, scheme, chip, m, n, k, dtype, layout)
+        if not (library or why_not or choice.implementation in (candidate[1].name, INT_MM)):
+            why_not = "rows of its codes are not at multiples of 16 bytes"
+        found.append((choice, why_not))
+    return found
 
 
 @functools.lru_cache(4096)
@@ -129,7 +172,12 @@ def choose_product(
     offered = [c[0] for c in candidates if not _why_not(c, scheme, chip, m, n, k, dtype, layout)]
     if not offered:
         op, formats = product_of(scheme.weights.name, _activation_name(scheme), layout == ROW_SCALE) or (None, "")
-        raise ValueError(f"no op multiplies codes of {scheme}") if op is None else _no_kernel(op.name, formats, chip)
+        if op is None:
+            raise ValueError(f"no op multiplies codes of {scheme}")
+        why = next(
+            _why_not(c, scheme, chip, m, n, k, dtype, layout) for c in candidates if c[0].implementation == op.name
+        )
+        raise _no_kernel(op.name, formats, chip, why, any(_was_wrong(c[0], chip) for c in candidates))
     return _fastest(offered, scheme, chip, m, n, k)
 
 
@@ -153,12 +201,14 @@ def _candidates(scheme: Scheme, layout: str) -> list[tuple[Choice, Op, str]]:
     if product := product_of(weights, activations, layout == ROW_SCALE):
         native = f"{weights} matrix units"
         decoded = f"4-bit weights become {activations} in the kernel"
-        candidates.append((Choice(product[0].name, activations, decoded if layout == ROW_SCALE else native), *product))
+        reason = decoded if layout == ROW_SCALE else native
+        candidates.append((Choice(product[0].name, activations, reason, format=product[1]), *product))
     if weights == activations and weights in LIBRARY:
-        choice = Choice(LIBRARY[weights].function, weights, LIBRARY[weights].what)
+        choice = Choice(LIBRARY[weights].function, weights, LIBRARY[weights].what, format=weights)
         first = weights in ("fp8", "fp8_tensor")
-        candidates.insert(0 if first else 1, (choice, OPS["quantize_activation"], weights))
-    last = Choice(WEIGHT_ONLY_MATMUL.name, None, "weights are decoded in the kernel, activations keep 16 bit")
+        candidates.insert(0 if first else 1, (choice, QUANTIZE_ACTIVATION, weights))
+    decoded = "weights are decoded in the kernel, activations keep 16 bit"
+    last = Choice(WEIGHT_ONLY_MATMUL.name, None, decoded, format=weights)
     return [*candidates, (last, WEIGHT_ONLY_MATMUL, weights)]
 
 
@@ -179,6 +229,8 @@ def _why_not(
         if m > LARGEST_GEMV or row_bytes % 4:
             return "matrix units would round float32 activations"
     refused = refusal(op.name, name, chip)
+    if not refused and (was_wrong := _was_wrong(choice, chip)):
+        return was_wrong
     if choice.implementation == op.name:
         return refused
     if why_not := library_refusal(name, layout, chip, m, n, k, dtype):
@@ -188,15 +240,24 @@ def _why_not(
     return f"activations cannot be quantized there: {refused}" if refused else ""
 
 
+def _was_wrong(choice: Choice, chip: str) -> str:
+    """Return the reason why the product of a choice, or what quantizes for it, is wrong on this GPU; empty if none."""
+    wrong = findings.wrong(*choice.cell, chip)
+    if not wrong and choice.activations is not None:
+        wrong = findings.wrong(QUANTIZE_ACTIVATION.name, choice.activations, chip)
+        wrong = wrong and f"activations cannot be quantized there: {wrong}"
+    return wrong
+
+
 def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int, k: int) -> Choice:
     """Return the first candidate, unless another was measured to be faster on this chip at the nearest shape."""
     name = f"{scheme.weights.name}-{_activation_name(scheme) or '16bit'}"
-    rows = [row for row in _measured() if row["chip"] == chip and row["scheme"] == name]
+    rows = findings.timings(name, chip)
     if not rows:
         return candidates[0]
     shapes = {(row["m"], row["n"], row["k"]) for row in rows}
     nearest = min(shapes, key=lambda s: sum(abs(math.log2(a / b)) for a, b in zip(s, (m, n, k), strict=True)))
-    timed = {row["implementation"]: row for row in rows if (row["m"], row["n"], row["k"]) == nearest}
+    timed = {row["op"]: row for row in rows if (row["m"], row["n"], row["k"]) == nearest}
     ranked = sorted((c for c in candidates if c.implementation in timed), key=lambda c: timed[c.implementation]["us"])
     if not ranked:
         return candidates[0]
@@ -242,13 +303,7 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-@functools.cache
-def _measured() -> tuple[dict, ...]:
-    return tuple(json.loads(MEASURED.read_text(encoding="utf-8"))) if MEASURED.exists() else ()
-
-
 ROW_SCALE = "row scale"  # the layout of a weight that W4A8 multiplies
 SWIZZLED = ("sm_100", "sm_103")  # whose matrix units read scales from memory of their own, a 128x4 block at a time
-MEASURED = Path(__file__).parent / "measured.json"
 COMPILED = Path(__file__).parent / "compiled"  # written by `python -m benchmarks.kernels.aot --write`
 PROVEN = ("3.6", "3.8", "3.9")  # Triton versions that tests/kernels/test_interpreter.py passes on

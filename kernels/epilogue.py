@@ -23,13 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import check_tensor
-from fluxq.kernels.dispatch import choose_product, layout_of, require
+from fluxq.kernels.compare import Product, Sample, Verdict, picked, product, taken
+from fluxq.kernels.dispatch import Choice, choose_product, layout_of, require
 from fluxq.kernels.library import library_product, library_takes
 from fluxq.kernels.op import Op
 from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, unpack_named
-from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.formats import Format, Scheme, find_format
 
+ROUNDED_WEIGHTS = 2**16  # roundings of fp32 that one to bfloat16 counts as
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -114,13 +117,76 @@ def launch_product(
         require(op.name, names, chip)
         return op.kernel.multiply(x, w, None, epilogue, chip)
     left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
-    scheme = Scheme(w.format, left.format, static_input=left.global_scale is not None)
-    library = epilogue.is_plain and library_takes(left, w)
-    layout = layout_of(w, operands.row_scale)
-    choice = choose_product(scheme, chip, x.shape[0], *w.shape, dtype, layout, library)
+    choice = _chosen(left, w, operands.row_scale, epilogue.is_plain, dtype, chip)
     if choice.implementation != op.name:
         return library_product(left, w, operands.bias, dtype)
     return op.kernel.multiply(left, w, operands.row_scale, epilogue, chip)
+
+
+def _chosen(
+    x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor | None, is_plain: bool, dtype: torch.dtype, chip: str
+) -> Choice:
+    """Return the choice of what multiplies codes. is_plain: whether a bias is all that follows."""
+    scheme = Scheme(w.format, x.format, static_input=x.global_scale is not None)
+    library = is_plain and library_takes(x, w)
+    return choose_product(scheme, chip, x.shape[0], *w.shape, dtype, layout_of(w, row_scale), library)
+
+
+def product_cells(
+    op: Op,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    formats: str,
+    gelu: bool,
+    dtype: torch.dtype,
+    *,
+    chip: str,
+    in_16_bit: bool = False,
+) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that `launch_product` launches: that of the kernel, or of the library's product."""
+    given, names = unpack_named(ProductTensors, tensors, formats)
+    if in_16_bit or names not in op.formats:
+        return ((op.name, names),)
+    weights, _, activations = names.partition("-")
+    w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights))
+    left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
+    is_plain = not gelu and all(step is None for step in (given.h, given.gate, given.residual))
+    return (_chosen(left, w, given.row_scale, is_plain, dtype, chip).cell,)
+
+
+def compare_product(op: Op, found: Tensor, *arguments: Any, chip: str, sample: Sample, in_16_bit: bool = False) -> Verdict:
+    """Compare the result of a call of an op of products.py with float64. arguments: those of the op."""
+    x, tensors, formats, gelu, _ = arguments
+    given, names = unpack_named(ProductTensors, tensors, formats)
+    weights, _, activations = names.partition("-")
+    m, n = found.shape
+    rows, outputs = picked(m, sample.tokens, x.device), picked(n, sample.outputs, x.device)
+    w = taken(QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights)), outputs)
+    if activations:
+        w = reencode(w, activations, None if given.row_scale is None else given.row_scale[outputs])
+    left: Tensor | QuantizedTensor = x[rows]
+    if not in_16_bit:
+        codes = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
+        left = taken(codes, rows)
+    low_rank = None
+    if given.h is not None and given.up is not None:
+        low_rank = given.h[rows], given.up[outputs]
+    what = Product(
+        left,
+        w,
+        None if given.bias is None else given.bias[outputs],
+        low_rank,
+        gelu,
+        None if given.gate is None else given.gate[rows // (m // given.gate.shape[0])][:, outputs],
+        None if given.residual is None else given.residual[rows][:, outputs],
+        terms=ROUNDED_WEIGHTS if in_16_bit and rounds_weights(w.format, x.dtype) else 0,
+    )
+    return product(op.name, found[rows][:, outputs], what)
+
+
+def rounds_weights(weights: Format, dtype: torch.dtype) -> bool:
+    """Tell whether decoded weights are rounded to the type of 16-bit activations: of int4 scales take all its bits."""
+    return weights.element.name == "int4" and dtype == torch.bfloat16
 
 
 @triton.jit

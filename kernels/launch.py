@@ -8,6 +8,7 @@ on an interpreter.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,9 +23,10 @@ from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
 from fluxq.kernels import ops
 from fluxq.kernels.all_ops import OPS
-from fluxq.kernels.dispatch import TORCH, Choice, choose, layout_of
+from fluxq.kernels.dispatch import TORCH, Choice, NoKernel, choose, layout_of
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
 from fluxq.kernels.library import library_product
+from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.plans import Plan, kind_of, watched
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
@@ -49,7 +51,7 @@ def run(name: str, *arguments: Any) -> Any:
 def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
     """Launch an op by the plan of an earlier call with operands of the same kind, if there is one."""
     if torch.is_autocast_enabled(arguments[0].device.type):  # which would change the steps of a plan
-        return launcher(name)(*arguments, chip=chip)
+        return _proofs().verified(name, arguments, computed_by(name, arguments, chip), chip)
     operands: list[Tensor] = []
     key = name, chip, arguments[0].get_device(), settings.changes(), kind_of(arguments, operands)
     plan = PLANS.get(key, UNSEEN)
@@ -58,9 +60,27 @@ def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
     if plan is UNSEEN:
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
-        result, PLANS[key] = watched(functools.partial(launcher(name), *arguments, chip=chip), operands)
-        return result
-    return launcher(name)(*arguments, chip=chip) if plan is None else plan(operands)
+        result, plan = watched(functools.partial(computed_by, name, arguments, chip), operands)
+        PLANS[key] = None if settings.verification() == "always" else plan  # a plan compares nothing
+        return _proofs().verified(name, arguments, result, chip)
+    if plan is None:
+        return _proofs().verified(name, arguments, computed_by(name, arguments, chip), chip)
+    return plan(operands)
+
+
+def computed_by(name: str, arguments: Sequence[Any], chip: str) -> Any:
+    """Launch an op; where only a kernel that was found wrong could compute it, its torch reference does."""
+    try:
+        return launcher(name)(*arguments, chip=chip)
+    except NoKernel as error:
+        if not error.was_wrong or is_strict():
+            raise
+        _say_reference(name, str(error))
+    return REFERENCES[name](*arguments)
+
+
+def _proofs() -> Any:
+    return importlib.import_module("fluxq.kernels.proofs")  # which launches too
 
 
 def launcher(name: str) -> Callable[..., Any]:
@@ -93,11 +113,21 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
             y = ops.quantized_linear_reference(rows, tensors, scheme)
         else:
             ops.check_steps_given(parsed, operands)
-            z, t, steps = _steps_before(rows, parsed, choice.activations, operands)
-            h = None if operands.lora_a is None else F.linear(rows, operands.lora_a.to(x.dtype))
-            low_rank = _joined((t, operands.out), (h, operands.lora_b))
+            z, low_rank, steps = steps_before(rows, parsed, choice.activations, operands)
             y = computed(choice, z, w, operands, low_rank, steps, chip)
     return y.reshape(*x.shape[:-1], n)
+
+
+def steps_before(
+    x: Tensor, scheme: Scheme, activations: str | None, operands: ops.LinearTensors
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[RoundingTensors, Rounding]]:
+    """Return (input of the quantizer, or of the product where nothing is quantized; branch (h, up); quantizer's steps).
+
+    x: (M, K).
+    """
+    z, t, steps = _steps_before(x, scheme, activations, operands)
+    h = None if operands.lora_a is None else F.linear(x, operands.lora_a.to(x.dtype))
+    return z, _joined((t, operands.out), (h, operands.lora_b)), steps
 
 
 def _steps_before(
@@ -169,6 +199,11 @@ def _say(scheme: str, chip: str, choice: Choice) -> None:
         logger.warning("%s; fluxq.prepare encodes such layers anew for this GPU, if it can", text)
     else:
         logger.info(text)
+
+
+@functools.lru_cache(1024)
+def _say_reference(name: str, why: str) -> None:
+    logger.warning("%s: torch reference (%s)", name, why)
 
 
 UNSEEN: Any = object()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -52,6 +53,7 @@ def launches_on_gpu(name: str, op: Any) -> None:
     By its name in the dispatcher: `op.register_kernel` would put another Python function into each call, and a check
     that results do not alias arguments. Dynamo is not to trace it, where a frame that it gave up on calls the op.
     """
+    REFERENCES[name] = op._init_fn
     if find_spec("triton") is not None:
         _LIBRARY.impl(name, untraced(functools.partial(_launch, name)), "CUDA")
 
@@ -65,4 +67,5 @@ def _launch(name: str, *arguments: Any) -> Any:
     return importlib.import_module("fluxq.kernels.launch").run(name, *arguments)
 
 
+REFERENCES: dict[str, Callable[..., Any]] = {}  # name of an op -> its torch reference, for tensors on every device
 _LIBRARY = torch.library.Library("fluxq", "IMPL")  # what it registers lasts as long as it does

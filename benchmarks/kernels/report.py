@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.kernels.workloads import ATTENTIONS, BASELINE, FLUX_STEP, LAYERS, PRODUCTS, Case, Shape
 from benchmarks.pages import between
-from fluxq.kernels import dispatch
+from fluxq.kernels import dispatch, findings
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.op import Op
 from fluxq.kernels.tiles import CHIPS
@@ -202,18 +202,15 @@ GOALS = (
 )
 
 
-def measured_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a result for kernels/measured.json: Linears, for the dispatcher to choose by."""
-    return [
-        {
-            "chip": results["chip"],
-            "gpu": results["device"]["gpu"],
-            **{name: row[name] for name in ("scheme", "implementation", "m", "n", "k")},
-            "us": round(row["us"], 2),
-        }
+def measured(results: dict[str, Any]) -> dict[str, Any]:
+    """Return a file for kernels/measured of a result: its Linears, for the dispatcher to choose by."""
+    rows = [
+        {"op": row["implementation"], **{name: row[name] for name in ("scheme", "m", "n", "k")}}
+        | {"us": round(row["us"], 2)}
         for row in results["results"]
         if row["op"] == "linear" and row["shared"] == 1 and row["scheme"] != "16bit"
     ]
+    return findings.document({"gpu": results["device"]["gpu"], "chip": results["chip"]}, rows)
 
 
 def report(results: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors
+from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors, modulated_norm
 from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     amax_bits,
@@ -35,11 +35,12 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
+from fluxq.kernels.compare import Sample, Verdict, of_dtype, picked, same, within, worst
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS
-from fluxq.kernels.quantize_activation.kernel import new_codes, returned
+from fluxq.kernels.quantize_activation.kernel import coded, compare_codes, new_codes, returned
 from fluxq.kernels.quantize_activation.op import Rounding, check_steps
-from fluxq.kernels.tensor import QuantizedTensor, swizzled_size, unpack_named
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzled_size, unpack_named
 from fluxq.kernels.tiles import LONGEST_HELD, Tile, cdiv, whole_row_tile
 from fluxq.recipes.formats import Format, find_format
 
@@ -98,13 +99,68 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the op on a chip; ValueError where it has no kernel."""
     operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
-    require(OP.name, how.format or "16bit", chip)
+    require(*cells(x, tensors, rounding, norm, eps, chip=chip)[0], chip)
     many = bool(how.hadamard or (how.format and how.row.group_size))
     tile = whole_row_tile(x.shape[-1], chip, many=many)
     q, new = adaln_quantize(x, operands, how, norm=norm, eps=eps, tile=tile)
     nothing = x.new_empty(0)
     codes = (q, nothing, nothing) if isinstance(q, Tensor) else returned(q, operands.input_scale)
     return *codes, nothing if new is None else new
+
+
+def cells(
+    x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float, *, chip: str
+) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that a chip must have for a call."""
+    return ((OP.name, unpack_named(NormTensors, tensors, rounding, Rounding.parse)[1].format or "16bit"),)
+
+
+def compare(
+    found: Sequence[Tensor],
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    rounding: str,
+    norm: str,
+    eps: float,
+    *,
+    chip: str,
+    sample: Sample,
+) -> Verdict:
+    """Compare results of a call: n's bits, v with float64, codes with the reference's of the kernel's own v."""
+    given, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
+    rows = picked(x.shape[0], sample.tokens, x.device)
+    images = rows // (x.shape[0] // given.scale.shape[0])  # each token is an image of its own from here on
+    some = NormTensors(given.scale[images], given.shift[images], weight=given.weight)
+    if given.branch is not None and given.gate is not None:
+        some = some._replace(branch=given.branch[rows], gate=given.gate[images])
+    n, verdicts = modulated_norm(x[rows], some, norm, eps)[1], []
+    if n is None:
+        n = x[rows]
+    else:
+        verdicts.append(same("n", found[3][rows], n))
+    v = launch(x[rows], *pack_named(some, Rounding()), norm, eps, chip=chip)[0] if how.format else found[0][rows]
+    verdicts.append(within("v", v, *_exact(n, some, norm, eps)))
+    if how.format:
+        of_rounding = given.of_rounding
+        verdicts.append(compare_codes(coded(found, of_rounding, how, rows), v, of_rounding, how, rows))
+    return worst(*verdicts)
+
+
+def _exact(n: Tensor, given: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor]:
+    """Return norm(n) · (1 + scale) + shift in float64, a row of scale for each of n, and its bound.
+
+    (roundings · u + 2^-18) · (|h · (1 + scale)| + |shift|) + u' · |v|, with u and u' half the spacing at 1 of the
+    modulation's and of n's dtype. Rounded are h (twice around RMSNorm's weight), 1 + scale, the product, the sum. 2^-18
+    covers fp32's own roundings, and 2^-20 · mean |n| those of LayerNorm's mean.
+    """
+    h, scale, shift = n.double(), 1 + given.scale.double(), given.shift.double()
+    off = 2.0**-20 * h.abs().mean(-1, keepdim=True) * (norm == "layer")
+    h = h - h.mean(-1, keepdim=True) if norm == "layer" else h
+    factor = (h.square().mean(-1, keepdim=True) + eps).rsqrt()
+    factor = factor if given.weight is None else factor * given.weight.double()
+    h, unit = h * factor, (5 if norm == "rms" else 4) * torch.finfo(given.scale.dtype).eps / 2 + 2.0**-18
+    bound = (off * factor * scale).abs() + unit * ((h * scale).abs() + shift.abs())
+    return h * scale + shift, of_dtype(h * scale + shift, bound, n.dtype)
 
 
 def _check_layers(x: Tensor, tensors: NormTensors, norm: str, tile: Tile) -> None:

@@ -19,11 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels import dispatch
+from fluxq.kernels import dispatch, findings
 from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands
 from fluxq.kernels.checks import EXACT, as_bytes, check_device
 from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step
+from fluxq.kernels.compare import Sample, Verdict, near
+from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.scaled_matmul.kernel import add_product
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
 
@@ -55,14 +57,32 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -
         return q.new_empty(q.shape)
     d = str(q.shape[3])
     if why := dispatch.refusal(OP.name, d, chip):
-        raise ValueError(
+        raise dispatch.NoKernel(
             f"attention_fp8: no kernel for heads of {d} elements on {chip} ({why}); compute attention in "
-            "16 bit: fluxq.set_attention(model, '16bit')"
+            "16 bit: fluxq.set_attention(model, '16bit')",
+            was_wrong=bool(findings.wrong(OP.name, d, chip)),
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     tile = find_matmul_tile(OP.file, d, chip, q.shape[1])
     quantize_tile = find_memory_tile(OP.file, f"quantize {d}", chip, q.shape[1])
     return attention_fp8(q, k, v, scale, tile=tile, quantize_tile=quantize_tile)
+
+
+def cells(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that a chip must have for a call."""
+    return ((OP.name, str(q.shape[3])),)
+
+
+def compare(
+    found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str, sample: Sample
+) -> Verdict:
+    """Compare the result of a call with the reference: the norm of each head, of all its queries.
+
+    A sample takes two heads, and of these the first block of queries.
+    """
+    if sample.tokens is not None:
+        q, found, k, v = q[:, :QUERY_BLOCK, :2], found[:, :QUERY_BLOCK, :2], k[:, :, :2], v[:, :, :2]
+    return near("heads", found, REFERENCES[OP.name](q, k, v, scale), axes=(1, 3))
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operands:

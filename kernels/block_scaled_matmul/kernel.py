@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxq.kernels.block_scaled_matmul.op import OP
 from fluxq.kernels.checks import EXACT, check_codes, check_device, check_fit, check_tensor
-from fluxq.kernels.epilogue import NOTHING, Epilogue, launch_product
+from fluxq.kernels.epilogue import NOTHING, Epilogue, compare_product, launch_product, product_cells
 from fluxq.kernels.scaled_matmul.kernel import check_copyable, finish_tile, grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor, swizzled_size
 from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
@@ -93,6 +93,8 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: 
 
 
 launch = partial(launch_product, OP)
+cells = partial(product_cells, OP)
+compare = partial(compare_product, OP)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, swizzled: bool) -> None:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_stored, check_tile
+from fluxq.kernels.compare import Sample, Verdict, picked, same, taken
 from fluxq.kernels.dequantize.op import OP
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.tensor import QuantizedTensor
@@ -49,9 +50,24 @@ def launch(
     w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype, *, chip: str
 ) -> Tensor:
     """Launch the op on a chip; ValueError where it has no kernel."""
-    require(OP.name, format, chip)
+    require(*cells(w, w_scale, w_scale_2, format, dtype, chip=chip)[0], chip)
     q = QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(format))
     return dequantize(q, dtype, tile=find_memory_tile(OP.file, format, chip, w.shape[0]))
+
+
+def cells(
+    w: Tensor, w_scale: Tensor, w_scale_2: Tensor | None, format: str, dtype: torch.dtype, *, chip: str
+) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that a chip must have for a call."""
+    return ((OP.name, format),)
+
+
+def compare(found: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdict:
+    """Compare bits of the result of a call with the reference's. arguments: those of the op."""
+    w, w_scale, w_scale_2, name, dtype = arguments
+    rows = picked(w.shape[0], sample.tokens, w.device)
+    q = taken(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(name)), rows)
+    return same("values", found[rows], q.dequantize(dtype))
 
 
 def stored_arguments(q: QuantizedTensor) -> dict[str, Any]:

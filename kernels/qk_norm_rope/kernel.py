@@ -24,12 +24,14 @@ from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import rounded
+from fluxq.kernels.compare import Sample, Verdict, picked, within, worst
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors, check_positions
+from fluxq.kernels.qk_norm_rope.op import OP, RopeTensors, check_positions, rotate
 from fluxq.kernels.tensor import unpack_named
 from fluxq.kernels.tiles import Tile, find_memory_tile
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+CELL = OP.name, "16bit"
 
 
 def qk_norm_rope(
@@ -85,10 +87,45 @@ def qk_norm_rope(
 
 def launch(q: Tensor, k: Tensor, tensors: Sequence[Tensor], names: str, *how: Any, chip: str) -> tuple[Tensor, Tensor]:
     """Launch the op on a chip; ValueError where it has no kernel. how: the op's other arguments."""
-    require(OP.name, "16bit", chip)
+    require(*CELL, chip)
     tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
     named = dict(zip(("eps", "interleaved", "round_before_weight", "position"), how, strict=True))
     return qk_norm_rope(q, k, unpack_named(RopeTensors, tensors, names)[0], **named, tile=tile)
+
+
+def cells(*arguments: Any, chip: str) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that a chip must have for a call."""
+    return (CELL,)
+
+
+def compare(
+    found: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    tensors: Sequence[Tensor],
+    names: str,
+    *how: Any,
+    chip: str,
+    sample: Sample,
+) -> Verdict:
+    """Compare results of a call with float64, within (roundings · u + 2^-20) · (|v · cos| + |rotate(v) · sin|).
+
+    u: half the spacing of the dtype at 1. Rounded are v and y, and v twice more before a weight.
+    """
+    cos, sin, q_weight, k_weight = unpack_named(RopeTensors, tensors, names)[0]
+    eps, interleaved, round_before_weight, position = how
+    rows = picked(q.shape[1], sample.tokens, q.device)
+    cos, sin = (table[position + rows, None].double() for table in (cos, sin))
+    verdicts = []
+    for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
+        v = x[:, rows].double()
+        v = v * (v.square().mean(-1, keepdim=True) + eps).rsqrt()
+        v = v if weight is None else v * weight.double()
+        terms, kind = (v * cos, rotate(v, interleaved) * sin), torch.finfo(x.dtype)
+        unit = (4 if round_before_weight else 2) * kind.eps / 2 + 2.0**-20
+        bound = unit * (terms[0].abs() + terms[1].abs()) + 2 * kind.smallest_normal * kind.eps
+        verdicts.append(within(name, y[:, rows], terms[0] + terms[1], bound))
+    return worst(*verdicts)
 
 
 def tuned_name(d: int) -> str:

@@ -60,7 +60,7 @@ def qk_norm_rope(
     cos, sin = cos[rows, None], sin[rows, None]  # (S, 1, D)
     with no_autocast(q):
         normed = [_head_norm(x, w, eps, round_before_weight) for x, w in ((q, q_weight), (k, k_weight))]
-        q, k = ((v.float() * cos + _rotate(v, interleaved).float() * sin).to(v.dtype) for v in normed)
+        q, k = ((v.float() * cos + rotate(v, interleaved).float() * sin).to(v.dtype) for v in normed)
     return q.contiguous(), k.contiguous()
 
 
@@ -87,7 +87,7 @@ def _head_norm(x: Tensor, weight: Tensor | None, eps: float, round_before_weight
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _rotate(v: Tensor, interleaved: bool) -> Tensor:
+def rotate(v: Tensor, interleaved: bool) -> Tensor:
     """Return (-b, a) for each pair (a, b) along the last axis."""
     if interleaved:
         a, b = v.unflatten(-1, (-1, 2)).unbind(-1)

@@ -20,6 +20,7 @@ unless its scale is given. Rounding of v is in kernels/codes.py, which other ker
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,9 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
+from fluxq.kernels.compare import Product, Sample, Verdict, of_dtype, picked, product, same, taken, within, worst
 from fluxq.kernels.dispatch import require
+from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.quantize_activation.op import (
     ACTS,
     GATED,
@@ -50,7 +53,7 @@ from fluxq.kernels.quantize_activation.op import (
     check_beside,
     check_steps,
 )
-from fluxq.kernels.tensor import QuantizedTensor, stored_shapes, swizzled_size, unpack_named
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, stored_shapes, swizzled_size, unpack_named
 from fluxq.kernels.tiles import Tile, cdiv, find_memory_tile, is_held, whole_row_tile
 from fluxq.recipes.formats import Format, find_format
 
@@ -162,11 +165,80 @@ def quantize_tuned(
 def launch(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the op on a chip; ValueError where it has no kernel."""
     operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
-    require(OP.name, how.format if operands.down is None else "down", chip)
-    if operands.beside is not None:
-        require(OP.name, f"{how.format}-beside", chip)
+    for cell in cells(x, tensors, rounding, chip=chip):
+        require(*cell, chip)
     q, h = quantize_tuned(x, operands, how, chip)
     return *returned(q, operands.input_scale), x.new_empty(0) if h is None else h
+
+
+def cells(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that a chip must have for a call."""
+    operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
+    first = OP.name, how.format if operands.down is None else "down"
+    return (first,) if operands.beside is None else (first, (OP.name, f"{how.format}-beside"))
+
+
+def compare(
+    found: Sequence[Tensor], x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str, sample: Sample
+) -> Verdict:
+    """Compare results of a call: act(x) with float64, codes with the reference's of the kernel's own act(x)."""
+    given, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
+    has_one_scale = how.row.block[0] == 0 and given.input_scale is None  # which follows from all tokens
+    rows = picked(x.shape[0], None if has_one_scale else sample.tokens, x.device)
+    a, verdicts = x[rows], []
+    if how.act:
+        a = activate(a, how.act, tile=Tile(4, 1024, 4))
+        exact, bound = exact_activation(how.act, x[rows])
+        verdicts.append(within(how.act, a, exact, of_dtype(exact, bound, a.dtype)))
+    if given.beside is not None:
+        a = torch.cat([given.beside[rows], a], dim=1)
+    verdicts.append(compare_codes(coded(found, given, how, rows), a, given, how, rows))
+    if given.down is not None:
+        verdicts.append(product("h", found[3][rows], Product(a.to(given.down.dtype), given.down)))
+    return worst(*verdicts)
+
+
+def compare_codes(found: QuantizedTensor, a: Tensor, given: RoundingTensors, how: Rounding, rows: Tensor) -> Verdict:
+    """Compare codes and scales with those that the torch reference makes of a, the given rows of an input."""
+    scale = given.input_scale
+    some = RoundingTensors(scale[rows] if scale is not None and scale.ndim == 2 else scale, given.smooth, given.mean)
+    plain = Rounding(how.format, "", how.hadamard, how.four_over_six)
+    made = coded(REFERENCES[OP.name](a, *pack_named(some, plain)), some, plain)
+    parts = zip(found.tensors().items(), made.tensors().values(), strict=True)
+    return worst(*(same({"weight": "codes"}.get(name, "scales"), ours, theirs) for (name, ours), theirs in parts))
+
+
+def coded(made: Sequence[Tensor], given: RoundingTensors, how: Rounding, rows: Tensor | None = None) -> QuantizedTensor:
+    """Return what an op that quantizes made, or rows of it, as a matrix with the scales that were given."""
+    codes, scale, global_scale = made[:3]
+    if given.input_scale is not None:
+        if how.row.two_level:
+            global_scale = given.input_scale
+        else:
+            scale = given.input_scale.reshape(() if how.row.block[0] == 0 else (-1,))
+    whole = QuantizedTensor.stored(codes, scale, global_scale if how.row.two_level else None, how.row)
+    return whole.unswizzled() if rows is None else taken(whole, rows)
+
+
+def exact_activation(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return act(x) in float64, and what fp32 may lose of it before it is rounded to x's type.
+
+    A few roundings, and of e^t as much of its exponent: (6 + 5 |t|) · 2^-24 of the result; where e^t overflows, a
+    result of |x| · 2^-127. Of the exact gelu, whose 1 + erf cancels below zero, 2^-23 of |x| besides.
+    """
+    v = x.double()
+    if act == "gelu":
+        y = 0.5 * v * torch.special.erfc(-v / math.sqrt(2.0))
+        return y, 2.0**-23 * v.abs() + 2.0**-22 * y.abs()
+    if act == "gelu_tanh":
+        t = 2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
+        y = v / (1 + torch.exp(-t))
+        return y, (6 + 5 * t.abs()) * 2.0**-24 * y.abs() + 2.0**-127 * v.abs()
+    halves = v.chunk(2, -1)
+    gate, other = halves if act == "silu_mul" else halves[::-1]
+    y = gate / (1 + torch.exp(-gate)) * other
+    lost = (6 + 5 * gate.abs()) * 2.0**-24 + torch.finfo(x.dtype).eps / 2  # silu is rounded before the product
+    return y, lost * y.abs() * 1.01 + 2.0**-127 * (gate * other).abs()
 
 
 def returned(q: QuantizedTensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

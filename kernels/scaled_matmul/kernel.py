@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxq.kernels.checks import EXACT, check_codes, check_device
-from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
+from fluxq.kernels.epilogue import NOTHING, Epilogue, compare_product, finish, launch_product, product_cells
 from fluxq.kernels.scaled_matmul.op import OP
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
@@ -86,6 +86,8 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: 
 
 
 launch = partial(launch_product, OP)
+cells = partial(product_cells, OP)
+compare = partial(compare_product, OP)
 
 
 def check_copyable(name: str, **codes: Tensor) -> None:

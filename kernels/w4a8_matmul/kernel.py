@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_codes, check_device, check_tensor
 from fluxq.kernels.dequantize.kernel import decode_scale, stored_arguments, times_groups, unpack_words, word_unit
-from fluxq.kernels.epilogue import NOTHING, Epilogue, finish, launch_product
+from fluxq.kernels.epilogue import NOTHING, Epilogue, compare_product, finish, launch_product, product_cells
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
@@ -80,6 +80,8 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, epilogue
 
 
 launch = partial(launch_product, OP)
+cells = partial(product_cells, OP)
+compare = partial(compare_product, OP)
 
 
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, tile: MatmulTile) -> None:

@@ -42,7 +42,7 @@ from fluxq.kernels.dequantize.kernel import (
     unpack_words,
     word_unit,
 )
-from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, finish, launch_product
+from fluxq.kernels.epilogue import FLOATS, NOTHING, Epilogue, compare_product, finish, launch_product, product_cells
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_tile, rows_are_at
@@ -103,6 +103,8 @@ def multiply(x: Tensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue,
 
 
 launch = partial(launch_product, OP, in_16_bit=True)
+cells = partial(product_cells, OP, in_16_bit=True)
+compare = partial(compare_product, OP, in_16_bit=True)
 
 
 def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> None:

@@ -14,7 +14,7 @@ from benchmarks.kernels.report import GOALS, Figures
 from benchmarks.kernels.workloads import BASELINE, Case
 from fluxq.base import settings
 from fluxq.eval.speed.machine import describe
-from fluxq.kernels import dispatch, timing
+from fluxq.kernels import dispatch, findings, timing
 from fluxq.kernels.tiles import NoTile
 from fluxq.recipes.formats import Scheme
 
@@ -343,13 +343,16 @@ def test_a_goal_over_a_step_needs_every_shape_of_it():
     assert verdicts["fp8: speed with quantization over without, FLUX.1"] == "not measured"
 
 
-def test_the_dispatcher_chooses_by_what_was_measured(monkeypatch):
-    rows = report.measured_rows(made_up(FAST))
-    assert {row["implementation"] for row in rows} == {"scaled_matmul", "F.scaled_mm", "weight_only_matmul"}
-    monkeypatch.setattr(dispatch, "_measured", lambda: tuple(rows))
+def test_the_dispatcher_chooses_by_what_was_measured(monkeypatch, tmp_path):
+    file = report.measured(made_up(FAST))
+    assert {row["op"] for row in file["rows"]} == {"scaled_matmul", "F.scaled_mm", "weight_only_matmul"}
+    (tmp_path / "h200.json").write_text(json.dumps(file))
+    monkeypatch.setattr(findings, "MEASURED", tmp_path)
     monkeypatch.setattr(dispatch, "refusal", lambda *_: "")
+    findings.forget()
     dispatch.choose.cache_clear()
     choice = dispatch.choose(Scheme.parse("fp8-fp8"), "sm_90", 4000, 3072, 3072)
+    findings.forget()
     dispatch.choose.cache_clear()
     assert choice.implementation == "scaled_matmul" and "NVIDIA H200" in choice.reason
 

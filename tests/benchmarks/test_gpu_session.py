@@ -615,8 +615,8 @@ def test_on_a_gpu_tables_are_left_too(tmp_path) -> None:
     row |= {"us": 1.0, "us_low": 1.0, "us_high": 1.0, "tflops": 1.0, "gb_per_s": 1.0, "mb": 1.0, "roofline": 1.0}
     well, files = concluded(real, PROVEN, dry_run=False, results=[row])
     assert well and {"tuned", "measured.json", "report.md"} <= files
-    (measured,) = json.loads((tmp_path / "measured.json").read_text())
-    assert measured["scheme"] == "fp8-fp8" and measured["chip"] == "sm_90"
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["rows"][0]["scheme"] == "fp8-fp8" and measured["machine"]["chip"] == "sm_90"
 
 
 def test_what_tests_left_is_counted(dry) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.kernels import report
 from fluxq.base import settings
-from fluxq.kernels import dispatch, epilogue, launch, ops
+from fluxq.kernels import dispatch, epilogue, findings, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.attention import op as attention
@@ -59,13 +60,18 @@ def offers(monkeypatch):
 
     offered: dict[str, tuple[str, ...]] = {}
     monkeypatch.setattr(dispatch, "refusal", fake)
-    monkeypatch.setattr(dispatch, "_measured", tuple)
+    monkeypatch.setattr(findings, "timings", lambda scheme, chip: [])
     forget()
     yield use
     forget()
 
 
 ALL = {op.name: op.formats for op in OPS.values()}
+
+
+def timings_in(rows: list[dict]) -> Callable[[str, str], list[dict]]:
+    """Rows in the place of those in files."""
+    return lambda scheme, chip: [row for row in rows if (row["scheme"], row["chip"]) == (scheme, chip)]
 
 
 @pytest.mark.parametrize(
@@ -124,13 +130,13 @@ def test_the_library_serves_what_it_can(offers):
 def test_block_scales_go_to_the_library_where_it_was_measured_to_be_faster(offers, monkeypatch) -> None:
     shape = {"chip": "sm_100", "gpu": "G", "m": 64, "n": N, "k": K}
     times = {"block_scaled_matmul": 2.0, "F.scaled_mm": 1.0}
-    rows = [shape | {"scheme": "mxfp8-mxfp8", "implementation": name, "us": us} for name, us in times.items()]
+    rows = [shape | {"scheme": "mxfp8-mxfp8", "op": name, "us": us} for name, us in times.items()]
     rows += [row | {"scheme": "nvfp4-nvfp4"} for row in rows]
     offers(**ALL)
     choice = choose(Scheme.parse("mxfp8-mxfp8"), "sm_100", 64, N, K, layout="swizzled")
     assert choice.implementation == "block_scaled_matmul"
     choose.cache_clear()
-    monkeypatch.setattr(dispatch, "_measured", lambda: tuple(rows))
+    monkeypatch.setattr(findings, "timings", timings_in(rows))
     for scheme, layout, implementation in (
         ("mxfp8-mxfp8", "swizzled", "F.scaled_mm"),
         ("mxfp8-mxfp8", "", "block_scaled_matmul"),
@@ -158,12 +164,12 @@ def test_fp32_tokens_are_not_rounded_by_a_matrix_unit(offers):
 def test_timings_decide_between_ways_to_compute_the_same_but_never_change_the_arithmetic(offers, monkeypatch):
     def row(implementation: str, m: int, us: float) -> dict:
         shape = {"m": m, "n": N, "k": K}
-        return {"chip": "sm_90", "gpu": "G", "scheme": "fp8-fp8", "implementation": implementation, "us": us, **shape}
+        return {"chip": "sm_90", "gpu": "G", "scheme": "fp8-fp8", "op": implementation, "us": us, **shape}
 
     rows = [row("F.scaled_mm", 4096, 9.0), row("scaled_matmul", 4096, 8.0), row("weight_only_matmul", 4096, 1.0)]
     rows += [row("F.scaled_mm", 16, 2.0), row("scaled_matmul", 16, 3.0)]
     offers(**ALL)
-    monkeypatch.setattr(dispatch, "_measured", lambda: tuple(rows))
+    monkeypatch.setattr(findings, "timings", timings_in(rows))
     choice = choose(Scheme.parse("fp8-fp8"), "sm_90", 5000, N, K)
     assert choice.implementation == "scaled_matmul" and "8 us measured on G at M, N, K = 4096, 96, 256" in choice.reason
     assert choose(Scheme.parse("fp8-fp8"), "sm_90", 30, N, K).implementation == "F.scaled_mm"

@@ -267,6 +267,6 @@ def test_heads_of_qwen_image(dtype: torch.dtype) -> None:
         norm.weight.data.copy_(weight)
         v = norm(x)
         theirs = qwen.apply_rotary_emb_qwen(v, frequencies, use_real=False)
-        terms = v.float().abs() * cos[:5, None].abs() + rope._rotate(v, True).float().abs() * sin[:5, None].abs()
+        terms = v.float().abs() * cos[:5, None].abs() + rope.rotate(v, True).float().abs() * sin[:5, None].abs()
         spacing = torch.finfo(dtype).eps * theirs.float().abs() + 2.0**-23 * terms
         assert ((ours.float() - theirs.float()).abs() <= spacing).all()

@@ -102,7 +102,7 @@ def check_bound(kernels: ModuleType, dtype: torch.dtype, interleaved: bool, roun
         strict=True,
     ):
         v = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-        terms = v * cos.double()[:, None], rope._rotate(v, interleaved) * sin.double()[:, None]
+        terms = v * cos.double()[:, None], rope.rotate(v, interleaved) * sin.double()[:, None]
         roundings = 4 if round_before_weight else 2  # the weight's product counts twice: v and what it is made of
         unit = roundings * torch.finfo(dtype).eps / 2 + 2.0**-20
         excess = (y.double() - sum(terms)).abs() - unit * (terms[0].abs() + terms[1].abs())

@@ -334,7 +334,7 @@ def check_rope(kernels: Kernels, found, tile: Tile, q, k, tensors, names, eps, i
     cos, sin = (t[position : position + q.shape[1], None].double() for t in (cos, sin))
     for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
         v = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-        terms = v * cos, rope._rotate(v, interleaved) * sin
+        terms = v * cos, rope.rotate(v, interleaved) * sin
         bound = (torch.finfo(x.dtype).eps + 2.0**-20) * (terms[0].abs() + terms[1].abs())
         size = min(tile.rows, x.shape[2]), x.shape[3]
         y, v64, bound = (t.flatten(0, 2) for t in (y, terms[0] + terms[1], bound))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -165,6 +166,10 @@ class _Lent:
 _PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 _version = cache(version)  # imported packages stay as they are, whatever is installed meanwhile
 _CPUINFO = Path("/proc/cpuinfo")
+_DRIVERS = (
+    (Path("/proc/driver/nvidia/version"), r"Kernel Module.*?\s(\d+(?:\.\d+)+)"),
+    (Path("/sys/module/amdgpu/version"), r"(\S+)"),
+)
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -172,6 +177,29 @@ def versions(*more: str) -> dict[str, str]:
     machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
     packages = {name: _version(name) for name in (*_PACKAGES, *more)}
     return {"python": platform.python_version(), **packages, "machine": machine}
+
+
+def package_version(name: str) -> str:
+    """Return the version of an installed package, "not installed" for one that is not there."""
+    try:
+        return _version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def driver() -> str:
+    """Return the version of the GPU's driver, read from where Linux has it; elsewhere the CUDA version that it knows.
+
+    Empty where neither is known. No program is started.
+    """
+    import torch
+
+    for file, pattern in _DRIVERS:
+        if file.is_file() and (found := re.search(pattern, file.read_text(encoding="utf-8"))):
+            return found[1]
+    if not torch.version.cuda or not torch.cuda.is_available():
+        return ""
+    return f"CUDA {torch._C._cuda_getDriverVersion()}"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def commit() -> str:

@@ -1,28 +1,36 @@
-"""Settings of a process: strict mode, and how fp8 products accumulate on Hopper."""
+"""Settings of a process: strict mode, how fp8 products accumulate on Hopper, which launches are compared."""
 
 from __future__ import annotations
 
 import os
 
 ACCUMULATIONS = ("fast", "exact")
+VERIFICATIONS = ("first", "always", "off")
 _set: dict[str, bool | str] = {}
 _changes = 0
 
 
-def configure(*, strict: bool | None = None, accumulate: str | None = None) -> None:
+def configure(*, strict: bool | None = None, accumulate: str | None = None, verify: str | None = None) -> None:
     """Set how kernels are chosen in this process; an argument left out stays as it is.
 
     strict: whether a GPU without a kernel for a scheme as it is written raises an error. Without strict it falls back
     with a warning, to another arithmetic or to the slow torch reference.
     accumulate: how fp8 products add up on Hopper. "fast", the default, keeps sums in the matrix unit, with 13 bits;
     "exact" moves partial sums to fp32 on the way. kernels/README.md has the error of both.
+    verify: which launches on a GPU are compared with the torch reference, on a few tokens. "first", the default, takes
+    the first launch of each kernel and format that no file of `fluxq doctor` vouches for; "always" takes all, slowly;
+    "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode raises
+    RuntimeError. Nothing is compared while a CUDA graph is recorded.
 
-    Where nothing was configured, FLUXQ_STRICT=1 and FLUXQ_ACCUMULATE=exact in the environment do the same, as they are
-    when a kernel is first launched. Raises ValueError for another accumulation.
+    Where nothing was configured, FLUXQ_STRICT=1, FLUXQ_ACCUMULATE=exact and FLUXQ_VERIFY=always or off in the
+    environment do the same, as they are when a kernel is first launched. Raises ValueError for another accumulation or
+    verification.
     """
     global _changes
     if accumulate is not None:
-        _set["accumulate"] = _checked(accumulate, "accumulate")
+        _set["accumulate"] = _checked(accumulate, "accumulate", ACCUMULATIONS)
+    if verify is not None:
+        _set["verify"] = _checked(verify, "verify", VERIFICATIONS)
     if strict is not None:
         _set["strict"] = bool(strict)
     _changes += 1  # last: what is chosen until now is not to be taken for a choice by the new settings
@@ -40,10 +48,20 @@ def is_strict() -> bool:
 
 def accumulation() -> str:
     """Return "fast" or "exact": by the last `configure`, else by the environment."""
-    return str(_set.get("accumulate") or _checked(os.environ.get("FLUXQ_ACCUMULATE") or "fast", "FLUXQ_ACCUMULATE"))
+    return _chosen("accumulate", ACCUMULATIONS)
 
 
-def _checked(accumulate: str, name: str) -> str:
-    if accumulate not in ACCUMULATIONS:
-        raise ValueError(f"{name} is {accumulate!r}, expected one of {', '.join(ACCUMULATIONS)}")
-    return accumulate
+def verification() -> str:
+    """Return "first", "always" or "off": by the last `configure`, else by the environment."""
+    return _chosen("verify", VERIFICATIONS)
+
+
+def _chosen(name: str, choices: tuple[str, ...]) -> str:
+    variable = f"FLUXQ_{name.upper()}"
+    return str(_set.get(name) or _checked(os.environ.get(variable) or choices[0], variable, choices))
+
+
+def _checked(value: str, name: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+    return value

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch.utils import collect_env
 
 import fluxq
-from fluxq.base.devices import cpu_name, instructions
+from fluxq.base.devices import cpu_name, instructions, package_version
 from fluxq.kernels.ops import implementation
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
@@ -53,15 +52,8 @@ def _versions() -> dict[str, str]:
         "os": platform.platform(),
         "torch": torch.__version__,
         "torch built for": built_for if torch.version.cuda or torch.version.hip else "CPU",
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: package_version(name) for name in _PACKAGES},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -1,0 +1,171 @@
+"""Comparison of what kernels compute with the torch reference, number by number.
+
+Codes, scales, decoded weights and int8 products are the reference's to the bit. Other numbers lie within the rounding
+of their sums, in float64: with S = Σ |a · b| + |bias| + Σ |h · up| over `terms` products, ε the spacing of their dtype,
+
+    |y - exact| <= (terms + 8) · 2^-24 · S + 2^-23 · |exact| + ε / 2 · |exact|
+
+and 2^-11 · S more where a GPU adds up products of fp8, which Hopper holds in fewer bits. The tests of each kernel state
+the same bounds. NaN is wrong. Of many tokens, and of the outputs of a layer, some are compared: the first, the last and
+others at equal distances, so that each tile has a few.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.kernels.tensor import QuantizedTensor
+
+FP8_SUMS = 2.0**-11  # of Σ |a · b|: what a GPU may lose of sums of fp8 products
+GATE = 1e-2  # |result - reference| / |reference| where numbers have no bound of their own
+
+
+class Verdict(NamedTuple):
+    """Outcome of a comparison.
+
+    share: of its bound, that the largest error takes; above 1 it is wrong.
+    what: in words.
+    """
+
+    share: float
+    what: str
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.share <= 1  # NaN is wrong
+
+
+class Sample(NamedTuple):
+    """How many tokens, and outputs of a layer, are compared at most; None for all."""
+
+    tokens: int | None = None
+    outputs: int | None = None
+
+
+def picked(count: int, most: int | None, device: torch.device) -> Tensor:
+    """Return the numbers of `most` of so many rows: all, or at equal distances with the first and the last."""
+    if most is None or count <= most:
+        return torch.arange(count, device=device)
+    return torch.arange(most, device=device) * (count - 1) // (most - 1)
+
+
+def worst(*verdicts: Verdict) -> Verdict:
+    """Return the verdict that is farthest from right."""
+    return max(verdicts, key=lambda verdict: math.inf if math.isnan(verdict.share) else verdict.share)
+
+
+def same(what: str, found: Tensor, expected: Tensor) -> Verdict:
+    """Compare bytes."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return Verdict(math.inf, f"{what}: {_kind(found)}, expected {_kind(expected)}")
+    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected))
+    wrong = int((left != right).view(-1, found.element_size()).any(1).sum()) if left.numel() else 0
+    return Verdict(math.inf if wrong else 0.0, f"{what}: {wrong} of {found.numel()} differ, expected the same bits")
+
+
+def within(what: str, found: Tensor, exact: Tensor, bound: Tensor) -> Verdict:
+    """Compare with float64 numbers, each within its bound."""
+    if found.shape != exact.shape:
+        return Verdict(math.inf, f"{what}: {(*found.shape,)}, expected {(*exact.shape,)}")
+    off = (found.double() - exact).abs()
+    shares = torch.where(off == 0, 0.0, off / bound).nan_to_num(nan=math.inf)
+    if not shares.numel():
+        return Verdict(0.0, f"{what}: empty")
+    at = int(shares.argmax())
+    error, allowed = float(off.reshape(-1)[at]), float(bound.expand_as(off).reshape(-1)[at])
+    return Verdict(float(shares.reshape(-1)[at]), f"{what}: off by {error:.3g}, at most {allowed:.3g} expected")
+
+
+def near(what: str, found: Tensor, expected: Tensor, axes: tuple[int, ...]) -> Verdict:
+    """Compare norms over `axes`: |found - expected| is at most GATE of |expected|."""
+    norm = (found.double() - expected.double()).square().sum(axes).sqrt()
+    return within(what, norm, torch.zeros_like(norm), GATE * expected.double().square().sum(axes).sqrt())
+
+
+def of_dtype(numbers: Tensor, bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bound of float64 numbers that are rounded to a dtype in the end."""
+    kind = torch.finfo(dtype)
+    return bound + kind.eps / 2 * (numbers.abs() + bound) + kind.smallest_normal
+
+
+class Product(NamedTuple):
+    """A product x (M, K) w^T (K, N) and what follows it, as kernels/epilogue.py has it, of the rows to compare.
+
+    x, w: codes, or numbers in 16 or 32 bit.
+    gate: (M, N), a row for each token.
+    terms: further ones in the sums, in units of 2^-24.
+    separate: whether branch and product are rounded one by one.
+    """
+
+    x: QuantizedTensor | Tensor
+    w: QuantizedTensor | Tensor
+    bias: Tensor | None = None
+    low_rank: tuple[Tensor, Tensor] | None = None
+    gelu: bool = False
+    gate: Tensor | None = None
+    residual: Tensor | None = None
+    terms: int = 0
+    separate: bool = False
+
+
+def product(what: str, found: Tensor, given: Product) -> Verdict:
+    """Compare a product (M, N): of int8 codes that only a bias follows to the bit, else within the bound."""
+    x, w, bias, low_rank = given.x, given.w, given.bias, given.low_rank
+    follows = low_rank is not None or given.gelu or given.gate is not None or given.residual is not None
+    if _is_int8(x) and _is_int8(w) and not follows:
+        sums = (x.codes.double() @ w.codes.double().T).float() * x.scale[:, None] * w.scale
+        return same(what, found, (sums if bias is None else sums + bias.float()).to(found.dtype))
+    a, b = (_numbers(operand) for operand in (x, w))
+    value, size, terms = a @ b.T, a.abs() @ b.abs().T, a.shape[1] + 8 + given.terms
+    lost = FP8_SUMS * size if found.is_cuda and isinstance(x, QuantizedTensor) and x.format.name[:3] == "fp8" else 0
+    if bias is not None:
+        value, size = value + bias.double(), size + bias.double().abs()
+    if low_rank is not None:
+        h, up = (part.double() for part in low_rank)
+        branch = h @ up.T
+        if given.separate:
+            lost = lost + torch.finfo(found.dtype).eps * (value.abs() + branch.abs())
+        value, size, terms = value + branch, size + h.abs() @ up.abs().T, terms + h.shape[1]
+    bound = terms * 2.0**-24 * size + lost
+    if given.gelu:
+        value, bound = F.gelu(value, approximate="tanh"), 1.13 * bound + 2.0**-20 * size  # 1.13: its steepest slope
+    if given.gate is not None:
+        value, bound = value * given.gate.double(), bound * given.gate.double().abs()
+    if given.residual is not None:
+        value = value + given.residual.double()
+    return within(what, found, value, of_dtype(value, bound + 2.0**-23 * value.abs(), found.dtype))
+
+
+def taken(q: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
+    """Return rows of a matrix by their numbers."""
+    q = q.unswizzled()
+    scale, global_scale = q.scale, q.global_scale
+    if scale.ndim:
+        scale = at(scale, rows)
+    if global_scale is not None and global_scale.ndim:
+        global_scale = at(global_scale, rows)
+    return QuantizedTensor(at(q.codes, rows), scale, global_scale, (len(rows), q.shape[1]), q.format)
+
+
+def at(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor of any dtype."""
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
+
+
+def _is_int8(x: QuantizedTensor | Tensor) -> TypeGuard[QuantizedTensor]:
+    return isinstance(x, QuantizedTensor) and x.format.name == "int8"
+
+
+def _numbers(x: QuantizedTensor | Tensor) -> Tensor:
+    return (x.dequantize() if isinstance(x, QuantizedTensor) else x).double()
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {(*tensor.shape,)}"

@@ -1,0 +1,171 @@
+"""Proof of launches on the GPU at hand: what was launched, compared with the torch reference.
+
+`judge` names the cells of a call that has been computed, each with its verdict; `fluxq doctor` asks for all of them.
+Without a file of doctor's, `verified` compares the first launch of each cell in a process, on a few tokens: a cell that
+is wrong is withdrawn, and the call computed anew with what is offered then, the torch reference in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.base.console import first_line, logger
+from fluxq.base.settings import is_strict, verification
+from fluxq.kernels import dispatch, findings, launch, ops
+from fluxq.kernels.all_ops import OPS, QUANTIZE_ACTIVATION
+from fluxq.kernels.compare import Product, Sample, Verdict, at, picked, product, taken
+from fluxq.kernels.dispatch import TORCH, Choice
+from fluxq.kernels.epilogue import ROUNDED_WEIGHTS, rounds_weights
+from fluxq.kernels.findings import Cell
+from fluxq.kernels.reencode import reencode
+from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
+from fluxq.recipes.formats import Scheme
+
+SLICE = Sample(tokens=16, outputs=256)  # milliseconds
+_seen: set[Cell] = set()  # compared in this process
+
+
+def verified(name: str, arguments: Sequence[Any], result: Any, chip: str) -> Any:
+    """Return the result of an op's call, compared if that is its turn, or computed anew where it was wrong.
+
+    Raises RuntimeError for a wrong one where fluxq is strict.
+    """
+    how = verification()
+    if how == "off" or not is_on_gpu(arguments[0]) or _must_not_wait():
+        return result
+    cells = cells_of(name, arguments, chip)
+    if not cells or (how == "first" and all(cell in _seen or findings.vouched(*cell) for cell in cells)):
+        return result
+    try:
+        wrong = [(cell, found) for cell, found in judge(name, arguments, result, chip, SLICE) if found.is_wrong]
+    except torch.OutOfMemoryError as error:
+        logger.warning("%s on %s was not compared: %s", name, chip, first_line(error))
+        wrong = []
+    _seen.update(cells)
+    if not wrong:
+        return result
+    for cell, found in wrong:
+        _withdraw(cell, found)
+    return verified(name, arguments, launch.computed_by(name, arguments, chip), chip)
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Tell whether kernels run on a real GPU for a tensor."""
+    return x.is_cuda
+
+
+def _must_not_wait() -> bool:
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+
+
+def _withdraw(cell: Cell, found: Verdict) -> None:
+    op, name, chip = cell
+    text = f"{op} {name} on {chip} computed something wrong ({found.what}) and is not used again in this process"
+    dispatch.withdraw(op, name, chip, f"wrong on this GPU: {found.what}")
+    launch.PLANS.clear()
+    cure = "`fluxq doctor --share FILE` proves all kernels on this GPU and writes what a bug report needs"
+    if is_strict():
+        raise RuntimeError(f"{text}; {cure}. Strict mode falls back to nothing")
+    logger.error("%s; %s", text, cure)
+
+
+def cells_of(name: str, arguments: Sequence[Any], chip: str) -> tuple[Cell, ...]:
+    """Return the cells that a call launches; empty for the torch reference."""
+    if name == LINEAR:
+        parts = cells_of_choice(_choice(arguments, chip))
+    else:
+        try:
+            parts = OPS[name].kernel.cells(*arguments, chip=chip)
+        except dispatch.NoKernel:
+            return ()
+        if any(findings.wrong(op, part, chip) for op, part in parts):
+            return ()
+    return tuple((op, part, chip) for op, part in parts)
+
+
+def cells_of_choice(choice: Choice) -> tuple[tuple[str, str], ...]:
+    """Return the (op, format) that a layer launches under a choice: the quantizer's, then the product's."""
+    if choice.implementation == TORCH:
+        return ()
+    quantizer = () if choice.activations is None else ((QUANTIZE_ACTIVATION.name, choice.activations),)
+    return (*quantizer, choice.cell)
+
+
+def judge(name: str, arguments: Sequence[Any], result: Any, chip: str, sample: Sample) -> list[tuple[Cell, Verdict]]:
+    """Compare the result of a call; return its cells, each with a verdict. One behind a wrong cell is not judged."""
+    with torch.no_grad(), ops.no_autocast(arguments[0]):
+        if name == LINEAR:
+            return judge_linear(_choice(arguments, chip), arguments, result, chip, sample)
+        verdict = OPS[name].kernel.compare(result, *arguments, chip=chip, sample=sample)
+        return [(cell, verdict) for cell in cells_of(name, arguments, chip)]
+
+
+def judge_linear(
+    choice: Choice, arguments: Sequence[Any], result: Tensor, chip: str, sample: Sample
+) -> list[tuple[Cell, Verdict]]:
+    """Compare what a choice computed of a layer: its quantizer launched alone, then the product of those codes.
+
+    Both start from the steps before the quantizer, which are torch's on every device.
+    """
+    x, tensors, text = arguments
+    given, scheme = unpack_named(ops.LinearTensors, tensors, text, Scheme.parse)
+    z, low_rank, (rounding, how) = launch.steps_before(x.reshape(-1, x.shape[-1]), scheme, choice.activations, given)
+    parts, verdicts = cells_of_choice(choice), []
+    if not parts:
+        return []
+    rows = picked(z.shape[0], sample.tokens, z.device)
+    a: Tensor | QuantizedTensor = z[rows]
+    if choice.activations is not None:
+        call = z.contiguous(), *pack_named(rounding, how)
+        made = launch.computed_by(QUANTIZE_ACTIVATION.name, call, chip)
+        kernel = QUANTIZE_ACTIVATION.kernel
+        verdicts = [((*parts[0], chip), kernel.compare(made, *call, chip=chip, sample=sample))]
+        if verdicts[0][1].is_wrong:
+            return verdicts
+        a = kernel.coded(made, rounding, how, rows)
+    verdict = _compare_product(a, rows, given, scheme, choice, low_rank, result, sample)
+    return [*verdicts, ((*parts[-1], chip), verdict)]
+
+
+def _compare_product(
+    a: Tensor | QuantizedTensor,
+    rows: Tensor,
+    given: ops.LinearTensors,
+    scheme: Scheme,
+    choice: Choice,
+    low_rank: tuple[Tensor, Tensor] | None,
+    result: Tensor,
+    sample: Sample,
+) -> Verdict:
+    """Compare outputs (…, N) of a layer, of the given rows of its input."""
+    y = result.reshape(-1, result.shape[-1])
+    outputs = picked(y.shape[1], sample.outputs, y.device)
+    w = taken(QuantizedTensor.stored(*given[:3], scheme.weights), outputs)
+    if choice.activations is not None and given.row_scale is not None:
+        w = reencode(w, choice.activations, given.row_scale[outputs])
+    rounds = choice.activations is None and rounds_weights(scheme.weights, result.dtype)
+    what = Product(
+        a,
+        w,
+        None if given.bias is None else given.bias[outputs],
+        None if low_rank is None else (at(low_rank[0], rows), at(low_rank[1], outputs)),
+        terms=ROUNDED_WEIGHTS if rounds else 0,
+        separate=low_rank is not None,
+    )
+    return product(choice.implementation, y[rows][:, outputs], what)
+
+
+def _choice(arguments: Sequence[Any], chip: str) -> Choice:
+    """Return the choice of what computes a layer's call."""
+    x, tensors, text = arguments
+    given, scheme = unpack_named(ops.LinearTensors, tensors, text, Scheme.parse)
+    w = QuantizedTensor.stored(*given[:3], scheme.weights)
+    layout = dispatch.layout_of(w, given.row_scale)
+    return dispatch.choose(scheme, chip, x.numel() // w.shape[1], *w.shape, x.dtype, layout)
+
+
+LINEAR = "quantized_linear"
