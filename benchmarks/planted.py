@@ -289,6 +289,21 @@ FAULTS: dict[str, Fault] = {
         "rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) <= least",
         _in("kernels/test_quantize_activation_kernel.py", "test_ties_between_four_and_six_go_to_six"),
     ),
+    "dispatch: a kernel that was wrong is offered": Fault(
+        "kernels/dispatch.py",
+        "    return why or findings.wrong(op, format, chip)\n",
+        "    return why\n",
+        _in("kernels/test_findings.py", "test_a_cell_that_was_wrong_is_not_offered_and_the_reason_said"),
+    ),
+    "proofs: a first launch is not compared": Fault(
+        "kernels/proofs.py",
+        "    _seen.update(cells)\n    if not wrong:\n",
+        "    _seen.update(cells)\n    if True:\n",
+        _in(
+            "kernels/test_proofs.py",
+            "test_a_wrong_kernel_is_withdrawn_at_its_first_launch_and_the_call_computed_anew",
+        ),
+    ),
     "dispatch: a chip without the product": Fault(
         "kernels/library.py",
         '16, ("sm_90", *_BLACKWELL), "RowWise"',

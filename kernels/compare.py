@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """How many tokens, and outputs of a layer, are compared at most; None for all."""
+    """Numbers of tokens, and of outputs of a layer, that are compared at most; None for all."""
 
     tokens: int | None = None
     outputs: int | None = None

@@ -38,7 +38,7 @@ KIND = "fluxq doctor"
 MEASURED = Path(__file__).parent / "measured"  # files of this form, by GPU
 Cell = tuple[str, str, str]  # (op, format, chip)
 _withdrawn: dict[Cell, str] = {}  # in this process, with the reason
-_aside: list[None] = []  # not empty: the file of this GPU counts for nothing
+_instead: list[tuple[dict[str, Any], ...]] = []  # the last of them counts in place of this GPU's file
 
 
 def wrong(op: str, format: str, chip: str) -> str:
@@ -82,13 +82,16 @@ def timings(scheme: str, chip: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
-    """Leave the file of this GPU out of account in the block, in which its cells are proved anew."""
-    _aside.append(None)
+def instead(*documents: dict[str, Any]) -> Iterator[None]:
+    """Take other documents in the block in place of the file of this GPU; none, where its cells are proved anew.
+
+    `dispatch.forget` has to follow at the begin of the block and after its end.
+    """
+    _instead.append(documents)
     try:
         yield
     finally:
-        _aside.pop()
+        _instead.pop()
 
 
 # --- the file
@@ -112,7 +115,7 @@ def file_of(machine: dict[str, str]) -> Path:
 
 def folder() -> Path:
     """Return the folder for files of doctor's: fluxq in XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluxq"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fluxq"
 
 
 def keep(machine: dict[str, str], rows: Iterable[dict[str, Any]]) -> Path:
@@ -177,13 +180,16 @@ def _rows_here(chip: str) -> list[dict[str, Any]]:
 
 
 def _here(chip: str) -> tuple[dict[str, Any], ...]:
-    return () if _aside else _read_here(chip)
+    return _instead[-1] if _instead else _read_here(chip)
 
 
 @functools.cache
 def _read_here(chip: str) -> tuple[dict[str, Any], ...]:
     """Read the files of the GPUs at hand that have this chip."""
-    if not any(folder().glob("*.json")):
+    try:
+        if not any(folder().glob("*.json")):
+            return ()
+    except OSError:  # a folder of others
         return ()
     machines = (machine_of(device, chip) for device in devices_of(chip))
     return tuple(found for machine in _distinct(machines) if (found := read(machine)))

@@ -107,8 +107,16 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
         return x.new_empty(*x.shape[:-1], n)
     choice = choose(parsed, chip, m, n, k, x.dtype, layout_of(w, operands.row_scale), rows_are_at(w.codes, 16))
     announce(read_named(scheme)[0], chip, choice)
+    return linear_by(choice, x, tensors, scheme, chip=chip)
+
+
+def linear_by(choice: Choice, x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip: str) -> Tensor:
+    """Compute `quantized_linear` of some tokens as a choice of dispatch.py says."""
+    operands, parsed = unpack_named(ops.LinearTensors, tensors, scheme, Scheme.parse)
+    w = QuantizedTensor.stored(*operands[:3], parsed.weights)
+    n, k = w.shape
     with ops.no_autocast(x):
-        rows = x.reshape(m, k)
+        rows = x.reshape(-1, k)
         if choice.implementation == TORCH:
             y = ops.quantized_linear_reference(rows, tensors, scheme)
         else:
@@ -167,7 +175,9 @@ def computed(
 ) -> Tensor:
     """Return z (M, K), after these steps, times w (N, K) by the implementation; plus bias and branch (h, up)."""
     x: Any = z.contiguous()
-    if choice.activations is not None:
+    if choice.activations is None:
+        w = w.unswizzled()  # which other matrix units than those of block scales do not read
+    else:
         x, _ = quantize_tuned(z if z.stride(-1) == 1 else x, *steps, chip)
     added = None
     if choice.implementation not in OPS:

@@ -17,10 +17,11 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.settings import is_strict, verification
 from fluxq.kernels import dispatch, findings, launch, ops
 from fluxq.kernels.all_ops import OPS, QUANTIZE_ACTIVATION
-from fluxq.kernels.compare import Product, Sample, Verdict, at, picked, product, taken
+from fluxq.kernels.compare import Product, Sample, Verdict, at, near, picked, product, taken
 from fluxq.kernels.dispatch import TORCH, Choice
 from fluxq.kernels.epilogue import ROUNDED_WEIGHTS, rounds_weights
 from fluxq.kernels.findings import Cell
+from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
 from fluxq.recipes.formats import Scheme
@@ -41,10 +42,11 @@ def verified(name: str, arguments: Sequence[Any], result: Any, chip: str) -> Any
     if not cells or (how == "first" and all(cell in _seen or findings.vouched(*cell) for cell in cells)):
         return result
     try:
-        wrong = [(cell, found) for cell, found in judge(name, arguments, result, chip, SLICE) if found.is_wrong]
-    except torch.OutOfMemoryError as error:
+        judged = judge(name, arguments, result, chip=chip, sample=SLICE)
+    except Exception as error:  # of the comparison, memory that is short for instance: it must not stop the call
         logger.warning("%s on %s was not compared: %s", name, chip, first_line(error))
-        wrong = []
+        judged = []
+    wrong = [(cell, found) for cell, found in judged if found.is_wrong]
     _seen.update(cells)
     if not wrong:
         return result
@@ -95,17 +97,17 @@ def cells_of_choice(choice: Choice) -> tuple[tuple[str, str], ...]:
     return (*quantizer, choice.cell)
 
 
-def judge(name: str, arguments: Sequence[Any], result: Any, chip: str, sample: Sample) -> list[tuple[Cell, Verdict]]:
+def judge(name: str, arguments: Sequence[Any], result: Any, *, chip: str, sample: Sample) -> list[tuple[Cell, Verdict]]:
     """Compare the result of a call; return its cells, each with a verdict. One behind a wrong cell is not judged."""
     with torch.no_grad(), ops.no_autocast(arguments[0]):
         if name == LINEAR:
-            return judge_linear(_choice(arguments, chip), arguments, result, chip, sample)
+            return judge_linear(_choice(arguments, chip), arguments, result, chip=chip, sample=sample)
         verdict = OPS[name].kernel.compare(result, *arguments, chip=chip, sample=sample)
         return [(cell, verdict) for cell in cells_of(name, arguments, chip)]
 
 
 def judge_linear(
-    choice: Choice, arguments: Sequence[Any], result: Tensor, chip: str, sample: Sample
+    choice: Choice, arguments: Sequence[Any], result: Tensor, *, chip: str, sample: Sample
 ) -> list[tuple[Cell, Verdict]]:
     """Compare what a choice computed of a layer: its quantizer launched alone, then the product of those codes.
 
@@ -159,13 +161,33 @@ def _compare_product(
     return product(choice.implementation, y[rows][:, outputs], what)
 
 
+def judge_outside(name: str, arguments: Sequence[Any], found: Any, chip: str, sample: Sample) -> Verdict:
+    """Compare what a kernel that is not ours computed of an op's call; of a layer in the arithmetic of its choice.
+
+    Codes may be those of numbers that were rounded to the other side: where they are not ours, the values that they
+    stand for are compared, all together.
+    """
+    if name == LINEAR:
+        return judge_linear(_choice(arguments, chip), arguments, found, chip=chip, sample=sample)[-1][1]
+    kernel = OPS[name].kernel
+    verdict = kernel.compare(found, *arguments, chip=chip, sample=sample)
+    if not verdict.is_wrong or not hasattr(kernel, "decoded"):
+        return verdict
+    values, expected = (kernel.decoded(made, *arguments) for made in (found, REFERENCES[name](*arguments)))
+    return near("values", values, expected, (0, 1))
+
+
 def _choice(arguments: Sequence[Any], chip: str) -> Choice:
     """Return the choice of what computes a layer's call."""
+    return dispatch.choose(*kind_of_linear(arguments, chip))
+
+
+def kind_of_linear(arguments: Sequence[Any], chip: str) -> tuple[Scheme, str, int, int, int, torch.dtype, str]:
+    """Return the arguments of `dispatch.choose` for a layer's call."""
     x, tensors, text = arguments
     given, scheme = unpack_named(ops.LinearTensors, tensors, text, Scheme.parse)
     w = QuantizedTensor.stored(*given[:3], scheme.weights)
-    layout = dispatch.layout_of(w, given.row_scale)
-    return dispatch.choose(scheme, chip, x.numel() // w.shape[1], *w.shape, x.dtype, layout)
+    return scheme, chip, x.numel() // w.shape[1], *w.shape, x.dtype, dispatch.layout_of(w, given.row_scale)
 
 
 LINEAR = "quantized_linear"

@@ -146,6 +146,14 @@ def compare(
     return worst(*verdicts)
 
 
+def decoded(
+    made: Sequence[Tensor], x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float
+) -> Tensor:
+    """Return v, or the numbers that a call's codes stand for."""
+    given, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
+    return coded(made, given.of_rounding, how).dequantize() if how.format else made[0]
+
+
 def _exact(n: Tensor, given: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor]:
     """Return norm(n) · (1 + scale) + shift in float64, a row of scale for each of n, and its bound.
 

@@ -220,6 +220,11 @@ def coded(made: Sequence[Tensor], given: RoundingTensors, how: Rounding, rows: T
     return whole.unswizzled() if rows is None else taken(whole, rows)
 
 
+def decoded(made: Sequence[Tensor], x: Tensor, tensors: Sequence[Tensor], rounding: str) -> Tensor:
+    """Return the numbers that a call's results stand for."""
+    return coded(made, *unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)).dequantize()
+
+
 def exact_activation(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return act(x) in float64, and what fp32 may lose of it before it is rounded to x's type.
 

@@ -16,7 +16,7 @@ NAMED_ELSEWHERE = {
     # Device code that quantizes shares what decodes scales.
     "fluxq.kernels.codes": {"dequantize"},
     # The op that chooses among products quantizes first.
-    "fluxq.kernels.dispatch": {"quantize_activation", "weight_only_matmul"},
+    "fluxq.kernels.dispatch": {"weight_only_matmul"},
     "fluxq.kernels.launch": {"quantize_activation"},
     "fluxq.kernels.linear": {"quantize_activation"},
     # References that are those of others, and more.

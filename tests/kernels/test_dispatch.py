@@ -309,6 +309,15 @@ def test_swizzled_scales_are_passed_on(offers) -> None:
     assert_near(found, ops.quantized_linear(x, *packed(rest)))
 
 
+def test_weights_with_swizzled_scales_are_decoded_where_nothing_multiplies_them(offers) -> None:
+    offers(weight_only_matmul=("nvfp4",))
+    x, rest = operands("nvfp4-nvfp4", 33)
+    swizzled = rest | {"weight_scale": swizzle_scales(rest["weight_scale"])}
+    with interpreting():
+        found = launch.quantized_linear(x, *packed(swizzled), chip="sm_100")
+    assert_near(found, ops.quantized_linear(x, *packed(rest | {"scheme": "nvfp4-16bit"})))
+
+
 def test_no_tokens_and_bad_input() -> None:
     x, rest = operands("fp8-16bit", 4)
     assert launch.quantized_linear(x[:0].reshape(2, 0, K), *packed(rest), chip="sm_90").shape == (2, 0, N)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fluxq
 from fluxq import tiny
+from fluxq.kernels import findings
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.tensor import pack_named, unpack_named
 from fluxq.runtime import fused_forms, layout
@@ -509,6 +510,29 @@ def test_on_a_gpu_only_what_it_multiplies_is_shared(scheme: str, chip: str, shar
     with Calls() as calls:
         assert torch.equal(output(model), want)
     assert calls.fused == 0 and calls.reasons == {"optimized for cuda"}
+
+
+def test_after_a_kernel_was_found_wrong_blocks_run_their_own_forward_until_optimized_again(monkeypatch) -> None:
+    monkeypatch.setattr(findings, "_withdrawn", {})
+    model = quantized("int8-int8")
+    want = output(model)
+    fluxq.optimize(model)
+    findings.withdraw("scaled_matmul", "int8", "sm_90", "off by 3")
+    with Calls() as calls:
+        assert torch.equal(output(model), want)
+    assert calls.fused == 0 and calls.reasons == {"a kernel was found wrong since: call fluxq.optimize again"}
+    fluxq.optimize(model)
+    assert fused_calls(model) == BLOCKS
+
+
+def test_where_the_norms_kernel_is_wrong_blocks_are_left_as_they_are(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="what a chip offers is in the tables of the Triton kernels")
+    monkeypatch.setattr("fluxq.kernels.tiles.chip_of", lambda device: "sm_90")
+    monkeypatch.setattr(findings, "_withdrawn", {("adaln_quantize", "16bit", "sm_90"): "off by 3"})
+    model = quantized("int8-int8")
+    fluxq.optimize(model)
+    (row,) = fluxq.optimize(model, device="cuda")
+    assert row.why_not == "adaln_quantize was wrong on this GPU: off by 3" and fused_calls(model) == 0
 
 
 @pytest.mark.parametrize(

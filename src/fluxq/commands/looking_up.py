@@ -1,4 +1,4 @@
-"""Commands about models and machines: families, env, and warmup, which makes a machine ready."""
+"""Commands about models and machines: families, env, warmup, which makes a machine ready, and doctor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import DTYPES, common_options
+from fluxq.commands.options import DTYPES, PATH, common_options
 from fluxq.commands.session import session_of
 
 
@@ -110,4 +110,65 @@ def warmup(
         session.print(rows, lambda: show.warmed(rows))
 
 
-COMMANDS = (families, env, warmup)
+@click.command(short_help="Prove and time the kernels on this GPU; wrong ones are not used again.")
+@click.argument("output", metavar="[CHECKPOINT]", required=False)
+@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU to prove.")
+@click.option(
+    "--prefer",
+    type=click.Choice(["speed", "memory"]),
+    default="speed",
+    show_default=True,
+    help="Form of the weights where the GPU cannot multiply 4 bits, as in fluxq.prepare.",
+)
+@click.option("--chip", metavar="NAME", help="With --interpret: the chip to prove for, as in sm_90.")
+@click.option("--interpret", is_flag=True, help="Run the kernels on the CPU, in the interpreter; nothing is timed.")
+@click.option("--share", type=PATH, metavar="FILE", help="Also write the findings as JSON for a bug report, anonymous.")
+@click.option("--candidate", metavar="MODULE:FUNCTION", help="Judge and time an outside kernel beside ours.")
+@click.option("--op", metavar="NAME", help="The op whose arguments the candidate takes.")
+@common_options
+def doctor(
+    output: str | None,
+    device: str,
+    prefer: str,
+    chip: str | None,
+    interpret: bool,
+    share: Path | None,
+    candidate: str | None,
+    op: str | None,
+    **arguments: Any,
+) -> None:
+    """Prove on this GPU each kernel that CHECKPOINT launches, at its shapes, and time it.
+
+    Results are compared with the torch reference, times stand beside the library's and bf16's. Findings are kept in
+    ~/.cache/fluxq for this GPU, driver and versions: a kernel that was wrong is not used there, and times decide
+    between kernels of one arithmetic.
+
+    Without CHECKPOINT the shapes are those of FLUX.1-dev under every shipped recipe; in the interpreter, of the
+    embedded pipeline. Exits with 0 if all is within its bounds, 1 if something was wrong, 2 without a GPU.
+
+    \b
+    Example:
+      fluxq doctor tiny-nvfp4
+      fluxq doctor tiny-nvfp4 --chip sm_90 --interpret
+    """
+    with session_of(arguments) as session:
+        if interpret != (chip is not None):
+            raise ValueError("--chip names the chip that --interpret stands for: give both, or neither for the GPU")
+        if output is not None:
+            session.requirements.require_local(output)
+        from fluxq.jobs import doctor as job
+
+        found = job.examine(output, device=device, chip=chip, prefer=prefer, candidate=candidate, op=op)
+        session.start_work()
+        if share is not None:
+            job.share(found, share)
+        session.print(found.describe(), lambda: show.examined(found))
+        if found.wrong:
+            names = dict.fromkeys(f"{row['op']} {row['format']}".strip() for row in found.wrong)
+            raise RuntimeError(
+                f"wrong here: {', '.join(names)}; fluxq does without them on this GPU. Please report it with the file "
+                "that --share FILE writes"
+            )
+
+
+COMMANDS = (families, env, warmup, doctor)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
+    from fluxq.jobs.doctor import Examination
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
@@ -523,6 +524,31 @@ def warmed(rows: list[dict[str, Any]]) -> None:
     ]
     print_table(header, texts)
     echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
+
+
+def examined(found: Examination) -> None:
+    """Print each kernel and shape: how near to its bound, its time, and what else computes the same."""
+    machine = found.machine
+    echo(", ".join(f"{name} {word}" for name, word in machine.items() if word))
+    header = ("op", "format", "layer", "M x N x K", "error / bound", "us", "beside", "chosen")
+    rows = []
+    for row in found.rows:
+        share = "none" if row["share"] is None else f"{row['share']:.2f}"
+        beside = ", ".join(f"{name} {us / row['us']:.2f}x" for name, us in row["beside"].items())
+        us = "" if row["us"] is None else f"{row['us']:.1f}"
+        shape = "{} x {} x {}".format(*(row[name] for name in "mnk"))
+        verdict = "WRONG" if row["why"] else "yes" if row["chosen"] else ""
+        rows.append((row["op"], row["format"], row["scheme"], shape, share, us, beside, verdict))
+    print_table(header, rows)
+    for row in found.wrong:
+        echo(f"WRONG: {row['op']} {row['format']} at {row['m']} x {row['n']} x {row['k']}: {row['why']}")
+    for what, why in found.left_out.items():
+        echo(f"left out: {what}: {why}")
+    done = f"{len(found.rows)} results, {len(found.wrong)} wrong"
+    if found.file is None:
+        echo(f"{done}; the interpreter proves the arithmetic, not what a compiler or a GPU makes of it")
+    else:
+        echo(f"{done}; written to {found.file}. `beside`: their time over ours, above 1 ours is faster")
 
 
 def _psnr(check: Check | None) -> str:

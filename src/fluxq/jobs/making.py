@@ -306,13 +306,18 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
 
 def quantized_models(output: str) -> list[torch.nn.Module]:
     """Return the quantized components of a checkpoint folder, on the meta device."""
+    return [*quantized_components(output).values()]
+
+
+def quantized_components(output: str) -> dict[str, torch.nn.Module]:
+    """Return name -> model of the quantized components of a checkpoint folder, on the meta device."""
     folder = resolve_model(output, local_files_only=True, one_model=True)
     names = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
     quantized = [name for name in names if "quantization_config" in folder.config(name)]
     if not quantized:
         raise ValueError(f"{output} holds no component that fluxq quantized: give a folder that `fluxq quantize` wrote")
-    models = [checkpoint.quantized_on_meta(folder, name) for name in quantized]
-    for name, model in zip(quantized, models, strict=True):
+    models = {name: checkpoint.quantized_on_meta(folder, name) for name in quantized}
+    for name, model in models.items():
         attention = folder.config(name)["quantization_config"].get("attention", "16bit")
         if attention != "16bit":
             fluxq.set_attention(model, attention)

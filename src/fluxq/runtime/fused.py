@@ -31,6 +31,7 @@ import torch
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from torch import nn
 
+from fluxq.kernels import findings
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family, Maker, matches
@@ -203,6 +204,8 @@ def _why_plain(block: nn.Module, fusion: Fusion, inputs: BlockInputs) -> str:
         return "gradients: the fused ops have none"
     if inputs.unknown:
         return inputs.unknown
+    if fusion.withdrawals != findings.withdrawals():
+        return "a kernel was found wrong since: call fluxq.optimize again"
     x = inputs.x
     for cos, sin, _ in inputs.rope.values():
         if not cos.device == sin.device == x.device:
@@ -263,7 +266,14 @@ def _describe(
         for path, layer in members.items()
         if isinstance(layer, QuantLinear) and not layer.weight.is_meta and (why := lacks(layer, groups[first].made_by))
     }
-    return Fusion(row, groups, {first: _alike(members) for first, members in layers.items()}, refused, device)
+    return Fusion(
+        row,
+        groups,
+        {first: _alike(members) for first, members in layers.items()},
+        refused,
+        device,
+        findings.withdrawals(),
+    )
 
 
 def _alike(layers: dict[str, nn.Module]) -> tuple[str, ...]:

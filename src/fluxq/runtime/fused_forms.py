@@ -42,6 +42,7 @@ class Fusion:
     alike: first Linear of a group -> layers with equal calibrated vectors and scales of the input.
     refused: layer -> why the device does not make or multiply its codes.
     device: type of the device that all this was decided for.
+    withdrawals: kernels that had been found wrong in this process by then.
     """
 
     row: FusableBlock
@@ -49,6 +50,7 @@ class Fusion:
     alike: dict[str, tuple[str, ...]]
     refused: dict[str, str]
     device: str
+    withdrawals: int = 0
 
 
 class Normed(NamedTuple):

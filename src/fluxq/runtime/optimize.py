@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fluxq.base.console import logger
+from fluxq.kernels import findings
 from fluxq.kernels.all_ops import ADALN_QUANTIZE, QK_NORM_ROPE, QUANTIZE_ACTIVATION
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
@@ -46,6 +47,10 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     parts: list[FusedPart] = []
     for name, part in denoisers.items():
         target = target_device(next(part.parameters()).device, device)
+        if why := _wrong_there(target):
+            fused.restore(part)
+            parts.append(FusedPart(name, "block", why_not=why))
+            continue
         done = fused.optimize(part, families[type(part).__name__], target.type, _lacks(target))
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
     _report(parts)
@@ -57,6 +62,16 @@ def restore(model: Any) -> int:
     return sum(map(fused.restore, models_of(model).values()))
 
 
+def _wrong_there(device: torch.device) -> str:
+    """Return the reason why blocks keep their own forward on a GPU: a kernel that all need was found wrong, or ""."""
+    if device.type != "cuda":
+        return ""
+    from fluxq.kernels.tiles import chip_of
+
+    found = ((op.name, findings.wrong(op.name, "16bit", chip_of(device))) for op in (ADALN_QUANTIZE, QK_NORM_ROPE))
+    return next((f"{name} was wrong on this GPU: {why}" for name, why in found if why), "")
+
+
 def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
     """Return a function of a layer and the maker of its input, which says why the device lacks a kernel for it, or "".
 
@@ -66,11 +81,19 @@ def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:
         return lambda layer, made_by: ""
     if find_spec("triton") is None:
         raise ValueError(f"fluxq.optimize needs kernels in Triton for {device}: install triton")
-    from fluxq.kernels import dispatch
-    from fluxq.kernels.quantize_activation.kernel import LARGEST_RANK
     from fluxq.kernels.tiles import chip_of
 
-    chip = chip_of(device)
+    return lacks_on(chip_of(device))
+
+
+def lacks_on(chip: str) -> Callable[[QuantLinear, Maker], str]:
+    """Return a function of a layer and the maker of its input: why a chip lacks a kernel for it, or empty.
+
+    Raises ValueError for a chip without a kernel for the norms, which every block needs.
+    """
+    from fluxq.kernels import dispatch
+    from fluxq.kernels.quantize_activation.kernel import LARGEST_RANK
+
     for op in (ADALN_QUANTIZE, QK_NORM_ROPE):
         if why := dispatch.refusal(op.name, "16bit", chip):
             raise ValueError(f"fluxq.optimize needs {op.name}, which is not to be had on {chip}: {why}")

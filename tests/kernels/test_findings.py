@@ -1,0 +1,133 @@
+"""Files of doctor's: where they lie, what counts, and that a damaged or foreign one stops nothing."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fluxq.base import devices
+from fluxq.kernels import dispatch, findings
+from fluxq.recipes.formats import Scheme
+
+CHIP = "sm_89"
+HERE = {"gpu": "NVIDIA L4", "chip": CHIP, "driver": "570.1", "fluxq": "0.1.0", "torch": "2.11", "triton": "3.6"}
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch, tmp_path) -> Iterator[None]:
+    """A stand-in for an L4, whose findings lie below tmp_path; nothing is known of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(findings, "devices_of", lambda chip: [torch.device("cuda")] if chip == CHIP else [])
+    monkeypatch.setattr(findings, "machine_of", lambda device, chip: HERE)
+    monkeypatch.setattr(findings, "_withdrawn", {})
+    monkeypatch.setattr(findings, "MEASURED", tmp_path / "measured")
+    findings.forget()
+    dispatch.forget()
+    yield
+    findings.forget()
+    dispatch.forget()
+
+
+def row(op: str, format: str = "fp8", why: str = "", us: float | None = None, **shape: int) -> dict[str, Any]:
+    size = {"m": 64, "n": 96, "k": 256} | shape
+    return {"op": op, "format": format, "scheme": "fp8-fp8", "share": 0.5, "why": why, "us": us, **size}
+
+
+def chosen(m: int = 64) -> dispatch.Choice:
+    dispatch.forget()
+    return dispatch.choose(Scheme.parse("fp8-fp8"), CHIP, m, 96, 256)
+
+
+def test_a_cell_that_was_wrong_is_not_offered_and_the_reason_said() -> None:
+    assert chosen().implementation == "scaled_matmul"
+    file = findings.keep(HERE, [row("scaled_matmul", why="off by 3")])
+    assert file.parent.name == "fluxq" and file.name == "nvidia-l4_sm-89_570.1_0.1.0_2.11_3.6.json".replace(
+        "-89", "_89"
+    )
+    assert chosen().implementation == "weight_only_matmul" and "not scaled_matmul: off by 3" in chosen().reason
+    assert dispatch.refusal("scaled_matmul", "fp8", CHIP) == "off by 3"
+    assert not dispatch.refusal("scaled_matmul", "fp8", "sm_90")
+    assert findings.vouched("scaled_matmul", "int8", CHIP) is findings.vouched("scaled_matmul", "fp8", CHIP) is False
+
+
+def test_a_wrong_quantizer_takes_every_product_behind_it_away() -> None:
+    findings.keep(HERE, [row("quantize_activation", why="off by 3")])
+    assert chosen().implementation == "weight_only_matmul"
+    assert "activations cannot be quantized there: off by 3" in chosen().reason
+
+
+def test_own_times_order_candidates_before_those_that_come_with_fluxq(tmp_path) -> None:
+    scheme = Scheme.parse("fp8_tensor-fp8_tensor-static")
+    assert dispatch.choose(scheme, CHIP, 64, 96, 256).implementation == "F.scaled_mm"
+
+    def times(ours: float) -> list[dict[str, Any]]:
+        both = (("scaled_matmul", ours), ("F.scaled_mm", 2.0))
+        return [row(op, "fp8_tensor", us=us) | {"scheme": "fp8_tensor-fp8_tensor"} for op, us in both]
+
+    (tmp_path / "measured").mkdir()
+    shipped = findings.document(HERE | {"gpu": "another L4"}, times(1.0))
+    (tmp_path / "measured" / "l4.json").write_text(json.dumps(shipped))
+    findings.forget()
+    dispatch.forget()
+    choice = dispatch.choose(scheme, CHIP, 64, 96, 256)
+    assert choice.implementation == "scaled_matmul" and "1 us measured on another L4" in choice.reason
+    findings.keep(HERE, times(3.0))
+    dispatch.forget()
+    assert "2 us measured on NVIDIA L4" in dispatch.choose(scheme, CHIP, 64, 96, 256).reason
+
+
+def test_later_rows_take_the_place_of_those_of_the_same_launch_alone() -> None:
+    findings.keep(HERE, [row("scaled_matmul", why="off by 3"), row("F.scaled_mm")])
+    findings.keep(HERE, [row("scaled_matmul", m=65)])
+    assert findings.wrong("scaled_matmul", "fp8", CHIP) == "off by 3"
+    findings.keep(HERE, [row("scaled_matmul")])
+    assert not findings.wrong("scaled_matmul", "fp8", CHIP) and findings.vouched("scaled_matmul", "fp8", CHIP)
+    assert findings.vouched("F.scaled_mm", "fp8", CHIP)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:40],
+        lambda text: "[]",
+        lambda text: text.replace("570.1", "571.0"),
+        lambda text: text.replace('"m": 64', '"m": "64"'),
+        lambda text: text.replace('"why": "off by 3"', '"why": 3'),
+    ],
+    ids=["cut off", "no object", "another driver", "no number", "no text"],
+)
+def test_a_damaged_or_foreign_file_is_named_and_left_out_of_account(damage, caplog) -> None:
+    file = findings.keep(HERE, [row("scaled_matmul", why="off by 3")])
+    file.write_text(damage(file.read_text()))
+    findings.forget()
+    with caplog.at_level(logging.WARNING, "fluxq"):
+        assert chosen().implementation == "scaled_matmul"
+    (said,) = caplog.messages
+    assert str(file) in said and "run `fluxq doctor` again" in said
+    findings.keep(HERE, [row("scaled_matmul")])  # which replaces it
+    assert findings.vouched("scaled_matmul", "fp8", CHIP)
+
+
+def test_without_a_file_no_gpu_is_asked(monkeypatch) -> None:
+    monkeypatch.setattr(findings, "devices_of", lambda chip: pytest.fail("it was asked"))
+    assert not findings.wrong("scaled_matmul", "fp8", CHIP) and not findings.timings("fp8-fp8", CHIP)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\nGCC version: gcc 12.3.0",
+            "570.86.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+    ],
+)
+def test_the_drivers_version_is_read_where_linux_has_it(text: str, version: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(devices, "_DRIVERS", ((tmp_path / "version", devices._DRIVERS[0][1]),))
+    assert devices.driver() == version

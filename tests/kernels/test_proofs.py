@@ -1,0 +1,206 @@
+"""Launches compared with the reference: planted faults are seen, their cells withdrawn, and the calls computed anew."""
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fluxq.base import settings
+from fluxq.kernels import dispatch, findings, launch, proofs
+from fluxq.kernels.compare import Sample, picked
+from fluxq.kernels.interpreter import interpreting
+from fluxq.kernels.op import REFERENCES
+from fluxq.recipes.formats import Scheme
+
+CHIP = "sm_89"  # on which our own kernel multiplies fp8
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+def sibling(name: str) -> ModuleType:
+    """Another file of this folder, for what it defines."""
+    spec = importlib.util.spec_from_file_location(f"proved_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+plans, quantizers = sibling("test_plans"), sibling("test_quantize_activation_kernel")
+CALLS = plans.CALLS
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch) -> Iterator[None]:
+    """Nothing was compared or found yet; CPU tensors on the interpreter stand for those of a GPU."""
+    monkeypatch.setattr(launch, "PLANS", {})
+    monkeypatch.setattr(proofs, "_seen", set())
+    monkeypatch.setattr(findings, "_withdrawn", {})
+    monkeypatch.setattr(settings, "_set", {})
+    monkeypatch.setattr(launch, "chip_of", lambda device: CHIP)
+    monkeypatch.setattr(proofs, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    dispatch.forget()
+    with interpreting(CHIP):
+        yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def plant(monkeypatch, tmp_path) -> Callable[[str, str, str], None]:
+    def planted(name: str, old: str, new: str) -> None:
+        faulty = quantizers.with_fault(f"{name}.py", old, new, tmp_path)
+        monkeypatch.setitem(sys.modules, f"fluxq.kernels.{name}.kernel", faulty)
+
+    return planted
+
+
+ANOTHER_ROW = ("scaled_matmul", "tl.load(x_scale + rows * stride_x_scale", "tl.load(x_scale + rows * 0")
+# In the kernel of the first name one text becomes another; then the call of test_plans.py that shows it.
+FAULTS = {
+    "the scale of another row": (*ANOTHER_ROW, "layer"),
+    "columns are skipped": (
+        *("scaled_matmul", "% height, program % in_group // height", "% height, 0 * program"),
+        "layer",
+    ),
+    "codes under another scale": (
+        *("adaln_quantize", "amax_bits(modulated, TILES), LARGEST)", "amax_bits(modulated, TILES), 99.0)"),
+        "norm",
+    ),
+    "the modulation of the first image": ("adaln_quantize", "images = rows // tokens", "images = rows * 0", "norm"),
+    "rotated as if the image came first": ("qk_norm_rope", "cos += (position + s) * D", "cos += s * D", "heads"),
+    "another gelu": ("quantize_activation", 'if ACT == "gelu_tanh"', 'if ACT == "none"', "codes"),
+}
+
+
+@pytest.mark.often(3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen_on_a_few_tokens(fault: str, plant) -> None:
+    name, old, new, call = FAULTS[fault]
+    op, arguments = CALLS[call]
+    given = arguments(1)
+    for is_faulty in (False, True):
+        if is_faulty:
+            plant(name, old, new)
+        found = launch.launcher(op)(*given, chip=CHIP)
+        judged = proofs.judge(op, given, found, chip=CHIP, sample=Sample(tokens=8, outputs=48))
+        assert judged[-1][0][0] == name and any(each.is_wrong for _, each in judged) == is_faulty, judged
+
+
+@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] * (c == "blocks")) for c in CALLS])
+def test_right_results_are_within_their_bounds_and_nan_is_not(call: str) -> None:
+    op, arguments = CALLS[call]
+    given = arguments(1)
+    found = launch.launcher(op)(*given, chip=CHIP)
+    assert not any(each.is_wrong for _, each in proofs.judge(op, given, found, chip=CHIP, sample=Sample()))
+    first = found[0] if isinstance(found, tuple) else found
+    first.view(torch.uint8).view(-1)[-first.element_size() :] = 0x7F if first.element_size() == 1 else 0xFF
+    verdicts = proofs.judge(op, given, found, chip=CHIP, sample=Sample(tokens=8, outputs=48))
+    assert verdicts[-1][1].is_wrong  # the last token and output are among those compared
+
+
+def test_the_tokens_compared_are_the_first_the_last_and_others_between() -> None:
+    cpu = torch.device("cpu")
+    assert picked(3, 16, cpu).tolist() == picked(3, None, cpu).tolist() == [0, 1, 2]
+    assert picked(100, 4, cpu).tolist() == [0, 33, 66, 99]
+
+
+# --- verify="first" and its like
+
+
+def layer_call(seed: int = 1) -> tuple[Any, ...]:
+    return CALLS["layer"][1](seed)
+
+
+def is_near(found: torch.Tensor, given: tuple[Any, ...]) -> bool:
+    """Of 8-bit activations, or where these fell back, of 16-bit ones."""
+    expected = REFERENCES["quantized_linear"](*given)
+    return bool(((found - expected).norm() / expected.norm()) < 0.05)
+
+
+def test_a_wrong_kernel_is_withdrawn_at_its_first_launch_and_the_call_computed_anew(plant, caplog) -> None:
+    plant(*ANOTHER_ROW)
+    given = layer_call()
+    with caplog.at_level(logging.ERROR, "fluxq"):
+        assert is_near(launch.run("quantized_linear", *given), given)
+    (said,) = caplog.messages
+    assert said.startswith("scaled_matmul fp8 on sm_89 computed something wrong (scaled_matmul: off by ")
+    assert "fluxq doctor --share" in said
+    choice = dispatch.choose(Scheme.parse("fp8-fp8"), CHIP, 20, 96, 256)
+    assert (choice.implementation, choice.fallback) == ("weight_only_matmul", True)
+    assert "wrong on this GPU" in choice.reason
+    again = layer_call(5)
+    assert is_near(launch.run("quantized_linear", *again), again)
+
+
+def test_strict_mode_stops_instead(plant) -> None:
+    plant(*ANOTHER_ROW)
+    settings.configure(strict=True)
+    with pytest.raises(RuntimeError, match="scaled_matmul fp8 on sm_89 computed something wrong"):
+        launch.run("quantized_linear", *layer_call())
+
+
+def test_an_op_without_another_kernel_is_computed_by_its_reference(plant) -> None:
+    plant(*FAULTS["codes under another scale"][:3])
+    op, arguments = CALLS["norm"]
+    for seed in (1, 11):
+        given = arguments(seed)
+        plans.assert_same(launch.run(op, *given)[:2], REFERENCES[op](*given)[:2])
+    assert dispatch.refusal(op, "fp8", CHIP).startswith("wrong on this GPU")
+    settings.configure(strict=True)
+    with pytest.raises(ValueError, match="adaln_quantize: no kernel for fp8 on sm_89"):
+        launch.run(op, *arguments(1))
+
+
+def test_a_wrong_quantizer_is_named_and_not_the_product_behind_it(plant, monkeypatch) -> None:
+    right, wrong = (f"step = row_step(amax_bits(held, TILES), {largest})" for largest in ("LARGEST", "99.0"))
+    plant("quantize_activation", right, wrong)
+    monkeypatch.setattr(
+        launch, "quantize_tuned", sys.modules["fluxq.kernels.quantize_activation.kernel"].quantize_tuned
+    )
+    given = layer_call()
+    assert is_near(launch.run("quantized_linear", *given), given)
+    assert {*findings._withdrawn} == {("quantize_activation", "fp8", CHIP)}
+
+
+@pytest.mark.parametrize(("how", "compared"), [("first", 1), ("always", 3), ("off", 0)])
+def test_which_launches_are_compared(how: str, compared: int, monkeypatch) -> None:
+    settings.configure(verify=how)
+    seen = []
+    monkeypatch.setattr(proofs, "judge", lambda *a, r=proofs.judge, **k: seen.append(a[0]) or r(*a, **k))
+    op, arguments = CALLS["integers"]
+    for seed in (1, 2, 3):
+        launch.run(op, *arguments(seed))
+    assert seen == [op] * compared
+
+
+def test_nothing_is_compared_in_a_graph_or_where_doctor_vouches(monkeypatch) -> None:
+    op, arguments = CALLS["integers"]
+    given = arguments(1)
+    monkeypatch.setattr(proofs, "judge", lambda *a, **k: pytest.fail("it was compared"))
+    with monkeypatch.context() as within:
+        within.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        launch.run(op, *given)
+    row = {"op": "scaled_matmul", "format": "int8", "scheme": "", "m": 1, "n": 1, "k": 1, "why": "", "us": None}
+    with findings.instead(findings.document({"gpu": "G", "chip": CHIP}, [row])):
+        launch.PLANS.clear()
+        launch.run(op, *given)
+    launch.PLANS.clear()
+    with pytest.raises(pytest.fail.Exception):
+        launch.run(op, *given)
+
+
+def test_verification_is_one_of_three(monkeypatch) -> None:
+    assert settings.verification() == "first"
+    monkeypatch.setenv("FLUXQ_VERIFY", "off")
+    assert settings.verification() == "off"
+    settings.configure(verify="always")
+    assert settings.verification() == "always"
+    with pytest.raises(ValueError, match="verify is 'sometimes', expected one of first, always, off"):
+        settings.configure(verify="sometimes")
