@@ -154,7 +154,9 @@ def product_cells(
     return (_chosen(left, w, given.row_scale, is_plain, dtype, chip).cell,)
 
 
-def compare_product(op: Op, found: Tensor, *arguments: Any, chip: str, sample: Sample, in_16_bit: bool = False) -> Verdict:
+def compare_product(
+    op: Op, found: Tensor, *arguments: Any, chip: str, sample: Sample, in_16_bit: bool = False
+) -> Verdict:
     """Compare the result of a call of an op of products.py with float64. arguments: those of the op."""
     x, tensors, formats, gelu, _ = arguments
     given, names = unpack_named(ProductTensors, tensors, formats)

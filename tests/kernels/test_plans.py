@@ -199,7 +199,7 @@ def held_by(call: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def test_dynamo_does_not_trace_the_launch(monkeypatch) -> None:
-    """Where it gave up on the caller it would go on inside."""
+    """It would go on inside a call by a frame that it gave up on."""
     monkeypatch.setattr(launch, "run", lambda name, x: x + 1)
     seen = []
 

@@ -94,7 +94,7 @@ def on_hopper() -> bool:
 
 
 def lost_in_the_unit(k: int, acc_split: int) -> int:
-    """What Hopper's matrix unit may lose of a sum of k fp8 products, as a number of fp32 roundings; 0 elsewhere."""
+    """Number of fp32 roundings that Hopper's matrix unit may lose of a sum of k fp8 products; 0 elsewhere."""
     steps = -(-min(k, acc_split or k) // 32)
     return (32 + 1) * 2 ** (24 - 13) * steps if on_hopper() else 0
 
