@@ -41,8 +41,11 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
     e = factor.abs() * q.shape[-1] * u * (q.abs() @ k.abs().mT) + 4 * u * t.abs()
     worst = e.amax(-1, keepdim=True)
     blocks = -(-keys // KEY_BLOCK)
-    m = torch.stack([t[..., : (block + 1) * KEY_BLOCK].amax(-1) for block in range(blocks)], -1)
-    last, m = m[..., -1:], m.repeat_interleave(KEY_BLOCK, -1)[..., :keys]
+    order = sorted(range(blocks), key=lambda block: block < keys // KEY_BLOCK)  # one that is not full comes first
+    m = torch.stack([t[..., block * KEY_BLOCK : (block + 1) * KEY_BLOCK].amax(-1) for block in order], -1)
+    m = m.cummax(-1).values
+    last, m = m[..., -1:], m[..., [order.index(block) for block in range(blocks)]]
+    m = m.repeat_interleave(KEY_BLOCK, -1)[..., :keys]
     p = torch.exp2(t - m + P_EXPONENT)
     delta = math.log(2) * (e + worst + 2 * u * ((t - m).abs() + P_EXPONENT)) + 2.0**-21
     low, high = (decode(encode((p * side).float(), E4M3), E4M3) for side in (1 - delta, 1 + delta))

@@ -316,7 +316,13 @@ def attention_fp8_kernel(
     QUERY_BLOCK: tl.constexpr,
     P_EXPONENT: tl.constexpr,
 ):
-    """o = softmax(scale · q k^T) v for BLOCK_M queries of one head, a block of keys after the other; as `attend`."""
+    """o = softmax(scale · q k^T) v for BLOCK_M queries of one head, a block of keys after the other; as `attend`.
+
+    A last block that is not full comes first, apart, so that no other has a mask; on GeForce cards all have one, where
+    its code would take registers that there are not.
+    """
+    GEFORCE: tl.constexpr = tl.target_info.cuda_capability_geq(12, 0) or not tl.target_info.cuda_capability_geq(9, 0)
+    PEELED: tl.constexpr = not EVEN_KEYS and (tl.target_info.is_hip() or not GEFORCE)
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, D)
@@ -331,31 +337,55 @@ def attention_fp8_kernel(
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    for block in range(key_blocks):
-        tokens = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys = tl.load(k + tokens[:, None] * D + columns[None, :])  # (BLOCK_N, D)
-        t = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        t = add_product(t, queries, keys, False, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D)
-        if not EVEN_KEYS:
-            t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
-        by = factor * tl.load(k_scale + block)
-        by = tl.where(by == 0, LEAST, by)  # masked keys are -inf, and -inf · 0 is NaN
-        new = tl.maximum(highest, tl.max(t, 1) * by)
-        p = tl.exp2(tl.fma(t, by, (P_EXPONENT - new)[:, None]))
-        correction = tl.exp2(highest - new)
-        total = total * correction + tl.sum(p, 1)
-        values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
-        if ACC_SPLIT:
-            part = tl.zeros((BLOCK_M, D), tl.float32)
-            part = add_product(part, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
-            acc = tl.fma(acc, correction[:, None], part)
-        else:
-            acc = acc * correction[:, None]
-            acc = add_product(acc, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
-        highest = new
+    blocks = key_blocks
+    if PEELED:
+        blocks = key_blocks - 1
+        acc, highest, total = attend_block(
+            blocks, queries, factor, acc, highest, total, k, k_scale, v, key_blocks, SKV,
+            True, ACC_SPLIT, UNIT_SCALES, D, BLOCK_M, BLOCK_N, P_EXPONENT,
+        )  # fmt: skip
+    for turn in range(blocks):
+        block = turn
+        if not (EVEN_KEYS or PEELED):
+            block = tl.where(turn == 0, key_blocks, turn) - 1
+        acc, highest, total = attend_block(
+            block, queries, factor, acc, highest, total, k, k_scale, v, key_blocks, SKV,
+            not (EVEN_KEYS or PEELED), ACC_SPLIT, UNIT_SCALES, D, BLOCK_M, BLOCK_N, P_EXPONENT,
+        )  # fmt: skip
     result = tl.div_rn(acc, total[:, None]) * tl.load(v_scale + head * D + columns)[None, :]
     place = ((head // H * S + rows)[:, None] * H + head % H) * D + columns[None, :]
     tl.store(o + place, result.to(o.dtype.element_ty), mask=(rows < S)[:, None])
+
+
+@triton.jit
+def attend_block(
+    block, queries, factor, acc, highest, total, k, k_scale, v, key_blocks, SKV,
+    MASKED: tl.constexpr, ACC_SPLIT: tl.constexpr, UNIT_SCALES: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, P_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Return acc (BLOCK_M, D), highest logit and total (BLOCK_M,) with a block of keys; MASKED: some are none."""
+    columns = tl.arange(0, D)
+    tokens = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = tl.load(k + tokens[:, None] * D + columns[None, :])  # (BLOCK_N, D)
+    t = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    t = add_product(t, queries, keys, False, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D)
+    by = factor * tl.load(k_scale + block)
+    if MASKED:
+        t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
+        by = tl.where(by == 0, LEAST, by)  # -inf · 0 is NaN
+    new = tl.maximum(highest, tl.max(t, 1) * by)
+    p = tl.exp2(tl.fma(t, by, (P_EXPONENT - new)[:, None]))
+    correction = tl.exp2(highest - new)
+    total = total * correction + tl.sum(p, 1)
+    values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
+    if ACC_SPLIT:
+        part = tl.zeros((BLOCK_M, D), tl.float32)
+        part = add_product(part, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+        acc = tl.fma(acc, correction[:, None], part)
+    else:
+        acc = acc * correction[:, None]
+        acc = add_product(acc, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+    return acc, new, total
 
 
 LEAST = tl.constexpr(2.0**-126)

@@ -161,7 +161,10 @@ def attend(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
     factor = torch.repeat_interleave(operands.q_scale * log2_scale, QUERY_BLOCK, 2)[:, :, :queries, None]
     highest = q.new_full((*q.shape[:3], 1), -torch.inf)
     total, acc = torch.zeros_like(highest), torch.zeros_like(q)
-    for block in range(operands.k_scale.shape[2]):
+    blocks = [*range(operands.k_scale.shape[2])]
+    if keys % KEY_BLOCK:  # the one that is not full comes first
+        blocks.insert(0, blocks.pop())
+    for block in blocks:
         begin, end = block * KEY_BLOCK, min((block + 1) * KEY_BLOCK, keys)
         t = (q @ k[:, :, begin:end].mT) * (factor * operands.k_scale[:, :, block, None, None])  # (B, H, S, keys)
         new = torch.maximum(highest, t.amax(-1, keepdim=True))
