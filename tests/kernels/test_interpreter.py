@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernels import interpreter
+from fluxq.kernels import interpreter
 from fluxq.kernels.interpreter import interpreting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
