@@ -5,10 +5,10 @@ of their sums, in float64: with S = Σ |a · b| + |bias| + Σ |h · up| over `te
 
     |y - exact| <= (terms + 8) · 2^-24 · S + 2^-23 · |exact| + ε / 2 · |exact|
 
-The tests of each kernel state the same bounds. Where a GPU adds up products of fp8, of which Hopper drops bits below the
-13th of the largest, each number may be off by 2^-7 · S more, but all of them together by no more than GATE. NaN is
-wrong. Of many tokens, and of the outputs of a layer, some are compared: the first, the last and
-others at equal distances, so that each tile has a few.
+The tests of each kernel state the same bounds. Where a GPU adds up products of fp8, of which Hopper drops bits below
+the 13th of the largest, each number may be off by 2^-7 · S more, but all of them together by no more than GATE. NaN is
+wrong. Of many tokens, and of the outputs of a layer, some are compared: the first, the last and others at equal
+distances, so that each tile has a few.
 """
 
 from __future__ import annotations
