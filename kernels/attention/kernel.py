@@ -10,6 +10,7 @@ then has an accumulator of its own: with one that lives through the loop ptxas l
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
