@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -135,9 +136,9 @@ def document(machine: dict[str, str], rows: list[dict[str, Any]]) -> dict[str, A
 def read(machine: dict[str, str]) -> dict[str, Any] | None:
     """Return the content of a machine's file; None without one, and with a warning for one that cannot be used."""
     file = file_of(machine)
-    if not file.is_file():
-        return None
     try:
+        if not file.is_file():
+            return None
         found = _checked(read_json(file))
         if found["machine"] != machine:
             raise ValueError(f"it is of {found['machine']}, this is {machine}")
@@ -169,8 +170,8 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
     texts, numbers = ("op", "format", "scheme", "why"), ("m", "n", "k")
     for row in rows:
         sound = isinstance(row, dict) and all(isinstance(row.get(name), str) for name in texts)
-        sound = sound and all(type(row.get(name)) is int and row[name] > 0 for name in numbers)
-        if not sound or not (row.get("us") is None or (isinstance(row["us"], float) and row["us"] > 0)):
+        sound = sound and all(type(row.get(name)) is int and 0 < row[name] <= LARGEST for name in numbers)
+        if not sound or not (row.get("us") is None or (isinstance(row["us"], float) and 0 < row["us"] < math.inf)):
             raise ValueError(f"one of its rows is {row}")
     return found
 
@@ -209,7 +210,14 @@ def _distinct(machines: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 
 @functools.cache
 def _shipped() -> tuple[dict[str, Any], ...]:
-    return tuple(read_json(file) for file in sorted(MEASURED.glob("*.json")))
+    found = []
+    for file in sorted(MEASURED.glob("*.json")):
+        try:
+            found.append(_checked(read_json(file)))
+        except (ValueError, OSError) as error:
+            logger.warning("%s is no file of `fluxq doctor` and is left out of account (%s)", file, error)
+    return tuple(found)
 
 
 INTERPRETER = "the interpreter"
+LARGEST = 1 << 40  # tokens, outputs or inputs of a launch

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.settings import is_strict, verification
@@ -45,14 +46,29 @@ def verified(name: str, arguments: Sequence[Any], result: Any, chip: str) -> Any
         judged = judge(name, arguments, result, chip=chip, sample=SLICE)
     except Exception as error:  # of the comparison, memory that is short for instance: it must not stop the call
         logger.warning("%s on %s was not compared: %s", name, chip, first_line(error))
-        judged = []
+        _seen.update(cells)
+        return result
     wrong = [(cell, found) for cell, found in judged if found.is_wrong]
-    _seen.update(cells)
+    if wrong and not _is_comparable(name, arguments):
+        logger.warning("%s on %s was not compared: its input, or the reference's result, is not finite", name, chip)
+        return result
+    _seen.update(cell for cell, _ in judged)  # one behind a wrong one was not
     if not wrong:
         return result
     for cell, found in wrong:
         _withdraw(cell, found)
     return verified(name, arguments, launch.computed_by(name, arguments, chip), chip)
+
+
+def _is_comparable(name: str, arguments: Sequence[Any]) -> bool:
+    """Tell whether a call is of finite numbers, whose torch reference is finite too: a NaN is the model's own."""
+    with torch.no_grad(), ops.no_autocast(arguments[0]):
+        numbers = tree_leaves((arguments[0], REFERENCES[name](*arguments)))
+    return all(
+        bool(each.isfinite().all())
+        for each in numbers
+        if isinstance(each, Tensor) and each.is_floating_point() and each.element_size() > 1
+    )
 
 
 def is_on_gpu(x: Tensor) -> bool:

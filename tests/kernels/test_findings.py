@@ -97,8 +97,9 @@ def test_later_rows_take_the_place_of_those_of_the_same_launch_alone() -> None:
         lambda text: text.replace("570.1", "571.0"),
         lambda text: text.replace('"m": 64', '"m": "64"'),
         lambda text: text.replace('"why": "off by 3"', '"why": 3'),
+        lambda text: text.replace('"m": 64', f'"m": {10**400}'),
     ],
-    ids=["cut off", "no object", "another driver", "no number", "no text"],
+    ids=["cut off", "no object", "another driver", "no number", "no text", "no size"],
 )
 def test_a_damaged_or_foreign_file_is_named_and_left_out_of_account(damage, caplog) -> None:
     file = findings.keep(HERE, [row("scaled_matmul", why="off by 3")])
@@ -110,6 +111,16 @@ def test_a_damaged_or_foreign_file_is_named_and_left_out_of_account(damage, capl
     assert str(file) in said and "run `fluxq doctor` again" in said
     findings.keep(HERE, [row("scaled_matmul")])  # which replaces it
     assert findings.vouched("scaled_matmul", "fp8", CHIP)
+
+
+def test_a_damaged_file_that_came_with_fluxq_stops_no_launch(caplog) -> None:
+    findings.MEASURED.mkdir()
+    (findings.MEASURED / "h200.json").write_text('{"rows": 1}')
+    findings.forget()
+    dispatch.forget()
+    with caplog.at_level(logging.WARNING, "fluxq"):
+        assert chosen().implementation == "scaled_matmul"
+    assert "h200.json is no file of `fluxq doctor`" in caplog.messages[0]
 
 
 def test_without_a_file_no_gpu_is_asked(monkeypatch) -> None:

@@ -139,6 +139,17 @@ def test_a_wrong_kernel_is_withdrawn_at_its_first_launch_and_the_call_computed_a
     assert is_near(launch.run("quantized_linear", *again), again)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_of_the_model_that_are_not_finite_are_no_fault_of_a_kernel(value: float, caplog) -> None:
+    given = layer_call()
+    given[0][0, 3, 5] = value
+    with caplog.at_level(logging.WARNING, "fluxq"):
+        launch.run("quantized_linear", *given)
+    assert "was not compared: its input, or the reference's result, is not finite" in caplog.messages[-1]
+    choice = dispatch.choose(Scheme.parse("fp8-fp8"), CHIP, 20, 96, 256)
+    assert choice.implementation == "scaled_matmul" and not proofs._seen
+
+
 def test_strict_mode_stops_instead(plant) -> None:
     plant(*ANOTHER_ROW)
     settings.configure(strict=True)
