@@ -195,6 +195,13 @@ class _Builder(stock.InterpreterBuilder):
     unary_op = _through_float32("unary_op")  # type: ignore[assignment]
     create_clampf = _through_float32("create_clampf")  # type: ignore[assignment]
 
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        """`tl.maximum` that lets no NaN through, which Triton 3.6 lets."""
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         source, target = src.dtype.scalar, dst_type.scalar
         values = decode(src.data, source) if _is_packed(source) else src.data

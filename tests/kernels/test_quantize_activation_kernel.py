@@ -646,7 +646,12 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "no subnormal codes": (CODES, "(128 - BIAS) << 23", "(100 - BIAS) << 23", on("sm_80", every_number)),
     "no saturation": (CODES, "tl.minimum(tl.abs(v), LARGEST)", "tl.abs(v)", on("sm_80", every_number)),
     "sign of NaN kept": (CODES, "tl.where(v == v, float_code(v, 3", "tl.where(True, float_code(v, 3", on("sm_80", nan)),
-    "NaN in a pair": (CODES, "tl.where(low == low, pair, 0)", "pair", on("sm_100", partial(nan, format="nvfp4"))),
+    "NaN in a pair": (
+        CODES,
+        "tl.where(low == low, pair & 0xF, 0)",
+        "pair & 0xF",
+        on("sm_100", partial(nan, format="nvfp4")),
+    ),
     "sign of zero dropped": (CODES, "(sign & SIGN)", "tl.where(v < 0, SIGN, 0)", nvfp4),
     "infinity is a number": (CODES, "amax >= 0x7F800000, float", "amax > 0x7F800000, float", int8),
     "swizzle: lines": (CODES, "(row % 32) * 16 + (row % 128) // 32 * 4", "(row % 128) * 4", swizzled),
