@@ -297,8 +297,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "proofs: a first launch is not compared": Fault(
         "kernels/proofs.py",
-        "    _seen.update(cells)\n    if not wrong:\n",
-        "    _seen.update(cells)\n    if True:\n",
+        "    if not wrong:\n",
+        "    if True:\n",
         _in(
             "kernels/test_proofs.py",
             "test_a_wrong_kernel_is_withdrawn_at_its_first_launch_and_the_call_computed_anew",

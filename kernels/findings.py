@@ -162,12 +162,12 @@ def _launch_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("op", "format", "scheme", "m", "n", "k"))
 
 
-def _checked(found: dict[str, Any]) -> dict[str, Any]:
+def _checked(found: dict[str, Any], texts: tuple[str, ...] = ("op", "format", "scheme", "why")) -> dict[str, Any]:
     """Return the content of a file; ValueError unless it has the parts that are read."""
     machine, rows = found.get("machine"), found.get("rows")
     if not isinstance(machine, dict) or not isinstance(rows, list) or {"gpu", "chip"} - machine.keys():
         raise ValueError("it has no machine and no rows")
-    texts, numbers = ("op", "format", "scheme", "why"), ("m", "n", "k")
+    numbers = "m", "n", "k"
     for row in rows:
         sound = isinstance(row, dict) and all(isinstance(row.get(name), str) for name in texts)
         sound = sound and all(type(row.get(name)) is int and 0 < row[name] <= LARGEST for name in numbers)
@@ -213,7 +213,7 @@ def _shipped() -> tuple[dict[str, Any], ...]:
     found = []
     for file in sorted(MEASURED.glob("*.json")):
         try:
-            found.append(_checked(read_json(file)))
+            found.append(_checked(read_json(file), ("op", "scheme")))  # times alone are read
         except (ValueError, OSError) as error:
             logger.warning("%s is no file of `fluxq doctor` and is left out of account (%s)", file, error)
     return tuple(found)
