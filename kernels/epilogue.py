@@ -108,28 +108,38 @@ def launch_product(
 
     in_16_bit: whether x is values, not codes.
     """
-    operands, names = unpack_named(ProductTensors, tensors, formats)
-    weights, _, activations = names.partition("-")
-    w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, find_format(weights))
-    low_rank = None if operands.h is None or operands.up is None else (operands.h, operands.up)
-    epilogue = Epilogue(operands.bias, low_rank, gelu, operands.gate, operands.residual, dtype)
+    given, names = unpack_named(ProductTensors, tensors, formats)
+    epilogue = _following(given, gelu, dtype)
     if in_16_bit or names not in op.formats:
         require(op.name, names, chip)
-        return op.kernel.multiply(x, w, None, epilogue, chip)
-    left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, find_format(activations or weights))
-    choice = _chosen(left, w, operands.row_scale, epilogue.is_plain, dtype, chip)
-    if choice.implementation != op.name:
-        return library_product(left, w, operands.bias, dtype)
-    return op.kernel.multiply(left, w, operands.row_scale, epilogue, chip)
+        return op.kernel.multiply(x, _weight(given, names), None, epilogue, chip)
+    left, w = _codes(x, given, names), _weight(given, names)
+    if _chosen(left, w, given.row_scale, epilogue, chip).implementation != op.name:
+        return library_product(left, w, given.bias, dtype)
+    return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
 
 
-def _chosen(
-    x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor | None, is_plain: bool, dtype: torch.dtype, chip: str
-) -> Choice:
-    """Return the choice of what multiplies codes. is_plain: whether a bias is all that follows."""
+def _weight(given: ProductTensors, names: str) -> QuantizedTensor:
+    """Return w (N, K) of a product. names: of its formats, "weights" or "weights-activations"."""
+    return QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(names.partition("-")[0]))
+
+
+def _codes(x: Tensor, given: ProductTensors, names: str) -> QuantizedTensor:
+    """Return x (M, K) of a product of codes."""
+    weights, _, activations = names.partition("-")
+    return QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
+
+
+def _following(given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epilogue:
+    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
+    return Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
+
+
+def _chosen(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor | None, epilogue: Epilogue, chip: str) -> Choice:
+    """Return the choice of what multiplies codes."""
     scheme = Scheme(w.format, x.format, static_input=x.global_scale is not None)
-    library = is_plain and library_takes(x, w)
-    return choose_product(scheme, chip, x.shape[0], *w.shape, dtype, layout_of(w, row_scale), library)
+    library = epilogue.is_plain and library_takes(x, w)
+    return choose_product(scheme, chip, x.shape[0], *w.shape, epilogue.dtype, layout_of(w, row_scale), library)
 
 
 def product_cells(
@@ -147,11 +157,8 @@ def product_cells(
     given, names = unpack_named(ProductTensors, tensors, formats)
     if in_16_bit or names not in op.formats:
         return ((op.name, names),)
-    weights, _, activations = names.partition("-")
-    w = QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights))
-    left = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
-    is_plain = not gelu and all(step is None for step in (given.h, given.gate, given.residual))
-    return (_chosen(left, w, given.row_scale, is_plain, dtype, chip).cell,)
+    left, w = _codes(x, given, names), _weight(given, names)
+    return (_chosen(left, w, given.row_scale, _following(given, gelu, dtype), chip).cell,)
 
 
 def compare_product(
@@ -160,16 +167,15 @@ def compare_product(
     """Compare the result of a call of an op of products.py with float64. arguments: those of the op."""
     x, tensors, formats, gelu, _ = arguments
     given, names = unpack_named(ProductTensors, tensors, formats)
-    weights, _, activations = names.partition("-")
+    activations = names.partition("-")[2]
     m, n = found.shape
     rows, outputs = picked(m, sample.tokens, x.device), picked(n, sample.outputs, x.device)
-    w = taken(QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(weights)), outputs)
+    w = taken(_weight(given, names), outputs)
     if activations:
         w = reencode(w, activations, None if given.row_scale is None else given.row_scale[outputs])
     left: Tensor | QuantizedTensor = x[rows]
     if not in_16_bit:
-        codes = QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
-        left = taken(codes, rows)
+        left = taken(_codes(x, given, names), rows)
     low_rank = None
     if given.h is not None and given.up is not None:
         low_rank = given.h[rows], given.up[outputs]

@@ -97,17 +97,25 @@ def quantized_linear(x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip:
     rounded to x's dtype before them and after them. The same holds for decoded weights, whose kernel takes 16 bit.
     Raises ValueError for operands that do not fit, and where fluxq is strict and the chip lacks the scheme.
     """
-    operands, parsed = unpack_named(ops.LinearTensors, tensors, scheme, Scheme.parse)
-    w = QuantizedTensor.stored(*operands[:3], parsed.weights)
-    n, k = w.shape
+    kind = kind_of_linear(x, tensors, scheme, chip=chip)
+    _, _, m, n, k, *_ = kind
     if not x.is_floating_point() or x.element_size() < 2 or x.shape[-1] != k:
         raise ValueError(f"input is {x.dtype} {(*x.shape,)}, expected 16 or 32 bit and K = {k} as the last axis")
-    m = x.numel() // k
     if m == 0:
         return x.new_empty(*x.shape[:-1], n)
-    choice = choose(parsed, chip, m, n, k, x.dtype, layout_of(w, operands.row_scale), rows_are_at(w.codes, 16))
+    choice = choose(*kind)
     announce(read_named(scheme)[0], chip, choice)
     return linear_by(choice, x, tensors, scheme, chip=chip)
+
+
+def kind_of_linear(
+    x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip: str
+) -> tuple[Scheme, str, int, int, int, torch.dtype, str, bool]:
+    """Return the arguments of `dispatch.choose` for a call of `quantized_linear`."""
+    operands, parsed = unpack_named(ops.LinearTensors, tensors, scheme, Scheme.parse)
+    w = QuantizedTensor.stored(*operands[:3], parsed.weights)
+    layout, library = layout_of(w, operands.row_scale), rows_are_at(w.codes, 16)
+    return parsed, chip, x.numel() // w.shape[1], *w.shape, x.dtype, layout, library
 
 
 def linear_by(choice: Choice, x: Tensor, tensors: Sequence[Tensor], scheme: str, *, chip: str) -> Tensor:

@@ -195,15 +195,7 @@ def judge_outside(name: str, arguments: Sequence[Any], found: Any, chip: str, sa
 
 def _choice(arguments: Sequence[Any], chip: str) -> Choice:
     """Return the choice of what computes a layer's call."""
-    return dispatch.choose(*kind_of_linear(arguments, chip))
-
-
-def kind_of_linear(arguments: Sequence[Any], chip: str) -> tuple[Scheme, str, int, int, int, torch.dtype, str]:
-    """Return the arguments of `dispatch.choose` for a layer's call."""
-    x, tensors, text = arguments
-    given, scheme = unpack_named(ops.LinearTensors, tensors, text, Scheme.parse)
-    w = QuantizedTensor.stored(*given[:3], scheme.weights)
-    return scheme, chip, x.numel() // w.shape[1], *w.shape, x.dtype, dispatch.layout_of(w, given.row_scale)
+    return dispatch.choose(*launch.kind_of_linear(*arguments, chip=chip))
 
 
 LINEAR = "quantized_linear"

@@ -1,7 +1,6 @@
 """The activation inside the quantizers, on Triton's interpreter: near float64, and fused to the bytes of two passes."""
 
 import importlib.util
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -41,30 +40,6 @@ def on_the_interpreter():
         yield
 
 
-def exact(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """act(x) in float64, and what fp32 may lose of it before it is rounded to x's type.
-
-    A few roundings, and of e^t as much of its exponent: (6 + 5 |t|) · 2^-24 of the result; where e^t overflows, a
-    result of |x| · 2^-128. Of the exact gelu, whose 1 + erf cancels below zero, 2^-23 of |x| besides.
-    """
-    v = x.double()
-    if act == "gelu":
-        y = 0.5 * v * torch.special.erfc(-v / math.sqrt(2.0))
-        return y, 2.0**-23 * v.abs() + 2.0**-22 * y.abs()
-    if act == "gelu_tanh":
-        t = 2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
-        y = v / (1 + torch.exp(-t))
-        return y, (6 + 5 * t.abs()) * 2.0**-24 * y.abs() + 2.0**-127 * v.abs()
-    first, second = x.double().chunk(2, -1)
-    gate, other = (first, second) if act == "silu_mul" else (second, first)
-    silu = gate / (1 + torch.exp(-gate))
-    y = silu * other
-    # silu is rounded to x's type before the product
-    return y, (
-        (6 + 5 * gate.abs()) * 2.0**-24 + torch.finfo(x.dtype).eps / 2
-    ) * y.abs() * 1.01 + 2.0**-127 * gate.abs() * other.abs()
-
-
 def values(m: int, k: int, dtype: torch.dtype) -> Tensor:
     noise = torch.Generator().manual_seed(m + k)
     return (torch.randn(m, k, generator=noise) * torch.logspace(-2, 1.3, m)[:, None]).to(dtype)
@@ -78,7 +53,7 @@ def check_activation(kernels: ModuleType, act: str, m: int = 17, dtype: torch.dt
     x = values(m, 2 * k if act in GATED else k, dtype)
     with poisoned():
         out = kernels.activate(x, act, tile=TILE)
-    y, bound = exact(act, x)
+    y, bound = quantize_activation.exact_activation(act, x)
     bound = bound + torch.finfo(dtype).eps / 2 * (y.abs() + bound) + torch.finfo(dtype).smallest_normal
     wrong = ~((out.double() - y).abs() <= bound)
     assert not wrong.any(), f"{int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
@@ -111,7 +86,7 @@ def test_every_bf16_number(act: str) -> None:
     bits = torch.arange(2**16, dtype=torch.int32)
     x = (bits << 16).view(torch.float32).bfloat16().reshape(64, 1024)
     found = quantize_activation.activate(x, act, tile=Tile(64, 1024, 4))
-    expected, bound = exact(act, x)
+    expected, bound = quantize_activation.exact_activation(act, x)
     bound = bound + 2.0**-8 * (expected.abs() + bound) + torch.finfo(torch.bfloat16).smallest_normal
     assert ((found.double() - expected).abs() <= bound)[x.isfinite()].all()
     assert not found.isfinite()[~x.isfinite()].any() and found.isnan()[x.isnan()].all()

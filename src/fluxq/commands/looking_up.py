@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import DTYPES, PATH, common_options
+from fluxq.commands.options import DTYPES, PATH, common_options, prefer_option
 from fluxq.commands.session import session_of
 
 
@@ -72,13 +72,7 @@ def env(**arguments: Any) -> None:
     metavar="N",
     help="Number of tokens that layers will see (repeatable).",
 )
-@click.option(
-    "--prefer",
-    type=click.Choice(["speed", "memory"]),
-    default="speed",
-    show_default=True,
-    help="Form of the weights where the GPU cannot multiply 4 bits, as in fluxq.prepare.",
-)
+@prefer_option
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of activations.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
 @common_options
@@ -113,13 +107,7 @@ def warmup(
 @click.command(short_help="Prove and time the kernels on this GPU; wrong ones are not used again.")
 @click.argument("output", metavar="[CHECKPOINT]", required=False)
 @click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU to prove.")
-@click.option(
-    "--prefer",
-    type=click.Choice(["speed", "memory"]),
-    default="speed",
-    show_default=True,
-    help="Form of the weights where the GPU cannot multiply 4 bits, as in fluxq.prepare.",
-)
+@prefer_option
 @click.option("--chip", metavar="NAME", help="With --interpret: the chip to prove for, as in sm_90.")
 @click.option("--interpret", is_flag=True, help="Run the kernels on the CPU, in the interpreter; nothing is timed.")
 @click.option("--share", type=PATH, metavar="FILE", help="Also write the findings as JSON for a bug report, anonymous.")

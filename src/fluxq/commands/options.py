@@ -185,6 +185,13 @@ checkpoint_options = option_group(
     click.option("--revision", help="Branch, tag or commit of a hub model; by default the one that was quantized."),
     click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
 )
+prefer_option = click.option(
+    "--prefer",
+    type=click.Choice(["speed", "memory"]),
+    default="speed",
+    show_default=True,
+    help="Form of the weights where the GPU cannot multiply 4 bits, as in fluxq.prepare.",
+)
 batch_size_option = click.option(
     "--batch-size",
     type=click.IntRange(min=1),

@@ -288,7 +288,7 @@ def _examined(
 
     Returns (scheme, m, n, k) of layers -> arguments of `dispatch.choose`.
     """
-    from fluxq.kernels.proofs import kind_of_linear
+    from fluxq.kernels.launch import kind_of_linear
 
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     linears: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -300,7 +300,7 @@ def _examined(
                 continue
             seen.add(kind)
             if launch.op == LINEAR:
-                linears[_scheme(launch), *_size(launch)] = kind_of_linear(launch.arguments, machine.chip)
+                linears[_scheme(launch), *_size(launch)] = kind_of_linear(*launch.arguments, chip=machine.chip)
             for row in _judged(launch, machine, examination.left_out, outside):
                 key = tuple(row[name] for name in ("op", "format", "scheme", "m", "n", "k"))
                 if key not in rows or (row["why"] and not rows[key]["why"]):  # of several the one that is wrong
@@ -358,14 +358,14 @@ def _judged(
 def _attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[Attempt]:
     """List the kernels, and of a layer the library's products too, that the chip has for a launch."""
     from fluxq.kernels import dispatch, proofs
-    from fluxq.kernels.launch import launcher, linear_by
+    from fluxq.kernels.launch import kind_of_linear, launcher, linear_by
 
     given = launch.arguments
     if launch.op != LINEAR:
         judge = partial(proofs.judge, launch.op, given, chip=chip, sample=_sample())
         cells = proofs.cells_of(launch.op, given, chip)
         return [Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)]
-    judged = dispatch.judged(*proofs.kind_of_linear(given, chip))
+    judged = dispatch.judged(*kind_of_linear(*given, chip=chip))
     offered = [choice for choice, why_not in judged if not why_not]
     if not offered:
         left_out[f"{launch.op} in {launch.place}"] = "; ".join(f"{c.implementation}: {why}" for c, why in judged)
