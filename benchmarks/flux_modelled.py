@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.pages import between
 from fluxq.kernels.dispatch import PROVEN, accepted_files
+from fluxq.kernels.library import LIBRARY
 from fluxq.recipes.cost import (
     QUERY_AND_KEY,
     STREAMS,
@@ -142,7 +143,8 @@ def _group(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Pre
                 yield _pass("q/k norm and rotation", (RMS + ROTATION) * y, 2 * y, 2 * y, 2 * y, 0)
     if first.role in ("qkv", "single_in"):
         both = 2 * forward.batch * forward.tokens("both") * first.k  # text and image, side by side
-        copies = (6, 2, 6, 6) if first.role == "qkv" else (2, 2, 2, 2)  # q, k and v; where it is rotated, two come free
+        # q, k and v; where those are rotated, two come free. Optimized blocks see that the one before split its output.
+        copies = (6, 2, 6, 6) if first.role == "qkv" else (2, 2, 2 * (".0." in first.name), 2)
         yield _pass("text and image joined", *(count * both for count in copies), 0)
     if first.role in ("attn_out", "text_attn_out"):
         yield _pass(ALONE, *[rounding] * 5, instructions=alone[1], alone=alone)
@@ -157,7 +159,14 @@ def _group(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Pre
         made = _concatenated(x, first.n / first.k, code, has_block_scales)
         yield replace(made, instructions=counted(CONCATENATED), alone=alone)
     if first.role in ("ff_down", "text_ff_down", "mixed_out"):
-        yield _pass("gate and residual, the last", 5 * v, 3 * v, 5 * v, 3 * v, v)
+        passes_of = (5, 3) if rounded_to is None else (_behind_product(rounded_to, chip),) * 2
+        yield _pass("gate and residual, the last", 5 * v, 3 * v, *(count * v for count in passes_of), v)
+
+
+def _behind_product(codes: Format, chip: str) -> int:
+    """Return how often a gate and a residual take the bytes of a product of codes: our kernel adds while it writes."""
+    library = LIBRARY.get(codes.name)
+    return 3 if library is not None and library.comes_first and chip in library.chips else 1
 
 
 def _concatenated(x: float, attended: float, code: float, has_block_scales: bool) -> Pass:

@@ -136,11 +136,12 @@ def product(what: str, found: Tensor, given: Product) -> Verdict:
     bound = terms * 2.0**-24 * size + lost
     if given.gelu:
         value, bound = F.gelu(value, approximate="tanh"), 1.13 * bound + 2.0**-20 * size  # 1.13: its steepest slope
+    bound = bound + 2.0**-23 * value.abs()
     if given.gate is not None:
-        value, bound = value * given.gate.double(), bound * given.gate.double().abs()
+        value, bound = value * given.gate.double(), of_dtype(value, bound, found.dtype) * given.gate.double().abs()
     if given.residual is not None:
-        value = value + given.residual.double()
-    verdict = within(what, found, value, of_dtype(value, bound + 2.0**-23 * value.abs(), found.dtype))
+        value, bound = value + given.residual.double(), of_dtype(value, bound, found.dtype)
+    verdict = within(what, found, value, of_dtype(value, bound, found.dtype))
     return worst(verdict, near(what, found, value, (0, 1))) if in_fp8 else verdict
 
 

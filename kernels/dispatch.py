@@ -166,7 +166,9 @@ def choose_product(
 ) -> Choice:
     """Choose what multiplies codes that are made already, as `choose` would: a kernel, or the library's product.
 
-    library: whether it takes such operands, and a bias is all that follows. Raises ValueError where nothing is offered.
+    library: whether it takes such operands, and nothing that must be computed in fp32 follows.
+
+    Raises ValueError where nothing is offered.
     """
     candidates = [c for c in _candidates(scheme, layout)[:-1] if library or c[0].implementation == c[1].name]
     offered = [c[0] for c in candidates if not _why_not(c, scheme, chip, m, n, k, dtype, layout)]
@@ -205,8 +207,7 @@ def _candidates(scheme: Scheme, layout: str) -> list[tuple[Choice, Op, str]]:
         candidates.append((Choice(product[0].name, activations, reason, format=product[1]), *product))
     if weights == activations and weights in LIBRARY:
         choice = Choice(LIBRARY[weights].function, weights, LIBRARY[weights].what, format=weights)
-        first = weights in ("fp8", "fp8_tensor")
-        candidates.insert(0 if first else 1, (choice, QUANTIZE_ACTIVATION, weights))
+        candidates.insert(0 if LIBRARY[weights].comes_first else 1, (choice, QUANTIZE_ACTIVATION, weights))
     decoded = "weights are decoded in the kernel, activations keep 16 bit"
     last = Choice(WEIGHT_ONLY_MATMUL.name, None, decoded, format=weights)
     return [*candidates, (last, WEIGHT_ONLY_MATMUL, weights)]

@@ -1,9 +1,11 @@
-"""Epilogue of a product, in the same pass and in fp32 to the end: y is rounded once, where separate layers round often.
+"""Epilogue of a product, in the same pass.
 
     v = v + b
     v = v + h · up^T          low-rank branch, h = x · down^T
     v = gelu(v)               tanh form
     y = residual + gate · v
+
+v is fp32 up to gelu and rounded once; gate and residual round as torch does when it multiplies and adds.
 
 A matmul's wrapper takes an `Epilogue`, its kernel ends in `finish`.
 """
@@ -22,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels.checks import check_tensor
+from fluxq.kernels.checks import EXACT, check_tensor
+from fluxq.kernels.codes import rounded
 from fluxq.kernels.compare import Product, Sample, Verdict, picked, product, taken
 from fluxq.kernels.dispatch import Choice, choose_product, layout_of, require
 from fluxq.kernels.library import library_product, library_takes
@@ -30,6 +33,7 @@ from fluxq.kernels.op import Op
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, unpack_named
+from fluxq.kernels.tiles import cdiv
 from fluxq.recipes.formats import Format, Scheme, find_format
 
 ROUNDED_WEIGHTS = 2**16  # roundings of fp32 that one to bfloat16 counts as
@@ -56,11 +60,11 @@ class Epilogue:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether a bias is all that follows."""
-        return not self.gelu and self.low_rank is None and self.gate is None and self.residual is None
+        """Tell whether what follows a bias, if anything, comes after the rounding: gate and residual."""
+        return not self.gelu and self.low_rank is None
 
-    def arguments(self, name: str, m: int, n: int, device: torch.device) -> dict[str, Any]:
-        """Return the kernel arguments that `finish` takes, by name; "y" is a new tensor (M, N).
+    def arguments(self, name: str, m: int, n: int, device: torch.device, y: Tensor | None = None) -> dict[str, Any]:
+        """Return the kernel arguments that `finish` takes, by name; y (M, N) is a new tensor if none is given.
 
         name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
         """
@@ -84,13 +88,14 @@ class Epilogue:
             check_tensor(f"{name}: gate", self.gate, (images, n), FLOATS, device)
         if self.dtype not in FLOATS:
             raise ValueError(f"{name}: dtype is {self.dtype}, expected bfloat16, float16 or float32")
-        out = torch.empty(m, n, dtype=self.dtype, device=device)
-        tensors = {"bias": self.bias, "h": h, "up": up, "gate": self.gate, "residual": self.residual, "y": out}
+        y = torch.empty(m, n, dtype=self.dtype, device=device) if y is None else y
+        tensors = {"bias": self.bias, "h": h, "up": up, "gate": self.gate, "residual": self.residual, "y": y}
         sizes = {"R": rank, "tokens": m // images}
         return tensors | sizes | {"GELU": self.gelu, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
 
 
 NOTHING = Epilogue()
+GATED_TILE = {"ROWS": 4, "COLUMNS": 512}  # of `gate_kernel`, for 4 warps
 
 
 def launch_product(
@@ -115,8 +120,19 @@ def launch_product(
         return op.kernel.multiply(x, _weight(given, names), None, epilogue, chip)
     left, w = _codes(x, given, names), _weight(given, names)
     if _chosen(left, w, given.row_scale, epilogue, chip).implementation != op.name:
-        return library_product(left, w, given.bias, dtype)
+        return gate_in_place(library_product(left, w, given.bias, dtype), epilogue)
     return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
+
+
+def gate_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """Compute residual + gate · y in place of a product y (M, N), which another library made."""
+    if epilogue.gate is None and epilogue.residual is None:
+        return y
+    (m, n), columns = y.shape, GATED_TILE["COLUMNS"]
+    given = epilogue.arguments("gate_in_place", m, n, y.device, y)
+    grid = cdiv(m, GATED_TILE["ROWS"]), cdiv(n, columns)
+    gate_kernel[grid](y, given["gate"], given["residual"], m, n, given["tokens"], **GATED_TILE, num_warps=4, **EXACT)
+    return y
 
 
 def _weight(given: ProductTensors, names: str) -> QuantizedTensor:
@@ -198,6 +214,25 @@ def rounds_weights(weights: Format, dtype: torch.dtype) -> bool:
 
 
 @triton.jit
+def gate_kernel(
+    y,  # (M, N)
+    gate,  # (M / tokens, N) or None
+    residual,  # (M, N) or None
+    M,
+    N,
+    tokens,  # of one image: rows that share a row of gate
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y = residual + gate · y."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    value = tl.load(y + rows[:, None] * N + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    finish(value, rows, columns, M, N, None, None, None, gate, residual, y, 0, tokens, False, 16)
+
+
+@triton.jit
 def finish(
     value,  # fp32, for `rows` and `columns`
     rows,  # int64
@@ -215,7 +250,10 @@ def finish(
     GELU: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """y = residual + gate · gelu(value + bias + h · up^T), for the rows below M and the columns below N."""
+    """y = residual + gate · gelu(value + bias + h · up^T), for the rows below M and the columns below N.
+
+    Gate and residual round where torch does.
+    """
     row_mask, column_mask = rows < M, columns < N
     mask = row_mask[:, None] & column_mask[None, :]
     if bias is not None:
@@ -228,9 +266,13 @@ def finish(
         value = tl.dot(left, right.T, value)
     if GELU:
         value = gelu_tanh(value)
+    if gate is not None or residual is not None:
+        value = rounded(value, y)
     if gate is not None:
         gates = tl.load(gate + (rows // tokens)[:, None] * N + columns[None, :], mask=mask, other=0.0)
         value = value * gates.to(tl.float32)
+        if gate.dtype.element_ty == y.dtype.element_ty:  # of two types torch makes fp32
+            value = rounded(value, y)
     if residual is not None:
         added = tl.load(residual + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
         value = value + added.to(tl.float32)

@@ -29,6 +29,7 @@ class LibraryProduct(NamedTuple):
     unit: that N and K are multiples of.
     chips: that have it; empty for all of NVIDIA's.
     scaling: name of its scales in F.ScalingType.
+    comes_first: whether it is preferred to our kernel where neither was timed.
     """
 
     function: str
@@ -36,6 +37,7 @@ class LibraryProduct(NamedTuple):
     unit: int
     chips: tuple[str, ...] = ()
     scaling: str = ""
+    comes_first: bool = False
 
 
 def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> str:
@@ -103,12 +105,16 @@ _BLACKWELL = ("sm_100", "sm_103")
 LIBRARY = {
     "int8": LibraryProduct(INT_MM, "the library's exact integer product", 8),
     "fp8": LibraryProduct(
-        SCALED_MM, "the library's product with a scale per row", 16, ("sm_90", *_BLACKWELL), "RowWise"
+        *(SCALED_MM, "the library's product with a scale per row", 16),
+        chips=("sm_90", *_BLACKWELL),
+        scaling="RowWise",
+        comes_first=True,
     ),
     "fp8_tensor": LibraryProduct(
         *(SCALED_MM, "the library's product with one scale", 16),
         chips=("sm_89", "sm_90", *_BLACKWELL, "sm_120"),
         scaling="TensorWise",
+        comes_first=True,
     ),
     "mxfp8": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x32"),
     "nvfp4": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x16"),

@@ -1,9 +1,9 @@
 """Torch reference of the ops that multiply quantized matrices, all folders that end in _matmul; kernels are faster.
 
-Each computes x (M, K) times w (N, K) and then, in fp32, rounded once to `dtype`:
+Each computes x (M, K) times w (N, K) and then
 
-    v = x · w^T + bias + h · up^T
-    y = residual + gate · gelu(v)
+    v = gelu(x · w^T + bias + h · up^T)      in fp32, rounded once to `dtype`
+    y = residual + gate · v                  rounded as torch does, to `dtype` in the end
 
 bias: (N,).
 h, up: (M, R) and (N, R), the low-rank branch, h = x · down^T.
@@ -104,14 +104,19 @@ def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Ten
 
 
 def _finish(value: Tensor, operands: ProductTensors, gelu: bool, dtype: torch.dtype) -> Tensor:
-    """Compute the epilogue of a product with its bias (M, N), in fp32, as the top of this file says."""
-    gate, residual = operands.gate, operands.residual
+    """Compute the epilogue of a product with its bias (M, N) in fp32, as the top of this file says."""
     if operands.h is not None and operands.up is not None:
         value = value + F.linear(operands.h.float(), operands.up.float())
     if gelu:
         value = F.gelu(value, approximate="tanh")
+    return gated(value.to(dtype), operands.gate, operands.residual)
+
+
+def gated(value: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Return residual + gate · value (M, N), in value's dtype; those that are None are left out."""
+    y = value
     if gate is not None:
-        value = value * gate.float().repeat_interleave(value.shape[0] // gate.shape[0], dim=0)
+        y = (y.unflatten(0, (gate.shape[0], -1)) * gate.unsqueeze(1)).view(value.shape)
     if residual is not None:
-        value = value + residual.float()
-    return value.to(dtype)
+        y = residual + y
+    return y.to(value.dtype)

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.tensor import unpack_named
 from fluxq.recipes.cost import ForwardPass
 from fluxq.recipes.formats import Scheme
 
@@ -312,6 +314,8 @@ def _with_other_numbers(value: Any) -> Any:
 class Bytes(TorchDispatchMode):
     """Bytes that the operators of a block read and write, but for products, attention and the tables of angles.
 
+    Of a product only what it adds its own to counts.
+
     A quantized layer that rounds its own input is a pass that rounds, and a product. paused: inside an operator.
     """
 
@@ -325,7 +329,11 @@ class Bytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.paused = before
         name = func._schema.name.partition("::")[2]
-        if self.paused or "matmul" in name or name in ("mm", "addmm", "bmm") or "scaled_dot_product" in name:
+        if name.endswith("_matmul"):
+            residual = unpack_named(ProductTensors, args[1], args[2])[0].residual
+            self.total += 0 if residual is None else residual.nbytes
+            return out
+        if self.paused or name in ("matmul", "mm", "addmm", "bmm") or "scaled_dot_product" in name:
             return out
         if name == "quantized_linear":
             x, scheme = args[0], Scheme.parse(args[2].split()[0])

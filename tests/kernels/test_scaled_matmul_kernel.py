@@ -16,6 +16,7 @@ from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from fluxq.kernels import epilogue as epilogues
 from fluxq.kernels import ops
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
@@ -133,14 +134,16 @@ def followed_by(
     if gelu:
         value = F.gelu(value, approximate="tanh")
         bound = 1.13 * bound + 2.0**-20 * size  # 1.13 is gelu's steepest slope
+    half = torch.finfo(dtype).eps / 2
+    bound += 2.0**-23 * value.abs()
     if images:
         gate = torch.randn(images, n, generator=noise).bfloat16()
         gates = gate.double().repeat_interleave(m // images, dim=0)
-        value, bound = value * gates, bound * gates.abs() + 2.0**-24 * (value * gates).abs()
+        value, bound = value * gates, (bound + half * (value.abs() + bound)) * gates.abs()
     if residual:
         added = torch.randn(m, n, generator=noise).bfloat16()
-        value = value + added.double()
-    bound += 2.0**-23 * value.abs() + torch.finfo(dtype).eps / 2 * (value.abs() + bound)
+        value, bound = value + added.double(), bound + half * (value.abs() + bound)
+    bound += half * (value.abs() + bound)
     return Epilogue(bias, low_rank, gelu, gate, added, dtype), value, bound
 
 
@@ -187,6 +190,44 @@ FOLLOWS = {
     "gate of each image and residual": {"images": 5, "residual": True},
     "all": {"rank": 16, "gelu": True, "images": 2, "residual": True},
 }
+
+
+@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gate", [torch.bfloat16, torch.float32, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_and_residual_give_the_bits_of_torch(
+    dtype: torch.dtype, gate: torch.dtype | None, residual: torch.dtype
+) -> None:
+    check_gated(scaled_matmul, dtype, gate, residual)
+
+
+def check_gated(module: Any, dtype: torch.dtype, gate: torch.dtype | None, residual: torch.dtype) -> None:
+    """A product that is gated and added in its kernel, against one that torch gates and adds."""
+    _, q, w, bias = operands("int8", 34, 70, 64)
+    noise = torch.Generator().manual_seed(8)
+    gates = None if gate is None else torch.randn(2, 70, generator=noise).to(gate)
+    added = torch.randn(34, 70, generator=noise).to(residual)
+    alone = module.scaled_matmul(q, w, epilogue=Epilogue(bias, dtype=dtype), tile=TILE)
+    follows = Epilogue(bias, gate=gates, residual=added, dtype=dtype)
+    both = module.scaled_matmul(q, w, epilogue=follows, tile=TILE)
+    gated = alone if gates is None else (alone.view(2, 17, 70) * gates[:, None]).view(34, 70)
+    expected = (added + gated).to(dtype)
+    wrong = int((both != expected).sum())
+    assert torch.equal(both, expected), f"{wrong} of {both.numel()} differ from those of torch"
+    assert torch.equal(epilogues.gate_in_place(alone, follows), expected), "those of a pass of its own differ"
+
+
+def check_gate_alone(module: Any) -> None:
+    """The pass behind a product of the library, of several tiles each way."""
+    noise = torch.Generator().manual_seed(9)
+    y, residual, gate = (torch.randn(rows, 1030, generator=noise).bfloat16() for rows in (10, 10, 2))
+    expected = residual + y * gate.repeat_interleave(5, dim=0)
+    found = module.gate_in_place(y, Epilogue(gate=gate, residual=residual))
+    assert torch.equal(found, expected), f"{int((found != expected).sum())} differ"
+
+
+def test_behind_the_product_of_a_library_they_take_one_pass() -> None:
+    check_gate_alone(epilogues)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -294,6 +335,8 @@ everything = partial(fp8, rank=5, gelu=True, images=5, residual=True)
 copied = partial(everything, tile=VARIANTS["descriptors and halves"])
 promoted = partial(everything, tile=VARIANTS["promoted each second step"])
 shared = partial(fp8, x_scales=one_scale)
+added = partial(check_gated, dtype=torch.bfloat16, gate=torch.bfloat16, residual=torch.bfloat16)
+mixed = partial(check_gated, dtype=torch.bfloat16, gate=torch.float32, residual=torch.float32)
 MATMUL, FOLLOWING = "scaled_matmul.py", "epilogue.py"
 X_SCALE = "tl.load(x_scale + rows * stride_x_scale, mask=rows < M, other=0.0)"
 W_SCALE = "value * tl.load(w_scale + columns"
@@ -323,12 +366,32 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "ranks past the end": (FOLLOWING, "(ranks < R)[None, :]", "(ranks < BLOCK_R)[None, :]", everything),
     "gate of the first image": (FOLLOWING, "rows // tokens", "rows * 0", everything),
     "gelu": (FOLLOWING, "v + 0.044715 * v * v * v", "v", everything),
+    "gate alone: tiles of columns": (FOLLOWING, "(tl.program_id(1) * COLUMNS", "(0 * COLUMNS", check_gate_alone),
+    "gate alone: tiles of rows": (FOLLOWING, "(tl.program_id(0) * ROWS", "(0 * ROWS", check_gate_alone),
     "residual dropped": (FOLLOWING, "value + added", "value + 0.0 * added", everything),
+    "not rounded before the gate": (
+        FOLLOWING,
+        "None:\n        value = rounded(value, y)",
+        "None:\n        value += 0",
+        added,
+    ),
+    "not rounded behind the gate": (
+        FOLLOWING,
+        "            value = rounded(value, y)",
+        "            value += 0",
+        added,
+    ),
+    "always rounded behind the gate": (
+        FOLLOWING,
+        "if gate.dtype.element_ty",
+        "if y.dtype.element_ty",
+        mixed,
+    ),
 }
 
 
 @pytest.mark.often(1)
-@pytest.mark.parametrize("check", [int8, fp8, everything, copied, promoted, shared])
+@pytest.mark.parametrize("check", [int8, fp8, everything, copied, promoted, shared, added, mixed])
 def test_without_a_fault_the_checks_are_green(check: Callable) -> None:
     check(scaled_matmul)
 
@@ -338,7 +401,7 @@ def test_without_a_fault_the_checks_are_green(check: Callable) -> None:
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, check = FAULTS[fault]
     faulty = beside.with_fault(file, old, new, tmp_path)
-    if file == FOLLOWING:
+    if file == FOLLOWING and check is not check_gate_alone:
         monkeypatch.setattr(scaled_matmul, "finish", faulty.finish)
         faulty = scaled_matmul
     with pytest.raises((AssertionError, InterpreterError), match=r"differ|outside every argument tensor"):

@@ -70,9 +70,12 @@ def summed_both_ways(tiles: dict[Any, tuple[str, ...]]) -> dict[Any, tuple[str, 
 
 
 def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a Cell, the argument types and the constants of what follows: a bias, or `fused` all that may, to bf16."""
-    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
-    optional = dict.fromkeys(("h", "up", "gate", "residual"), "*bf16")
+    """Of a Cell, the argument types and the constants of what follows, to bf16.
+
+    It is a bias, a gate and a residual, or `fused` all that may.
+    """
+    arguments = dict.fromkeys(("bias", "gate", "residual", "y"), "*bf16") | {"R": "i32:16", "tokens": "i32"}
+    optional = dict.fromkeys(("h", "up"), "*bf16")
     constants = {"GELU": fused, "BLOCK_R": 32}
     if fused:
         return arguments | optional, constants

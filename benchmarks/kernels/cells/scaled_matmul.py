@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles, summed_both_ways
+from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, cell_arguments, distinct_tiles, summed_both_ways
 from fluxq.kernels.checks import EXACT
+from fluxq.kernels.epilogue import GATED_TILE, gate_kernel
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul_descriptors_kernel, scaled_matmul_kernel
 from fluxq.kernels.tiles import MatmulTile
 
 
 def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: bool) -> Cell:
-    """8-bit codes with only a bias, or `fused` with everything that may follow at once."""
+    """8-bit codes with bias, gate and residual, or `fused` with everything that may follow at once."""
     code = "i8" if format == "int8" else "fp8e4nv"
     sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
     following, constants = cell_arguments(fused=fused)
@@ -40,11 +41,25 @@ def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: boo
     )
 
 
-CELLS = tuple(
-    _cell(name, tile, targets, fused=fused)
-    for name in ("int8", "fp8", "fp8_tensor")
-    for fused in (False, True)
-    for tile, targets in summed_both_ways(distinct_tiles("scaled_matmul", name, plain=not fused)).items()
-    # The hardest to fit is what matters; the plain one is compiled once for each large tile of a format's own codes.
-    if fused or (tile.m >= 128 and name != "fp8_tensor")
+# What follows a product of torch's library, in a pass of its own.
+_GATE = Cell(
+    gate_kernel,
+    "16bit gate and residual",
+    dict.fromkeys(("y", "gate", "residual"), "*bf16") | {"M": "i32", "N": "i32:16", "tokens": "i32"},
+    GATED_TILE,
+    {"num_warps": 4} | EXACT,
+    max_registers=MAX_REGISTERS,
+    elements=GATED_TILE["ROWS"] * GATED_TILE["COLUMNS"],
+)
+
+CELLS = (
+    _GATE,
+    *(
+        _cell(name, tile, targets, fused=fused)
+        for name in ("int8", "fp8", "fp8_tensor")
+        for fused in (False, True)
+        for tile, targets in summed_both_ways(distinct_tiles("scaled_matmul", name, plain=not fused)).items()
+        # The hardest to fit is what matters; the plain one once for each large tile of a format's own codes.
+        if fused or (tile.m >= 128 and name != "fp8_tensor")
+    ),
 )

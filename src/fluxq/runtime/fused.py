@@ -4,7 +4,8 @@
     q, k  = rope(norm(q)), rope(norm(k))                                 one pass
     codes = quantize(gelu(up)), quantize(silu(gate) · up)                one pass
     codes = quantize([attention, gelu(up)])                              one pass, of single blocks
-    y     = codes · W^T                                                  for each layer of the group
+    y     = codes · W^T                                                  for each layer of the group, on a GPU at once
+    y     = x + gate · (codes · W^T)                                     for the last one of the block
 
 A block keeps its modules and gets a subclass of its own class: copies, moves, hooks, adapters and saving find what they
 know. The fused forward computes the bits that the block's own would: only what rounds alike is joined. A low-rank
@@ -38,6 +39,7 @@ from fluxq.recipes.family import Family, Maker, matches
 from fluxq.recipes.fusable import FusableBlock, Stream
 from fluxq.runtime.fused_calls import CALLS, BlockInputs
 from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, takers_of, why_alone
+from fluxq.runtime.side_by_side import lay_side_by_side
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def optimize(
     family: Family,
     device: str,
     lacks: Callable[[QuantLinear, Maker], str] = lambda layer, made_by: "",
+    *,
+    side_by_side: bool = False,
 ) -> list[FusedPart]:
     """Fuse the blocks of a transformer of that family, in place; return what was done, block by block.
 
@@ -71,6 +75,7 @@ def optimize(
 
     device: type of the device that will compute.
     lacks: function of a layer and the maker of its input: why the device does not make or multiply its codes, or empty.
+    side_by_side: whether one product computes all layers that take the same codes; sums in fp32 may come out otherwise.
     """
     if not family.fusable:
         raise ValueError(
@@ -88,6 +93,9 @@ def optimize(
             _restore_block(block)
             parts.append(FusedPart(path, "block", why_not=why))
             continue
+        if side_by_side:
+            for first in fusion.groups:
+                lay_side_by_side([*takers_of(layers_of(block, fusion, first), fusion, first).values()])
         block.__dict__[FUSION_ATTRIBUTE] = fusion
         block.__class__ = fused_class(_stock(block))
         parts += _parts(path, block, fusion)

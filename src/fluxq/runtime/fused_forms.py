@@ -23,15 +23,14 @@ from fluxq.kernels import all_ops
 from fluxq.kernels.adaln_quantize.op import NormTensors, adaln_quantize
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.op import Op
-from fluxq.kernels.products import ProductTensors
+from fluxq.kernels.products import ProductTensors, gated
 from fluxq.kernels.qk_norm_rope.op import RopeTensors, qk_norm_rope
 from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activation
 from fluxq.kernels.tensor import pack_named
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
 from fluxq.runtime.fused_calls import BlockInputs
-
-_STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale")
+from fluxq.runtime.side_by_side import STORED, are_neighbours, operands_of, whole
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,7 @@ def one_stream(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor,
     q, k, v = _heads(attention, qkv, residual.shape[0])
     heads = [(*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v)]
     attended = _attention(block, fusion, fusion.row.attention, heads, inputs.mask)
-    y = _down(block, fusion, stream, up, residual.shape[0], _tokens(attended))
-    y = _clipped(residual + gate.unsqueeze(1) * y.view(residual.shape), stream)
+    y = _added(block, fusion, stream, up, (residual, gate), _tokens(attended))
     return y if inputs.text_tokens is None else (y[:, : inputs.text_tokens], y[:, inputs.text_tokens :])
 
 
@@ -198,8 +196,7 @@ def _feed_forward(
     shift, scale, last_gate = later
     norm = Normed(at(block, stream.second_norm), shift, scale, *gated)
     (up,), n = _behind_norm(block, fusion, stream.up, x, norm)
-    y = _down(block, fusion, stream, up, x.shape[0]).view(x.shape)
-    return _clipped((n + last_gate.unsqueeze(1) * y).to(x.dtype), stream)
+    return _added(block, fusion, stream, up, (n, last_gate))
 
 
 def _modulation(block: Any, stream: Stream, inputs: BlockInputs) -> tuple[Tensor, ...]:
@@ -232,10 +229,8 @@ def _behind_norm(block: Any, fusion: Fusion, first: str, x: Tensor, modulated: N
     else:  # something reads the input itself
         v, _, _, n = adaln_quantize(_tokens(x), *pack_named(tensors, Rounding()), "layer", norm.eps)
         encoded = _quantized(next(iter(takers.values())), v) if takers else None
-    ys = [
-        _product(layer, encoded, v) if path in takers else _called(layer, v, x.shape[0])
-        for path, layer in layers.items()
-    ]
+    products = _products(takers, encoded, v)
+    ys = [products[path] if path in takers else _called(layer, v, x.shape[0]) for path, layer in layers.items()]
     return ys, x if branch is None else n.view(x.shape)
 
 
@@ -244,25 +239,37 @@ def _shared(block: Any, fusion: Fusion, first: str, x: Tensor) -> list[Tensor]:
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     encoded = _quantized(next(iter(takers.values())), _tokens(x)) if takers else None
-    return [
-        _product(layer, encoded, _tokens(x)).view(*x.shape[:2], -1) if path in takers else layer(x)
-        for path, layer in layers.items()
-    ]
+    products = _products(takers, encoded, _tokens(x))
+    return [products[path].unflatten(0, x.shape[:2]) if path in takers else layer(x) for path, layer in layers.items()]
 
 
-def _down(
-    block: Any, fusion: Fusion, stream: Stream, up: Tensor, images: int, attended: Tensor | None = None
+def _added(
+    block: Any,
+    fusion: Fusion,
+    stream: Stream,
+    up: Tensor,
+    behind: tuple[Tensor, Tensor],
+    attended: Tensor | None = None,
 ) -> Tensor:
-    """Apply the feed-forward's last layer to act(up), up (M, N), or to [attended, act(up)], attended (M, D)."""
+    """Compute x + gate · y (B, S, D), of which the feed-forward's last layer makes y.
+
+    It reads act(up), up (M, N), or [attended, act(up)], attended (M, D). behind: x (B, S, D) and gate (B, D).
+    """
     ((path, layer),) = layers_of(block, fusion, stream.down).items()
+    x, gate, residual = behind[0], behind[1].contiguous(), _tokens(behind[0])
     if why_alone(fusion, path, layer):
         a = ACTS[stream.act](up)
-        return _called(layer, a if attended is None else torch.cat([attended, a], dim=1), images)
-    encoded, h = _activated(layer, up, stream.act, attended)
-    y = _multiplied(layer, encoded, up.dtype)
-    if h is not None and layer.low_rank is not None:
-        y += F.linear(h, layer.low_rank[1].to(up.dtype))
-    return y
+        y = _called(layer, a if attended is None else torch.cat([attended, a], dim=1), x.shape[0])
+        y = gated(y, gate, residual)
+    else:
+        encoded, h = _activated(layer, up, stream.act, attended)
+        if h is not None and layer.low_rank is not None:
+            y = _multiplied(layer, encoded, up.dtype)
+            y += F.linear(h, layer.low_rank[1].to(up.dtype))
+            y = gated(y, gate, residual)
+        else:
+            y = _multiplied(layer, encoded, up.dtype, None, gate, residual)
+    return _clipped(y.view(x.shape), stream)
 
 
 # --- attention
@@ -320,7 +327,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if len(parts) == 1:
+        return parts[0]
+    return whole(parts, dim) if are_neighbours(parts, dim) else torch.cat(parts, dim)
 
 
 def _clipped(x: Tensor, stream: Stream) -> Tensor:
@@ -427,23 +436,43 @@ def _codes(layer: QuantLinear, codes: Tensor, scale: Tensor, global_scale: Tenso
     return Codes(codes, scale, global_scale if stored_scale is None else stored_scale)
 
 
-def _product(layer: QuantLinear, encoded: Codes | None, x: Tensor) -> Tensor:
-    """Apply a layer to codes (M, K); its low-rank branch reads x (M, K), the input before quantizing."""
+def _products(layers: dict[str, QuantLinear], encoded: Codes | None, x: Tensor) -> dict[str, Tensor]:
+    """Apply layers to the same codes (M, K), each (M, N); low-rank branches read x (M, K), the input before quantizing.
+
+    One product computes all where their tensors lie side by side.
+    """
     if encoded is None:
-        raise RuntimeError("no codes were made for a layer that takes them")
-    y = _multiplied(layer, encoded, x.dtype)
-    if layer.low_rank is not None:
-        a, b = layer.low_rank
-        y += F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
-    return y
+        return {}
+    several = [*layers.values()]
+    stored = operands_of(several) if len(several) > 1 else None
+    if stored is None:
+        outputs = [_multiplied(layer, encoded, x.dtype) for layer in several]
+    else:
+        y = _multiplied(several[0], encoded, x.dtype, stored)
+        outputs = y.split([layer.out_features for layer in several], dim=1)
+    for layer, y in zip(several, outputs, strict=True):
+        if layer.low_rank is not None:
+            a, b = layer.low_rank
+            y += F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+    return dict(zip(layers, outputs, strict=True))
 
 
-def _multiplied(layer: QuantLinear, encoded: Codes, dtype: torch.dtype) -> Tensor:
-    """Multiply codes (M, K) by a layer's codes, and add its bias: (M, N)."""
-    stored: list[Any] = [layer.stored(name) for name in _STORED]
-    weight, weight_scale, weight_scale_2, row_scale = stored
+def _multiplied(
+    layer: QuantLinear,
+    encoded: Codes,
+    dtype: torch.dtype,
+    stored: dict[str, Tensor | None] | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute residual + gate · y (M, N), of which a layer makes y from codes (M, K); gate is (B, N).
+
+    stored: of several layers of its scheme side by side, in place of its own.
+    """
+    given: Any = {name: layer.stored(name) for name in STORED} if stored is None else stored
+    weight, weight_scale, weight_scale_2, row_scale, bias = given.values()
     scales = encoded.scale, weight_scale_2, encoded.global_scale
-    tensors = ProductTensors(weight, weight_scale, *scales, row_scale, layer.bias)
+    tensors = ProductTensors(weight, weight_scale, *scales, row_scale, bias, gate=gate, residual=residual)
     product = product_of(layer)
     if product is None:
         raise RuntimeError(f"no op multiplies codes of a {layer.scheme} layer")

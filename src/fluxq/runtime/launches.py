@@ -183,7 +183,7 @@ def _of_block(
     parent, _, name = path.rpartition(".")
     holder.add_module(parent, nn.ModuleDict({name: made}))
     try:
-        fused.optimize(holder, family, machine.device.type, lacks)
+        fused.optimize(holder, family, machine.device.type, lacks, side_by_side=True)
     except ValueError:
         return []  # the block runs its own forward, which calls its layers one by one
     noted = _Noted(path)

@@ -31,9 +31,10 @@ MANY_TOKENS = 4096  # of an image of 1024x1024
 def optimize(model: Any, *, device: str | torch.device | None = None) -> list[FusedPart]:
     """Fuse the blocks of a transformer, or of a pipeline's, in place; return what was done, part by part of each block.
 
-    Images are the same, byte for byte on a CPU. Nothing of the model is copied or changed but the class of its blocks,
-    and a block whose call the fused form does not know runs its own forward. Called again, it decides anew: after
-    `fluxq.prepare`, a move to another kind of device, or other weights.
+    Images are the same, byte for byte on a CPU. Nothing of the model changes but the class of its blocks and, on a GPU,
+    the place of weights that read the same input: they then lie side by side, and one product computes them. A block
+    whose call the fused form does not know runs its own forward. Called again, it decides anew: after `fluxq.prepare`,
+    a move to another device, or other weights.
 
     device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. Raises
     ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels.
@@ -51,7 +52,8 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
             fused.restore(part)
             parts.append(FusedPart(name, "block", why_not=why))
             continue
-        done = fused.optimize(part, families[type(part).__name__], target.type, _lacks(target))
+        family, is_there = families[type(part).__name__], next(part.parameters()).device.type == "cuda"
+        done = fused.optimize(part, family, target.type, _lacks(target), side_by_side=is_there)
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
     _report(parts)
     return parts

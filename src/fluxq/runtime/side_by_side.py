@@ -1,0 +1,99 @@
+"""Tensors that lie side by side in memory, so that several are one without a copy.
+
+layers of a group    their stored tensors: one product computes all (M, K) · (ΣN, K)^T
+tokens               of text and image, as a block leaves them that splits its output
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fluxq.kernels.linear import QuantLinear
+
+STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale", "bias")
+SWIZZLED_ROWS = 128  # that a tile of swizzled scales holds
+
+
+def lay_side_by_side(layers: Sequence[QuantLinear]) -> bool:
+    """Move the stored tensors of layers that read the same codes next to each other; tell whether one product fits all.
+
+    It does not where weights have one scale each, other formats or other global scales.
+    """
+    if len(layers) < 2 or not _are_alike(layers):
+        return False
+    if operands_of(layers) is not None:
+        return True
+    for name in STORED:
+        parameters = [layer.get_parameter(name) for layer in layers if layer._parameters.get(name) is not None]
+        if not parameters:
+            continue
+        if parameters[0].ndim == 0:  # of equal values
+            for parameter in parameters:
+                parameter.data = parameters[0].data
+            continue
+        kept = parameters[0].dtype
+        whole = torch.cat([parameter.data.contiguous().view(torch.uint8) for parameter in parameters]).view(kept)
+        for parameter, part in zip(parameters, whole.split([len(each) for each in parameters]), strict=True):
+            parameter.data = part
+    return True
+
+
+def _are_alike(layers: Sequence[QuantLinear]) -> bool:
+    first = layers[0]
+    for name in STORED:
+        tensors = [layer.stored(name) for layer in layers]
+        kinds = {None if t is None else (t.dtype, t.device, t.ndim, t.shape[1:]) for t in tensors}
+        if len(kinds) > 1:
+            return False
+        given = [t for t in tensors if t is not None]
+        if given and given[0].ndim == 0 and (name == "weight_scale" or not all(map(given[0].equal, given))):
+            return False
+    scale = first.stored("weight_scale")
+    is_swizzled = bool(first.scheme.weights.group_size) and scale is not None and scale.ndim == 1
+    if is_swizzled and any(layer.out_features % SWIZZLED_ROWS for layer in layers[:-1]):
+        return False
+    return all(layer.scheme == first.scheme for layer in layers)
+
+
+def operands_of(layers: Sequence[QuantLinear]) -> dict[str, Tensor | None] | None:
+    """Return the stored tensors of layers as those of one, by name; None where they do not lie side by side."""
+    found: dict[str, Tensor | None] = {}
+    for name in STORED:
+        parts = [layer.stored(name) for layer in layers]
+        first = parts[0]
+        if first is None:
+            found[name] = None
+            continue
+        tensors = [part for part in parts if part is not None]
+        if len(tensors) < len(parts):
+            return None
+        if first.ndim == 0:
+            if any(part.data_ptr() != first.data_ptr() for part in tensors):
+                return None
+            found[name] = first
+        elif are_neighbours(tensors, 0):
+            found[name] = whole(tensors, 0)
+        else:
+            return None
+    return found
+
+
+def are_neighbours(parts: Sequence[Tensor], dim: int) -> bool:
+    """Tell whether tensors follow one another along an axis of the same memory."""
+    return not torch.compiler.is_compiling() and all(
+        before.stride() == part.stride()
+        and before.storage_offset() + before.shape[dim] * before.stride(dim) == part.storage_offset()
+        and before.untyped_storage()._cdata == part.untyped_storage()._cdata
+        for before, part in itertools.pairwise(parts)
+    )
+
+
+def whole(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return neighbours as one tensor, of their memory."""
+    sizes = [*parts[0].shape]
+    sizes[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].as_strided(sizes, parts[0].stride())
