@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fluxq.base.console import digits
 from fluxq.kernels.tensor import QuantizedTensor
 
 FP8_SUMS = 2.0**-7  # of Σ |a · b|: what one sum of fp8 products may lose on a GPU, as beside one that is far larger
@@ -79,7 +80,7 @@ def within(what: str, found: Tensor, exact: Tensor, bound: Tensor) -> Verdict:
         return Verdict(0.0, f"{what}: empty")
     at = int(shares.argmax())
     error, allowed = float(off.reshape(-1)[at]), float(bound.expand_as(off).reshape(-1)[at])
-    return Verdict(float(shares.reshape(-1)[at]), f"{what}: off by {error:.3g}, at most {allowed:.3g} expected")
+    return Verdict(float(shares.reshape(-1)[at]), f"{what}: off by {digits(error)}, at most {digits(allowed)} expected")
 
 
 def near(what: str, found: Tensor, expected: Tensor, axes: tuple[int, ...]) -> Verdict:

@@ -4,13 +4,14 @@ A cell is an op, a format and a chip, as dispatch.py offers them; products of to
 that was wrong is not offered, and measured times order what computes the same. The file of doctor's
 
     {"kind": "fluxq doctor", "machine": {gpu, chip, driver, fluxq, torch, triton},
-     "rows": [{op, format, scheme, m, n, k, share, why, us, beside, chosen}, …]}
+     "rows": [{op, format, scheme, m, n, k, share, why, us, beside, chosen}, …],
+     "unended": {cell and shape: number of runs}}
 
 holds for that GPU with that driver and those versions alone. share: of its bound that the error takes, None where it is
 not finite. why: the cell is wrong, or empty. scheme: weights and activations of a Linear, whose times the dispatcher
-reads. us: microseconds of
-a call, None where none were measured. beside: other implementation -> its microseconds. The folder kernels/measured
-holds such files of other people's GPUs, for their times.
+reads. us: microseconds of a call, None where none were measured. beside: other implementation -> its microseconds.
+unended: what runs of doctor began and never ended, as one that was killed. The folder kernels/measured holds such files
+of other people's GPUs, for their times.
 
 Without a file nothing is read but the name of its folder.
 """
@@ -23,21 +24,23 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fluxq.base import FLUXQ_VERSION
-from fluxq.base.console import logger
+from fluxq.base.console import first_line, logger
 from fluxq.base.devices import driver, package_version
 from fluxq.base.files import read_json, write_json
+from fluxq.base.output import sole_writer
 from fluxq.kernels.tiles import chip_of
 
 KIND = "fluxq doctor"
 MEASURED = Path(__file__).parent / "measured"  # files of this form, by GPU
 Cell = tuple[str, str, str]  # (op, format, chip)
+Shape = tuple[int, int, int]  # (M, N, K): tokens, outputs and inputs of a launch
 _withdrawn: dict[Cell, str] = {}  # in this process, with the reason
 _instead: list[tuple[dict[str, Any], ...]] = []  # the last of them counts in place of this GPU's file
 
@@ -49,10 +52,17 @@ def wrong(op: str, format: str, chip: str) -> str:
     )
 
 
-def vouched(op: str, format: str, chip: str) -> bool:
-    """Tell whether the file of this GPU has the cell, and nothing against it."""
-    rows = [row for row in _rows_here(chip) if (row["op"], row["format"]) == (op, format)]
-    return bool(rows) and not any(row["why"] for row in rows)
+def vouched(op: str, format: str, chip: str, shape: Shape) -> bool:
+    """Tell whether the file of this GPU has the cell at a shape (`alike`), and nothing against it at any."""
+    return (op, format, shape) in _vouched(chip)
+
+
+def alike(m: int, n: int, k: int) -> Shape:
+    """Return the shape that stands for all that one comparison speaks of: M up to the next power of 2, N and K.
+
+    Every number of tokens at which a tile or a kernel gives way to another is such a power.
+    """
+    return 1 << max(m - 1, 0).bit_length(), n, k
 
 
 def withdraw(op: str, format: str, chip: str, why: str) -> None:
@@ -89,10 +99,12 @@ def instead(*documents: dict[str, Any]) -> Iterator[None]:
     `dispatch.forget` has to follow at the begin of the block and after its end.
     """
     _instead.append(documents)
+    _vouched.cache_clear()
     try:
         yield
     finally:
         _instead.pop()
+        _vouched.cache_clear()
 
 
 # --- the file
@@ -116,16 +128,72 @@ def file_of(machine: dict[str, str]) -> Path:
 
 def folder() -> Path:
     """Return the folder for files of doctor's: fluxq in XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fluxq"
+    cache = os.environ.get("XDG_CACHE_HOME", "")  # a relative path counts as none, by the specification
+    return Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")) / "fluxq"
 
 
-def keep(machine: dict[str, str], rows: Iterable[dict[str, Any]]) -> Path:
-    """Write rows to the file of a machine and return it. Of earlier ones those stay whose launch is not among them."""
-    file, before = file_of(machine), read(machine)
-    kept = {_launch_of(row): row for row in (*(before["rows"] if before else ()), *rows)}
-    write_json(file, document(machine, [*kept.values()]))
-    forget()
-    return file
+class Keeper:
+    """Writer of a machine's file during a run of doctor: a run that is killed loses what it was at, and names it.
+
+    why_not: the reason why nothing is written; empty while it is.
+    unended: what runs began and never ended -> number of runs.
+    """
+
+    def __init__(self, machine: dict[str, str], why_not: str = "") -> None:
+        self.machine, self.why_not, self.inside = machine, why_not, ""
+        self.ended: set[str] = set()
+        before = None if why_not else read(machine)
+        self.unended: dict[str, int] = dict(before.get("unended", {})) if before else {}
+        self.rows = {launch_of(row): row for row in before["rows"]} if before else {}
+
+    def begin(self, what: str, rows: Iterable[dict[str, Any]], *, counted: bool = True) -> None:
+        """Note what begins, and write the rows found until now. counted: whether it may not end in two runs."""
+        self.inside = what
+        if counted:
+            self.unended[what] = self.unended.get(what, 0) + 1
+            self.write(rows)
+
+    def end(self) -> None:
+        """Note that it ended, or was interrupted by the user, which says nothing about it."""
+        times = self.unended.pop(self.inside, 0)
+        if times > 1:
+            self.unended[self.inside] = times - 1
+        self.ended.add(self.inside)
+
+    def settle(self) -> None:
+        """Forget earlier runs of all that ended; of one name there may be several launches, so for the end of a run."""
+        self.unended = {what: times for what, times in self.unended.items() if what not in self.ended}
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows to the file. Of earlier ones those stay whose launch is not among them."""
+        if self.why_not:
+            return
+        self.rows |= {launch_of(row): row for row in rows}
+        try:
+            write_json(file_of(self.machine), document(self.machine, [*self.rows.values()]) | {"unended": self.unended})
+        except OSError as error:
+            self.why_not = first_line(error)
+        forget()
+
+
+@contextmanager
+def keeping(machine: dict[str, str]) -> Iterator[Keeper]:
+    """Yield the only writer of a machine's file. Of the interpreter's findings, and where it cannot, it writes nothing.
+
+    Raises RuntimeError while another run of doctor is at work on the file.
+    """
+    with ExitStack() as stack:
+        why_not = (
+            "the interpreter proves the arithmetic, not what a compiler or a GPU makes of it"
+            if machine["gpu"] == INTERPRETER
+            else ""
+        )
+        try:
+            if not why_not:
+                stack.enter_context(sole_writer(file_of(machine)))
+        except (OSError, ValueError, NotImplementedError) as error:  # the last without locks in the file system
+            why_not = first_line(error)
+        yield Keeper(machine, why_not)
 
 
 def document(machine: dict[str, str], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -154,11 +222,19 @@ def read(machine: dict[str, str]) -> dict[str, Any] | None:
 
 def forget() -> None:
     """Forget what was read of files."""
+    _vouched.cache_clear()
     _read_here.cache_clear()
     _shipped.cache_clear()
 
 
-def _launch_of(row: dict[str, Any]) -> tuple[Any, ...]:
+def told(row: dict[str, Any]) -> str:
+    """Return what a row is about in words, as "scaled_matmul fp8 fp8-fp8 at 24 x 128 x 640"."""
+    names = filter(None, (row["op"], row["format"], row["scheme"]))
+    return f"{' '.join(names)} at {row['m']} x {row['n']} x {row['k']}"
+
+
+def launch_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a row is about, cell and shape."""
     return tuple(row[name] for name in ("op", "format", "scheme", "m", "n", "k"))
 
 
@@ -173,7 +249,21 @@ def _checked(found: dict[str, Any], texts: tuple[str, ...] = ("op", "format", "s
         sound = sound and all(type(row.get(name)) is int and 0 < row[name] <= LARGEST for name in numbers)
         if not sound or not (row.get("us") is None or (isinstance(row["us"], float) and 0 < row["us"] < math.inf)):
             raise ValueError(f"one of its rows is {row}")
+    unended = found.get("unended", {})
+    if not isinstance(unended, dict) or any(type(times) is not int for times in unended.values()):
+        raise ValueError(f"unended is {unended}")
     return found
+
+
+@functools.cache
+def _vouched(chip: str) -> frozenset[tuple[str, str, Shape]]:
+    rows = _rows_here(chip)
+    wrong = {(row["op"], row["format"]) for row in rows if row["why"]}
+    return frozenset(
+        (row["op"], row["format"], alike(row["m"], row["n"], row["k"]))
+        for row in rows
+        if (row["op"], row["format"]) not in wrong
+    )
 
 
 def _rows_here(chip: str) -> list[dict[str, Any]]:

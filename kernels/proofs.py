@@ -1,8 +1,9 @@
 """Proof of launches on the GPU at hand: what was launched, compared with the torch reference.
 
 `judge` names the cells of a call that has been computed, each with its verdict; `fluxq doctor` asks for all of them.
-Without a file of doctor's, `verified` compares the first launch of each cell in a process, on a few tokens: a cell that
-is wrong is withdrawn, and the call computed anew with what is offered then, the torch reference in the end.
+`verified` compares the first launch of each cell and shape in a process, on a few tokens, unless a file of doctor's
+vouches for it: a cell that is wrong is withdrawn, and the call computed anew with what is offered then, the torch
+reference in the end.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.settings import is_strict, verification
 from fluxq.kernels import dispatch, findings, launch, ops
-from fluxq.kernels.all_ops import OPS, QUANTIZE_ACTIVATION
-from fluxq.kernels.compare import Product, Sample, Verdict, at, near, picked, product, taken
+from fluxq.kernels.all_ops import ATTENTION_FP8, OPS, QUANTIZE_ACTIVATION
+from fluxq.kernels.compare import Product, Sample, Verdict, at, near, picked, product, same, taken
 from fluxq.kernels.dispatch import TORCH, Choice
 from fluxq.kernels.epilogue import ROUNDED_WEIGHTS, rounds_weights
-from fluxq.kernels.findings import Cell
+from fluxq.kernels.findings import Cell, Shape
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
 from fluxq.recipes.formats import Scheme
 
 SLICE = Sample(tokens=16, outputs=256)  # milliseconds
-_seen: set[Cell] = set()  # compared in this process
+_seen: set[tuple[Cell, Shape]] = set()  # compared in this process
 
 
 def verified(name: str, arguments: Sequence[Any], result: Any, chip: str) -> Any:
@@ -40,19 +41,22 @@ def verified(name: str, arguments: Sequence[Any], result: Any, chip: str) -> Any
     if how == "off" or not is_on_gpu(arguments[0]) or _must_not_wait():
         return result
     cells = cells_of(name, arguments, chip)
-    if not cells or (how == "first" and all(cell in _seen or findings.vouched(*cell) for cell in cells)):
+    kinds = {cell: findings.alike(*shape_of(name, arguments, cell)) for cell in cells}
+    if not cells or (
+        how == "first" and all(kind in _seen or findings.vouched(*kind[0], kind[1]) for kind in kinds.items())
+    ):
         return result
     try:
         judged = judge(name, arguments, result, chip=chip, sample=SLICE)
     except Exception as error:  # of the comparison, memory that is short for instance: it must not stop the call
         logger.warning("%s on %s was not compared: %s", name, chip, first_line(error))
-        _seen.update(cells)
+        _seen.update(kinds.items())
         return result
     wrong = [(cell, found) for cell, found in judged if found.is_wrong]
     if wrong and not _is_comparable(name, arguments):
         logger.warning("%s on %s was not compared: its input, or the reference's result, is not finite", name, chip)
         return result
-    _seen.update(cell for cell, _ in judged)  # one behind a wrong one was not
+    _seen.update((cell, kinds[cell]) for cell, _ in judged)  # one behind a wrong one was not
     if not wrong:
         return result
     for cell, found in wrong:
@@ -89,6 +93,21 @@ def _withdraw(cell: Cell, found: Verdict) -> None:
     if is_strict():
         raise RuntimeError(f"{text}; {cure}. Strict mode falls back to nothing")
     logger.error("%s; %s", text, cure)
+
+
+def shape_of(name: str, arguments: Sequence[Any], cell: Cell) -> Shape:
+    """Return (M, N, K) of a cell in a call: tokens, outputs and inputs; of attention tokens, channels and keys."""
+    x, *rest = arguments
+    if x.ndim == 4 and name != LINEAR:
+        width = x.shape[2] * x.shape[3]
+        return x.shape[0] * x.shape[1], width, rest[0].shape[1] if name == ATTENTION_FP8.name else width
+    m, k = x.numel() // x.shape[-1], x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)  # 4-bit codes: two to a byte
+    return m, rest[0][0].shape[0] if is_product(name) and cell[0] != QUANTIZE_ACTIVATION.name else k, k
+
+
+def is_product(name: str) -> bool:
+    """Tell whether an op multiplies by a weight."""
+    return name == LINEAR or hasattr(OPS[name].kernel, "multiply")
 
 
 def cells_of(name: str, arguments: Sequence[Any], chip: str) -> tuple[Cell, ...]:
@@ -180,17 +199,54 @@ def _compare_product(
 def judge_outside(name: str, arguments: Sequence[Any], found: Any, chip: str, sample: Sample) -> Verdict:
     """Compare what a kernel that is not ours computed of an op's call; of a layer in the arithmetic of its choice.
 
-    Codes may be those of numbers that were rounded to the other side: where they are not ours, the values that they
-    stand for are compared, all together.
+    found: of the op's kind (`unlike`). Codes may be those of numbers that were rounded to the other side: where they
+    are not ours, the values that they stand for are compared, all together.
     """
     if name == LINEAR:
-        return judge_linear(_choice(arguments, chip), arguments, found, chip=chip, sample=sample)[-1][1]
+        choice = _choice(arguments, chip)
+        judged = judge_linear(choice, arguments, found, chip=chip, sample=sample)
+        if judged and judged[-1][0][0] == choice.implementation:  # neither the torch reference nor a wrong quantizer
+            return judged[-1][1]
+        return near("values", found.flatten(0, -2), REFERENCES[name](*arguments).flatten(0, -2), (0, 1))
     kernel = OPS[name].kernel
     verdict = kernel.compare(found, *arguments, chip=chip, sample=sample)
     if not verdict.is_wrong or not hasattr(kernel, "decoded"):
         return verdict
     values, expected = (kernel.decoded(made, *arguments) for made in (found, REFERENCES[name](*arguments)))
     return near("values", values, expected, (0, 1))
+
+
+def unlike(name: str, arguments: Sequence[Any], found: Any) -> str:
+    """Return how the result of a call is of another kind than the op's, in words; empty if it is not.
+
+    Compared are numbers of tensors, shapes, dtypes and devices, before anything looks inside.
+    """
+    expected = getattr(torch.ops.fluxq, name)(*tree_map_only(Tensor, lambda each: each.to("meta"), [*arguments]))
+    device = arguments[0].device
+    kinds = _kind(found, None), _kind(expected, device)
+    return "" if kinds[0] == kinds[1] else f"returned {kinds[0]}, expected {kinds[1]}"
+
+
+def _kind(value: Any, device: torch.device | None) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_kind(each, device) for each in value)})"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {(*value.shape,)} on {device or value.device}"
+
+
+def changed(arguments: Any, before: Any) -> str:
+    """Return how many tensors of a call were changed in place, in words, and give them their values back.
+
+    before: a copy of the arguments from before the call.
+    """
+    pairs = [
+        pair for pair in zip(tree_leaves(arguments), tree_leaves(before), strict=True) if isinstance(pair[1], Tensor)
+    ]
+    others = [(now, then) for now, then in pairs if same("", now, then).is_wrong]
+    for now, then in others:
+        now.data = then
+    return f"{len(others)} of its inputs changed in place" if others else ""
 
 
 def _choice(arguments: Sequence[Any], chip: str) -> Choice:

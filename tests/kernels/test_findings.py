@@ -11,6 +11,8 @@ import torch
 
 from fluxq.base import devices
 from fluxq.kernels import dispatch, findings
+from fluxq.kernels.tiles import TUNED, tuned_rows
+from fluxq.kernels.weight_only_matmul.op import LARGEST_GEMV
 from fluxq.recipes.formats import Scheme
 
 CHIP = "sm_89"
@@ -32,6 +34,18 @@ def a_gpu(monkeypatch, tmp_path) -> Iterator[None]:
     dispatch.forget()
 
 
+def keep(*rows: dict[str, Any]) -> Path:
+    """Write rows as a run of doctor does."""
+    with findings.keeping(HERE) as keeper:
+        keeper.write(rows)
+    assert not keeper.why_not
+    return findings.file_of(HERE)
+
+
+def vouched(op: str, format: str = "fp8", **shape: int) -> bool:
+    return findings.vouched(op, format, CHIP, findings.alike(*({"m": 64, "n": 96, "k": 256} | shape).values()))
+
+
 def row(op: str, format: str = "fp8", why: str = "", us: float | None = None, **shape: int) -> dict[str, Any]:
     size = {"m": 64, "n": 96, "k": 256} | shape
     return {"op": op, "format": format, "scheme": "fp8-fp8", "share": 0.5, "why": why, "us": us, **size}
@@ -44,18 +58,18 @@ def chosen(m: int = 64) -> dispatch.Choice:
 
 def test_a_cell_that_was_wrong_is_not_offered_and_the_reason_said() -> None:
     assert chosen().implementation == "scaled_matmul"
-    file = findings.keep(HERE, [row("scaled_matmul", why="off by 3")])
+    file = keep(row("scaled_matmul", why="off by 3"))
     assert file.parent.name == "fluxq" and file.name == "nvidia-l4_sm-89_570.1_0.1.0_2.11_3.6.json".replace(
         "-89", "_89"
     )
     assert chosen().implementation == "weight_only_matmul" and "not scaled_matmul: off by 3" in chosen().reason
     assert dispatch.refusal("scaled_matmul", "fp8", CHIP) == "off by 3"
     assert not dispatch.refusal("scaled_matmul", "fp8", "sm_90")
-    assert findings.vouched("scaled_matmul", "int8", CHIP) is findings.vouched("scaled_matmul", "fp8", CHIP) is False
+    assert not vouched("scaled_matmul", "int8") and not vouched("scaled_matmul")
 
 
 def test_a_wrong_quantizer_takes_every_product_behind_it_away() -> None:
-    findings.keep(HERE, [row("quantize_activation", why="off by 3")])
+    keep(row("quantize_activation", why="off by 3"))
     assert chosen().implementation == "weight_only_matmul"
     assert "activations cannot be quantized there: off by 3" in chosen().reason
 
@@ -75,18 +89,78 @@ def test_own_times_order_candidates_before_those_that_come_with_fluxq(tmp_path) 
     dispatch.forget()
     choice = dispatch.choose(scheme, CHIP, 64, 96, 256)
     assert choice.implementation == "scaled_matmul" and "1 us measured on another L4" in choice.reason
-    findings.keep(HERE, times(3.0))
+    keep(*times(3.0))
     dispatch.forget()
     assert "2 us measured on NVIDIA L4" in dispatch.choose(scheme, CHIP, 64, 96, 256).reason
 
 
 def test_later_rows_take_the_place_of_those_of_the_same_launch_alone() -> None:
-    findings.keep(HERE, [row("scaled_matmul", why="off by 3"), row("F.scaled_mm")])
-    findings.keep(HERE, [row("scaled_matmul", m=65)])
-    assert findings.wrong("scaled_matmul", "fp8", CHIP) == "off by 3"
-    findings.keep(HERE, [row("scaled_matmul")])
-    assert not findings.wrong("scaled_matmul", "fp8", CHIP) and findings.vouched("scaled_matmul", "fp8", CHIP)
-    assert findings.vouched("F.scaled_mm", "fp8", CHIP)
+    keep(row("scaled_matmul", why="off by 3"), row("F.scaled_mm"))
+    keep(row("scaled_matmul", m=65))
+    assert findings.wrong("scaled_matmul", "fp8", CHIP) == "off by 3" and not vouched("scaled_matmul", m=65)
+    keep(row("scaled_matmul"))
+    assert not findings.wrong("scaled_matmul", "fp8", CHIP) and vouched("scaled_matmul") and vouched("F.scaled_mm")
+
+
+def test_a_cell_is_vouched_for_at_the_shapes_that_were_compared_alone() -> None:
+    keep(row("scaled_matmul", m=65))
+    assert vouched("scaled_matmul", m=65) and vouched("scaled_matmul", m=128)
+    others = ({"m": 64}, {"m": 129}, {"m": 65, "n": 97}, {"m": 65, "k": 512})
+    assert not any(vouched("scaled_matmul", "fp8", **other) for other in others)
+
+
+def test_tokens_that_are_alike_have_one_tile() -> None:
+    most = {row.max_m for file in TUNED.glob("*.json") for row in tuned_rows(file.stem) if row.max_m}
+    assert most >= {1, 16, 64} and all(findings.alike(m, 1, 1)[0] == m for m in (*most, LARGEST_GEMV))
+
+
+def test_two_runs_at_once_are_one_too_many() -> None:
+    with (
+        findings.keeping(HERE) as keeper,
+        pytest.raises(RuntimeError, match="is being written by process"),
+        findings.keeping(HERE),
+    ):
+        pytest.fail("both write")
+    assert keeper.why_not == ""
+
+
+def test_a_killed_run_leaves_what_it_had_found_and_names_what_it_was_at() -> None:
+    for times in (1, 2):
+        findings.Keeper(HERE).begin("another", [row("scaled_matmul")])  # and no end
+        assert findings.Keeper(HERE).unended == {"another": times} and vouched("scaled_matmul")
+    with findings.keeping(HERE) as keeper:
+        keeper.begin("another", [])
+        keeper.end()  # one of this name, or by Ctrl-C
+        keeper.begin("a third", [row("F.scaled_mm")])
+        keeper.end()
+        keeper.write([])
+    assert findings.Keeper(HERE).unended == {"another": 2} and vouched("scaled_matmul") and vouched("F.scaled_mm")
+    with findings.keeping(HERE) as keeper:
+        keeper.begin("another", [])
+        keeper.end()
+        keeper.settle()
+        keeper.write([])
+    assert not findings.Keeper(HERE).unended
+
+
+def test_a_folder_that_cannot_be_written_is_a_reason_and_no_error(tmp_path) -> None:
+    (tmp_path / "fluxq").write_text("no folder")
+    with findings.keeping(HERE) as keeper:
+        keeper.begin("one", [])
+        keeper.write([row("scaled_matmul")])
+    assert "File exists" in keeper.why_not or "Not a directory" in keeper.why_not
+    (tmp_path / "fluxq").unlink()
+    with findings.keeping(HERE) as keeper:  # of a disk that is full in the middle
+        findings.file_of(HERE).mkdir()
+        keeper.write([row("scaled_matmul")])
+    assert "directory" in keeper.why_not
+
+
+def test_a_relative_cache_folder_counts_as_none(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for cache in ("here", "", "./cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        assert findings.folder() == tmp_path / "home" / ".cache" / "fluxq"
 
 
 @pytest.mark.parametrize(
@@ -98,19 +172,20 @@ def test_later_rows_take_the_place_of_those_of_the_same_launch_alone() -> None:
         lambda text: text.replace('"m": 64', '"m": "64"'),
         lambda text: text.replace('"why": "off by 3"', '"why": 3'),
         lambda text: text.replace('"m": 64', f'"m": {10**400}'),
+        lambda text: text.replace('"unended": {}', '"unended": {"it": "2"}'),
     ],
-    ids=["cut off", "no object", "another driver", "no number", "no text", "no size"],
+    ids=["cut off", "no object", "another driver", "no number", "no text", "no size", "no count"],
 )
 def test_a_damaged_or_foreign_file_is_named_and_left_out_of_account(damage, caplog) -> None:
-    file = findings.keep(HERE, [row("scaled_matmul", why="off by 3")])
+    file = keep(row("scaled_matmul", why="off by 3"))
     file.write_text(damage(file.read_text()))
     findings.forget()
     with caplog.at_level(logging.WARNING, "fluxq"):
         assert chosen().implementation == "scaled_matmul"
     (said,) = caplog.messages
     assert str(file) in said and "run `fluxq doctor` again" in said
-    findings.keep(HERE, [row("scaled_matmul")])  # which replaces it
-    assert findings.vouched("scaled_matmul", "fp8", CHIP)
+    keep(row("scaled_matmul"))  # which replaces it
+    assert vouched("scaled_matmul")
 
 
 def test_a_damaged_file_that_came_with_fluxq_stops_no_launch(caplog) -> None:

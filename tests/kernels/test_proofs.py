@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from fluxq.base import settings
 from fluxq.kernels import dispatch, findings, launch, proofs
@@ -198,13 +199,44 @@ def test_nothing_is_compared_in_a_graph_or_where_doctor_vouches(monkeypatch) -> 
     with monkeypatch.context() as within:
         within.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         launch.run(op, *given)
-    row = {"op": "scaled_matmul", "format": "int8", "scheme": "", "m": 1, "n": 1, "k": 1, "why": "", "us": None}
-    with findings.instead(findings.document({"gpu": "G", "chip": CHIP}, [row])):
+    shape = {"m": plans.M - 1, "n": plans.N, "k": plans.K}  # so many tokens are as good as M
+    row = {"op": "scaled_matmul", "format": "int8", "scheme": "", "why": "", "us": None}
+    with findings.instead(findings.document({"gpu": "G", "chip": CHIP}, [row | shape])):
         launch.PLANS.clear()
         launch.run(op, *given)
-    launch.PLANS.clear()
-    with pytest.raises(pytest.fail.Exception):
-        launch.run(op, *given)
+    for other in ({"m": 1}, {"n": plans.N + 1}, {"k": 2 * plans.K}):
+        launch.PLANS.clear()
+        with (
+            findings.instead(findings.document({"gpu": "G", "chip": CHIP}, [row | shape | other])),
+            pytest.raises(pytest.fail.Exception),
+        ):
+            launch.run(op, *given)
+
+
+def test_another_shape_is_compared_too(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(proofs, "judge", lambda *a, r=proofs.judge, **k: seen.append(a[1][0].shape[-2]) or r(*a, **k))
+    x, *rest = layer_call()
+    for tokens in (1, 20, 17, 1, 33):
+        launch.run("quantized_linear", x[:, :1].expand(1, tokens, -1).contiguous(), *rest)
+    assert seen == [1, 20, 33]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_result_of_another_kind_and_inputs_that_changed_are_told(call: str) -> None:
+    op, arguments = CALLS[call]
+    given = arguments(1)
+    before = tree_map_only(torch.Tensor, torch.clone, given)
+    found = launch.launcher(op)(*given, chip=CHIP)
+    assert not proofs.unlike(op, given, found) and not proofs.changed(given, before)
+    first = found if isinstance(found, torch.Tensor) else found[0]
+    for other in (first[..., :1], first.to(torch.float64), first.to("meta")):
+        told = proofs.unlike(op, given, other if first is found else (other, *found[1:]))
+        assert told.startswith("returned ") and ", expected " in told
+    assert "returned NoneType" in proofs.unlike(op, given, None)
+    given[0].zero_()
+    assert proofs.changed(given, before) == "1 of its inputs changed in place"
+    plans.assert_same(given[0], arguments(1)[0])
 
 
 def test_verification_is_one_of_three(monkeypatch) -> None:

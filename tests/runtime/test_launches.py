@@ -35,7 +35,7 @@ def test_blocks_launch_what_the_model_itself_does(family: str) -> None:
     with launches._Noted("model") as noted:
         fused_models.output(model)
     tokens = ForwardPass(row.name, image=7, text=fused_models.TEXT_TOKENS)
-    found = [one for group in launches_of(bare, row, tokens, MACHINE, lambda layer, made_by: "") for one in group]
+    found = [one for make in launches_of(bare, row, tokens, MACHINE, lambda layer, made_by: "") for one in make()]
     in_blocks = {settings(one) for one in found if one.place.partition(".")[2].isdigit()}
     assert in_blocks >= {settings(one) for one in noted.launches if one.op != LINEAR}
     layers = {settings(one) for one in found if one.op == LINEAR}
@@ -46,7 +46,7 @@ def test_blocks_launch_what_the_model_itself_does(family: str) -> None:
 def test_without_a_family_each_layer_is_launched_at_some_numbers_of_tokens() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(QuantLinear(64, 32, True, Scheme.parse("fp8-fp8"), torch.bfloat16) for _ in range(2)))
-    found = [one for group in launches_of(model, None, None, MACHINE, None, (1, 5)) for one in group]
+    found = [one for make in launches_of(model, None, None, MACHINE, None, (1, 5)) for one in make()]
     assert [(one.op, one.place, one.arguments[0].shape) for one in found] == [
         (LINEAR, "0", (1, 64)),
         (LINEAR, "0", (5, 64)),

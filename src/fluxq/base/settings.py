@@ -18,9 +18,9 @@ def configure(*, strict: bool | None = None, accumulate: str | None = None, veri
     accumulate: how fp8 products add up on Hopper. "fast", the default, keeps sums in the matrix unit, with 13 bits;
     "exact" moves partial sums to fp32 on the way. kernels/README.md has the error of both.
     verify: which launches on a GPU are compared with the torch reference, on a few tokens. "first", the default, takes
-    the first launch of each kernel and format that no file of `fluxq doctor` vouches for; "always" takes all, slowly;
-    "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode raises
-    RuntimeError. Nothing is compared while a CUDA graph is recorded.
+    the first launch of each kernel, format and shape that no file of `fluxq doctor` vouches for; "always" takes all,
+    slowly; "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode
+    raises RuntimeError. Nothing is compared while a CUDA graph is recorded.
 
     Where nothing was configured, FLUXQ_STRICT=1, FLUXQ_ACCUMULATE=exact and FLUXQ_VERIFY=always or off in the
     environment do the same, as they are when a kernel is first launched. Raises ValueError for another accumulation or

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fluxq.commands import show
 from fluxq.commands.options import DTYPES, PATH, common_options, prefer_option
 from fluxq.commands.session import session_of
+
+if TYPE_CHECKING:
+    from fluxq.jobs.doctor import Examination
 
 
 @click.command(short_help="Print what recipes make of published models: bits, sizes, memory.")
@@ -132,7 +136,8 @@ def doctor(
     between kernels of one arithmetic.
 
     Without CHECKPOINT the shapes are those of FLUX.1-dev under every shipped recipe; in the interpreter, of the
-    embedded pipeline. Exits with 0 if all is within its bounds, 1 if something was wrong, 2 without a GPU.
+    embedded pipeline. Exits with 0 if all is within its bounds, 1 if something was wrong or could not be compared, 2 if
+    the request cannot work, as without a GPU.
 
     \b
     Example:
@@ -142,21 +147,41 @@ def doctor(
     with session_of(arguments) as session:
         if interpret != (chip is not None):
             raise ValueError("--chip names the chip that --interpret stands for: give both, or neither for the GPU")
+        from fluxq.jobs import sharing
+
+        if share is not None:
+            sharing.require_place(share, output)
         if output is not None:
             session.requirements.require_local(output)
         from fluxq.jobs import doctor as job
 
-        found = job.examine(output, device=device, chip=chip, prefer=prefer, candidate=candidate, op=op)
+        request = job.request_of(output, device=device, chip=chip, prefer=prefer, candidate=candidate, op=op)
         session.start_work()
+        found = job.examine(request)
+        session.print(asdict(found), lambda: show.examined(found))
         if share is not None:
-            job.share(found, share)
-        session.print(found.describe(), lambda: show.examined(found))
-        if found.wrong:
-            names = dict.fromkeys(f"{row['op']} {row['format']}".strip() for row in found.wrong)
-            raise RuntimeError(
-                f"wrong here: {', '.join(names)}; fluxq does without them on this GPU. Please report it with the file "
-                "that --share FILE writes"
-            )
+            sharing.share(found, share)
+        if complaint := _complaint(found):
+            raise RuntimeError(complaint)
+
+
+def _complaint(found: Examination) -> str:
+    """Return why an examination is not the proof that was asked for; empty if it is."""
+    own, others = ([row for row in found.wrong if row["candidate"] is is_outside] for is_outside in (False, True))
+    parts = []
+    if own:
+        names = ", ".join(dict.fromkeys(f"{row['op']} {row['format']}" for row in own))
+        parts.append(
+            f"wrong here: {names}; {'fluxq does without on this GPU' if found.file else 'nothing is kept of it'}"
+        )
+    if others:
+        parts.append(f"wrong: the candidate {found.outside}")
+    if found.uncompared:
+        parts.append(f"{len(found.uncompared)} not compared, each with its reason above")
+    if not found.rows:
+        parts.append("nothing was compared, because nothing is launched")
+    cure = ". Please report it with the file that --share FILE writes" if own else ""
+    return "; ".join(parts) + cure
 
 
 COMMANDS = (families, env, warmup, doctor)

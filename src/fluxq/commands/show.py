@@ -528,12 +528,14 @@ def warmed(rows: list[dict[str, Any]]) -> None:
 
 def examined(found: Examination) -> None:
     """Print each kernel and shape: how near to its bound, its time, and what else computes the same."""
+    from fluxq.kernels.findings import told
+
     machine = found.machine
     echo(", ".join(f"{name} {word}" for name, word in machine.items() if word))
     header = ("op", "format", "layer", "M x N x K", "error / bound", "us", "beside", "chosen")
     rows = []
     for row in found.rows:
-        share = "none" if row["share"] is None else f"{row['share']:.2f}"
+        share = "inf" if row["share"] is None else f"{row['share']:.2f}"
         beside = ", ".join(f"{name} {us / row['us']:.2f}x" for name, us in row["beside"].items())
         us = "" if row["us"] is None else f"{row['us']:.1f}"
         shape = "{} x {} x {}".format(*(row[name] for name in "mnk"))
@@ -541,14 +543,14 @@ def examined(found: Examination) -> None:
         rows.append((row["op"], row["format"], row["scheme"], shape, share, us, beside, verdict))
     print_table(header, rows)
     for row in found.wrong:
-        echo(f"WRONG: {row['op']} {row['format']} at {row['m']} x {row['n']} x {row['k']}: {row['why']}")
-    for what, why in found.left_out.items():
-        echo(f"left out: {what}: {why}")
-    done = f"{len(found.rows)} results, {len(found.wrong)} wrong"
-    if found.file is None:
-        echo(f"{done}; the interpreter proves the arithmetic, not what a compiler or a GPU makes of it")
-    else:
-        echo(f"{done}; written to {found.file}. `beside`: their time over ours, above 1 ours is faster")
+        echo(f"WRONG: {told(row)}: {row['why']}")
+    for title, notes in (("not compared", found.uncompared), ("left out", found.left_out)):
+        for what, why in notes.items():
+            echo(f"{title}: {what}: {why}")
+    kept = f"written to {found.file}" if found.file else f"not kept: {found.not_kept}"
+    echo(f"{len(found.rows)} results, {len(found.wrong)} wrong, {len(found.uncompared)} not compared; {kept}")
+    if any(row["beside"] for row in found.rows):
+        echo("beside: their time over ours, above 1 ours is faster")
 
 
 def _psnr(check: Check | None) -> str:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,14 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fluxq
 from fluxq.base import settings
-from fluxq.base.console import first_line
-from fluxq.base.files import write_json
+from fluxq.base.console import first_line, logger, progress
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.jobs.making import quantized_components
 from fluxq.jobs.memory import forward_pass_of
 from fluxq.kernels.adaln_quantize.op import NormTensors, modulated_norm
-from fluxq.kernels.all_ops import ADALN_QUANTIZE, ATTENTION_FP8, OPS, QK_NORM_ROPE
+from fluxq.kernels.all_ops import ADALN_QUANTIZE, ATTENTION_FP8, OPS, QK_NORM_ROPE, QUANTIZE_ACTIVATION
 from fluxq.kernels.linear import placeholder
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.tensor import read_named, unpack_named
@@ -50,13 +48,13 @@ from fluxq.runtime.optimize import lacks_on
 
 if TYPE_CHECKING:  # they need Triton
     from fluxq.kernels.compare import Sample, Verdict
-    from fluxq.kernels.findings import Cell
+    from fluxq.kernels.findings import Cell, Keeper
 
 MODEL = "FLUX.1-dev"  # whose shapes are those of an examination without a checkpoint
 COMPARED = 512  # tokens of a launch, at most
 REPEATS = 10
 MOST_OPERANDS = 2 << 30  # bytes of all sets of operands that a call is timed with
-_PATHS = re.compile(r"\S*[/\\]\S*")
+MOST_ENDS = 2  # runs that may end inside a launch before it counts as wrong
 
 
 class Outside(NamedTuple):
@@ -67,20 +65,42 @@ class Outside(NamedTuple):
     function: Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Request:
+    """Order of a user, checked: the launches to prove, and the machine.
+
+    output: the checkpoint, with its quantized components on the meta device; None for a model under every recipe.
+    """
+
+    machine: Machine
+    output: str | None
+    components: dict[str, nn.Module]
+    outside: Outside | None
+
+    @property
+    def interprets(self) -> bool:
+        return self.machine.device.type == "cpu"
+
+
 @dataclass
 class Examination:
     """Findings of a run.
 
     machine: GPU, driver and versions.
+    outside: name of the candidate.
     rows: of kernels/findings.py, one for each cell and shape, with `chosen` and `candidate`.
-    left_out: what was not judged -> reason.
-    file: that the dispatcher reads; None of the interpreter.
+    left_out: what this chip has no kernel for, or could not be timed -> reason.
+    uncompared: what was launched and could not be compared -> reason.
+    file: that the dispatcher reads; None where nothing was kept, and `not_kept` says why.
     """
 
     machine: dict[str, str]
+    outside: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    file: Path | None = None
+    uncompared: dict[str, str] = field(default_factory=dict)
+    file: str | None = None
+    not_kept: str = ""
 
     @property
     def wrong(self) -> list[dict[str, Any]]:
@@ -88,19 +108,16 @@ class Examination:
         return [row for row in self.rows if row["why"]]
 
     @property
-    def document(self) -> dict[str, Any]:
-        """Content of a file: rows of our own kernels alone."""
-        from fluxq.kernels import findings
-
-        return findings.document(self.machine, [row for row in self.rows if not row["candidate"]])
-
-    def describe(self) -> dict[str, Any]:
-        """Return the examination as JSON."""
-        file = None if self.file is None else str(self.file)
-        return {"machine": self.machine, "rows": self.rows, "left_out": self.left_out, "file": file}
+    def own(self) -> list[dict[str, Any]]:
+        """Rows of what is not the candidate, and nothing about that in them."""
+        return [
+            row | {"beside": {name: us for name, us in row["beside"].items() if name != self.outside}}
+            for row in self.rows
+            if not row["candidate"]
+        ]
 
 
-def examine(
+def request_of(
     output: str | None,
     *,
     device: str = "cuda",
@@ -108,47 +125,78 @@ def examine(
     prefer: str = "speed",
     candidate: str | None = None,
     op: str | None = None,
-) -> Examination:
-    """Prove the launches of a checkpoint, or of every shipped recipe, and time them; the dispatcher reads the outcome.
+) -> Request:
+    """Check what a user asked for, before anything is computed.
 
+    output: the checkpoint; None for the shapes of FLUX.1-dev, in the interpreter of the embedded model.
     device: the GPU.
     chip: to prove for it in the interpreter, instead of on the device.
     prefer: of fluxq.prepare.
     candidate, op: `module:function` of an outside kernel that takes the arguments of the op, to be judged beside ours.
 
-    Raises ValueError without a GPU and without a chip, for an unknown chip, and for a candidate that cannot be called.
+    Raises ValueError without a GPU and without a chip, for an unknown chip, for a folder without a quantized component,
+    and for a candidate that cannot be imported or called.
     """
+    _require_candidate(candidate, op)
     machine = Machine(*_place(device, chip), prefer, torch.bfloat16)
-    outside = _outside(candidate, op)
+    components = {} if output is None else quantized_components(output)
+    outside = Outside(op, candidate, _imported(candidate)) if candidate and op else None
+    return Request(machine, output, components, outside)
+
+
+def examine(request: Request) -> Examination:
+    """Prove the launches of a checkpoint, or of every shipped recipe, and time them; the dispatcher reads the outcome.
+
+    Raises RuntimeError while another run examines the same kind of GPU.
+    """
     from fluxq.kernels import dispatch, findings
     from fluxq.kernels.interpreter import interpreting
 
-    examination = Examination(findings.machine_of(machine.device, machine.chip))
-    with findings.instead(), _unverified():  # what was wrong before is proved anew
-        dispatch.forget()
-        with interpreting(machine.chip) if chip else nullcontext():
-            launches = _launches(output, machine, examination.left_out)
-            linears = _examined(launches, machine, examination, outside)
-    with findings.instead(examination.document):
-        dispatch.forget()
-        _mark_chosen(examination, linears)
-    if chip is None:
-        examination.file = findings.keep(examination.machine, examination.document["rows"])
-    dispatch.forget()
+    machine = request.machine
+    outside = request.outside.name if request.outside else ""
+    examination = Examination(findings.machine_of(machine.device, machine.chip), outside)
+    with findings.keeping(examination.machine) as keeper:
+        for what, times in keeper.unended.items():
+            logger.warning("%s: %s", what, _ended(times))
+        try:
+            with findings.instead(), _unverified():  # what was wrong before is proved anew
+                dispatch.forget()
+                with interpreting(machine.chip) if request.interprets else nullcontext():
+                    linears = _examined(request, examination, keeper)
+            with findings.instead(findings.document(examination.machine, examination.own)):
+                dispatch.forget()
+                _mark_chosen(examination, linears)
+            if request.outside and not any(row["candidate"] for row in examination.rows) and not examination.uncompared:
+                examination.uncompared[outside] = f"no layer or block launches {request.outside.op}"
+            if not _is_lost(machine.device):
+                keeper.settle()
+        except BaseException as error:
+            keeper.end()
+            if isinstance(error, KeyboardInterrupt) and keeper.inside:
+                kept = "nothing is kept" if keeper.why_not else "what was found before is kept"
+                error.add_note(f"{kept}, it was at {keeper.inside}")
+            raise
+        finally:
+            keeper.write(examination.own)
+            dispatch.forget()
+    examination.not_kept = keeper.why_not
+    examination.file = None if keeper.why_not else str(findings.file_of(examination.machine))
     return examination
 
 
-def share(examination: Examination, file: Path) -> None:
-    """Write what was found to a file for a bug report: GPU, driver, versions and rows; no names, no paths."""
-    document = examination.document
-    rows = [row | {"why": _PATHS.sub("…", row["why"])} for row in document["rows"]]
-    write_json(file, document | {"rows": rows})
+def _ended(times: int) -> str:
+    """Return what is said of a launch that runs began and did not end."""
+    if times < MOST_ENDS:
+        return "the last run of doctor ended inside it, killed perhaps; it is tried once more"
+    return f"{times} runs of doctor ended inside it; remove the file of findings to have it tried again"
 
 
 def _place(device: str, chip: str | None) -> tuple[torch.device, str]:
     """Return the device and chip to prove for; ValueError where there is none."""
     from fluxq.kernels.tiles import CHIPS, chip_of
 
+    if find_spec("triton") is None:
+        raise ValueError("doctor proves kernels in Triton, which is not there: install triton")
     if chip is not None:
         known = [name for name in CHIPS if name.startswith("sm_")]
         if chip not in known:
@@ -164,49 +212,55 @@ def _place(device: str, chip: str | None) -> tuple[torch.device, str]:
     return where, chip_of(where)
 
 
-def _outside(name: str | None, op: str | None) -> Outside | None:
-    """Import a candidate, from the current folder too."""
-    if name is None and op is None:
-        return None
-    if name is None or op is None:
+def _require_candidate(name: str | None, op: str | None) -> None:
+    """Raise ValueError unless a candidate and its op are both named, or neither; nothing is imported."""
+    if (name is None) != (op is None):
         raise ValueError("--candidate names a function and --op the op that it computes: give both")
-    if op not in REFERENCES:
+    if op is not None and op not in REFERENCES:
         raise ValueError(f"--op {op}: expected one of {', '.join(sorted(REFERENCES))}")
+    if name is not None and not all(name.partition(":")):
+        raise ValueError(f"--candidate {name}: {CANDIDATE}")
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """Import a candidate, from the current folder too."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
     try:
-        return Outside(op, name, getattr(importlib.import_module(module), function))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--candidate {name}: {error}; give MODULE:FUNCTION, as python can import it from here"
-        ) from None
+        found = getattr(importlib.import_module(module), function)
+    except (Exception, SystemExit) as error:  # of the module's own, too
+        raise ValueError(f"--candidate {name}: {type(error).__name__}: {first_line(error)}; {CANDIDATE}") from None
+    if not callable(found):
+        raise ValueError(f"--candidate {name}: it is of type {type(found).__name__} and cannot be called; {CANDIDATE}")
+    return found
 
 
 # --- what is launched
 
 
-def _launches(output: str | None, machine: Machine, left_out: dict[str, str]) -> Iterator[list[Launch]]:
-    """Yield the launches of a checkpoint, or of a model under every shipped recipe."""
-    lacks = None
+def _launches(request: Request, left_out: dict[str, str]) -> Iterator[Callable[[], list[Launch]]]:
+    """Yield functions that make the launches of a checkpoint, or of a model under every shipped recipe."""
+    machine, lacks = request.machine, None
     try:
         lacks = lacks_on(machine.chip)
     except ValueError as error:
         left_out["fused blocks"] = first_line(error)
-    for model, family, tokens, counts in _of_checkpoint(output) if output else _of_recipes(machine):
+    subjects = _of_checkpoint(request.output, request.components) if request.output else _of_recipes(machine)
+    for model, family, tokens, counts in subjects:
         yield from launches_of(model, family, tokens, machine, lacks, counts)
 
 
 Subject = tuple[nn.Module, Family | None, ForwardPass | None, tuple[int, ...]]
 
 
-def _of_checkpoint(output: str) -> Iterator[Subject]:
+def _of_checkpoint(output: str, components: dict[str, nn.Module]) -> Iterator[Subject]:
     """Yield (model on the meta device, family, tokens of a call, tokens of a layer otherwise) of each component."""
     folder = resolve_model(output, local_files_only=True, one_model=True)
     defaults = folder.generation_defaults
     names = ("height", "width", "num_frames", "max_sequence_length")
     size = CallSize(1, *(defaults.get(name) for name in names))
-    for component, model in quantized_components(output).items():
+    for component, model in components.items():
         family = next((row for row in FAMILIES.values() if row.model == type(model).__name__), None)
         reads_text = family is not None and family.kind == "text_encoder"
         counts = (size.text or PROMPT,) if reads_text else TOKENS
@@ -233,7 +287,7 @@ def _of_recipes(machine: Machine) -> Iterator[Subject]:
     published = CatalogueModel(row)
     family = published.family
     tokens = forward_pass(family.name, dict(row.config), size, vae=vae)
-    for recipe in shipped_recipes():
+    for recipe in progress([*shipped_recipes()], "Reading recipes"):
         plan = published.plan(recipe)
         for with_all in (False, True):
             model = build_on_meta(family.library, family.model, dict(row.config))
@@ -272,7 +326,7 @@ class Attempt:
     name: of the kernel, the library's function or the candidate.
     call: of the op's arguments.
     judge: function of its result -> cells, each with a verdict.
-    cells: that are wrong if the call raises.
+    cells: that are wrong if the call raises; those of the candidate have no format.
     """
 
     name: str
@@ -280,14 +334,17 @@ class Attempt:
     judge: Callable[[Any], list[tuple[Cell, Verdict]]]
     cells: Sequence[Cell]
 
+    @property
+    def is_outside(self) -> bool:
+        return not self.cells[0][1]
 
-def _examined(
-    groups: Iterable[list[Launch]], machine: Machine, examination: Examination, outside: Outside | None
-) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+
+def _examined(request: Request, examination: Examination, keeper: Keeper) -> dict[tuple[Any, ...], tuple[Any, ...]]:
     """Judge and time launches, each kind once; one that takes the GPU down is the last.
 
     Returns (scheme, m, n, k) of layers -> arguments of `dispatch.choose`.
     """
+    from fluxq.kernels.findings import launch_of
     from fluxq.kernels.launch import kind_of_linear
 
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -295,68 +352,103 @@ def _examined(
     seen: set[Any] = set()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels of torch are not deterministic
-        for launch in (launch for group in groups for launch in group):
-            if (kind := kind_of(launch)) in seen:
-                continue
-            seen.add(kind)
-            if launch.op == LINEAR:
-                linears[_scheme(launch), *_size(launch)] = kind_of_linear(*launch.arguments, chip=machine.chip)
-            for row in _judged(launch, machine, examination.left_out, outside):
-                key = tuple(row[name] for name in ("op", "format", "scheme", "m", "n", "k"))
-                if key not in rows or (row["why"] and not rows[key]["why"]):  # of several the one that is wrong
-                    rows[key] = row
-            if _is_lost(machine.device):
-                examination.left_out["all that would follow"] = "the GPU takes no more work of this process"
-                break
-    examination.rows = [*rows.values()]
+        for make in progress([*_launches(request, examination.left_out)], "Proving layers and blocks"):
+            for launch in make():
+                if (kind := kind_of(launch)) in seen:
+                    continue
+                seen.add(kind)
+                if launch.op == LINEAR:
+                    how = kind_of_linear(*launch.arguments, chip=request.machine.chip)
+                    linears[_scheme(launch), *how[2:5]] = how
+                for row in _judged(launch, request, examination, keeper):
+                    if launch_of(row) not in rows or (row["why"] and not rows[launch_of(row)]["why"]):
+                        rows[launch_of(row)] = row  # of several the one that is wrong
+                examination.rows = [*rows.values()]
+                if _is_lost(request.machine.device):
+                    examination.uncompared["all that would follow"] = "the GPU takes no more work of this process"
+                    return linears
     return linears
 
 
-def _judged(
-    launch: Launch, machine: Machine, left_out: dict[str, str], outside: Outside | None
-) -> list[dict[str, Any]]:
-    """Return the rows of a launch; what cannot be judged is noted in left_out."""
-    from fluxq.kernels.dispatch import NoKernel
-    from fluxq.kernels.tiles import NoTile
+def _judged(launch: Launch, request: Request, examination: Examination, keeper: Keeper) -> list[dict[str, Any]]:
+    """Return the rows of a launch; what cannot be judged is noted in the examination."""
+    from fluxq.kernels.findings import told
 
+    machine = request.machine
     rows: dict[str, list[dict[str, Any]]] = {}
     calls: dict[str, Callable[..., Any]] = {}
-    attempts = _attempts(launch, machine.chip, left_out)
-    if outside is not None and outside.op == launch.op:
-        attempts.append(_outside_attempt(outside, launch, machine.chip))
-    for attempt in attempts:
-        place = f"{attempt.name} in {launch.place}"
-        try:
-            with _poisoned():
-                found = attempt.call(*launch.arguments)
-            if machine.device.type == "cuda":
-                torch.cuda.synchronize(machine.device)  # so that a fault of the kernel is raised here
-        except (NoTile, NoKernel, torch.OutOfMemoryError) as error:
-            left_out[place] = first_line(error)
-            continue
-        except Exception as error:  # whatever a kernel raises is its result here
-            if machine.device.type == "cpu" and attempt.name not in OPS and attempt.cells[0][1]:
-                left_out[place] = first_line(error)  # a library, on another device
-                continue
-            verdicts = [(cell, math.inf, f"{type(error).__name__}: {first_line(error)}") for cell in attempt.cells]
+    for attempt in _attempts(launch, request, examination.left_out):
+        what = told(_about(launch, attempt.cells[-1]))
+        if keeper.unended.get(what, 0) >= MOST_ENDS:
+            verdicts = [(cell, math.inf, _ended(keeper.unended[what])) for cell in attempt.cells]
         else:
-            try:
-                verdicts = [(cell, each.share, each.what * each.is_wrong) for cell, each in attempt.judge(found)]
-            except Exception as error:  # not of the kernel: it said nothing
-                left_out[place] = f"could not be compared: {first_line(error)}"
-                continue
+            keeper.begin(what, examination.own, counted=not attempt.is_outside)
+            verdicts = _verdicts(attempt, launch, machine, examination)
         rows[attempt.name] = [_row(launch, cell, share, why) for cell, share, why in verdicts]
-        if not any(why for *_, why in verdicts):
+        if _is_lost(machine.device):  # in this attempt, whose end is not noted
+            calls.clear()
+            break
+        keeper.end()
+        if verdicts and not any(why for *_, why in verdicts):
             calls[attempt.name] = attempt.call
-    if machine.device.type == "cuda" and calls and not _is_lost(machine.device):
-        for name, us in _times(launch, calls, machine.device, left_out).items():
-            for row in rows.get(name, ())[-1:]:  # a layer's quantizer stands before its product
+    what = f"timing of {launch.op} in {launch.place}"
+    if keeper.unended.get(what, 0) >= MOST_ENDS:
+        examination.left_out[what] = _ended(keeper.unended[what])
+    elif machine.device.type == "cuda" and calls:
+        keeper.begin(what, examination.own)
+        for name, us in _times(launch, calls, machine.device, examination.left_out).items():
+            for row in rows[name][-1:]:  # a layer's quantizer stands before its product
                 row |= {"us": us["own"], "beside": {other: each for other, each in us.items() if other != "own"}}
+        if not _is_lost(machine.device):
+            keeper.end()
     return [row for each in rows.values() for row in each]
 
 
-def _attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[Attempt]:
-    """List the kernels, and of a layer the library's products too, that the chip has for a launch."""
+def _verdicts(
+    attempt: Attempt, launch: Launch, machine: Machine, examination: Examination
+) -> list[tuple[Cell, float, str]]:
+    """Call and judge: (cell, share of its bound, what is wrong or empty); nothing of what was noted instead."""
+    from fluxq.kernels import proofs
+    from fluxq.kernels.dispatch import NoKernel
+    from fluxq.kernels.tiles import NoTile
+
+    place = f"{attempt.name} in {launch.place}"
+    before = _copied(launch.arguments)
+    try:
+        with _poisoned():
+            found = attempt.call(*tree_map_only(Tensor, lambda tensor: tensor, launch.arguments))  # in lists of its own
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize(machine.device)  # so that a fault of the kernel is raised here
+        why = proofs.unlike(launch.op, before, found)
+    except torch.OutOfMemoryError as error:
+        examination.uncompared[place] = first_line(error)
+        return []
+    except (Exception, SystemExit) as error:  # whatever a kernel raises is its result here
+        has_none = isinstance(error, (NoTile, NoKernel)) or (machine.device.type == "cpu" and attempt.name not in OPS)
+        if has_none and not attempt.is_outside:  # no kernel, or a library on another device
+            examination.left_out[place] = first_line(error)
+            return []
+        why = f"{type(error).__name__}: {first_line(error)}"
+    if not _is_lost(machine.device):
+        why = proofs.changed(launch.arguments, before) or why
+    if why:
+        return [(cell, math.inf, why) for cell in attempt.cells]
+    try:
+        return [(cell, each.share, each.what * each.is_wrong) for cell, each in attempt.judge(found)]
+    except Exception as error:  # not of the kernel: it said nothing
+        examination.uncompared[place] = first_line(error)
+        return []
+
+
+def _attempts(launch: Launch, request: Request, left_out: dict[str, str]) -> list[Attempt]:
+    """List what computes a launch: our kernels and the library's products on this chip, then the candidate."""
+    attempts = _own_attempts(launch, request.machine.chip, left_out)
+    if request.outside is not None and request.outside.op == launch.op:
+        attempts.append(_outside_attempt(request.outside, launch, request.machine.chip))
+    return attempts
+
+
+def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[Attempt]:
     from fluxq.kernels import dispatch, proofs
     from fluxq.kernels.launch import kind_of_linear, launcher, linear_by
 
@@ -364,6 +456,9 @@ def _attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[Attem
     if launch.op != LINEAR:
         judge = partial(proofs.judge, launch.op, given, chip=chip, sample=_sample())
         cells = proofs.cells_of(launch.op, given, chip)
+        if not cells:
+            left_out[f"{launch.op} in {launch.place}"] = f"{chip} has no kernel for it"
+            return []
         return [Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)]
     judged = dispatch.judged(*kind_of_linear(*given, chip=chip))
     offered = [choice for choice, why_not in judged if not why_not]
@@ -433,43 +528,31 @@ def _is_lost(device: torch.device) -> bool:
 
 def _row(launch: Launch, cell: Cell, share: float, why: str) -> dict[str, Any]:
     """Return a row of kernels/findings.py, with `chosen` and `candidate` for people."""
-    op, form, _ = cell
-    is_quantizer = launch.op == LINEAR and form and op in OPS and OPS[op].how == "memory"
-    m, n, k = _size(launch)
-    return {
-        "op": op,
-        "format": form,
-        "scheme": _scheme(launch) if launch.op == LINEAR and not is_quantizer else "",
-        "m": m,
-        "n": k if is_quantizer else n,
-        "k": k,
+    is_outside = not cell[1]
+    return _about(launch, cell) | {
         "share": round(share, 4) if math.isfinite(share) else None,
         "why": why,
         "us": None,
         "beside": {},
-        "chosen": bool(form) and not why,
-        "candidate": not form,
+        "chosen": not is_outside and not why,
+        "candidate": is_outside,
     }
+
+
+def _about(launch: Launch, cell: Cell) -> dict[str, Any]:
+    """Return the part of a row that says what it is about."""
+    from fluxq.kernels import proofs
+
+    op, form, _ = cell
+    shape = proofs.shape_of(launch.op, launch.arguments, cell)
+    scheme = _scheme(launch) if launch.op == LINEAR and op != QUANTIZE_ACTIVATION.name else ""
+    return {"op": op, "format": form, "scheme": scheme, **dict(zip("mnk", shape, strict=True))}
 
 
 def _scheme(launch: Launch) -> str:
     """Return weights and activations of a layer, as the dispatcher looks its times up."""
     scheme, _ = read_named(launch.arguments[2], Scheme.parse)
     return f"{scheme.weights.name}-{scheme.activations.name if scheme.activations else '16bit'}"
-
-
-def _size(launch: Launch) -> tuple[int, int, int]:
-    """Return (M, N, K): tokens, outputs and inputs; of attention tokens, channels and keys."""
-    x, *rest = launch.arguments
-    if x.ndim == 4 and launch.op != LINEAR:
-        width = x.shape[2] * x.shape[3]
-        return x.shape[0] * x.shape[1], width, rest[0].shape[1] if launch.op == ATTENTION_FP8.name else width
-    m, k = x.numel() // x.shape[-1], x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)  # 4-bit codes: two to a byte
-    return m, rest[0][0].shape[0] if _is_product(launch) else k, k
-
-
-def _is_product(launch: Launch) -> bool:
-    return launch.op == LINEAR or hasattr(OPS[launch.op].kernel, "multiply")
 
 
 def _mark_chosen(examination: Examination, linears: dict[tuple[Any, ...], tuple[Any, ...]]) -> None:
@@ -501,8 +584,8 @@ def _times(
         turns[BF16] = plain
     try:
         us = {name: round(each.us, 2) for name, each in timing.measure(turns, device, REPEATS).items()}
-    except RuntimeError as error:  # of what cannot be recorded in a graph
-        left_out[f"times of {launch.op} in {launch.place}"] = first_line(error)
+    except (Exception, SystemExit) as error:  # of what cannot be recorded in a graph
+        left_out[f"timing of {launch.op} in {launch.place}"] = first_line(error)
         return {}
     return {name: {"own": us[name]} | {other: us[other] for other in us if other != name} for name in calls}
 
@@ -513,9 +596,12 @@ def _copied(arguments: Any) -> Any:
 
 def _in_16_bit(launch: Launch, arguments: tuple[Any, ...]) -> Callable[[], Any] | None:
     """Return what a model in bf16 computes in the place of a launch; None where it computes nothing."""
+    from fluxq.kernels import proofs
+
     x, *rest = arguments
-    if _is_product(launch):
-        (m, n, k), how = _size(launch), {"dtype": torch.bfloat16, "device": x.device}
+    if proofs.is_product(launch.op):
+        m, n, k = proofs.shape_of(launch.op, arguments, (launch.op, "", ""))
+        how: dict[str, Any] = {"dtype": torch.bfloat16, "device": x.device}
         return partial(F.linear, torch.randn(m, k, **how), torch.randn(n, k, **how))
     if launch.op == ATTENTION_FP8.name:
         return partial(F.scaled_dot_product_attention, *(part.transpose(1, 2) for part in (x, *rest[:2])))
@@ -529,4 +615,5 @@ def _in_16_bit(launch: Launch, arguments: tuple[Any, ...]) -> Callable[[], Any] 
 
 
 BF16 = "bf16"
+CANDIDATE = "give MODULE:FUNCTION, as python can import it from here"
 PROMPT = 512  # tokens that a text encoder reads, where nothing says how many

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def launches_of(
     machine: Machine,
     lacks: Callable[[QuantLinear, Maker], str] | None,
     counts: Sequence[int] = TOKENS,
-) -> Iterator[list[Launch]]:
-    """Yield the launches of a model on the meta device, layer by layer and block by block; each kind once.
+) -> Iterator[Callable[[], list[Launch]]]:
+    """Yield functions that make the launches of a layer or a block of a model on the meta device; each kind once.
 
     family: of the model; without one, or without its tokens, layers alone are launched, at `counts` tokens each.
     lacks: of `fused.optimize`; None leaves the blocks out.
@@ -75,12 +76,12 @@ def launches_of(
         kind = layer.scheme, layer.out_features, layer.in_features, layer.bias is not None, m
         if kind not in seen:
             seen.add(kind)
-            yield [_of_layer(name, layer, m, machine)]
+            yield partial(_of_layer, name, layer, m, machine)
     if family is None or tokens is None or lacks is None:
         return
     if not family.fusable:
         for attention in (kind for kind in kinds_of(model) if isinstance(kind, AttentionKind)):
-            yield [_of_attention(attention, tokens, machine)]
+            yield partial(_of_attention, attention, tokens, machine)
     for path, block, row in _blocks(model, family):
         kind = (
             row.block,
@@ -88,7 +89,7 @@ def launches_of(
         )
         if kind not in seen:
             seen.add(kind)
-            yield _of_block(path, block, row, family, tokens, machine, lacks)
+            yield partial(_of_block, path, block, row, family, tokens, machine, lacks)
 
 
 def random_layer(like: QuantLinear, device: torch.device, dtype: torch.dtype) -> QuantLinear:
@@ -142,15 +143,15 @@ def _layers(
         yield name, layer, max(1, round(tokens.batch * tokens.tokens(stream)))
 
 
-def _of_layer(name: str, like: QuantLinear, m: int, machine: Machine) -> Launch:
+def _of_layer(name: str, like: QuantLinear, m: int, machine: Machine) -> list[Launch]:
     layer = random_layer(like, machine.device, machine.dtype)
     lay_out(layer, machine.chip, machine.prefer, None)
-    return Launch(LINEAR, (_normal(machine, m, layer.in_features), *layer.operands), name)
+    return [Launch(LINEAR, (_normal(machine, m, layer.in_features), *layer.operands), name)]
 
 
-def _of_attention(kind: AttentionKind, tokens: ForwardPass, machine: Machine) -> Launch:
+def _of_attention(kind: AttentionKind, tokens: ForwardPass, machine: Machine) -> list[Launch]:
     x = _normal(machine, tokens.batch, tokens.image, kind.heads, kind.head_size)
-    return Launch(ATTENTION_FP8.name, (x, x.flip(1), x.flip(2), None), "attention")
+    return [Launch(ATTENTION_FP8.name, (x, x.flip(1), x.flip(2), None), "attention")]
 
 
 def _normal(machine: Machine, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,0 +1,85 @@
+"""The file that `fluxq doctor --share` writes for a bug report: what was found, and nothing about who found it.
+
+It holds neither paths nor names: of the user, the host, the candidate, or the layers of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fluxq.base.files import read_json, write_json
+from fluxq.base.output import plain_path, takes_files
+
+if TYPE_CHECKING:
+    from fluxq.jobs.doctor import Examination
+
+
+def require_place(file: Path, checkpoint: str | None) -> None:
+    """Raise ValueError for a file that cannot be written, or would replace something else than such a file."""
+    place = plain_path(file)
+    if not place.parent.is_dir() or not takes_files(place.parent):
+        raise ValueError(f"--share {file}: {place.parent} is no folder one may write to; make it, or give another FILE")
+    if os.path.lexists(place) and not _is_ours(place):
+        raise ValueError(f"--share {file} exists, and is no file that --share wrote; remove it, or give another FILE")
+    if checkpoint is not None and place.resolve().is_relative_to(Path(checkpoint).expanduser().resolve()):
+        raise ValueError(f"--share {file} lies in {checkpoint}, which would be changed; give another FILE")
+
+
+def share(examination: Examination, file: Path) -> None:
+    """Write what was found to a file: GPU, driver, versions, rows, and what was left out."""
+    from fluxq.kernels import findings
+
+    rows = [row | {"why": _anonymous(row["why"])} for row in examination.own]
+    notes = {
+        name: [*dict.fromkeys(_note(what, why) for what, why in found.items() if not _is_theirs(what, examination))]
+        for name, found in (("left_out", examination.left_out), ("uncompared", examination.uncompared))
+    }
+    write_json(plain_path(file), findings.document(examination.machine, rows) | notes)
+
+
+def _is_ours(place: Path) -> bool:
+    """Tell whether `share` wrote a file; doctor's own file of findings has no `left_out`."""
+    from fluxq.kernels import findings
+
+    if place.is_symlink() or not place.is_file():
+        return False
+    with suppress(ValueError, OSError):
+        found = read_json(place)
+        return found.get("kind") == findings.KIND and "left_out" in found
+    return False
+
+
+def _is_theirs(what: str, examination: Examination) -> bool:
+    return bool(examination.outside) and what.partition(" in ")[0] == examination.outside
+
+
+def _note(what: str, why: str) -> str:
+    return f"{what.partition(' in ')[0]}: {_anonymous(why)}"  # without the layer
+
+
+def _anonymous(text: str) -> str:
+    """Return a text without paths and without the names of user and host.
+
+    What follows an absolute path goes too, for its folders may have blanks in their names.
+    """
+    for pattern in _PATHS:
+        text = pattern.sub("…", text)
+    names = [Path.home().name, *platform.node().split(".")[:1]]
+    with suppress(KeyError, OSError):  # a user without a name
+        names.append(getpass.getuser())
+    for name in filter(None, names):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "…", text)
+    return text
+
+
+_PATHS = (
+    re.compile(r"""(["'`])(?:(?!\1).)*[/\\](?:(?!\1).)*\1"""),  # between quotes
+    re.compile(r"(?<![^\s(=:,])(?:~\w*|[A-Za-z]:|\w+:/)?[/\\]+[^\s/\\].*"),  # absolute
+    re.compile(r"\S*[/\\]\S*"),
+)
