@@ -261,6 +261,7 @@ def test_nothing_else_is_replaced_by_the_file_to_share(what: str, plain_checkpoi
     elif what == "pipe":
         os.mkfifo(place)
     elif what == "link":
+        sharing.share(doctor.Examination({}), tmp_path / "elsewhere")
         place.symlink_to("elsewhere")
     elif what == "no folder":
         place = tmp_path / "absent" / "there"
