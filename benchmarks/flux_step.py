@@ -352,7 +352,7 @@ def pinned_attention(device: torch.device) -> dict[str, Any]:
 
 def is_part(case: workloads.Case, row: Row) -> bool:
     """Tell whether a row's step may launch what a case launches, by the formats that this multiplies or makes."""
-    if case.op in ("attention", "dequantize"):
+    if case.op in ("attention", "dequantize", "gradient"):
         return case.op == "attention" and case.scheme == row.attention
     return {*case.scheme.replace("-", " ").split()} <= {"16bit", "static", "beside", *FORMATS_OF[row.recipe]}
 

@@ -304,6 +304,24 @@ FAULTS: dict[str, Fault] = {
             "test_a_wrong_kernel_is_withdrawn_at_its_first_launch_and_the_call_computed_anew",
         ),
     ),
+    "input_gradient: scales of rows left out of the codes": Fault(
+        "kernels/input_gradient/op.py",
+        "quantize_activation(grad.float() * row_scale(q), FORMATS[codes])",
+        "quantize_activation(grad.float(), FORMATS[codes])",
+        _in("kernels/test_input_gradient_kernel.py", "test_codes_cost_a_gradient_what_8_bit_cost[int8]"),
+    ),
+    "input_gradient: one global scale for all rows": Fault(
+        "kernels/input_gradient/kernel.py",
+        "tl.load(global_scale + w_rows, mask=ns < N, other=0.0)",
+        "tl.load(global_scale + w_rows * 0, mask=ns < N, other=0.0)",
+        _in("kernels/test_input_gradient_kernel.py", "test_a_global_scale_of_each_row_is_part_of_the_weight"),
+    ),
+    "input_gradient: no reference where no kernel is": Fault(
+        "kernels/launch.py",
+        "if is_strict() or not (error.was_wrong or (name in OPS and OPS[name].or_reference)):",
+        "if is_strict() or not error.was_wrong:",
+        _in("kernels/test_input_gradient_kernel.py", "test_what_has_no_kernel_takes_the_reference_and_says_why"),
+    ),
     "dispatch: a chip without the product": Fault(
         "kernels/library.py",
         '16, ("sm_90", *_BLACKWELL), "RowWise"',

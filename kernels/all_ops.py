@@ -9,6 +9,7 @@ from fluxq.kernels.adaln_quantize.op import OP as ADALN_QUANTIZE
 from fluxq.kernels.attention.op import OP as ATTENTION_FP8
 from fluxq.kernels.block_scaled_matmul.op import OP as BLOCK_SCALED_MATMUL
 from fluxq.kernels.dequantize.op import OP as DEQUANTIZE
+from fluxq.kernels.input_gradient.op import OP as INPUT_GRADIENT
 from fluxq.kernels.op import Op
 from fluxq.kernels.qk_norm_rope.op import OP as QK_NORM_ROPE
 from fluxq.kernels.quantize_activation.op import OP as QUANTIZE_ACTIVATION
@@ -27,6 +28,7 @@ OPS = {
         BLOCK_SCALED_MATMUL,
         W4A8_MATMUL,
         WEIGHT_ONLY_MATMUL,
+        INPUT_GRADIENT,
         DEQUANTIZE,
     )
 }

@@ -1,8 +1,8 @@
 """Launches of fluxq's ops on a GPU, in place of their torch references; op.py registers them.
 
 `quantized_linear` takes the choice of dispatch.py, which always has one. The other ops are one kernel each, or for a
-product of codes the library's, and raise ValueError on a chip that has none. Called with a chip, all of them also run
-on an interpreter.
+product of codes the library's, and raise ValueError on a chip that has none, unless their row says `or_reference`.
+Called with a chip, all of them also run on an interpreter.
 """
 
 from __future__ import annotations
@@ -69,11 +69,14 @@ def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
 
 
 def computed_by(name: str, arguments: Sequence[Any], chip: str) -> Any:
-    """Launch an op; where only a kernel that was found wrong could compute it, its torch reference does."""
+    """Launch an op; where only a kernel that was found wrong could compute it, its torch reference does.
+
+    So it does for an op that says so of chips without a kernel.
+    """
     try:
         return launcher(name)(*arguments, chip=chip)
     except NoKernel as error:
-        if not error.was_wrong or is_strict():
+        if is_strict() or not (error.was_wrong or (name in OPS and OPS[name].or_reference)):
             raise
         _say_reference(name, str(error))
     return REFERENCES[name](*arguments)

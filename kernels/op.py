@@ -28,6 +28,7 @@ class Op:
         "memory" moves data and multiplies little.
     elsewhere: reason why some chips have no tiles.
     folder: its name unless given.
+    or_reference: whether its torch reference takes the place of a kernel that a chip lacks; others raise ValueError.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Op:
     how: str
     elsewhere: str = ""
     folder: str = ""
+    or_reference: bool = False
 
     @property
     def file(self) -> str:

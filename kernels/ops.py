@@ -22,6 +22,7 @@ that of fp8 and int8. Without one they follow from each token's amax, fp8_tensor
 from __future__ import annotations
 
 import functools
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.base import devices
+from fluxq.base.settings import gradients
 from fluxq.kernels import encode
 from fluxq.kernels.op import launches_on_gpu
 from fluxq.kernels.reencode import reencode
@@ -131,23 +133,34 @@ def _save_for_backward(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     """Return dL/dx = dL/dy · dy/dx, with the weight that the codes stand for; rounding of z counts as the identity."""
     operands, scheme = LinearTensors(*ctx.saved_tensors), ctx.parsed
-    lora_a, lora_b, decoded = operands.lora_a, operands.lora_b, operands.decoded
+    lora_a, lora_b = operands.lora_a, operands.lora_b
     _, smooth, basis, out = operands.steps
-    w = QuantizedTensor.stored(*operands[:3], scheme.weights).unswizzled()
+    rows = grad.reshape(-1, grad.shape[-1])  # (M, N)
     grad_x = None
     if ctx.needs_input_grad[0]:
         with no_autocast(grad):
-            plain = w.operand() if decoded is None else decoded
-            grad_z = hadamard_transform(grad.float() @ plain, scheme.hadamard)  # H is its own transpose
+            # What steps follow is in fp32 to the end, so that it is rounded once.
+            grad_z = _times_weight(rows, operands, scheme, torch.float32 if scheme.is_transformed else grad.dtype)
+            grad_z = hadamard_transform(grad_z, scheme.hadamard)  # H is its own transpose
             if basis is not None and out is not None:
                 p = basis.float()
-                grad_z = grad_z - (grad_z @ p.T) @ p + (grad.float() @ out.float()) @ p
+                grad_z = grad_z - (grad_z @ p.T) @ p + (rows.float() @ out.float()) @ p
             grad_x = (grad_z if smooth is None else grad_z * smooth.float()).to(grad.dtype)
             if lora_a is not None and lora_b is not None:
-                grad_x += (grad @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
+                grad_x += (rows @ lora_b.to(grad.dtype)) @ lora_a.to(grad.dtype)
+            grad_x = grad_x.reshape(*grad.shape[:-1], grad_x.shape[1])
     needs = dict(zip(ctx.names, ctx.needs_input_grad[1], strict=True))
-    grads = [grad.reshape(-1, w.shape[0]).sum(0) if name == "bias" and needs[name] else None for name in ctx.names]
+    grads = [rows.sum(0) if name == "bias" and needs[name] else None for name in ctx.names]
     return grad_x, grads, None
+
+
+def _times_weight(grad: Tensor, operands: LinearTensors, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    """Return grad (M, N) times the weight (N, K) that the codes stand for: (M, K) of dtype, rounded once."""
+    if operands.decoded is not None:
+        return (grad.float() @ operands.decoded).to(dtype)
+    op = importlib.import_module("fluxq.kernels.input_gradient.op")  # whose reference needs this file
+    formats = op.formats_of(scheme.weights.name, in_8_bit=gradients() == "8bit")
+    return op.input_gradient(grad, *operands[:3], formats, dtype)
 
 
 quantized_linear.register_autograd(_backward, setup_context=_save_for_backward)

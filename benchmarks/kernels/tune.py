@@ -396,6 +396,10 @@ SEARCHES = (
         )
         for name, also in (("nvfp4", ()), ("fp8", ("fp8_tensor",)), ("int8", ()), ("mxfp4", ()))
     ),
+    *(
+        Search("input_gradient", name, Case("gradient", name, "input_gradient"), BIG, DECODED, also=also)
+        for name, also in (("nvfp4", ("mxfp4",)), ("fp8", ("int8", "fp8_tensor", "mxfp8")), ("int4", ()))
+    ),
     Search(
         "scaled_matmul",
         "fp8",

@@ -50,7 +50,8 @@ TOLERANCE = 1e-2  # |result - reference| / |reference|: bf16 rounds by .002, a w
 class Case:
     """op: "linear" takes 16-bit activations, with quantization and bias; "matmul" takes codes; the others are kernels.
 
-    scheme: of a Linear or product, as recipes spell it; of other kernels the format, "16bit" for none. implementation:
+    scheme: of a Linear or product, as recipes spell it; of a gradient the op's formats; of other kernels the format,
+    "16bit" for none. implementation:
     an op, a library's product, "F.linear", or the kernel; of a library's a way may follow: "F.scaled_mm exact". shared:
     Linears of one input, which is quantized once.
     """
@@ -105,6 +106,10 @@ def why_not(case: Case, chip: str) -> str:
         scheme = Scheme.parse(case.scheme)
         decoded = f"-{scheme.activations.name}" if case.implementation == "w4a8_matmul" and scheme.activations else ""
         return dispatch.refusal(case.implementation, scheme.weights.name + decoded, chip)
+    if case.op == "gradient":
+        weights, _, codes = case.scheme.partition("-")
+        refused = dispatch.refusal(case.implementation, weights, chip)
+        return refused or (dispatch.refusal("scaled_matmul", codes, chip) if codes else "")
     if case.implementation == "attention_fp8":
         return dispatch.refusal("attention_fp8", "128", chip)
     return ""
@@ -354,6 +359,24 @@ def _dequantize(case: Case, shape: Shape, device: torch.device, chip: str) -> Wo
     return Work(call, lambda: w.dequantize(), 0.0, _size(w, call()), None)
 
 
+def _gradient(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
+    """With respect to the input of a Linear, of gradients (M, N) in 16 bit or as codes."""
+    m, n, k = shape
+    weights, _, codes = case.scheme.partition("-")
+    grad, w = _normal(m, n, device=device), QuantizedTensor.quantize(_normal(n, k, device=device) * k**-0.5, weights)
+    given = grad, w.codes, w.scale, w.global_scale, case.scheme, torch.bfloat16
+
+    def call() -> Tensor:
+        return launch.launcher(case.implementation)(*given, chip=chip)
+
+    def expected() -> Tensor:
+        if not codes:
+            return grad.float() @ w.dequantize()
+        return _quantized(grad.float() * w.scale, codes).dequantize() @ w.codes.float()
+
+    return Work(call, expected, 2.0 * m * n * k, _size(grad, w) + 2 * m * k, codes or "bf16")
+
+
 def _plain_tile(kernel: str, name: str, chip: str, m: int) -> Tile:
     tile = find_tile(kernel, name, chip, m)
     if not isinstance(tile, Tile):
@@ -391,6 +414,7 @@ BUILDERS: dict[str, Callable[[Case, Shape, torch.device, str], Work]] = {
     "qk_norm_rope": _qk,
     "attention": _attention,
     "dequantize": _dequantize,
+    "gradient": _gradient,
 }
 
 BASELINE = Case("linear", "16bit", "F.linear")
@@ -430,7 +454,8 @@ ATTENTIONS = (
     Case("attention", "fp8", "attention_fp8"),
 )
 DECODERS = (*(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),)
-CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, *DECODERS)
+GRADIENTS = tuple(Case("gradient", name, "input_gradient") for name in ("fp8-fp8", "int8-int8", "fp8", "int4", "nvfp4"))
+CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, *DECODERS, *GRADIENTS)
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}  # the faster first, where both are
 RATED_PRODUCTS = (
     BASELINE,
@@ -455,7 +480,7 @@ LAYERS = (  # (N, K) of FLUX.1
 def sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     """Shapes of FLUX.1, each with the cases to compare there."""
     for m in TOKENS:
-        yield (m, 3072, 3072), (*LINEARS, *SHARED)
+        yield (m, 3072, 3072), (*LINEARS, *SHARED, *GRADIENTS)
         for n, k in LAYERS[1:]:
             yield (m, n, k), LINEARS
         for k in (3072, 12288):
@@ -470,7 +495,7 @@ def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     """Every kernel, and library's product that the dispatcher may choose, at shapes of FLUX.1-dev; fp8 comes first."""
     products = (*(case for case in LINEARS if case != BASELINE),)
     sweep = (
-        ((4608, 12288, 3072), products),
+        ((4608, 12288, 3072), (*products, *GRADIENTS)),
         ((1, 18432, 3072), (*(case for case in products if case.implementation != "torch._int_mm"),)),
         ((4608, 3072, 3072), (*NORMS, ATTENTIONS[1], *QUANTIZERS)),
         ((4608, 12288, 12288), ACTS),
@@ -518,7 +543,7 @@ def tiny_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
 def _kinds() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """One case of each operation and implementation: of products, of the others."""
     products = {(case.op, case.implementation): case for case in reversed(LINEARS) if case != BASELINE}
-    others = {case.op: case for case in (*QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS)}
+    others = {case.op: case for case in (*QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS, *GRADIENTS)}
     return tuple(products.values()), tuple(others.values())
 
 

@@ -73,6 +73,14 @@ def heads(seed: int) -> tuple:
     return q, k, *pack_named(rope.RopeTensors(cos, sin)), 1e-6, True, False, 2
 
 
+def gradient(formats: str) -> Callable[[int], tuple]:
+    def arguments(seed: int) -> tuple:
+        w = QuantizedTensor.quantize(tokens(seed + 1, N, K).float(), formats.partition("-")[0])
+        return tokens(seed, M, N), w.codes, w.scale, w.global_scale, formats, torch.bfloat16
+
+    return arguments
+
+
 CALLS: dict[str, tuple[str, Callable[[int], tuple]]] = {
     "codes": ("quantize_activation", lambda seed: (tokens(seed), *packed_steps("fp8", act="gelu_tanh"))),
     "blocks": ("quantize_activation", lambda seed: (tokens(seed), *packed_steps("nvfp4", swizzled=True))),
@@ -83,6 +91,8 @@ CALLS: dict[str, tuple[str, Callable[[int], tuple]]] = {
     "integers": ("scaled_matmul", product("int8")),
     "layer": ("quantized_linear", layer("fp8-fp8")),
     "16-bit activations": ("quantized_linear", layer("nvfp4-16bit")),
+    "gradient": ("input_gradient", gradient("fp8")),
+    "gradient as codes": ("input_gradient", gradient("fp8-fp8")),
 }
 
 

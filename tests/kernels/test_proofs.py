@@ -76,6 +76,12 @@ FAULTS = {
     ),
     "the modulation of the first image": ("adaln_quantize", "images = rows // tokens", "images = rows * 0", "norm"),
     "rotated as if the image came first": ("qk_norm_rope", "cos += (position + s) * D", "cos += s * D", "heads"),
+    "a gradient without scales": (
+        "input_gradient",
+        "right = right * tl.load(scale + w_rows",
+        "right = right + 0 * tl.load(scale + w_rows",
+        "gradient",
+    ),
     "another gelu": ("quantize_activation", 'if ACT == "gelu_tanh"', 'if ACT == "none"', "codes"),
 }
 

@@ -1,4 +1,4 @@
-"""Settings of a process: strict mode, how fp8 products accumulate on Hopper, which launches are compared."""
+"""Settings of a process: strict mode, sums of fp8 on Hopper, which launches are compared, bits of gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import os
 
 ACCUMULATIONS = ("fast", "exact")
 VERIFICATIONS = ("first", "always", "off")
+GRADIENTS = ("16bit", "8bit")
 _set: dict[str, bool | str] = {}
 _changes = 0
 
 
-def configure(*, strict: bool | None = None, accumulate: str | None = None, verify: str | None = None) -> None:
+def configure(
+    *,
+    strict: bool | None = None,
+    accumulate: str | None = None,
+    verify: str | None = None,
+    gradients: str | None = None,
+) -> None:
     """Set how kernels are chosen in this process; an argument left out stays as it is.
 
     strict: whether a GPU without a kernel for a scheme as it is written raises an error. Without strict it falls back
@@ -21,16 +28,24 @@ def configure(*, strict: bool | None = None, accumulate: str | None = None, veri
     the first launch of each kernel, format and shape that no file of `fluxq doctor` vouches for; "always" takes all,
     slowly; "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode
     raises RuntimeError. Nothing is compared while a CUDA graph is recorded.
+    the first launch of each kernel and format that no file of `fluxq doctor` vouches for; "always" takes all, slowly;
+    "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode raises
+    RuntimeError. Nothing is compared while a CUDA graph is recorded.
+    gradients: what a layer's backward pass multiplies with its weight. "16bit", the default, takes the gradient as it
+    comes; "8bit" rounds it to codes of the weight's own kind where that is fp8 or int8, each token by its own scale, so
+    that 8-bit matrix units multiply. Weights of other formats, and GPUs without such units, keep 16 bit.
 
-    Where nothing was configured, FLUXQ_STRICT=1, FLUXQ_ACCUMULATE=exact and FLUXQ_VERIFY=always or off in the
-    environment do the same, as they are when a kernel is first launched. Raises ValueError for another accumulation or
-    verification.
+    Where nothing was configured, FLUXQ_STRICT=1, FLUXQ_ACCUMULATE=exact, FLUXQ_VERIFY=always or off and
+    FLUXQ_GRADIENTS=8bit in the environment do the same, as they are when a kernel is first launched. Raises ValueError
+    for another value.
     """
     global _changes
     if accumulate is not None:
         _set["accumulate"] = _checked(accumulate, "accumulate", ACCUMULATIONS)
     if verify is not None:
         _set["verify"] = _checked(verify, "verify", VERIFICATIONS)
+    if gradients is not None:
+        _set["gradients"] = _checked(gradients, "gradients", GRADIENTS)
     if strict is not None:
         _set["strict"] = bool(strict)
     _changes += 1  # last: what is chosen until now is not to be taken for a choice by the new settings
@@ -54,6 +69,11 @@ def accumulation() -> str:
 def verification() -> str:
     """Return "first", "always" or "off": by the last `configure`, else by the environment."""
     return _chosen("verify", VERIFICATIONS)
+
+
+def gradients() -> str:
+    """Return "16bit" or "8bit": by the last `configure`, else by the environment."""
+    return _chosen("gradients", GRADIENTS)
 
 
 def _chosen(name: str, choices: tuple[str, ...]) -> str:
