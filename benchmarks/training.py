@@ -292,7 +292,7 @@ def tables(found: dict[str, Any]) -> str:
     )
     head = f"one Linear of FLUX.1-dev, M x N x K = {' x '.join(map(str, found['shape']))}"
     lines += ["", *_table((head, "allocated, MB"), ((row["way"], f"{row['mb']:.0f}") for row in found["layer"]))]
-    columns = ("forward, ms", "backward", "gradients as codes", "decoded to fp32 first", "over bf16", "as codes")
+    columns = ("forward, ms", "backward", "of codes", "decoded to fp32 first", "both over bf16", "both, of codes")
     lines += ["", *_table(("modelled", *columns), map(_times, found["modelled"]))]
     return "\n".join(lines)
 
