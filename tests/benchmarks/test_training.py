@@ -1,4 +1,4 @@
-"""What training costs: tables are those of the committed file, times those of the model, and bytes are counted."""
+"""Tests of the tables on training: from the committed file and the model; and of how bytes are counted."""
 
 import pytest
 import torch
