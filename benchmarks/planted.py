@@ -308,7 +308,7 @@ FAULTS: dict[str, Fault] = {
         "kernels/input_gradient/op.py",
         "quantize_activation(grad.float() * row_scale(q), FORMATS[codes])",
         "quantize_activation(grad.float(), FORMATS[codes])",
-        _in("kernels/test_input_gradient_kernel.py", "test_codes_cost_a_gradient_what_8_bit_cost[int8]"),
+        _in("kernels/test_input_gradient.py", "test_codes_cost_a_gradient_what_8_bit_cost[int8]"),
     ),
     "input_gradient: one global scale for all rows": Fault(
         "kernels/input_gradient/kernel.py",
@@ -320,7 +320,7 @@ FAULTS: dict[str, Fault] = {
         "kernels/launch.py",
         "if is_strict() or not (error.was_wrong or (name in OPS and OPS[name].or_reference)):",
         "if is_strict() or not error.was_wrong:",
-        _in("kernels/test_input_gradient_kernel.py", "test_what_has_no_kernel_takes_the_reference_and_says_why"),
+        _in("kernels/test_input_gradient.py", "test_what_has_no_kernel_takes_the_reference_and_says_why"),
     ),
     "dispatch: a chip without the product": Fault(
         "kernels/library.py",

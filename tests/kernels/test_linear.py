@@ -298,6 +298,24 @@ def test_gradients_flow_through_the_low_rank_branch():
     torch.testing.assert_close(x.grad, pull @ layer.dequantized(torch.float32).weight)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["fp8", "nvfp4", "int4"])
+def test_on_a_gpu_a_backward_pass_decodes_no_weight_to_memory(weights):
+    n, k = 4096, 2048
+    w = QuantizedTensor.quantize(torch.randn(n, k), weights)
+    layer = QuantLinear.from_quantized(w, None, Scheme.parse(f"{weights}-16bit"), None).to("cuda")
+    pull = torch.randn(64, n).bfloat16()
+    for _ in range(2):  # the first launch is compared, which decodes
+        x = torch.zeros(64, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        y, given = layer(x), pull.to("cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y.backward(given)
+    assert torch.cuda.max_memory_allocated() - before < n * k
+    expected = pull.double() @ w.dequantize().double()
+    assert (x.grad.double().cpu() - expected).norm() < 5e-3 * expected.norm()
+
+
 def test_a_low_rank_pair_that_does_not_fit_is_refused():
     layer, *_ = layer_and_input("fp8-fp8", True, torch.bfloat16, (1, K))
     a, b = low_rank_pair(RANK)
