@@ -313,6 +313,7 @@ def test_on_a_gpu_a_backward_pass_decodes_no_weight_to_memory(weights):
         y.backward(given)
     assert torch.cuda.max_memory_allocated() - before < n * k
     expected = pull.double() @ w.dequantize().double()
+    assert x.grad is not None
     assert (x.grad.double().cpu() - expected).norm() < 5e-3 * expected.norm()
 
 
