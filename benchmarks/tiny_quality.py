@@ -398,7 +398,8 @@ def quality_table(found: Mapping[str, Any]) -> str:
         cells = [_named(row["recipe"]), f"{row['bits_per_weight']:.2f}", f"{size:.0%}", _interval(row["psnr_db"])]
         cells.append(f"{row['latent_sqnr_db'][0]:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
-    also = "*+ fp8 attention*: the same checkpoint, [self-attention](docs/gpu.md#attention-in-fp8) from fp8 codes too."
+    where = "docs/gpu.md#attention-in-fp8-or-int8"
+    also = f"*+ fp8 attention*: the same checkpoint, [self-attention]({where}) from fp8 codes too."
     return "\n".join([*lines, "", also, _images(found), "", "On the same prompts, paired:", "", *_claims(found)])
 
 

@@ -18,9 +18,9 @@ from fluxq.recipes.formats import FEATURES, Scheme
 if TYPE_CHECKING:
     from torch import nn
 
-Attention = Literal["16bit", "fp8"]
+Attention = Literal["16bit", "fp8", "int8"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-BACKEND = "fluxq_fp8"  # name of attention in fp8 in diffusers' attention dispatcher
+BACKENDS: dict[Attention, str] = {"fp8": "fluxq_fp8", "int8": "fluxq_int8"}  # names in diffusers' attention dispatcher
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
 
@@ -77,8 +77,8 @@ class QuantizationConfig:
     attention: arithmetic of self-attention.
     steps: those kept in 16 bit (runtime/steps.py).
 
-    Loading requires neither attention nor steps: where fp8 cannot be had 16 bit is nearer to the original, and a model
-    alone has no steps.
+    Loading requires neither attention nor steps: where its codes cannot be had 16 bit is nearer to the original, and a
+    model alone has no steps.
     """
 
     layers: dict[str, list[str]]
@@ -169,7 +169,13 @@ def _steps(value: Any) -> Steps | None:
 
 
 def attention_of(model: nn.Module) -> Attention:
-    """Return the arithmetic of a model's self-attention: "fp8" if a processor has that backend, else "16bit"."""
+    """Return the arithmetic of a model's self-attention: of the first processor with one of BACKENDS, else "16bit"."""
     processors = (getattr(module, "processor", None) for module in model.modules())
-    backends = (getattr(processor, "_attention_backend", None) for processor in processors)
-    return "fp8" if BACKEND in backends else "16bit"
+    chosen: list[Attention] = [attention for each in processors if (attention := attention_by(each))]
+    return chosen[0] if chosen else "16bit"
+
+
+def attention_by(processor: Any) -> Attention | None:
+    """Return the arithmetic whose backend an attention processor has; None if it has none of BACKENDS."""
+    backend = getattr(processor, "_attention_backend", None)
+    return next((attention for attention, name in BACKENDS.items() if name == backend), None)

@@ -268,12 +268,20 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
 
 
 def attention_route(attention: Attention, chip: str) -> Route:
-    """Return the way in which a chip computes self-attention: in fp8 if it multiplies that, or in 16 bit."""
+    """Return the way in which a chip computes self-attention: in fp8 or int8 if it multiplies those, or in 16 bit.
+
+    With int8 the product with v, half of the work, is in fp8, or in 16 bit where the chip has none: all of it is then
+    priced as fp8 or as 16 bit.
+    """
     arithmetic = NATIVE.get(chip, {}).get("fp8")
     if attention == "16bit":
         return Route("bf16", None, None, False, "16 bit")
+    if arithmetic is None and attention == "int8" and "int8" in NATIVE.get(chip, {}):
+        return Route("bf16", FORMATS["int8"], None, False, "int8, p and v in 16 bit, timed as 16 bit")
     if arithmetic is None:
         return Route("bf16", None, None, False, "16 bit: the chip does not multiply fp8")
+    if attention == "int8":
+        return Route(arithmetic, FORMATS["int8"], None, False, "int8, p and v in fp8, timed as fp8")
     how = "" if arithmetic == "fp8" else f", by the chip's {arithmetic} instruction"
     return Route(arithmetic, FORMATS["fp8"], None, False, f"fp8{how}")
 

@@ -128,7 +128,8 @@ class Override(Strict):
 class Component(Strict):
     """Settings for one pipeline component.
 
-    attention: fp8 computes self-attention, q k^T and its product with v, from fp8 codes that are made at run time.
+    attention: fp8 computes self-attention, q k^T and its product with v, from fp8 codes that are made at run time; int8
+        takes q and k in int8.
     """
 
     weights: Operand

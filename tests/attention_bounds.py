@@ -1,11 +1,12 @@
-"""The bound of attention in fp8: what fp32 sums in any order can make of the same codes.
+"""The bound of attention from 8-bit codes: what fp32 sums in any order can make of the same codes.
 
 The order in which fp32 sums are added up is left open, and so are the last bits of 2^x. With codes given, the output
 has no bits to compare but a bound for each element: if fp32 makes p wrong by a relative δ at most, then
 
     E4M3(p (1 - δ)) <= E4M3(p computed) <= E4M3(p (1 + δ))        because rounding is monotone
 
-and o lies between the sums that these two make, but for the rounding of sum, acc and o.
+and o lies between the sums that these two make, but for the rounding of sum, acc and o. fp16 in the place of E4M3
+changes nothing of it.
 """
 
 import math
@@ -25,7 +26,8 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
 
     With u = 2^-24, the rounding of fp32, and m the running maximum of a key's block:
 
-        e = |factor| · D · u · Σ|q k| + 4u |t|                   error of t: a sum of D exact products, and factors
+        e = |factor| · D · u · Σ|q k| + 4u |t|                   error of t: a sum of D exact products, and factors;
+                                                                 the sum of int8's is exact
         δ = ln 2 · (e + max e + 2u (|t - m| + 8)) + 2^-21        relative error of p: t, m, two sums, 2^x itself
         ε = 2 · (blocks · (2^-21 + max e) + keys · u)            of the corrections' product, and of sums over keys
 
@@ -34,11 +36,12 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
     """
     u = 2.0**-24
     q, k, v = (x.double() for x in (operands.q[:, :, :queries], operands.k[:, :, :keys], operands.v[..., :keys].mT))
-    q_scale = operands.q_scale.double().repeat_interleave(QUERY_BLOCK, 2)[:, :, :queries, None]
+    share, terms = (1, 0) if operands.q.dtype == torch.int8 else (QUERY_BLOCK, operands.q.shape[-1])
+    q_scale = operands.q_scale.double().repeat_interleave(share, 2)[:, :, :queries, None]
     k_scale = operands.k_scale.double().repeat_interleave(KEY_BLOCK, 2)[:, :, None, :keys]
     factor = log2_scale * q_scale * k_scale  # (B, H, S, Skv), as all that follows
     t = factor * (q @ k.mT)
-    e = factor.abs() * q.shape[-1] * u * (q.abs() @ k.abs().mT) + 4 * u * t.abs()
+    e = factor.abs() * terms * u * (q.abs() @ k.abs().mT) + 4 * u * t.abs()
     worst = e.amax(-1, keepdim=True)
     blocks = -(-keys // KEY_BLOCK)
     order = sorted(range(blocks), key=lambda block: block < keys // KEY_BLOCK)  # one that is not full comes first
@@ -48,7 +51,7 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
     m = m.repeat_interleave(KEY_BLOCK, -1)[..., :keys]
     p = torch.exp2(t - m + P_EXPONENT)
     delta = math.log(2) * (e + worst + 2 * u * ((t - m).abs() + P_EXPONENT)) + 2.0**-21
-    low, high = (decode(encode((p * side).float(), E4M3), E4M3) for side in (1 - delta, 1 + delta))
+    low, high = (_rounded((p * side).float(), operands.v.dtype) for side in (1 - delta, 1 + delta))
     weight = torch.exp2(m - last)
     total = (weight * p).sum(-1, keepdim=True)
     middle, half = weight * (low + high).double() / 2, weight * (high - low).double() / 2
@@ -59,3 +62,7 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
     rounding = torch.finfo(dtype)
     error += rounding.eps / 2 * (o.abs() + error) + rounding.smallest_normal * rounding.eps
     return o.transpose(1, 2), error.transpose(1, 2)
+
+
+def _rounded(p: Tensor, dtype: torch.dtype) -> Tensor:
+    return decode(encode(p, E4M3), E4M3) if dtype == torch.float8_e4m3fn else p.to(dtype).float()

@@ -243,10 +243,10 @@ def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:
         reasons.append(f"{registers} registers, limit {cell.max_registers}")
     if shared > chip.shared:
         reasons.append(f"{shared} bytes of shared memory, limit {chip.shared}")
-    if cell.tensor_core:
-        wanted = MATRIX_INSTRUCTIONS[chip.backend][cell.tensor_core]
+    for kind in (cell.tensor_core or "").split():
+        wanted = MATRIX_INSTRUCTIONS[chip.backend][kind]
         if not any(re.match(wanted, name) for name in instructions):
-            reasons.append(f"no {cell.tensor_core} matrix instruction")
+            reasons.append(f"no {kind} matrix instruction")
     if serialized := (measured.get("remarks") or "").replace(WAITS, "").strip(", "):
         reasons.append(f"ptxas serializes matrix instructions ({serialized})")
     return CompiledCell(
@@ -315,6 +315,7 @@ def _check_names(option: str, names: tuple[str, ...], choices: Any) -> None:
 MATRIX_INSTRUCTIONS = {
     "cuda": {
         "bf16": r"(H|HG|UTCH)MMA",
+        "fp16": r"(H|HG|UTCH)MMA",
         "int8": r"(I|IG|UTCI)MMA",
         "fp8": r"(Q|QG|UTCQ)MMA",
         "mxfp8": r"QMMA\.SF|UTCQMMA",
@@ -323,6 +324,7 @@ MATRIX_INSTRUCTIONS = {
     },
     "hip": {
         "bf16": r"v_(mfma|wmma)_f32_\w*bf16",
+        "fp16": r"v_(mfma|wmma)_f32_\w*_f16",
         "int8": r"v_(mfma|wmma)_i32_\w*i(8|u8)",
         "fp8": r"v_(mfma|wmma)_f32_\w*(fp8|f8f6f4)",
         "mxfp8": r"v_mfma_scale_f32_\w*f8f6f4",

@@ -1,8 +1,9 @@
-"""Attention with fp8 codes on the GPU: q, k and v to codes, then one pass over all keys for each tile of queries.
+"""Attention with 8-bit codes on the GPU: q, k and v to codes, then one pass over all keys for each tile of queries.
 
 Formulas, roundings and layouts are those of kernels/attention/op.py. Codes and scales are the reference's bytes for the
 means of k that the kernels find, which differ in the order of their sums; o is within the bound that
-tests/attention_bounds.py states. Logits and weights never leave the processor.
+tests/attention_bounds.py states. Logits and weights never leave the processor. The types of q and v say which row of
+CODES a launch computes.
 
 The bound takes sums of fp8 products to be fp32's. Hopper's matrix units hold fewer bits: with `acc_split` that is so
 for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's. Each block of keys
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from fluxq.kernels import dispatch, findings
 from fluxq.kernels.attention import op as reference
-from fluxq.kernels.attention.op import KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands
+from fluxq.kernels.attention.op import CODES, HEAD_SIZES, KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands, format_of
 from fluxq.kernels.checks import EXACT, as_bytes, check_device
 from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step
 from fluxq.kernels.compare import Sample, Verdict, near
@@ -30,52 +31,68 @@ from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.scaled_matmul.kernel import add_product
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
 
-HEAD_SIZES = (64, 128)
-
 
 def attention_fp8(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, tile: MatmulTile, quantize_tile: Tile
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    codes: str = "fp8",
+    *,
+    tile: MatmulTile,
+    quantize_tile: Tile,
 ) -> Tensor:
     """Compute attention of q (B, S, H, D) to k and v (B, Skv, H, D), any strides but the last; contiguous (B, S, H, D).
 
     D is one of HEAD_SIZES. Raises ValueError for tensors that the kernels do not take.
 
     scale: of the logits, None for 1 / √D.
+    codes: a row of CODES.
     tile: m queries, n = KEY_BLOCK keys, k = D.
     quantize_tile: rows are tokens, a divisor of both blocks; its columns hold a head.
     """
-    _check_input(q, k, v)
+    _check_input(q, k, v, codes)
     if not q.shape[0] * q.shape[1] * q.shape[2]:
         raise ValueError(f"attention_fp8: q {(*q.shape,)} is empty, so there is nothing to launch; return it")
-    operands = quantize_operands(q, k, v, tile=quantize_tile)
+    operands = quantize_operands(q, k, v, codes, tile=quantize_tile)
     return attend(operands, q.shape[1], k.shape[1], reference.logit_scale(q, scale), q.dtype, tile=tile)
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -> Tensor:
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str) -> Tensor:
     """Launch the op on a chip; ValueError where it has no kernel."""
-    reference.check_attention(q, k, v)
+    reference.check_attention(q, k, v, codes)
     if not q.numel():
         return q.new_empty(q.shape)
-    d = str(q.shape[3])
-    if why := dispatch.refusal(OP.name, d, chip):
+    d, form = q.shape[3], format_of(codes, q.shape[3])
+    if why := dispatch.refusal(OP.name, form, chip):
         raise dispatch.NoKernel(
-            f"attention_fp8: no kernel for heads of {d} elements on {chip} ({why}); compute attention in "
+            f"attention_fp8: no kernel for {codes} and heads of {d} elements on {chip} ({why}); compute attention in "
             "16 bit: fluxq.set_attention(model, '16bit')",
-            was_wrong=bool(findings.wrong(OP.name, d, chip)),
+            was_wrong=bool(findings.wrong(OP.name, form, chip)),
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    tile = find_matmul_tile(OP.file, d, chip, q.shape[1])
+    tile = find_matmul_tile(OP.file, form, chip, q.shape[1])
     quantize_tile = find_memory_tile(OP.file, f"quantize {d}", chip, q.shape[1])
-    return attention_fp8(q, k, v, scale, tile=tile, quantize_tile=quantize_tile)
+    return attention_fp8(q, k, v, scale, codes, tile=tile, quantize_tile=quantize_tile)
 
 
-def cells(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str) -> tuple[tuple[str, str], ...]:
+def cells(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str
+) -> tuple[tuple[str, str], ...]:
     """Return the (op, format) that a chip must have for a call."""
-    return ((OP.name, str(q.shape[3])),)
+    return ((OP.name, format_of(codes, q.shape[3])),)
 
 
 def compare(
-    found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, chip: str, sample: Sample
+    found: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    codes: str = "fp8",
+    *,
+    chip: str,
+    sample: Sample,
 ) -> Verdict:
     """Compare the result of a call with the reference: the norm of each head, of all its queries.
 
@@ -83,12 +100,12 @@ def compare(
     """
     if sample.tokens is not None:
         q, found, k, v = q[:, :QUERY_BLOCK, :2], found[:, :QUERY_BLOCK, :2], k[:, :, :2], v[:, :, :2]
-    return near("heads", found, REFERENCES[OP.name](q, k, v, scale), axes=(1, 3))
+    return near("heads", found, REFERENCES[OP.name](q, k, v, scale, codes), axes=(1, 3))
 
 
-def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operands:
+def quantize_operands(q: Tensor, k: Tensor, v: Tensor, codes: str = "fp8", *, tile: Tile) -> Operands:
     """Compute `quantize_operands` of kernels/attention/op.py in four launches."""
-    _check_input(q, k, v)
+    _check_input(q, k, v, codes)
     b, s, h, d = q.shape
     keys = k.shape[1]
     if tile.columns != d or QUERY_BLOCK % tile.rows or KEY_BLOCK % tile.rows:
@@ -98,17 +115,19 @@ def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operand
         )
     check_device("attention_fp8", q.device)
     query_blocks, key_blocks = cdiv(s, QUERY_BLOCK), cdiv(keys, KEY_BLOCK)
+    how, is_int8 = CODES[codes], CODES[codes].qk.element.is_integer
+    of_tokens = torch.int8 if is_int8 else torch.float8_e4m3fn
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     out = Operands(
-        q=new(b, h, query_blocks * QUERY_BLOCK, d, dtype=torch.float8_e4m3fn),
-        q_scale=new(b, h, query_blocks),
-        k=new(b, h, key_blocks * KEY_BLOCK, d, dtype=torch.float8_e4m3fn),
+        q=new(b, h, query_blocks * QUERY_BLOCK, d, dtype=of_tokens),
+        q_scale=new(b, h, query_blocks * QUERY_BLOCK // how.queries),
+        k=new(b, h, key_blocks * KEY_BLOCK, d, dtype=of_tokens),
         k_scale=new(b, h, key_blocks),
         k_mean=new(b, h, d),
-        v=new(b, h, d, key_blocks * KEY_BLOCK, dtype=torch.float8_e4m3fn),
+        v=new(b, h, d, key_blocks * KEY_BLOCK, dtype=how.pv),
         v_scale=new(b, h, d),
     )
     options = {"ROWS": tile.rows, "num_warps": tile.warps} | EXACT
@@ -116,13 +135,14 @@ def quantize_operands(q: Tensor, k: Tensor, v: Tensor, *, tile: Tile) -> Operand
         k, v, out.k_mean, out.v_scale, keys, h, *k.stride()[:3], *v.stride()[:3],
         D=d, CHANNELS=CHANNELS, **options,
     )  # fmt: skip
-    for x, mean, codes, scale, block, blocks in (
-        (q, None, out.q, out.q_scale, QUERY_BLOCK, query_blocks),
-        (k, out.k_mean, out.k, out.k_scale, KEY_BLOCK, key_blocks),
+    for x, mean, tokens, scale, block, blocks, per_token in (
+        (q, None, out.q, out.q_scale, QUERY_BLOCK, query_blocks, how.queries == 1),
+        (k, out.k_mean, out.k, out.k_scale, KEY_BLOCK, key_blocks, False),
     ):
         quantize_tokens_kernel[(blocks, b * h)](
-            x, mean, as_bytes(codes), scale, x.shape[1], h, *x.stride()[:3], D=d, BLOCK=block, **options
-        )
+            x, mean, as_bytes(tokens), scale, x.shape[1], h, *x.stride()[:3],
+            D=d, BLOCK=block, INT8=is_int8, PER_TOKEN=per_token, **options,
+        )  # fmt: skip
     quantize_values_kernel[(key_blocks * KEY_BLOCK // tile.rows, b * h)](
         v, out.v_scale, as_bytes(out.v), keys, key_blocks * KEY_BLOCK, h, *v.stride()[:3], D=d, **options
     )
@@ -174,8 +194,8 @@ def constants_of(tile: MatmulTile) -> dict[str, int | float | bool]:
     }
 
 
-def _check_input(q: Tensor, k: Tensor, v: Tensor) -> None:
-    reference.check_attention(q, k, v)
+def _check_input(q: Tensor, k: Tensor, v: Tensor, codes: str) -> None:
+    reference.check_attention(q, k, v, codes)
     if q.shape[3] not in HEAD_SIZES:
         raise ValueError(
             f"attention_fp8: heads have {q.shape[3]} elements, expected one of {', '.join(map(str, HEAD_SIZES))}: "
@@ -231,7 +251,7 @@ def quantize_tokens_kernel(
     x,  # (B, S, H, D)
     mean,  # (B, H, D) fp32 or None
     codes,  # (B, H, blocks · BLOCK, D) bytes
-    scale,  # (B, H, blocks) fp32
+    scale,  # (B, H, blocks) fp32, PER_TOKEN (B, H, blocks · BLOCK)
     S,
     H,
     stride_b,
@@ -239,25 +259,35 @@ def quantize_tokens_kernel(
     stride_h,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    INT8: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """code = RNE((x - mean) / scale), scale = amax / 448 of BLOCK tokens of one head; zeros after the last token."""
+    """code = RNE((x - mean) / scale) of BLOCK tokens of one head; zeros after the last token.
+
+    scale = amax / 448, with INT8 / 127; of all the tokens, or of each one.
+    """
+    LARGEST: tl.constexpr = 127.0 if INT8 else 448.0
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, D)
     x += head // H * stride_b + head % H * stride_h
-    amax = tl.zeros((ROWS,), tl.int32)
-    for part in tl.static_range(BLOCK // ROWS):
-        tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        values = load_tokens(x, mean, head, tokens, S, stride_s, D)
-        amax = tl.maximum(amax, tl.max(magnitude_bits(values), 1))
-    step = row_step(tl.max(amax, 0), 448.0)
-    tl.store(scale + head * tl.num_programs(0) + block, step)
+    if not PER_TOKEN:
+        amax = tl.zeros((ROWS,), tl.int32)
+        for part in tl.static_range(BLOCK // ROWS):
+            tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            values = load_tokens(x, mean, head, tokens, S, stride_s, D)
+            amax = tl.maximum(amax, tl.max(magnitude_bits(values), 1))
+        step = row_step(tl.max(amax, 0), LARGEST)
+        tl.store(scale + head * tl.num_programs(0) + block, step)
     codes += head * tl.num_programs(0) * BLOCK * D
     for part in tl.static_range(BLOCK // ROWS):
         tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         values = load_tokens(x, mean, head, tokens, S, stride_s, D)
-        code = encode(quotient(values, step, False), "e4m3")
+        if PER_TOKEN:
+            step = row_step(tl.max(magnitude_bits(values), 1), LARGEST)[:, None]
+            tl.store(scale + head * tl.num_programs(0) * BLOCK + tokens[:, None], step)
+        code = encode(quotient(values, step, False), "int8" if INT8 else "e4m3")
         tl.store(codes + tokens[:, None] * D + columns[None, :], code.to(tl.uint8))
 
 
@@ -276,7 +306,7 @@ def load_tokens(x, mean, head, tokens, S, stride_s, D: tl.constexpr):
 def quantize_values_kernel(
     v,  # (B, S, H, D)
     scale,  # (B, H, D) fp32
-    codes,  # (B, H, D, padded) bytes
+    codes,  # (B, H, D, padded) bytes, or fp16
     S,
     padded,
     H,
@@ -286,22 +316,26 @@ def quantize_values_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """code = RNE(v / scale) of ROWS tokens of one head, stored with tokens side by side."""
+    """code = RNE(v / scale) of ROWS tokens of one head, in E4M3 or fp16, stored with tokens side by side."""
     tokens = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, D)
     values = load_tokens(v + head // H * stride_b + head % H * stride_h, None, head, tokens, S, stride_s, D)
-    code = encode(quotient(values, tl.load(scale + head * D + columns)[None, :], False), "e4m3").to(tl.uint8)
+    values = quotient(values, tl.load(scale + head * D + columns)[None, :], False)
+    if codes.dtype.element_ty == tl.float16:
+        code = values.to(tl.float16)
+    else:
+        code = encode(values, "e4m3").to(tl.uint8)
     tl.store(codes + (head * D + columns)[:, None] * padded + tokens[None, :], code.T)
 
 
 @triton.jit
 def attention_fp8_kernel(
-    q,  # (B, H, S padded, D) fp8
-    q_scale,  # (B, H, blocks) fp32
-    k,  # (B, H, Skv padded, D) fp8
+    q,  # (B, H, S padded, D) fp8 or int8
+    q_scale,  # (B, H, blocks) fp32, of int8 (B, H, S padded)
+    k,  # (B, H, Skv padded, D) as q
     k_scale,  # (B, H, blocks) fp32
-    v,  # (B, H, D, Skv padded) fp8
+    v,  # (B, H, D, Skv padded) fp8 or fp16
     v_scale,  # (B, H, D) fp32
     o,  # (B, S, H, D)
     S,
@@ -334,7 +368,10 @@ def attention_fp8_kernel(
     v += head * D * key_blocks * BLOCK_N
     k_scale += head * key_blocks
     queries = tl.load(q + rows[:, None] * D + columns[None, :])  # (BLOCK_M, D)
-    factor = tl.load(q_scale + head * query_blocks + tl.program_id(0) * BLOCK_M // QUERY_BLOCK) * log2_scale
+    if q.dtype.element_ty == tl.int8:
+        factor = tl.load(q_scale + head * query_blocks * QUERY_BLOCK + rows) * log2_scale  # (BLOCK_M,)
+    else:
+        factor = tl.load(q_scale + head * query_blocks + tl.program_id(0) * BLOCK_M // QUERY_BLOCK) * log2_scale
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -368,24 +405,26 @@ def attend_block(
     columns = tl.arange(0, D)
     tokens = block * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = tl.load(k + tokens[:, None] * D + columns[None, :])  # (BLOCK_N, D)
-    t = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    t = add_product(t, queries, keys, False, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D)
+    INT8: tl.constexpr = queries.dtype == tl.int8
+    t = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT8 else tl.float32)
+    t = add_product(t, queries, keys, INT8, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D).to(tl.float32)
     by = factor * tl.load(k_scale + block)
     if MASKED:
         t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
         by = tl.where(by == 0, LEAST, by)  # -inf · 0 is NaN
     new = tl.maximum(highest, tl.max(t, 1) * by)
-    p = tl.exp2(tl.fma(t, by, (P_EXPONENT - new)[:, None]))
+    p = tl.exp2(tl.fma(t, by[:, None] if INT8 else by, (P_EXPONENT - new)[:, None]))
     correction = tl.exp2(highest - new)
     total = total * correction + tl.sum(p, 1)
     values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
+    UNIT: tl.constexpr = UNIT_SCALES and values.dtype != tl.float16
     if ACC_SPLIT:
         part = tl.zeros((BLOCK_M, D), tl.float32)
-        part = add_product(part, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+        part = add_product(part, p.to(values.dtype), values, False, 0, UNIT, BLOCK_M, D, BLOCK_N)
         acc = tl.fma(acc, correction[:, None], part)
     else:
         acc = acc * correction[:, None]
-        acc = add_product(acc, p.to(tl.float8e4nv), values, False, 0, UNIT_SCALES, BLOCK_M, D, BLOCK_N)
+        acc = add_product(acc, p.to(values.dtype), values, False, 0, UNIT, BLOCK_M, D, BLOCK_N)
     return acc, new, total
 
 

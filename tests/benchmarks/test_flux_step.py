@@ -60,7 +60,7 @@ def test_every_row_runs_without_a_compiler(script, monkeypatch, tmp_path: Path) 
 
 def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path) -> None:
     """Fused blocks and attention of the row before do not stay."""
-    from fluxq.recipes.computing import BACKEND
+    from fluxq.recipes.computing import BACKENDS
 
     bench = script.Bench(torch.device("cpu"), TINY, 1, tmp_path / "x", {"uncompiled": True})
     made, seen = [], []
@@ -71,7 +71,7 @@ def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path
                 backend = block.attn.processor._attention_backend
                 seen.append((row.optimized, row.attention))
                 assert hasattr(type(block), "fused_from") == row.optimized
-                assert (backend is not None and backend.value == BACKEND) == (row.attention == "fp8")
+                assert (backend is not None and backend.value == BACKENDS["fp8"]) == (row.attention == "fp8")
                 made.append(model)
     assert seen == [(False, "16bit"), (True, "16bit"), (True, "fp8")] and len(set(map(id, made))) == 1
 

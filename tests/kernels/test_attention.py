@@ -10,7 +10,7 @@ from attention_bounds import bounds
 from torch import Tensor
 
 from fluxq.kernels.attention import op as attention
-from fluxq.kernels.attention.op import Operands
+from fluxq.kernels.attention.op import CODES, Operands
 
 SHAPES = [(1, 1, 1, 1, 64), (2, 17, 130, 3, 64), (1, 130, 257, 2, 128), (1, 5, 128, 1, 16)]  # B, S, Skv, H, D
 
@@ -123,6 +123,23 @@ def test_relative_error_against_exact_attention(case: str) -> None:
     assert relative_error(attention.attention_fp8(q, k, v, None), exact(q, k, v)) < 0.06
 
 
+def test_int8_is_nearer_and_values_in_16_bit_nearest_but_with_outlier_channels() -> None:
+    for case in ACCURACY:
+        q, k, v = inputs_of(case)
+        errors = [relative_error(attention.attention_fp8(q, k, v, None, codes), exact(q, k, v)) for codes in CODES]
+        assert (errors[0] > errors[1] > errors[2]) == (case != "outlier channels"), (case, errors)
+
+
+def test_each_token_of_q_has_an_int8_scale_of_its_own() -> None:
+    q, k, v = operands(2, 130, 200, 3, 64, torch.float32)
+    x = attention.quantize_operands(q, k, v, "int8-16bit")
+    assert x.q.dtype == x.k.dtype == torch.int8 and x.v.dtype == torch.float16
+    torch.testing.assert_close(x.q_scale[..., :130], q.abs().amax(-1).transpose(1, 2) / 127)
+    assert x.q_scale.shape == (2, 3, 256) and x.k_scale.shape == (2, 3, 2)
+    decoded = x.v.float() * x.v_scale[..., None]
+    torch.testing.assert_close(decoded[..., :200], v.permute(0, 2, 3, 1), rtol=2.0**-11, atol=1e-6)
+
+
 def test_smoothing_keys_helps_where_they_share_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs_of("keys share a mean")
     smoothed = relative_error(attention.attention_fp8(q, k, v, None), exact(q, k, v))
@@ -165,6 +182,7 @@ BAD_INPUT = {
     "k elsewhere": ({"k": X.to("meta")}, "k is .* on meta"),
     "fewer values than keys": ({"v": X[:, :3]}, "k has 4 tokens and v 3"),
     "no keys": ({"k": X[:, :0], "v": X[:, :0]}, "without keys"),
+    "unknown codes": ({"codes": "int4"}, "codes are 'int4', expected one of fp8, int8, int8-16bit"),
 }
 
 

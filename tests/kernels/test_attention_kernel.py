@@ -1,4 +1,4 @@
-"""The kernels of fp8 attention on Triton's interpreter: codes byte for byte, attention within its bound of float64.
+"""The kernels of attention from 8-bit codes on the interpreter: codes byte for byte, attention within its bound.
 
 Each check takes the kernel file as an argument: the tests hand it the real one, the last test one with a fault.
 """
@@ -78,17 +78,18 @@ def check_codes(
     shape: Shape = (2, 130, 257, 2),
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile = QUANTIZE,
+    codes: str = "fp8",
 ) -> None:
     """The mean within the rounding of its sum; codes and scales are the reference's bytes for that mean."""
     q, k, v = inputs(*shape, d=tile.columns, dtype=dtype)
     with poisoned(kernels, monkeypatch):
-        found = kernels.quantize_operands(q, k, v, tile=tile)
+        found = kernels.quantize_operands(q, k, v, codes, tile=tile)
     keys = k.shape[1]
     excess = (found.k_mean - k.double().mean(1)).abs() - (keys + 2) * 2.0**-24 * k.double().abs().mean(1)
     assert (excess <= 0).all(), f"k_mean: {int((excess > 0).sum())} differ"
     with monkeypatch.context() as patch:
         patch.setattr(reference, "key_mean", lambda k: found.k_mean)
-        assert_same_bytes(found, reference.quantize_operands(q, k, v))
+        assert_same_bytes(found, reference.quantize_operands(q, k, v, codes))
 
 
 def assert_same_bytes(found: Operands, expected: Operands) -> None:
@@ -98,7 +99,8 @@ def assert_same_bytes(found: Operands, expected: Operands) -> None:
         if ours.dtype == torch.float32:
             wrong = ~((ours == theirs) | (ours.isnan() & theirs.isnan()))
         else:
-            wrong = ours.view(torch.uint8) != theirs.view(torch.uint8)
+            bits = torch.int16 if ours.dtype == torch.float16 else torch.uint8
+            wrong = ours.view(bits) != theirs.view(bits)
         assert not wrong.any(), (
             f"{name}: {int(wrong.sum())} of {wrong.numel()} differ, first at {(at := wrong.nonzero()[0].tolist())}: "
             f"{float(ours[tuple(at)])} instead of {float(theirs[tuple(at)])}"
@@ -111,9 +113,10 @@ def check_attention(
     shape: Shape = (2, 130, 257, 2),
     dtype: torch.dtype = torch.bfloat16,
     tile: MatmulTile = TILE,
+    codes: str = "fp8",
 ) -> None:
     """o of the reference's codes is within the bound, and bytes around it stay."""
-    operands = reference.quantize_operands(*inputs(*shape, d=tile.k, dtype=dtype))
+    operands = reference.quantize_operands(*inputs(*shape, d=tile.k, dtype=dtype), codes)
     with poisoned(kernels, monkeypatch):
         o = kernels.attend(operands, *shape[1:3], SCALE, dtype, tile=tile)
     assert o.shape == (shape[0], shape[1], shape[3], tile.k) and o.dtype == dtype and o.is_contiguous()
@@ -148,6 +151,22 @@ def check_vanishing(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 SHAPES = [(1, 1, 1, 1), (1, 17, 130, 2), (2, 130, 128, 1), (1, 128, 17, 3)]
+
+
+@pytest.mark.often(2)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["int8", "int8-16bit"])
+def test_codes_of_int8_are_the_references_bytes(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_codes(kernels_attention, monkeypatch, shape, codes=name)
+
+
+@pytest.mark.often(3)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["int8", "int8-16bit"])
+def test_attention_from_int8_is_within_its_bound_of_float64(
+    name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_attention(kernels_attention, monkeypatch, shape, codes=name)
 
 
 @pytest.mark.often(4)
@@ -193,17 +212,22 @@ TILES = {
 
 
 @pytest.mark.often(1)
+@pytest.mark.parametrize("codes", reference.CODES)
 @pytest.mark.parametrize("tile", TILES)
-def test_every_form_of_the_kernel_is_within_the_bound(tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_attention(kernels_attention, monkeypatch, (1, 130, 257, 2), tile=TILES[tile])
+def test_every_form_of_the_kernel_is_within_the_bound(tile: str, codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_attention(kernels_attention, monkeypatch, (1, 130, 257, 2), tile=TILES[tile], codes=codes)
 
 
-@pytest.mark.parametrize("scale", [None, SCALE])
-def test_all_launches_together_are_near_the_op(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scale", "codes"), [(None, "fp8"), (SCALE, "fp8"), (SCALE, "int8"), (SCALE, "int8-16bit")], ids=str
+)
+def test_all_launches_together_are_near_the_op(
+    scale: float | None, codes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = inputs(2, 17, 130, 2)
     with poisoned(kernels_attention, monkeypatch):
-        found = kernels_attention.attention_fp8(q, k, v, scale, tile=TILE, quantize_tile=QUANTIZE)
-    expected = reference.attention_fp8(q, k, v, scale)
+        found = kernels_attention.attention_fp8(q, k, v, scale, codes, tile=TILE, quantize_tile=QUANTIZE)
+    expected = reference.attention_fp8(q, k, v, scale, codes)
     assert float((found - expected).float().norm() / expected.float().norm()) < 2.0**-8
 
 
@@ -219,12 +243,13 @@ def test_keys_far_below_the_maximum_add_nothing() -> None:
 @pytest.mark.often(2)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_nan_and_infinity_go_where_the_references_go(name: str, value: float) -> None:
+@pytest.mark.parametrize("codes", reference.CODES)
+def test_nan_and_infinity_go_where_the_references_go(codes: str, name: str, value: float) -> None:
     x = dict(zip("qkv", inputs(1, 130, 130, 2), strict=True))
     x[name] = x[name].clone()
     x[name][0, 3, 1, 5] = value
-    found = kernels_attention.attention_fp8(**x, scale=SCALE, tile=TILE, quantize_tile=QUANTIZE)
-    bad = reference.attention_fp8(*x.values(), SCALE).isnan()
+    found = kernels_attention.attention_fp8(**x, scale=SCALE, codes=codes, tile=TILE, quantize_tile=QUANTIZE)
+    bad = reference.attention_fp8(*x.values(), SCALE, codes).isnan()
     assert bad.any() and not bad.all() and torch.equal(found.isnan(), bad)
 
 
@@ -266,15 +291,28 @@ even = partial(check_attention, shape=(1, 17, 256, 2))
 split = partial(even, tile=replace(TILE, acc_split=KEY_BLOCK))
 vanishing = check_vanishing
 codes, far = check_codes, check_distant_heads
+int8_codes, int8 = partial(check_codes, codes="int8"), partial(check_attention, codes="int8")
+fp16_codes, fp16 = partial(check_codes, codes="int8-16bit"), partial(even, codes="int8-16bit")
 one = partial(check_attention, shape=(1, 17, 17, 2))
 FAULTS: dict[str, tuple[str, str, Callable]] = {
     "mean of the tile": ("tl.div_rn(tl.sum(sums, 0), S.to(tl.float32))", "tl.sum(sums, 0) * (1.0 / 128)", codes),
     "mean not subtracted": ("if mean is not None:", "if False:", codes),
     "mean of another head": ("tl.load(mean + head * D + columns)", "tl.load(mean + columns)", codes),
     "mean in the padding": ("tl.where(here, values", "tl.where(here | True, values", codes),
-    "amax of values": ("tl.max(magnitude_bits(values)", "tl.max(magnitude_bits(tl.maximum(values, 0.0))", codes),
+    "amax of values": ("(magnitude_bits(values), 1))", "(magnitude_bits(tl.maximum(values, 0.0)), 1))", codes),
     "amax of the last rows": ("amax = tl.maximum(amax, tl.max(", "amax = tl.maximum(0, tl.max(", codes),
-    "a smaller largest code": ("step = row_step(tl.max(amax, 0), 448", "step = row_step(tl.max(amax, 0), 416", codes),
+    "a smaller largest code": ("127.0 if INT8 else 448.0", "127.0 if INT8 else 416.0", codes),
+    "a larger scale of int8": ("127.0 if INT8 else 448.0", "120.0 if INT8 else 448.0", int8_codes),
+    "int8 scale of one token": ("+ tokens[:, None], step)", "+ tokens[:, None] * 0, step)", int8_codes),
+    "int8 codes of fp8": ('"int8" if INT8 else "e4m3"', '"e4m3"', int8_codes),
+    "values in 8 bit": ("values.to(tl.float16)\n", "values.to(tl.float8e4nv).to(tl.float16)\n", fp16_codes),
+    "int8 scale of the first token": ("* QUERY_BLOCK + rows)", "* QUERY_BLOCK + rows * 0)", int8),
+    "int8 scale of the last token": ("by[:, None] if INT8 else by", "tl.max(by, 0) if INT8 else by", int8),
+    "weights in 8 bit": (
+        "add_product(acc, p.to(values.dtype), values,",
+        "add_product(acc, p.to(tl.float8e4nv).to(values.dtype), values,",
+        fp16,
+    ),
     "scale of the first block": ("tl.num_programs(0) + block, step)", "tl.num_programs(0), step)", codes),
     "tokens unwritten": ("code.to(tl.uint8))", "code.to(tl.uint8), mask=(tokens < S)[:, None])", codes),
     "values of another head": ("tl.load(scale + head * D + columns)", "tl.load(scale + columns)", codes),
@@ -292,7 +330,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "products not corrected": ("acc = acc * correction[:, None]", "acc = acc * 1.0", even),
     "p not scaled": ("(P_EXPONENT - new)", "(0.0 - new)", check_attention),
     "weights in 16 bit": (
-        "add_product(acc, p.to(tl.float8e4nv), values,",
+        "add_product(acc, p.to(values.dtype), values,",
         "add_product(acc, p.to(tl.float16), values.to(tl.float16),",
         even,
     ),

@@ -21,6 +21,7 @@ from fluxq.recipes.cost import (
     LEVELS,
     NATIVE,
     REFERENCE,
+    attention_route,
     cost,
     group_seconds,
     in_16_bit,
@@ -486,6 +487,13 @@ def test_a_block_s_matmuls_are_bound_by_arithmetic_and_modulation_by_memory(devi
             assert not bound, step.name
         elif roles[step.name] in ("single_in", "mixed_out", "ff_up"):
             assert bound, step.name
+
+
+@pytest.mark.parametrize(("chip", "name", "arithmetic"), [("sm_80", "16 bit", "bf16"), ("sm_90", "fp8", "fp8")])
+def test_attention_in_int8_is_priced_as_its_product_with_v(chip, name, arithmetic):
+    found = attention_route("int8", chip)
+    assert found.about == f"int8, p and v in {name}, timed as {name}"
+    assert (found.arithmetic, found.activations) == (arithmetic, FORMATS["int8"])
 
 
 @pytest.mark.often(2)

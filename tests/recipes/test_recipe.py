@@ -119,7 +119,7 @@ def test_attention_is_16_bit_or_fp8(recipe):
     assert read.components["transformer"].attention == "fp8"
     assert read.digest != load_recipe(recipe(MINIMAL))[1].digest
     for wrong in ("fp4", "sage", "16", "null", "{format: fp8}"):
-        message = "components.transformer.attention: Input should be '16bit' or 'fp8', got "
+        message = "components.transformer.attention: Input should be '16bit', 'fp8' or 'int8', got "
         refused(recipe(MINIMAL + f"    attention: {wrong}\n"), message, 5)
     refused(recipe(MINIMAL + "    atention: fp8\n"), "unknown key 'atention' (did you mean 'attention'?)", 5)
     extending = "extends: nvfp4\ncomponents: {transformer: {attention: fp8}}\n"

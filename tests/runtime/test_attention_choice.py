@@ -28,13 +28,14 @@ from fluxq.jobs import making
 from fluxq.kernels import tiles
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.computing import BACKEND, attention_of
+from fluxq.recipes.computing import BACKENDS, attention_of
 from fluxq.recipes.family import Family, matches
 from fluxq.runtime import attention_choice as choice
 
 TRANSFORMERS = [family for family in FAMILIES.values() if family.kind == "transformer"]
 REPLACEABLE = [family for family in TRANSFORMERS if family.self_attention]
 FLUX = FAMILIES["flux"]
+BACKEND = BACKENDS["fp8"]
 RECIPE = "extends: fp8\ncomponents: {transformer: {attention: fp8}}\n"
 
 
@@ -53,9 +54,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of q that the fp8 op was called with, in diffusers' models."""
     seen: list[tuple[int, ...]] = []
 
-    def op(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def op(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str) -> Tensor:
         seen.append(tuple(q.shape))
-        return attention_fp8(q, k, v, scale)
+        return attention_fp8(q, k, v, scale, codes)
 
     monkeypatch.setattr(choice, "attention_fp8", op)
     return seen
@@ -99,6 +100,19 @@ def test_self_attention_of_every_family_that_has_it_is_replaced(family: Family, 
         assert torch.equal(model(**arguments)[0], before)
 
 
+def test_int8_is_a_choice_beside_fp8(calls) -> None:
+    model = model_of(FLUX)
+    before = output(model)
+    made = []
+    for attention in ("fp8", "int8"):
+        assert fluxq.set_attention(model, attention) == 3 and attention_of(model) == attention  # pyright: ignore
+        made.append(output(model))
+    assert len(calls) == 6 and not torch.equal(*made)
+    assert all(0 < float((found - before).norm() / before.norm()) < 0.05 for found in made)
+    assert model.transformer_blocks[0].attn.processor._attention_backend is AttentionBackendName(BACKENDS["int8"])
+    assert fluxq.set_attention(model, "16bit") >= 3 and torch.equal(output(model), before)
+
+
 @pytest.mark.parametrize("family", REPLACEABLE, ids=lambda family: family.name)
 def test_each_pattern_of_a_family_names_modules_that_ask_the_dispatcher(family: Family) -> None:
     modules = dict(model_of(family).named_modules())
@@ -116,8 +130,8 @@ def test_a_family_whose_attention_nothing_can_replace_is_refused_by_name() -> No
 
 
 def test_what_cannot_be_chosen_is_said(pipe) -> None:
-    with pytest.raises(ValueError, match="attention is 'int8', expected one of 16bit, fp8, sage, flash3"):
-        fluxq.set_attention(pipe, "int8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="attention is 'int4', expected one of 16bit, fp8, int8, sage, flash3"):
+        fluxq.set_attention(pipe, "int4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="this CLIPTextModel holds no transformer that fluxq knows: Flux"):
         fluxq.set_attention(pipe.text_encoder, "fp8")
     model = model_of(FLUX)
@@ -250,17 +264,24 @@ def test_a_gpu_without_the_kernel_computes_in_16_bit_unless_fluxq_is_strict(chip
     monkeypatch.setattr(tiles, "chip_of", lambda device: chip)
     monkeypatch.setattr(settings, "_set", {})
     cuda = torch.device("cuda", 0)
-    why = choice._lacks(64, cuda)
+    _, why = choice._codes("fp8", 64, cuda)
     if chip == "sm_90":
-        assert not why and "heads of 96 elements" in choice._lacks(96, cuda)
+        assert not why and "heads of 96 elements" in choice._codes("fp8", 96, cuda)[1]
     else:
         assert re.search(CHIPS[chip], why)
         torch._dynamo.reset()
-        asked: Callable = torch.compile(lambda x: x + len(choice._lacks(64, cuda)), backend="eager", fullgraph=True)
+        asked: Callable = torch.compile(
+            lambda x: x + len(choice._codes("fp8", 64, cuda)[1]), backend="eager", fullgraph=True
+        )
         assert asked(torch.zeros(1)) == len(why)
         fluxq.configure(strict=True)
         with pytest.raises(ValueError, match=f"attention in fp8: .*{CHIPS[chip]}.*Strict mode"):
-            choice._lacks(64, cuda)
+            choice._codes("fp8", 64, cuda)
+
+
+@pytest.mark.parametrize(("chip", "codes"), [("sm_80", "int8-16bit"), ("sm_86", "int8-16bit"), ("sm_90", "int8")])
+def test_int8_takes_values_in_16_bit_where_the_chip_does_not_multiply_fp8(chip: str, codes: str) -> None:
+    assert [choice.codes_on("int8", size, chip) for size in (64, 128)] == [(codes, "")] * 2
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +373,7 @@ def test_the_backend_is_there_in_whatever_order_things_are_imported(order: str) 
 def test_on_a_gpu_attention_is_what_the_reference_computes_or_16_bit() -> None:
     q, k, v = (x.to("cuda", torch.bfloat16) for x in (Q, K, V))
     found = dispatch_attention_fn(q, k, v, backend=AttentionBackendName(BACKEND))
-    if choice._lacks(64, found.device):
+    if choice._codes("fp8", 64, found.device)[1]:
         assert torch.equal(found, dispatch_attention_fn(q, k, v, backend=AttentionBackendName.NATIVE))
     else:
         expected = attention_fp8(q.cpu(), k.cpu(), v.cpu(), None)

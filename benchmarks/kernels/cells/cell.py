@@ -23,8 +23,8 @@ class Cell:
     multiple of 16. Pointers are taken to be 16-byte aligned, as torch's are.
     constants: values of the others: tl.constexpr parameters, and arguments that are None or 1 in the launch.
     options: what else is passed in the launch: num_warps, num_stages, …
-    tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "mxfp8", "mxfp4", "nvfp4"), None for no
-    matmul.
+    tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "fp16", "mxfp8", "mxfp4", "nvfp4"), words
+    apart where there are two kinds; None for no matmul.
     max_registers: per thread; None for as many as the chip has.
     elements: that a program of a pass over memory reads, to count instructions by; 0 for no such count.
     targets: the chips that this tile is meant for, by their names in CHIPS; empty for all.

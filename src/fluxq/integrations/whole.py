@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.kernels.linear import quant_layers
-from fluxq.recipes.computing import BACKEND
+from fluxq.recipes.computing import BACKENDS, Attention
 
 _LOADING = threading.RLock()
 _FUSED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
@@ -55,28 +55,35 @@ def register_with_transformers() -> None:
 
 
 def register_attention() -> None:
-    """Add attention in fp8, of runtime/attention_choice.py, to diffusers' enum and table of backends."""
+    """Add attention from codes, of runtime/attention_choice.py, to diffusers' enum and table of backends."""
     from diffusers.models import attention_dispatch
 
     kind: Any = attention_dispatch.AttentionBackendName
-    if BACKEND in kind._value2member_map_:
-        return
-    member = str.__new__(kind, BACKEND)
-    member._name_, member._value_ = BACKEND.upper(), BACKEND
-    setattr(kind, member._name_, member)  # before the enum knows the name, which it then protects
-    kind._member_names_.append(member._name_)
-    kind._member_map_[member._name_] = member
-    kind._value2member_map_[BACKEND] = member
     constraints = [attention_dispatch._check_device, attention_dispatch._check_shape]
-    attend: Any = _attend
-    attend.__signature__ = inspect.signature(attention_dispatch._native_attention)  # diffusers passes arguments by it
-    attention_dispatch._AttentionBackendRegistry.register(member, constraints)(attend)
+    for attention, name in BACKENDS.items():
+        if name in kind._value2member_map_:
+            continue
+        member = str.__new__(kind, name)
+        member._name_, member._value_ = name.upper(), name
+        setattr(kind, member._name_, member)  # before the enum knows the name, which it then protects
+        kind._member_names_.append(member._name_)
+        kind._member_map_[member._name_] = member
+        kind._value2member_map_[name] = member
+        attend = _attending(attention)
+        # diffusers passes arguments by it
+        attend.__signature__ = inspect.signature(attention_dispatch._native_attention)
+        attention_dispatch._AttentionBackendRegistry.register(member, constraints)(attend)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    from fluxq.runtime.attention_choice import dispatched  # only here: most models compute attention in 16 bit
+def _attending(attention: Attention) -> Any:
+    """Return the function of a backend of BACKENDS."""
 
-    return dispatched(query, key, value, **how)
+    def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        from fluxq.runtime.attention_choice import dispatched  # only here: most models compute attention in 16 bit
+
+        return dispatched(attention, query, key, value, **how)
+
+    return attend
 
 
 def _teach(model_class: Any) -> None:

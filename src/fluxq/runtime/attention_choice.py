@@ -1,11 +1,11 @@
-"""Attention in fp8 inside diffusers' models: `fluxq.set_attention(pipe, "fp8")`, and what a recipe's choice becomes.
+"""Attention from 8-bit codes in diffusers' models: `fluxq.set_attention(pipe, "fp8")`, and a recipe's choice.
 
 diffusers' attention processors hand q, k and v to a dispatcher, with the backend that is set on them. Backends are
-members of an enum and functions in a table, and there is no entry point for more; so integrations/whole.py adds one of
+members of an enum and functions in a table, and there is no entry point for more; so integrations/whole.py adds two of
 each, and `transformer.set_attention_backend("fluxq_fp8")` works as with those of diffusers. The choice is an attribute
 of processors: it goes with copies and pickles, and `set_attention_backend("native")` takes it away.
 
-fp8 serves self-attention without a mask. Every other call, and every call on a GPU without the kernel, goes to the
+They serve self-attention without a mask. Every other call, and every call on a GPU without the kernel, goes to the
 backend `native`, which is PyTorch's attention in 16 bit; the log says once why.
 """
 
@@ -22,21 +22,22 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
-from fluxq.kernels.attention.op import FLOATS, OP, attention_fp8
-from fluxq.recipes.computing import BACKEND
+from fluxq.kernels.attention.op import CHOICES, FLOATS, OP, attention_fp8, format_of
+from fluxq.recipes import computing
 from fluxq.runtime.placed import models_of
 
 if TYPE_CHECKING:
     from fluxq.recipes.family import Family
 
-Choice = Literal["16bit", "fp8", "sage", "flash3"]
+Choice = Literal["16bit", "fp8", "int8", "sage", "flash3"]
 
 
 def set_attention(model: Any, attention: Choice) -> int:
     """Compute the self-attention of a transformer, or of a pipeline's, another way; return how many modules were set.
 
-    attention: "16bit" is diffusers' default again; "fp8" is fluxq's; "sage" and "flash3" are diffusers' backends of
-    SageAttention and FlashAttention-3, whose packages have to be installed. A checkpoint records fp8 and 16 bit.
+    attention: "16bit" is diffusers' default again; "fp8" and "int8" are fluxq's, of which "int8" has q and k in int8, p
+    and v in fp8, or in fp16 on GPUs that do not multiply fp8; "sage" and "flash3" are diffusers' backends of
+    SageAttention and FlashAttention-3, whose packages have to be installed. A checkpoint records the first three.
     Raises ValueError for an unknown choice, a missing package, a model that is no transformer fluxq knows, and for
     attention that cannot be replaced.
     """
@@ -65,30 +66,33 @@ def set_attention(model: Any, attention: Choice) -> int:
     return len(chosen)
 
 
-def dispatched(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    """Compute attention (B, S, H, D) for diffusers' dispatcher: in fp8 unless `_why_16_bit` has a reason against it.
+def dispatched(attention: str, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    """Compute attention (B, S, H, D) for diffusers' dispatcher: from codes, or in 16 bit and say why.
 
+    attention: "fp8" or "int8".
     how: the other arguments of diffusers' own attention in 16 bit.
     """
-    why = _why_16_bit(query, key, value, how)
+    why, codes = _why_16_bit(query, key, value, how), attention
+    if not why and query.device.type == "cuda":
+        codes, why = _codes(attention, query.shape[3], query.device)
     if not why:
-        return attention_fp8(query, key, value, how.get("scale"))
+        return attention_fp8(query, key, value, how.get("scale"), codes)
     from diffusers.models.attention_dispatch import _native_attention
 
-    _say(why)
+    _say(attention, why)
     return _native_attention(query=query, key=key, value=value, **how)
 
 
 def _why_16_bit(q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> str:
-    """Return the reason why a call is not computed in fp8; empty if it is."""
+    """Return the reason why no GPU computes a call from codes; empty if some do."""
     if q.shape[1] != k.shape[1]:
-        return "cross-attention, which fp8 is not for"
+        return "cross-attention, which codes are not for"
     if how.get("attn_mask") is not None or how.get("is_causal"):
         return "a mask"
     if (scale := how.get("scale")) is not None and not 0 < scale < math.inf:
         return f"a scale of {scale}"
     if how.get("return_lse"):
-        return "log-sum-exps, which the fp8 op does not return"
+        return "log-sum-exps, which the op does not return"
     if how.get("dropout_p"):
         return "dropout"
     if how.get("enable_gqa") or q.shape[2] != k.shape[2]:
@@ -98,41 +102,49 @@ def _why_16_bit(q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> str:
     if q.dtype not in FLOATS:
         return f"tensors of {q.dtype}"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return "gradients, which the fp8 op has none of"
-    return _lacks(q.shape[3], q.device) if q.device.type == "cuda" else ""
+        return "gradients, which the op has none of"
+    return ""
 
 
 @torch.compiler.assume_constant_result
-def _lacks(head_size: int, device: torch.device) -> str:
-    """Return the reason why a GPU has no kernel for heads of that size; empty if it has one.
+def _codes(attention: str, head_size: int, device: torch.device) -> tuple[str, str]:
+    """Return (row of the op's CODES by which a GPU computes an attention, reason why it has no kernel, or "").
 
     Raises ValueError with that reason where fluxq is strict.
     """
     if find_spec("triton") is None:
-        why = f"no Triton for {device}"
+        codes, why = attention, f"no Triton for {device}"
     else:
-        from fluxq.kernels.dispatch import refusal
         from fluxq.kernels.tiles import chip_of
 
         chip = chip_of(device)
-        refused = refusal(OP.name, str(head_size), chip)
+        codes, refused = codes_on(attention, head_size, chip)
         why = f"no kernel for heads of {head_size} elements on {chip} ({refused})" if refused else ""
     if why and is_strict():
         raise ValueError(
-            f"attention in fp8: {why}. Strict mode takes no other arithmetic than the one chosen: choose 16 bit "
-            "(fluxq.set_attention(model, '16bit')) or leave strict mode"
+            f"attention in {attention}: {why}. Strict mode takes no other arithmetic than the one chosen: choose 16 "
+            "bit (fluxq.set_attention(model, '16bit')) or leave strict mode"
         )
-    return why
+    return codes, why
+
+
+def codes_on(attention: str, head_size: int, chip: str) -> tuple[str, str]:
+    """Return (row of the op's CODES by which a chip computes an attention, reason why it has no kernel, or "")."""
+    from fluxq.kernels.dispatch import refusal  # which needs Triton
+
+    rows = CHOICES[attention]
+    refusals = {row: refusal(OP.name, format_of(row, head_size), chip) for row in rows}
+    return next(((row, "") for row, why in refusals.items() if not why), (rows[0], refusals[rows[0]]))
 
 
 @torch.compiler.assume_constant_result
-def _say(why: str) -> None:
-    _say_once(why)
+def _say(attention: str, why: str) -> None:
+    _say_once(attention, why)
 
 
 @functools.cache
-def _say_once(why: str) -> None:
-    logger.warning("attention in 16 bit, not fp8: %s", why)
+def _say_once(attention: str, why: str) -> None:
+    logger.warning("attention in 16 bit, not %s: %s", attention, why)
 
 
 def _transformers(model: Any) -> Iterator[tuple[nn.Module, Family]]:
@@ -171,13 +183,14 @@ def _require_package(attention: str) -> None:
 
 
 def _named(backend: str | None) -> Any:
-    """Return the member of diffusers' enum; None for its default, unless `set_attention_backend` made that fp8."""
+    """Return the member of diffusers' enum; None for its default, unless `set_attention_backend` made that ours."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     if backend is None:
-        return AttentionBackendName.NATIVE if _AttentionBackendRegistry.get_active_backend()[0] == BACKEND else None
+        is_ours = _AttentionBackendRegistry.get_active_backend()[0] in computing.BACKENDS.values()
+        return AttentionBackendName.NATIVE if is_ours else None
     return AttentionBackendName(backend)
 
 
-BACKENDS: dict[str, str | None] = {"16bit": None, "fp8": BACKEND, "sage": "sage", "flash3": "_flash_3"}
+BACKENDS: dict[str, str | None] = {"16bit": None, **computing.BACKENDS, "sage": "sage", "flash3": "_flash_3"}
 PACKAGES = {"sage": "SageAttention (pip install sageattention)", "flash3": "FlashAttention-3 (built from its source)"}

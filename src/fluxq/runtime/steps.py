@@ -35,7 +35,7 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
 from fluxq.quantize.record import read_record
-from fluxq.recipes.computing import BACKEND, Steps
+from fluxq.recipes.computing import BACKENDS, Steps, attention_by
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.originals import Originals, Resident, Streamed
 from fluxq.runtime.placed import Handle
@@ -161,7 +161,7 @@ class StepSwitch:
         self.kept, self.follower, self.outer, self.model, self.originals = kept, follower, outer, model, originals
         self.store: Resident | Streamed | None = None
         self._chosen_for: tuple[object, ...] = ()
-        self._in_fp8: list[Any] = []
+        self._coded: list[tuple[Any, Any]] = []  # attention processors and their backends
         self._handles: list[Any] = []
         self._compiled: Callable[..., Any] | None = None
         self._on = True
@@ -254,23 +254,21 @@ class StepSwitch:
         return self.store
 
     def _set_attention(self) -> None:
-        """Compute self-attention in 16 bit meanwhile, where it is in fp8."""
+        """Compute self-attention in 16 bit meanwhile, where it is in fp8 or int8."""
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         processors = (getattr(module, "processor", None) for module in self.model.modules())
-        self._in_fp8 = [each for each in processors if getattr(each, "_attention_backend", None) == BACKEND]
-        is_default = _AttentionBackendRegistry.get_active_backend()[0] == BACKEND
-        for processor in self._in_fp8:
+        self._coded = [(each, each._attention_backend) for each in processors if each and attention_by(each)]
+        is_default = _AttentionBackendRegistry.get_active_backend()[0] in BACKENDS.values()
+        for processor, _ in self._coded:
             processor._attention_backend = AttentionBackendName.NATIVE if is_default else None
 
     def _leave(self) -> None:
-        from diffusers.models.attention_dispatch import AttentionBackendName
-
         if self.store is not None:
             self.store.leave()
-        for processor in self._in_fp8:
-            processor._attention_backend = AttentionBackendName(BACKEND)
-        self._in_fp8 = []
+        for processor, backend in self._coded:
+            processor._attention_backend = backend
+        self._coded = []
 
 
 class _Follower:

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from fluxq.kernels.all_ops import ATTENTION_FP8
-from fluxq.kernels.dispatch import choose, refusal
+from fluxq.kernels.dispatch import choose
 from fluxq.kernels.launch import quantized_linear
 from fluxq.kernels.linear import QuantLinear
-from fluxq.recipes.computing import BACKEND
+from fluxq.recipes.computing import attention_by
 from fluxq.recipes.formats import Scheme
+from fluxq.runtime.attention_choice import codes_on
 from fluxq.runtime.layout import lay_out
 
 
@@ -37,10 +38,11 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Attention in fp8 of so many heads, each of `head_size` channels."""
+    """Attention from codes ("fp8" or "int8") of so many heads, each of `head_size` channels."""
 
     heads: int
     head_size: int
+    attention: str = "fp8"
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,9 @@ def kinds_of(model: nn.Module) -> list[LayerKind | AttentionKind]:
         if isinstance(module, QuantLinear):
             kind = LayerKind(module.scheme, module.out_features, module.in_features, module.bias is not None)
             kinds[kind] = None
-        elif getattr(processor, "_attention_backend", None) == BACKEND:
+        elif chosen := attention_by(processor):
             attention: Any = module
-            kinds[AttentionKind(attention.heads, attention.inner_dim // attention.heads)] = None
+            kinds[AttentionKind(attention.heads, attention.inner_dim // attention.heads, chosen)] = None
     return list(kinds)
 
 
@@ -87,8 +89,9 @@ def warm_up(
     done = []
     for kind in kinds:
         if isinstance(kind, AttentionKind):
-            if not refusal(ATTENTION_FP8.name, str(kind.head_size), chip):
-                done += [_warm_attention(kind, m, device, chip, dtype) for m in dict.fromkeys(tokens)]
+            codes, refused = codes_on(kind.attention, kind.head_size, chip)
+            if not refused:
+                done += [_warm_attention(kind, codes, m, device, chip, dtype) for m in dict.fromkeys(tokens)]
             continue
         layer = _random_layer(kind, device, dtype)
         lay_out(layer, chip, prefer, None)
@@ -117,11 +120,13 @@ def _random_layer(kind: LayerKind, device: torch.device, dtype: torch.dtype) -> 
     return layer
 
 
-def _warm_attention(kind: AttentionKind, m: int, device: torch.device, chip: str, dtype: torch.dtype) -> Warmed:
+def _warm_attention(
+    kind: AttentionKind, codes: str, m: int, device: torch.device, chip: str, dtype: torch.dtype
+) -> Warmed:
     x = torch.randn(1, m, kind.heads, kind.head_size, dtype=dtype, device=device)
-    call = partial(ATTENTION_FP8.kernel.launch, x, x, x, None, chip=chip)
+    call = partial(ATTENTION_FP8.kernel.launch, x, x, x, None, codes, chip=chip)
     first, again = _seconds(call, device), _seconds(call, device)
-    return Warmed("attention fp8", (kind.heads, kind.head_size), m, ATTENTION_FP8.name, first, again)
+    return Warmed(f"attention {codes}", (kind.heads, kind.head_size), m, ATTENTION_FP8.name, first, again)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
