@@ -4,6 +4,7 @@
     nvfp4, mxfp8, mxfp4 by themselves             block_scaled_matmul or the library's product, where the chip has it
     4-bit weights x int8 or fp8                   w4a8_matmul: how `prepare` holds them for `prefer: memory`
     anything else                                 weight_only_matmul: activations keep their 16 bit
+    attention                                     our kernel, or a package that doctor proved and timed faster here
 
 Of a scheme's candidates the first that is offered on the chip is taken: kernels/compiled says where a kernel runs on
 the right matrix unit without spilling, the `OP` of its folder what it is for, and findings.py what was wrong on the GPU
@@ -27,7 +28,9 @@ from torch import Tensor
 
 from fluxq.base.console import logger
 from fluxq.kernels import findings
-from fluxq.kernels.all_ops import OPS, QUANTIZE_ACTIVATION, WEIGHT_ONLY_MATMUL, product_of
+from fluxq.kernels.all_ops import ATTENTION_FP8, OPS, QUANTIZE_ACTIVATION, WEIGHT_ONLY_MATMUL, product_of
+from fluxq.kernels.attention.op import format_of
+from fluxq.kernels.attention_peers import peers_for
 from fluxq.kernels.library import LIBRARY, library_refusal
 from fluxq.kernels.op import Op
 from fluxq.kernels.ops import INT_MM, TORCH
@@ -111,8 +114,8 @@ def withdraw(op: str, format: str, chip: str, why: str) -> None:
 def forget() -> None:
     """Forget what was chosen: findings have changed."""
     refusal.cache_clear()
-    choose.cache_clear()
-    choose_product.cache_clear()
+    for chooser in (choose, choose_product, choose_attention):
+        chooser.cache_clear()
 
 
 @functools.lru_cache(4096)
@@ -141,7 +144,7 @@ def choose(
             refused.append(f"not {choice.implementation}: {why_not}")
     if not offered:
         return Choice(TORCH, _activation_name(scheme), "; ".join(refused), fallback=True)
-    best = _fastest(offered, scheme, chip, m, n, k)
+    best = _fastest(offered, _timed_as(scheme), chip, m, n, k)
     is_fallback = best.activations != _activation_name(scheme)
     return replace(best, reason="; ".join([best.reason, *refused]), fallback=is_fallback)
 
@@ -180,7 +183,23 @@ def choose_product(
             _why_not(c, scheme, chip, m, n, k, dtype, layout) for c in candidates if c[0].implementation == op.name
         )
         raise _no_kernel(op.name, formats, chip, why, any(_was_wrong(c[0], chip) for c in candidates))
-    return _fastest(offered, scheme, chip, m, n, k)
+    return _fastest(offered, _timed_as(scheme), chip, m, n, k)
+
+
+@functools.lru_cache(4096)
+def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> Choice:
+    """Choose what computes attention of m tokens, n channels and k keys from codes, in heads of `size` channels.
+
+    A package has to be vouched for by the file of doctor's of this GPU, and to be faster there.
+    """
+    form = format_of(codes, size)
+    own = Choice(ATTENTION_FP8.name, codes, "attention from codes", format=form)
+    peers = [
+        Choice(name, codes, "attention of a package", format=form)
+        for name in peers_for(codes, chip, dtype)
+        if findings.vouched(name, form, chip)
+    ]
+    return _fastest([own, *peers], f"attention {form}", chip, m, n, k) if peers else own
 
 
 def layout_of(w: QuantizedTensor, row_scale: Tensor | None) -> str:
@@ -250,10 +269,16 @@ def _was_wrong(choice: Choice, chip: str) -> str:
     return wrong
 
 
-def _fastest(candidates: list[Choice], scheme: Scheme, chip: str, m: int, n: int, k: int) -> Choice:
-    """Return the first candidate, unless another was measured to be faster on this chip at the nearest shape."""
-    name = f"{scheme.weights.name}-{_activation_name(scheme) or '16bit'}"
-    rows = findings.timings(name, chip)
+def _timed_as(scheme: Scheme) -> str:
+    return f"{scheme.weights.name}-{_activation_name(scheme) or '16bit'}"
+
+
+def _fastest(candidates: list[Choice], scheme: str, chip: str, m: int, n: int, k: int) -> Choice:
+    """Return the first candidate, unless another was measured to be faster on this chip at the nearest shape.
+
+    scheme: that findings.py has the times of.
+    """
+    rows = findings.timings(scheme, chip)
     if not rows:
         return candidates[0]
     shapes = {(row["m"], row["n"], row["k"]) for row in rows}

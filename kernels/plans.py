@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -85,9 +86,22 @@ def watched(call: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, P
     """Call; return the result and a plan of how it came about, None where a plan could not do it again."""
     watch = _Watch(operands)
     with _ONE_AT_A_TIME, watch, mock.patch.object(JITFunction, "run", watch.launch_by(JITFunction.run)):
-        result = call()
+        _watches.append(watch)
+        try:
+            result = call()
+        finally:
+            _watches.remove(watch)
     made = watch.taken(result)
     return result, _plan(watch.steps, made, len(operands), watch.made) if watch.repeatable else None
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let a call that is watched have no plan: it launches in the block what a watch does not see."""
+    for watch in _watches:
+        watch.repeatable = False
+    with _disable_current_modes():
+        yield
 
 
 def _plan(steps: Sequence[Step], result: Any, operands: int, made: int) -> Plan:
@@ -225,5 +239,6 @@ def _numbers(value: Any) -> Iterator[int]:
             yield from _numbers(each)
 
 
+_watches: list[_Watch] = []
 _ONE_AT_A_TIME = threading.RLock()  # a watch puts its own launcher in the place of Triton's
 QUICK = {"view": Tensor.view, "unsqueeze": Tensor.unsqueeze, "t": Tensor.t}  # quicker than the ops behind them

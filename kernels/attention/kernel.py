@@ -17,16 +17,18 @@ then has an accumulator of its own: with one that lives through the loop ptxas l
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluxq.kernels import dispatch, findings
+from fluxq.kernels import dispatch, findings, plans
 from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import CODES, HEAD_SIZES, KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands, format_of
+from fluxq.kernels.attention_peers import peers_for
 from fluxq.kernels.checks import EXACT, as_bytes, check_device
 from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step
-from fluxq.kernels.compare import Sample, Verdict, near
+from fluxq.kernels.compare import Sample, Verdict, near, within
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.scaled_matmul.kernel import add_product
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile, find_memory_tile
@@ -71,6 +73,14 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "f
             was_wrong=bool(findings.wrong(OP.name, form, chip)),
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    if (name := _chosen(q, k, codes, chip)) != OP.name:
+        return by_peer(name, q, k, v, scale, codes, chip=chip)
+    return by_kernel(q, k, v, scale, codes, chip=chip)
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str) -> Tensor:
+    """Compute by our own kernel, whatever was faster; the last axis of q, k and v has stride 1."""
+    d, form = q.shape[3], format_of(codes, q.shape[3])
     tile = find_matmul_tile(OP.file, form, chip, q.shape[1])
     quantize_tile = find_memory_tile(OP.file, f"quantize {d}", chip, q.shape[1])
     return attention_fp8(q, k, v, scale, codes, tile=tile, quantize_tile=quantize_tile)
@@ -80,7 +90,22 @@ def cells(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str
 ) -> tuple[tuple[str, str], ...]:
     """Return the (op, format) that a chip must have for a call."""
-    return ((OP.name, format_of(codes, q.shape[3])),)
+    return ((_chosen(q, k, codes, chip), format_of(codes, q.shape[3])),)
+
+
+def _chosen(q: Tensor, k: Tensor, codes: str, chip: str) -> str:
+    """Return the name of what computes a call: the op's, or that of a package."""
+    b, s, h, d = q.shape
+    return dispatch.choose_attention(codes, d, chip, b * s, h * d, k.shape[1], q.dtype).implementation
+
+
+def by_peer(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str
+) -> Tensor:
+    """Compute by the package of a name in `peers_for`."""
+    reference.logit_scale(q, scale)  # refuses a scale that no kernel takes
+    with plans.unwatched():
+        return peers_for(codes, chip, q.dtype)[name](q, k, v, scale)
 
 
 def compare(
@@ -98,9 +123,24 @@ def compare(
 
     A sample takes two heads, and of these the first block of queries.
     """
+    by_us = _chosen(q, k, codes, chip) == OP.name
     if sample.tokens is not None:
         q, found, k, v = q[:, :QUERY_BLOCK, :2], found[:, :QUERY_BLOCK, :2], k[:, :, :2], v[:, :, :2]
+    if not by_us:
+        return compare_peer(found, q, k, v, scale, codes)
     return near("heads", found, REFERENCES[OP.name](q, k, v, scale, codes), axes=(1, 3))
+
+
+def compare_peer(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8") -> Verdict:
+    """Compare the result of a package, which rounds in other places: it may be twice as far from exact as ours.
+
+    Norms of errors are compared, of each head.
+    """
+    exact = F.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)), scale=scale)
+    exact = exact.transpose(1, 2)
+    ours = REFERENCES[OP.name](q, k, v, scale, codes)
+    error, own = ((x.double() - exact).square().sum((1, 3)).sqrt() for x in (found, ours))
+    return within("errors of heads", error, torch.zeros_like(error), 2 * own)
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, codes: str = "fp8", *, tile: Tile) -> Operands:

@@ -1,0 +1,257 @@
+"""Attention of other packages: their calls, by modules of the same signatures, and when the dispatcher takes one."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluxq.kernels import attention_peers, dispatch, findings, launch
+from fluxq.kernels.attention import kernel
+from fluxq.kernels.attention.op import attention_fp8
+from fluxq.kernels.attention_peers import PEERS, coded, peers_for
+from fluxq.kernels.compare import Sample
+from fluxq.kernels.interpreter import interpreting
+
+GPU = {"gpu": "NVIDIA H200", "chip": "sm_90", "driver": "1", "fluxq": "1", "torch": "1", "triton": "1"}
+
+
+def heads(tokens: int = 70, seed: int = 0) -> Tensor:
+    return torch.randn(2, tokens, 2, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+Q, K, V = heads(), heads(130, 1) + 4, heads(130, 2)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+
+
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+    """SageAttention 2.2.0: sageattention/core.py."""
+    assert tensor_layout == "NHD" and not is_causal and not return_lse and not kwargs
+    return exact(q, k, v, sm_scale).to(q.dtype)
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """FlashAttention-3: hopper/flash_attn_interface.py; scales are (B, heads), and o of fp8 is in bf16."""
+    assert q_descale.shape == k_descale.shape == v_descale.shape == (2, 2) and q_descale.dtype == torch.float32
+    assert {x.dtype for x in (q, k, v)} == {torch.float8_e4m3fn} and not causal and qv is None
+    values = (
+        x.float() * scale[:, None, :, None]
+        for x, scale in zip((q, k, v), (q_descale, k_descale, v_descale), strict=True)
+    )
+    return exact(*values, softmax_scale).bfloat16()
+
+
+class Graph:
+    """cudnn.pygraph of nvidia-cudnn-frontend 1.32 with one node, which `execute` computes."""
+
+    def __init__(self, io_data_type=None, intermediate_data_type=None, compute_data_type=None, handle=None):
+        assert (io_data_type, intermediate_data_type, compute_data_type, handle) == ("e4m3", "fp32", "fp32", "handle")
+
+    def tensor(self, dim, stride=None, data_type=None, name=""):
+        return Node(name, dim, stride, data_type)
+
+    def sdpa_fp8(self, **named):
+        self.named = named
+        self.outputs = [Node("o"), None, Node("amax_s"), Node("amax_o")]
+        return self.outputs
+
+    def build(self, heuristics):
+        assert heuristics == ["A", "FALLBACK"] and self.outputs[0].output and self.outputs[0].data_type == "e4m3"
+
+    def get_workspace_size(self):
+        return 1024
+
+    def execute(self, filled, workspace, handle=None):
+        assert handle == "handle" and workspace.numel() == 1024 and len(filled) == 12
+        given = {name: filled[node] for name, node in self.named.items() if isinstance(node, Node)}
+        for name in ("q", "k", "v"):
+            node, tensor = self.named[name], given[name].transpose(1, 2)
+            assert (
+                [*tensor.shape] == node.dim
+                and [*tensor.stride()] == node.stride
+                and tensor.dtype == torch.float8_e4m3fn
+            )
+        assert given["descale_s"] * given["scale_s"] == 1 and not self.named["use_causal_mask"]
+        values = (given[name].float() * given[f"descale_{name}"] for name in ("q", "k", "v"))
+        o = exact(*values, self.named["attn_scale"]) * given["scale_o"]
+        assert o.abs().max() <= 448  # what fp8 holds
+        filled[self.outputs[0]].copy_(o.to(torch.float8_e4m3fn))
+
+
+class Node:
+    def __init__(self, name, dim=None, stride=None, data_type=None):
+        self.name, self.dim, self.stride, self.data_type, self.output = name, dim, stride, data_type, False
+
+    def set_output(self, value):
+        self.output = value
+        return self
+
+    def set_dim(self, dim):
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride):
+        self.stride = stride
+        return self
+
+    def set_data_type(self, data_type):
+        self.data_type = data_type
+        return self
+
+
+@pytest.fixture
+def installed(monkeypatch) -> Iterator[None]:
+    """All packages, in the version 2.2.0, by stand-ins."""
+    stand_ins: dict[str, dict[str, Any]] = {
+        "sageattention": {"sageattn": sageattn},
+        "flash_attn_interface": {"flash_attn_func": flash_attn_func},
+        "cudnn": {
+            "pygraph": Graph,
+            "data_type": SimpleNamespace(FP8_E4M3="e4m3", FLOAT="fp32"),
+            "heur_mode": SimpleNamespace(A="A", FALLBACK="FALLBACK"),
+            "create_handle": lambda: "handle",
+            "set_stream": lambda handle, stream: None,
+        },
+    }
+    for name, parts in stand_ins.items():
+        module: Any = ModuleType(name)
+        module.__spec__ = SimpleNamespace(name=name)
+        for part, value in parts.items():
+            setattr(module, part, value)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(attention_peers, "package_version", lambda package: "2.2.0")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    peers_for.cache_clear()
+    attention_peers._cudnn_graph.cache_clear()
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("row", PEERS, ids=lambda row: f"{row.package} {row.codes[0]}")
+def test_each_call_is_near_exact_attention(row, scale: float | None, installed) -> None:
+    found = row.call(Q, K, V, scale)
+    assert found.shape == Q.shape and found.dtype == Q.dtype and found.is_contiguous()
+    assert not kernel.compare_peer(found, Q, K, V, scale, row.codes[0]).is_wrong
+    assert kernel.compare_peer(found.roll(1, 1), Q, K, V, scale, row.codes[0]).is_wrong
+
+
+def test_codes_have_a_scale_that_takes_the_largest_to_448_and_zeros_one_of_1() -> None:
+    x = torch.stack([torch.full((2, 3), 7.0), torch.zeros(2, 3)])
+    codes, scale = coded(x, (1, 2))
+    assert scale.flatten().tolist() == [7 / 448, 1.0] and codes.float().unique().tolist() == [0.0, 448.0]
+
+
+def test_a_package_is_offered_for_its_codes_chips_and_dtypes(installed) -> None:
+    assert [*peers_for("fp8", "sm_90", torch.bfloat16)] == ["flash_attn_3 2.2.0", "nvidia-cudnn-frontend 2.2.0"]
+    assert [*peers_for("int8", "sm_90", torch.bfloat16)] == ["sageattention 2.2.0"]
+    assert [*peers_for("int8-16bit", "sm_86", torch.float16)] == ["sageattention 2.2.0"]
+    assert not peers_for("fp8", "sm_120", torch.bfloat16) and not peers_for("fp8", "sm_90", torch.float32)
+
+
+def test_without_packages_there_is_none() -> None:
+    forget()
+    assert not any(peers_for(codes, "sm_90", torch.bfloat16) for codes in ("fp8", "int8"))
+
+
+def document(us: dict[str, float], why: str = "") -> dict[str, Any]:
+    """A file of doctor's with the times of attention of a shape, of which the package's may be wrong."""
+    row = {"format": "int8-64", "scheme": "attention int8-64", "m": 140, "n": 128, "k": 130, "share": 0.5}
+    rows = [row | {"op": op, "us": each, "why": why if op != "attention_fp8" else ""} for op, each in us.items()]
+    return findings.document(GPU, rows)
+
+
+SAGE = "sageattention 2.2.0"
+CASES = {
+    "faster": ({"attention_fp8": 30.0, SAGE: 20.0}, "", SAGE),
+    "slower": ({"attention_fp8": 20.0, SAGE: 30.0}, "", "attention_fp8"),
+    "wrong": ({"attention_fp8": 30.0, SAGE: 20.0}, "errors of heads", "attention_fp8"),
+    "of another version": ({"attention_fp8": 30.0, "sageattention 2.1.1": 20.0}, "", "attention_fp8"),
+    "never measured": ({}, "", "attention_fp8"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_package_is_taken_where_doctor_found_it_right_and_faster(case: str, installed, monkeypatch) -> None:
+    us, why, expected = CASES[case]
+    called: list[str] = []
+    monkeypatch.setattr(
+        sys.modules["sageattention"], "sageattn", lambda *x, **_: called.append("sage") or sageattn(*x, "NHD")
+    )
+    with findings.instead(document(us, why)), interpreting():
+        dispatch.forget()
+        assert kernel.cells(Q, K, V, None, "int8", chip="sm_90") == ((expected, "int8-64"),)
+        found = launch.launcher("attention_fp8")(Q, K, V, None, "int8", chip="sm_90")
+        assert bool(called) == (expected == SAGE)
+        assert not kernel.compare(found, Q, K, V, None, "int8", chip="sm_90", sample=Sample()).is_wrong
+    dispatch.forget()
+
+
+def test_doctor_judges_packages_beside_our_kernel(installed) -> None:
+    from fluxq.jobs import doctor
+    from fluxq.runtime.launches import Launch, Machine
+
+    machine = Machine(torch.device("cpu"), "sm_90", "speed", torch.bfloat16)
+    for codes, names in (("int8", [SAGE]), ("fp8", ["flash_attn_3 2.2.0", "nvidia-cudnn-frontend 2.2.0"])):
+        left_out: dict[str, str] = {}
+        call = Launch("attention_fp8", (Q, K, V, None, codes), "here")
+        with findings.instead(), interpreting():
+            dispatch.forget()
+            rows = doctor._judged(call, machine, left_out, None)
+        assert [row["op"] for row in rows] == ["attention_fp8", *names] and not left_out
+        form = "64" if codes == "fp8" else "int8-64"
+        assert {(row["format"], row["scheme"], row["why"]) for row in rows} == {(form, f"attention {form}", "")}
+        assert {(row["m"], row["n"], row["k"]) for row in rows} == {(140, 128, 130)}
+
+
+def test_times_of_other_gpus_alone_choose_no_package(installed, monkeypatch) -> None:
+    monkeypatch.setattr(findings, "_shipped", lambda: (document({"attention_fp8": 30.0, SAGE: 20.0}),))
+    with findings.instead():
+        dispatch.forget()
+        assert dispatch.choose_attention("int8", 64, "sm_90", 140, 128, 130, Q.dtype).implementation == "attention_fp8"
+
+
+def test_a_call_of_a_package_has_no_plan(installed) -> None:
+    from fluxq.kernels.plans import watched
+
+    operands = [x.clone() for x in (Q, K, V)]
+    found, plan = watched(lambda: kernel.by_peer(SAGE, *operands, None, "int8", chip="sm_90"), operands)
+    assert plan is None and torch.equal(found, sageattn(Q, K, V, "NHD"))
+
+
+def test_a_scale_that_is_not_above_0_is_refused(installed) -> None:
+    with pytest.raises(ValueError, match="expected a finite number above 0"):
+        kernel.by_peer(SAGE, Q, K, V, -1.0, "int8", chip="sm_90")
+    with pytest.raises(ValueError, match="expected a finite number above 0"):
+        attention_fp8(Q, K, V, -1.0)
