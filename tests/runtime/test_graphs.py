@@ -1,148 +1,29 @@
 """Steps as CUDA graphs: the same bits as plain calls, whatever moves, is swapped or loaded between them.
 
-Without a GPU a stand-in records: it copies the model as it is at that moment, on the memory that its weights have then,
-and a replay runs that copy on the recorded inputs. What a graph would not see, it does not see either.
+Without a GPU a stand-in records (tests/recorder.py): the operations on tensors and the memory that they read and write,
+nothing else. What a graph would not see, it does not see either.
 """
 
 import copy
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
-import accelerate
 import diffusers
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
+from diffusers.hooks import FirstBlockCacheConfig, TaylorSeerCacheConfig, apply_group_offloading
 from diffusers.models.attention_dispatch import attention_backend
+from recorder import ADAPTED, STEPS, Recorder, arguments, assert_plain, latents, offloaded, velocity
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
 
 import fluxq
 from fluxq import tiny
 from fluxq.runtime import graphs
 from fluxq.runtime.modulation import hoist_modulation
 
-STEPS = 2
-ADAPTED = ("to_q", "to_k", "proj_mlp", "ff.net.2", "proj_out")
-
-
-class Recorder:
-    """Stands in for the device. It knows of a model only what it had when it was recorded."""
-
-    kind = "cpu"
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def warm_up(self, call) -> None:
-        call()
-
-    def rehearse(self, call) -> bool:
-        call()
-        return True
-
-    def record(self, call, beside) -> tuple[SimpleNamespace, object, int]:
-        plain, inputs, spec = call.args
-        model = plain.__self__
-        tensors = [*model.parameters(), *model.buffers()]
-        attributes = [value for module in model.modules() for value in vars(module).values() if isinstance(value, dict)]
-        tensors += [tensor for each in attributes for tensor in each.values() if isinstance(tensor, Tensor)]
-        frozen = copy.deepcopy(model, {id(tensor): on_its_memory(tensor) for tensor in tensors})
-
-        def run():
-            args, kwargs = tree_unflatten(inputs, spec)
-            return type(frozen).forward(frozen, *args, **kwargs)
-
-        outputs = tree_map_only(Tensor, lambda x: x.fill_(float("nan")), run())  # recording computes nothing
-        return SimpleNamespace(run=run, outputs=outputs), outputs, 0
-
-    def replay(self, graph) -> None:
-        with torch.inference_mode():  # a graph does not ask what it may write to
-            for held, made in zip(tree_leaves(graph.outputs), tree_leaves(graph.run()), strict=True):
-                held.copy_(made)
-
-
-def on_its_memory(tensor: Tensor) -> Tensor:
-    return nn.Parameter(tensor.data, False) if isinstance(tensor, nn.Parameter) else tensor.data
-
-
-@pytest.fixture(autouse=True)
-def no_gpu_needed(monkeypatch, request):
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(graphs, "CudaGraphs", Recorder)
-        monkeypatch.setattr(graphs, "WARM_UPS", 2)
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(scope="module")
-def loaded(plain_checkpoint) -> Callable[[str], diffusers.FluxPipeline]:
-    return functools.cache(lambda recipe: tiny.load(folder=plain_checkpoint(recipe)))
-
-
-@pytest.fixture
-def quantized(loaded) -> Callable[[str], diffusers.FluxPipeline]:
-    """The embedded pipeline under a recipe, with a transformer of its own."""
-
-    def load(recipe: str) -> diffusers.FluxPipeline:
-        parts = loaded(recipe).components
-        pipe = diffusers.FluxPipeline(**parts | {"transformer": copy.deepcopy(parts["transformer"])})
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return load
-
-
-@pytest.fixture
-def flux(quantized) -> diffusers.FluxPipeline:
-    return quantized("16 bit")
-
-
-def latents(pipe, prompt: str | list[str] = "a red circle", **how) -> Tensor:
-    count = 1 if isinstance(prompt, str) else len(prompt)
-    noise = [torch.Generator().manual_seed(seed) for seed in range(count)]
-    size = {"height": 16, "width": 16, "max_sequence_length": 8, "num_inference_steps": STEPS}
-    return pipe(prompt, generator=noise, output_type="latent", **size | how).images
-
-
-def arguments(model: nn.Module, images: int = 2, tokens: int = 16, seed: int = 0, **more) -> dict:
-    noise = torch.Generator().manual_seed(seed)
-    place = next(model.parameters())
-    random = lambda *shape: torch.randn(shape, generator=noise).bfloat16().to(place.device)  # noqa: E731
-    return {
-        "hidden_states": random(images, tokens, 16),
-        "encoder_hidden_states": random(images, 8, 64),
-        "pooled_projections": random(images, 64),
-        "timestep": torch.linspace(0.05, 0.95, images).bfloat16().to(place.device),
-        "img_ids": torch.zeros(tokens, 3, device=place.device),
-        "txt_ids": torch.zeros(8, 3, device=place.device),
-    } | more
-
-
-def velocity(model: nn.Module, **how) -> Tensor:
-    return model(**arguments(model, **how), return_dict=False)[0]
-
-
-@contextmanager
-def plainly(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without its graphs for a while, which stay recorded."""
-    step = vars(model).pop("forward")
-    try:
-        yield model
-    finally:
-        vars(model)["forward"] = step
-
-
-def assert_plain(model: nn.Module, **how) -> Tensor:
-    """A call, twice, gives what a plain one does, byte for byte."""
-    with plainly(model):
-        want = velocity(model, **how)
-    for _ in range(2):
-        assert torch.equal(velocity(model, **how), want)
-    return want
+pytestmark = pytest.mark.usefixtures("recorded")
 
 
 def test_a_step_is_recorded_once_and_the_image_stays(flux):
@@ -473,16 +354,21 @@ def test_a_graph_keeps_the_memory_it_reads(flux):
 # --- where there can be no graph
 
 
-def offloaded(pipe) -> None:
-    accelerate.cpu_offload(pipe.transformer, torch.device("cpu"))
-
-
 def group_offloaded(pipe) -> None:
     apply_group_offloading(pipe.transformer, torch.device("cpu"), offload_type="leaf_level")
 
 
 def cached(pipe) -> None:
+    pipe.transformer.enable_cache(TaylorSeerCacheConfig())
+
+
+def cached_and_compiled(pipe) -> None:
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    pipe.transformer.proj_out.compile(backend="eager")
+
+
+def hoisted_and_offloaded(pipe) -> None:
+    hoist_modulation(pipe, offload=True)
 
 
 def cast_by_layer(pipe) -> None:
@@ -517,7 +403,8 @@ REFUSED = {
     group_offloaded: "group offloading moves its weights",
     cached: "decides at each call what to compute",
     cast_by_layer: "layerwise casting makes each layer's weights anew",
-    hoist_modulation: "its modulation is hoisted",
+    cached_and_compiled: "it is compiled, and a step cache decides",
+    hoisted_and_offloaded: r"hoist_modulation\(pipe, offload=False\)",
     hooked: "proj_out has a hook",
     replaced: "the forward of proj_out was replaced",
     spread: "its weights lie on cpu, meta",

@@ -16,16 +16,26 @@ A replay does not look at the model, so two things are compared before it, at ev
     memory    every parameter and buffer lies where it lay. If one has moved and looks as before, its values are copied
               to the recorded address, and that becomes its memory again, so that swapping a LoRA records nothing.
 
+Two things that depend on values are decided by the host, from a yes or no that the graph writes early in the step, so
+that the host reads it while the device computes the rest:
+
+    found     with modulation hoisted (modulation.py), whether the tables have this step's rows. If not they are made,
+              and the step is replayed anew.
+    suffices  with a first block cache (first_block.py), whether the last computed step is near enough. That graph is
+              first, and short; if the answer is no the graph that computes all blocks is replayed after it.
+
 Where no graph can stand for a call the model computes plainly, and the log says once why. Addresses that a graph reads
-are given to nothing else as long as the graph is kept.
+are given to nothing else as long as the graph is kept. Graphs of one denoiser share the memory of what lies between, so
+what the next call reads is copied out of it.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -41,7 +51,8 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.settings import accumulation
 from fluxq.kernels.quantize_activation.op import Rounding
 from fluxq.recipes.formats import Scheme
-from fluxq.runtime.modulation import HoistedModulation
+from fluxq.runtime.first_block import FirstBlock, first_block_of
+from fluxq.runtime.modulation import Choice, HoistedModulation, Rows
 from fluxq.runtime.placed import Handle, Placed
 from fluxq.runtime.steps import is_captured, why_not_captured
 
@@ -56,11 +67,11 @@ def capture(pipe: Any, *, max_graphs: int = 4) -> CapturedSteps:
     same tensors are not. Compile, optimize, prepare and quantize first. One call at a time, as pipelines are.
 
     max_graphs: that each denoiser may keep; the least recently used one goes. Each holds its intermediate tensors'
-    memory, which graphs of one denoiser share.
+    memory, which graphs of one denoiser share. With a first block cache a graph is two: one for each decision.
 
     Raises ValueError for a model whose weights move between calls (offloading), that is not on one CUDA device, that
-    decides at each call what to compute (a step cache), that is hoisted, hooked, context parallel or captured already,
-    and for one compiled with CUDA graphs.
+    decides at each call what to compute (a step cache other than the first block's), that is hooked, context parallel
+    or captured already, and for one compiled with CUDA graphs.
     """
     denoisers = dict(_denoisers(pipe))
     if not denoisers:
@@ -83,12 +94,14 @@ class CapturedStep:
     model: name of the denoiser.
     arguments: its tensor arguments, with shape and dtype.
     bytes: memory that recording it took.
+    from_cache: whether it adds what the last computed step did, instead of computing.
     """
 
     model: str
     arguments: tuple[str, ...]
     replays: int
     bytes: int | None
+    from_cache: bool = False
 
 
 class CapturedSteps(Handle):
@@ -101,10 +114,17 @@ class CapturedSteps(Handle):
     def captured(self) -> tuple[CapturedStep, ...]:
         """The graphs that are kept, the least recently used first."""
         return tuple(
-            CapturedStep(step.name, graph.arguments, graph.replays, graph.bytes)
+            CapturedStep(step.name, graph.arguments, each.replays, each.bytes, each is graph.from_cache)
             for step in self._steps
             for graph in step.graphs.values()
+            for each in (graph, graph.from_cache)
+            if each is not None
         )
+
+    def tie_to_optimize(self) -> None:
+        """Let `fluxq.restore` take it out, as what `fluxq.optimize` did."""
+        for step in self._steps:
+            step.by_optimize = True
 
     @property
     def captures(self) -> int:
@@ -167,6 +187,36 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             graph.replay()
 
+    def answer(self) -> Answer:
+        """Make an answer for a graph to write."""
+        with torch.cuda.device(self.device):
+            return Answer(self.device)
+
+
+class Answer:
+    """A yes or no that a graph writes, and that the host reads as soon as it is written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._value = torch.empty(1, dtype=torch.int8, pin_memory=True)
+        self._written = torch.cuda.Event(external=True)  # which a graph records behind it, at each replay
+
+    def write(self, yes: Tensor) -> None:
+        """Write the answer, a bool (); to be recorded."""
+        self._value.copy_(yes.to(torch.int8).view(1), non_blocking=True)
+        self._written.record()
+
+    def expect(self) -> None:
+        """Forget the answer of the replay before."""
+        self._value.fill_(_NOT_YET)
+
+    def read(self) -> bool:
+        """Wait until the replay has written the answer, and return it."""
+        self._written.synchronize()
+        if int(self._value) == _NOT_YET:  # should the event be that of a replay before
+            torch.cuda.synchronize(self._device)
+        return int(self._value) == 1
+
 
 class _Plain(Exception):
     """Reason why a call is computed without a graph."""
@@ -179,6 +229,10 @@ class _Graph:
     inputs: its tensor arguments, None in the place of others.
     outputs: its flat outputs.
     returns: their structure.
+    found: whether `rows`, of hoisted modulation, had this step's; None where it is not looked up.
+    suffices: whether the last computed step stands for this one; None in a graph that computes.
+    kept: what steps that are taken from a cache read of this one.
+    from_cache: the graph of such steps.
     """
 
     graph: Any
@@ -187,6 +241,11 @@ class _Graph:
     returns: TreeSpec
     arguments: tuple[str, ...]
     bytes: int | None
+    rows: Rows | None = None
+    found: Answer | None = None
+    suffices: Answer | None = None
+    kept: list[Tensor] = field(default_factory=list)
+    from_cache: _Graph | None = None
     replays: int = 0
 
 
@@ -198,8 +257,10 @@ class _Step(Placed):
         self.device = CudaGraphs(next(_tensors(model)).device)
         self.graphs: dict[tuple[_Form, tuple], _Graph] = {}
         self.captures = 0
+        self.by_optimize = False  # then fluxq.restore takes it out
         self._on = True
         self._failed = ""
+        self._not_looked_up: object = self  # the scheduler's timesteps for which there are no rows of modulation
         self._refused: dict[tuple, str] = {}
         self._forms: list[_Form] = []
         self._logged: set[str] = set()
@@ -211,10 +272,18 @@ class _Step(Placed):
         leaves, spec = tree_flatten((args, kwargs))
         try:
             recording = self._find(leaves, spec)
+            outputs = self._replayed(recording, leaves)
+            if outputs is None:  # another prompt's rows, or a timestep that is none of the scheduler's
+                recording = self._find(leaves, spec, were_found=False)
+                outputs = self._replayed(recording, leaves)
+            if outputs is None:
+                raise _Plain("the rows of its modulation change between two calls with the same arguments")
         except _Plain as why:
             self._say(str(why))
-            recording = None
-        return self.plain(*args, **kwargs) if recording is None else self._replayed(recording, leaves)
+            recording = outputs = None
+        if recording is None or outputs is None:
+            return self.plain(*args, **kwargs)
+        return tree_unflatten(outputs, recording.returns)
 
     @property
     def is_replayed(self) -> bool:
@@ -230,15 +299,38 @@ class _Step(Placed):
         self._drop()
         super().remove()
 
-    def _replayed(self, recording: _Graph, leaves: list[Any]) -> Any:
+    def _replayed(self, recording: _Graph, leaves: list[Any]) -> list[Any] | None:
+        """Replay a call, and copy its flat outputs; None where its modulation's rows were not found."""
         _fill(recording.inputs, leaves)
-        self.device.replay(recording.graph)
-        recording.replays += 1
-        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in recording.outputs]
-        return tree_unflatten(outputs, recording.returns)
+        cache = self._forms[-1].cache
+        if recording.from_cache is not None and cache is not None and cache.holds(recording.kept):
+            found, suffices = self._launch(recording.from_cache)
+            if not found:
+                return None
+            if suffices:
+                return _cloned(recording.from_cache.outputs)
+        found, _ = self._launch(recording)
+        if not found:
+            return None
+        if cache is not None:
+            cache.put(recording.kept)
+        return _cloned(recording.outputs)
 
-    def _find(self, leaves: list[Any], spec: TreeSpec) -> _Graph:
-        """Return the graph for a call, recorded now if there is none. Raises _Plain if there can be none."""
+    def _launch(self, graph: _Graph) -> list[bool]:
+        """Launch a graph; return whether it found what it looked up and whether it suffices, while it computes on."""
+        answers = graph.found, graph.suffices
+        for answer in answers:
+            if answer is not None:
+                answer.expect()
+        self.device.replay(graph.graph)
+        graph.replays += 1
+        return [answer is None or answer.read() for answer in answers]
+
+    def _find(self, leaves: list[Any], spec: TreeSpec, were_found: bool = True) -> _Graph:
+        """Return the graph for a call, recorded now if there is none. Raises _Plain if there can be none.
+
+        were_found: False after its graph found no rows of modulation; it gets them now, or is one that needs none.
+        """
         if self._failed:
             raise _Plain(self._failed)
         if torch.is_grad_enabled():
@@ -246,12 +338,26 @@ class _Step(Placed):
         if torch.is_autocast_enabled(self.device.kind):
             raise _Plain("autocast casts weights for a while, which a graph would outlive: load it in that dtype")
         form = self._form()
-        kind = (spec, tuple(_described(leaf, form.device) for leaf in leaves), _settings())
+        hoisted, cache = form.hoisted, form.cache
+        looks_up = hoisted is not None and hoisted.schedule is not self._not_looked_up
+        described = tuple(_described(leaf, form.device) for leaf in leaves)
+        kind = (spec, described, _settings(), looks_up, _context_of(cache))
         if kind in self._refused:
             raise _Plain(self._refused[kind])
-        recording = self.graphs.pop((form, kind), None)
+        recording, rows = self.graphs.pop((form, kind), None), None
+        if hoisted is not None and looks_up:
+            rows = recording.rows if recording else None
+            if rows is None or not were_found or not rows.are_current:
+                rows = hoisted.rows_of(partial(_call, self.plain, leaves, spec), rows)
+            if rows is None:
+                self._not_looked_up = hoisted.schedule
+                return self._find(leaves, spec)
+            if recording is not None and rows is not recording.rows:
+                recording = None
         if recording is None:
-            form, recording = self._record(leaves, spec, kind)
+            form, recording = self._record(form, leaves, spec, kind, rows)
+        elif cache is not None and recording.from_cache is None and cache.holds(recording.kept):
+            _, recording.from_cache = self._record(form, leaves, spec, kind, rows, recording)
         self.graphs[form, kind] = recording  # the last one is the one that was used last
         return recording
 
@@ -279,38 +385,63 @@ class _Step(Placed):
         self._forms = [other for other in self._forms if id(other) in used and other is not form] + [form]
         return form
 
-    def _record(self, leaves: list[Any], spec: TreeSpec, kind: tuple) -> tuple[_Form, _Graph]:
+    def _record(
+        self,
+        form: _Form,
+        leaves: list[Any],
+        spec: TreeSpec,
+        kind: tuple,
+        rows: Rows | None,
+        computed: _Graph | None = None,
+    ) -> tuple[_Form, _Graph]:
+        """Record a call; return the model's form then, and the graph.
+
+        rows: to look its modulation up in, or None. computed: where a step cache stands for all blocks, the graph of
+        the call that computes them.
+        """
         while len(self.graphs) >= self.max_graphs:
             del self.graphs[next(iter(self.graphs))]
-        inputs = [_like(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        inputs = computed.inputs if computed else [_like(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         _fill(inputs, leaves)
         versions = [tensor._version for tensor in inputs if tensor is not None]
         filled = [leaf if tensor is None else tensor for tensor, leaf in zip(inputs, leaves, strict=True)]
         call = partial(_call, self.plain, filled, spec)
-        for _ in range(WARM_UPS - 1):
-            self.device.warm_up(call)
-        form = self._form()  # the first call may have put something into place
-        if not self.device.rehearse(call):
-            self._refused[kind] = "it waits for the device in the middle of a step, as .item() does"
-        elif not form.is_unchanged():
-            self._refused[kind] = "each call of it changes the model itself"
-        elif versions != [tensor._version for tensor in inputs if tensor is not None]:
-            self._refused[kind] = "it writes to its arguments"
-        if kind in self._refused:
-            raise _Plain(self._refused[kind])
-        beside = next((other.graph for other in self.graphs.values()), None)
-        try:
-            graph, returned, grown = self.device.record(call, beside)
-        except Exception as problem:
-            # What is raised last only says that the recording had failed before. Another one is not tried: what a
-            # broken one leaves behind is not defined.
-            first = problem.__context__ or problem
-            self._failed = f"recording it failed ({type(first).__name__}: {first_line(first)})"
-            self._drop()
-            raise _Plain(self._failed) from problem
+        found = self.device.answer() if rows else None
+        suffices = self.device.answer() if computed else None
+        cache, kept = form.cache, []
+        with ExitStack() as decided:
+            if form.hoisted is not None:
+                decided.enter_context(form.hoisted.choosing(_choice(rows, found)))
+            if cache is not None:
+                decided.enter_context(cache.deciding(_decision(cache, suffices)))
+            for _ in range(WARM_UPS - 1):
+                self.device.warm_up(call)
+            form = self._form()  # the first call may have put something into place
+            if not self.device.rehearse(call):
+                self._refused[kind] = "it waits for the device in the middle of a step, as .item() does"
+            elif not form.is_unchanged():
+                self._refused[kind] = "each call of it changes the model itself"
+            elif versions != [tensor._version for tensor in inputs if tensor is not None]:
+                self._refused[kind] = "it writes to its arguments"
+            if kind in self._refused:
+                raise _Plain(self._refused[kind])
+            if cache is not None and computed is None:
+                kept = [_like(tensor) for tensor in cache.read()]
+                call = partial(_keep, call, cache, kept)
+            beside = next((other.graph for other in (computed, *self.graphs.values()) if other), None)
+            try:
+                graph, returned, grown = self.device.record(call, beside)
+            except Exception as problem:
+                # What is raised last only says that the recording had failed before. Another one is not tried: what a
+                # broken one leaves behind is not defined.
+                first = problem.__context__ or problem
+                self._failed = f"recording it failed ({type(first).__name__}: {first_line(first)})"
+                self._drop()
+                raise _Plain(self._failed) from problem
         self.captures += 1
         outputs, returns = tree_flatten(returned)
-        return form, _Graph(graph, inputs, outputs, returns, _arguments(filled, spec), grown)
+        arguments = _arguments(filled, spec)
+        return form, _Graph(graph, inputs, outputs, returns, arguments, grown, rows, found, suffices, kept)
 
     def _drop(self, form: _Form | None = None) -> None:
         """Drop the graphs of a form; or all, and the weights that were kept for them."""
@@ -330,6 +461,8 @@ class _Form:
     def __init__(self, model: nn.Module, place: str) -> None:
         self.modules = [*model.modules()]
         self.device = next(_tensors(model)).device
+        self.hoisted = hoisted_in(self.modules)
+        self.cache = first_block_of(model)
         self._classes = [*map(type, self.modules)]
         # A processor is no module, and set_attention_backend() writes to it.
         processors = [vars(module).get("processor") for module in self.modules]
@@ -418,9 +551,11 @@ def why_not(model: nn.Module) -> str:
     """Return the reason why no graph can stand for a call of this model, with the cure; empty if one can."""
     around = _place(model) == "forward"  # hooks of the model itself then run before and after a graph
     modules = dict(model.named_modules())
-    hoisted = [getattr(vars(module).get("forward"), "hoisted", None) for module in modules.values()]
-    if any(isinstance(each, HoistedModulation) and each.on for each in hoisted):
-        return "its modulation is hoisted, and looking a step up waits for the device: have one or the other"
+    hoisted, cache = hoisted_in(modules.values()), first_block_of(model)
+    if hoisted is not None and hoisted.offload:
+        return "the weights of its modulation were hoisted to the CPU: hoist_modulation(pipe, offload=False)"
+    if cache is not None and any(module._compiled_call_impl is not None for module in modules.values()):
+        return "it is compiled, and a step cache decides in the middle of a step: disable_cache(), or do not compile it"
     kept = why_not_captured(model)
     if kept:
         return kept
@@ -430,13 +565,19 @@ def why_not(model: nn.Module) -> str:
                 "accelerate moves its weights between calls (offloading, or a map of devices): load it without, and "
                 "move the pipeline to one GPU"
             )
-        for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ()):
+        names = getattr(getattr(module, "_diffusers_hook", None), "hooks", ())
+        for name in names:
             reasons = (why for start, why in DIFFUSERS_HOOKS.items() if name.startswith(start))
-            return next(reasons, f"diffusers' hook {name} decides at each call what to compute: disable_cache() first")
-        placed = vars(module).get("forward")
-        if path and placed is not None and getattr(placed, "__self__", None) is not module:
+            why = next(
+                reasons,
+                f"diffusers' hook {name} decides at each call what to compute: disable_cache(), "
+                "or enable FirstBlockCacheConfig, whose decisions have graphs",
+            )
+            if why:
+                return why
+        if path and not names and not _is_own(module):
             return f"the forward of {path} was replaced, and a graph would not run it: take that out first"
-        if (path or not around) and any(vars(module).get(name) for name in _HOOKS):
+        if (path or not around) and any(_strangers(module)):
             return f"{path or 'it'} has a hook, which a graph would not run: remove it first"
         if _compiled_with_graphs(module):
             return "it was compiled with CUDA graphs of its own: use mode='default' or 'max-autotune-no-cudagraphs'"
@@ -450,6 +591,71 @@ def why_not(model: nn.Module) -> str:
     if tensors[0].device.type != CudaGraphs.kind:
         return f"it is on {places[0]}, and graphs need a CUDA device: pipe.to('cuda') first"
     return ""
+
+
+def step_of(model: nn.Module) -> _Step | None:
+    """Return what stands in the place of a denoiser's forward, if its step is captured."""
+    placed = vars(model).get(_place(model))
+    return placed if isinstance(placed, _Step) and placed.is_replayed else None
+
+
+def hoisted_in(modules: Iterable[nn.Module]) -> HoistedModulation | None:
+    """Return what hoisted the modulation of a model, if anything did."""
+    for module in modules:
+        hoisted = getattr(vars(module).get("forward"), "hoisted", None)
+        if isinstance(hoisted, HoistedModulation) and hoisted.on:
+            return hoisted
+    return None
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Tell whether a module's forward is its own, or what hoists its modulation in the place of that."""
+    placed = vars(module).get("forward")
+    if isinstance(placed, Placed) and isinstance(getattr(placed, "hoisted", None), HoistedModulation):
+        placed = placed.plain
+    return placed is None or getattr(placed, "__self__", None) is module
+
+
+def _strangers(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of a module, without what hoists modulation."""
+    hooks = chain.from_iterable((vars(module).get(name) or {}).values() for name in _HOOKS)
+    return (hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HoistedModulation))
+
+
+def _choice(rows: Rows | None, found: Answer | None) -> Choice:
+    """Return the function that chooses the step of modulation while a call is recorded."""
+    if rows is None or found is None:
+        return lambda *_: None
+    return lambda _args, _kwargs, temb: rows.step(temb, found.write)
+
+
+def _decision(cache: FirstBlock, suffices: Answer | None) -> Callable[[Tensor], bool]:
+    """Return the function that decides for a step cache while a call is recorded."""
+
+    if suffices is None:
+        return lambda added: True
+
+    def take(added: Tensor) -> bool:
+        suffices.write(cache.suffices(added))
+        return False
+
+    return take
+
+
+def _keep(call: Callable[[], Any], cache: FirstBlock, kept: list[Tensor]) -> Any:
+    """Call, and copy what later steps read of it to where no other graph writes."""
+    outputs = call()
+    for mine, made in zip(kept, cache.read(), strict=True):
+        mine.copy_(made)
+    return outputs
+
+
+def _context_of(cache: FirstBlock | None) -> tuple:
+    """Return a step cache's part of the kind of a call. Raises _Plain outside of a context, where diffusers refuses."""
+    try:
+        return cache.kind if cache else ()
+    except ValueError as problem:
+        raise _Plain(first_line(problem)) from problem
 
 
 def _denoisers(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -512,6 +718,10 @@ def _fill(inputs: list[Tensor | None], leaves: list[Any]) -> None:
             _once(tensor).copy_(_once(leaf))
 
 
+def _cloned(outputs: list[Any]) -> list[Any]:
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+
+
 def _once(tensor: Tensor) -> Tensor:
     """View each element of an expanded tensor once."""
     for axis, stride in enumerate(tensor.stride()):
@@ -550,6 +760,7 @@ def _arguments(leaves: Sequence[Any], spec: TreeSpec) -> tuple[str, ...]:
     )
 
 
+_NOT_YET = -1
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NOTES = ("_hf_peft_config_loaded", "peft_config", "lora_scale", "_safe_fusing")  # a loader's own, read by no forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -565,8 +776,10 @@ _SETTINGS: tuple[Callable[[], Any], ...] = (
     torch.backends.cuda.cudnn_sdp_enabled,
 )
 
-# How a hook's name in diffusers starts -> why no graph can stand for a model that has it. The rest are step caches.
+# How a hook's name in diffusers starts -> why no graph can stand for a model that has it, or empty. The rest are step
+# caches whose decisions are not known.
 DIFFUSERS_HOOKS = {
+    "fbc_": "",
     "group_offloading": "group offloading moves its weights between calls: load it without, onto one GPU",
     "lazy_prefetch_group_offloading": "group offloading moves its weights between calls: load it without, onto one GPU",
     "layerwise_casting": "layerwise casting makes each layer's weights anew at every call: load it without",

@@ -15,6 +15,9 @@ silu(e_s). In all other cases it computes plainly, and the log says once why. On
 order than products of one row do: sums agree to 2^-20 sum |a| |b|, and a bfloat16 output whose sum lies beside a tie
 goes to the next number, which is 2^-7 |y| away at most.
 
+A step that was recorded as a CUDA graph (graphs.py) compares on the device, and takes its row by the index that it
+finds there. Whether it found one the host reads while the rest of the step runs, and computes anew what found none.
+
 Tables live for one call: when the scheduler makes new timesteps they are dropped. Nothing of this is saved.
 """
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +50,9 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
     the device for its one product a call, and for every row that is computed plainly. Weights that are edited by hand,
     through `.data`, in the middle of a call are seen by the next one; merged adapters are seen at once.
 
-    A transformer that is compiled while this is in place computes plainly.
+    A transformer that is compiled while this is in place computes plainly. Under `fluxq.capture` each graph has tables
+    of its own, of max_rows at most; a call whose rows find no room, or whose timestep is none of the scheduler's, has a
+    graph that computes the modulation.
 
     Raises ValueError for a pipeline without transformer and scheduler, a model without such Linears, one that is
     compiled or hoisted already, and offload of what is offloaded already.
@@ -88,10 +93,12 @@ class HoistedModulation(Handle):
         self.layers = tuple(layers)
         self.max_rows, self.offload, self.on = max_rows, offload, True
         self.step: _Step | None = None
+        self.by_optimize = False  # then fluxq.restore takes it out
         self._timesteps = lambda: pipe.scheduler.timesteps
         self._embedded_timestep = embedded_timestep
         self._schedule: Tensor | None = None
         self._tables: list[_Table] = []
+        self._choose: Choice = self._look_up
         self._logged: set[str] = set()
         self._embedder: nn.Module = transformer.time_text_embed
         self._hook = self._embedder.register_forward_hook(self._at_step, with_kwargs=True)
@@ -120,60 +127,118 @@ class HoistedModulation(Handle):
             self._logged.add(why)
             logger.warning(f"modulation is computed step by step: {why}", *values)
 
+    @property
+    def schedule(self) -> Tensor | None:
+        """The scheduler's timesteps; every call of a pipeline makes a new tensor."""
+        return self._timesteps()
+
+    def weight_states(self) -> list[tuple]:
+        """Return values that change with the weights that tables are made with."""
+        return [layer.weight_state() for layer in self._linears()]
+
+    @contextmanager
+    def choosing(self, choose: Choice) -> Iterator[None]:
+        """Let a function of the embedder's args, kwargs and output choose the step of each call."""
+        self._choose = choose
+        try:
+            yield
+        finally:
+            self._choose, self.step = self._look_up, None
+
+    def rows_of(self, call: Callable[[], Any], rows: Rows | None) -> Rows | None:
+        """Return rows that hold those of a call of the model: these, if there is room in them, or new ones.
+
+        None, with the reason logged, if there can be none. The call runs as far as its embedder, all Linears multiply,
+        and the device is waited for.
+        """
+        try:
+            with self.choosing(_stop):
+                call()
+        except _Stopped as stopped:
+            args, kwargs, temb = stopped.given
+            held = rows.held if rows else 0
+            table = self._table(args, kwargs, temb, held * len(temb)) if self._can_hold(args, temb) else None
+        else:
+            self.say("the call does not run the embedder")  # it was compiled since
+            return None
+        if table is None:
+            return None
+        if table.index(temb) is None:
+            self.say(_DRIFTS)
+            return None
+        for layer in self._linears():
+            dtype = layer.outputs(table).dtype
+            if dtype != table.inputs.dtype:
+                self.say("%s makes %s of %s", layer.path, dtype, table.inputs.dtype)
+                return None
+        if rows is None or not rows.take(table):
+            rows = Rows(self, table, held + len(table.embeddings))
+        return rows
+
+    def _linears(self) -> Iterator[_Modulation]:
+        return (placed for placed in self._placed if isinstance(placed, _Modulation))
+
     def _at_step(self, _embedder: nn.Module, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> None:
         """Choose the step of this call: a forward hook of the embedder, whose output (B, K) every modulation reads."""
-        if torch.compiler.is_compiling():
-            return
-        self.step = None
-        schedule = self._timesteps()
-        if schedule is not self._schedule:
-            self._schedule = schedule
+        if not torch.compiler.is_compiling():
+            self.step = None
+            self.step = self._choose(args, kwargs, temb)
+
+    def _look_up(self, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> _Step | None:
+        """Return the step of one of the tables, which wait for the device, or of a new one."""
+        if self.schedule is not self._schedule:
+            self._schedule = self.schedule
             self._tables.clear()
+        if not self._can_hold(args, temb):
+            return None
+        step = next(filter(None, (table.step(temb) for table in reversed(self._tables))), None)
+        if step is None:
+            table = self._table(args, kwargs, temb, sum(len(table.inputs) for table in self._tables))
+            step = table.step(temb) if table else None
+            if table and step:
+                self._tables.append(table)
+            elif table:
+                self.say(_DRIFTS)
+        return step
+
+    def _can_hold(self, args: tuple, temb: Tensor) -> bool:
+        """Tell whether a table can hold this call's rows; if not, the reason is logged."""
         if torch.is_grad_enabled():
             self.say("gradients are on, and a table would keep the graph of its first step; call under torch.no_grad()")
         elif temb.is_inference():
             self.say("torch.inference_mode() does not count changes of a tensor; call under torch.no_grad()")
-        elif schedule is None or temb.ndim != 2 or args[0].ndim != 1:
+        elif self.schedule is None or temb.ndim != 2 or args[0].ndim != 1:
             self.say("expected timesteps (B,) of a scheduler that knows its own, got %s", (*args[0].shape,))
         else:
-            self.step = self._find(temb) or self._prepare(args, kwargs, temb)
+            return True
+        return False
 
-    def _find(self, temb: Tensor) -> _Step | None:
-        candidates = ((table, table.index(temb)) for table in reversed(self._tables))
-        return next((_Step(table, index, temb) for table, index in candidates if index is not None), None)
-
-    def _prepare(self, args: tuple, kwargs: dict[str, Any], temb: Tensor) -> _Step | None:
+    def _table(self, args: tuple, kwargs: dict[str, Any], temb: Tensor, held: int) -> _Table | None:
         """Make a table of all steps for this call's other arguments; None, with the reason logged, if it cannot be.
 
         The embedder runs once for each step, on as many rows as it will then: in one product its bits would differ.
         """
         times, *rest = args
-        schedule: Any = self._schedule
+        schedule: Any = self.schedule
         values = self._embedded_timestep(schedule.to(times.device), times.dtype).unique()
         now = times[0]
         if not bool((values == now).any()):
             self.say("timestep %g is none that the scheduler makes", float(now))
             return None
-        rows = len(values) * len(temb) + sum(table.inputs.shape[0] for table in self._tables)
+        rows = len(values) * len(temb) + held
         if rows > self.max_rows:
             self.say("%d rows are more than max_rows=%d; raise it where memory allows", rows, self.max_rows)
             return None
         # Edit models embed a 0 beside each timestep; it stays.
         steps = [self._embedder.forward(torch.where(times == now, value, times), *rest, **kwargs) for value in values]
-        table = _Table(torch.stack(steps))
-        index = table.index(temb)
-        if index is None:
-            self.say("the embedder does not give the same bits twice")
-            return None
-        self._tables.append(table)
-        return _Step(table, index, temb)
+        return _Table(torch.stack(steps))
 
 
 @dataclass
 class _Table:
     """Embeddings (S, B, K) of all S steps and one prompt's B rows.
 
-    by_layer: outputs (S, B, N) that layers made of them, and what `_weight_state` said meanwhile.
+    by_layer: outputs (S, B, N) that layers made of them, and what `weight_state` said meanwhile.
     """
 
     embeddings: Tensor
@@ -188,18 +253,99 @@ class _Table:
         embeddings = self.embeddings
         if (embeddings.shape[1:], embeddings.dtype, embeddings.device) != (temb.shape, temb.dtype, temb.device):
             return None
-        equal = (embeddings == temb).flatten(1).all(1).tolist()  # the one wait for the device
+        equal = _equal(embeddings, temb).tolist()  # the one wait for the device
         return equal.index(True) if True in equal else None
+
+    def step(self, temb: Tensor) -> _Step | None:
+        index = self.index(temb)
+        if index is None:
+            return None
+        activated = self.inputs.unflatten(0, self.embeddings.shape[:2])[index]
+        return _Step(temb, activated, lambda layer: layer.outputs(self)[index])
+
+
+class Rows:
+    """Rows of tables in memory that stays, from which a recorded step takes its own by an index found on the device.
+
+    room: number of steps that there is memory for, those of all prompts together.
+    """
+
+    def __init__(self, hoisted: HoistedModulation, table: _Table, room: int) -> None:
+        rows = _side_by_side(table)
+        self._room, self._used, self._hoisted = room, 0, hoisted
+        self._shapes = [table.embeddings.shape[1:], *(outputs.shape[1:] for outputs, _ in table.by_layer.values())]
+        self._paths = [*table.by_layer]
+        self._embeddings = table.embeddings.new_empty((room, *table.embeddings.shape[1:]))  # (E, B, K)
+        self._rows = rows.new_zeros((room, rows.shape[1]))  # (E, B K + the B N of all layers)
+        self.take(table)
+
+    @property
+    def are_current(self) -> bool:
+        """True where scheduler and weights are those that the rows were made with."""
+        return self._hoisted.schedule is self._schedule and self._hoisted.weight_states() == self._states
+
+    @property
+    def held(self) -> int:
+        """Number of steps that are held and current."""
+        return self._used if self._used and self.are_current else 0
+
+    def take(self, table: _Table) -> bool:
+        """Copy a table's rows behind those that are current; tell whether there was room."""
+        start = self.held
+        end = start + len(table.embeddings)
+        if end > self._room:
+            return False
+        if start == 0:
+            self._schedule, self._states = self._hoisted.schedule, self._hoisted.weight_states()
+            self._embeddings.fill_(torch.nan)  # which equals nothing
+        self._embeddings[start:end] = table.embeddings
+        self._rows[start:end] = _side_by_side(table)
+        self._used = end
+        return True
+
+    def step(self, temb: Tensor, tell: Callable[[Tensor], None]) -> _Step:
+        """Return this embedding's (B, K) step, its rows chosen on the device, which also tells whether it has them."""
+        equal = _equal(self._embeddings, temb)  # (E,)
+        tell(equal.any())
+        row = self._rows.index_select(0, equal.int().argmax(0, keepdim=True))[0]
+        parts = row.split([shape.numel() for shape in self._shapes])
+        activated, *outputs = (part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        by_path = dict(zip(self._paths, outputs, strict=True))
+        return _Step(temb, activated, lambda layer: by_path[layer.path])
+
+
+def _equal(embeddings: Tensor, temb: Tensor) -> Tensor:
+    """Tell of each step (S,) whether its embeddings, of (S, B, K), are temb (B, K), element for element."""
+    return (embeddings == temb).flatten(1).all(1)
+
+
+def _side_by_side(table: _Table) -> Tensor:
+    """Return all that is looked up in a table, in one row for each step: one copy then fetches all of it."""
+    looked_up = table.inputs.unflatten(0, table.embeddings.shape[:2]), *(each for each, _ in table.by_layer.values())
+    return torch.cat([each.flatten(1) for each in looked_up], 1)
+
+
+class _Stopped(Exception):
+    """Carries an embedder's args, kwargs and output out of a call that goes no further."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__("this call of the model was to go as far as its embedder")
+        self.given = given
+
+
+def _stop(*given: Any) -> NoReturn:
+    raise _Stopped(*given)
 
 
 class _Step:
-    """The embedding that this step's modulations read, kept so that its memory becomes nothing else's."""
+    """The embedding that this step's modulations read, kept so that its memory becomes nothing else's.
 
-    def __init__(self, table: _Table, index: int, temb: Tensor) -> None:
-        batch = len(temb)
-        self.table, self.index, self.temb = table, index, temb
-        self.activated = table.inputs[index * batch : (index + 1) * batch]
-        self._versions = temb._version, self.activated._version
+    outputs: function of a modulation Linear, which returns its output (B, N) for all rows of this step.
+    """
+
+    def __init__(self, temb: Tensor, activated: Tensor, outputs: Callable[[_Modulation], Tensor]) -> None:
+        self.temb, self.activated, self.outputs = temb, activated, outputs
+        self._versions = temb._version, activated._version
 
     def rows(self, x: Tensor, of: Tensor) -> slice | None:
         """Find the rows of `of`, this step's temb or activated (B, K), that x is: the same memory, not changed since.
@@ -246,11 +392,11 @@ class _Modulation(Placed):
         if rows is None:
             self.hoisted.say("%s reads something else than the activated embedding of this step", self.path)
             return self._product(input)
-        return self._outputs(step.table)[step.index, rows]
+        return step.outputs(self)[rows]
 
-    def _outputs(self, table: _Table) -> Tensor:
+    def outputs(self, table: _Table) -> Tensor:
         """Return (S, B, N), made at this layer's first call: its weights are there then, wherever they are kept."""
-        state = self._weight_state()
+        state = self.weight_state()
         outputs, made_with = table.by_layer.get(self.path, (None, ()))
         if outputs is None or made_with != state:
             outputs = self._product(table.inputs).unflatten(0, table.embeddings.shape[:2])
@@ -261,7 +407,7 @@ class _Modulation(Placed):
         with _brought(self.module, x.device) if self.hoisted.offload and self.hoisted.on else nullcontext():
             return self.plain(x)
 
-    def _weight_state(self) -> tuple:
+    def weight_state(self) -> tuple:
         """Return values that change with the weight: when it is written or replaced, or adapters are merged.
 
         Merging goes through `.data`, which counts nothing.
@@ -338,4 +484,6 @@ def _move(module: nn.Module, device: torch.device) -> None:
             module.register_parameter(name, moved)
 
 
+_DRIFTS = "the embedder does not give the same bits twice"
+Choice = Callable[[tuple, dict[str, Any], Tensor], _Step | None]
 _LAST_NORM = "norm_out.linear"  # kept in 16 bit by every row, so it has no role, but it reads what modulations read

@@ -1,7 +1,8 @@
 """`fluxq.optimize(pipe)` and `fluxq.restore(pipe)`: a pipeline's transformer computes its blocks in fused forms.
 
 runtime/fused.py says how a block is fused, and when it keeps its own form; here the models to fuse are found, and
-the kernels of the device that will compute.
+the kernels of the device that will compute. With graphs=True the same call does what else makes a step fast: before it
+it prepares, after it it hoists the modulation and captures the step.
 """
 
 from __future__ import annotations
@@ -13,22 +14,26 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 
 from fluxq.base.console import logger
 from fluxq.kernels import findings
 from fluxq.kernels.all_ops import ADALN_QUANTIZE, QK_NORM_ROPE, QUANTIZE_ACTIVATION
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Maker
 from fluxq.runtime import fused
 from fluxq.runtime.fused import FusedPart
 from fluxq.runtime.fused_forms import product_of
+from fluxq.runtime.graphs import capture, hoisted_in, step_of, why_not
+from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.placed import models_of, target_device
+from fluxq.runtime.prepare import prepare
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 
 
-def optimize(model: Any, *, device: str | torch.device | None = None) -> list[FusedPart]:
+def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bool = False) -> list[FusedPart]:
     """Fuse the blocks of a transformer, or of a pipeline's, in place; return what was done, part by part of each block.
 
     Images are the same, byte for byte on a CPU. Nothing of the model changes but the class of its blocks and, on a GPU,
@@ -36,8 +41,12 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     whose call the fused form does not know runs its own forward. Called again, it decides anew: after `fluxq.prepare`,
     a move to another device, or other weights.
 
-    device: that will compute; by default where the weights are, or the first GPU if they are on the CPU. Raises
-    ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels.
+    device: that will compute; by default where the weights are, or the first GPU if they are on the CPU.
+    graphs: also `fluxq.prepare` what is not prepared, `fluxq.hoist_modulation` where that is supported, and
+    `fluxq.capture`, with the defaults of each. Two more rows for each denoiser say so: "modulation" and "step".
+
+    Raises ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels;
+    with graphs also for a denoiser that `fluxq.capture` refuses, before anything is changed, and what `prepare` raises.
     """
     families = {family.model: family for family in FAMILIES.values() if family.fusable}
     models = models_of(model)
@@ -45,6 +54,12 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
     if not denoisers:
         classes = ", ".join(type(part).__name__ for part in models.values()) or type(model).__name__
         raise ValueError(f"{classes}: no fused form is known, only of {fused.fusable_models()}")
+    _take_out_graphs(models)
+    if graphs:
+        _require_graphs(denoisers)
+        layers = [layer for part in models.values() for _, layer in quant_layers(part)]
+        if layers and not any(layer.prepared for layer in layers):
+            prepare(model, device=device)
     parts: list[FusedPart] = []
     for name, part in denoisers.items():
         target = target_device(next(part.parameters()).device, device)
@@ -55,13 +70,52 @@ def optimize(model: Any, *, device: str | torch.device | None = None) -> list[Fu
         family, is_there = families[type(part).__name__], next(part.parameters()).device.type == "cuda"
         done = fused.optimize(part, family, target.type, _lacks(target), side_by_side=is_there)
         parts += [replace(row, block=f"{name}.{row.block}") if name else row for row in done]
+    if graphs:
+        parts += [_hoisted(model, name, part) for name, part in denoisers.items()]
+        capture(model).tie_to_optimize()
+        parts += [FusedPart(name, "step", "CUDA graphs") for name in denoisers]
     _report(parts)
     return parts
 
 
 def restore(model: Any) -> int:
-    """Give the blocks that `optimize` changed their own forward back; return how many there were. It always works."""
-    return sum(map(fused.restore, models_of(model).values()))
+    """Give the blocks that `optimize` changed their own forward back; return how many there were. It always works.
+
+    What `optimize` did with graphs=True is taken out too, but that layers stay prepared.
+    """
+    models = models_of(model)
+    _take_out_graphs(models)
+    return sum(map(fused.restore, models.values()))
+
+
+def _take_out_graphs(models: dict[str, nn.Module]) -> None:
+    """Take out what `optimize` captured and hoisted; what users did themselves stays."""
+    for part in models.values():
+        for each in (step_of(part), hoisted_in(part.modules())):
+            if each is not None and each.by_optimize:
+                each.remove()
+
+
+def _require_graphs(denoisers: dict[str, nn.Module]) -> None:
+    for part in denoisers.values():
+        if step_of(part) is not None:
+            raise ValueError(f"the step of this {type(part).__name__} is captured already: remove() that first")
+        if why := why_not(part):
+            raise ValueError(f"the step of this {type(part).__name__} cannot be a CUDA graph: {why}")
+
+
+def _hoisted(pipe: Any, name: str, part: nn.Module) -> FusedPart:
+    """Hoist a denoiser's modulation if it is not hoisted, and report it."""
+    hoisted = hoisted_in(part.modules())
+    try:
+        if hoisted is None and getattr(pipe, "transformer", None) is not part:
+            raise ValueError("only that of a pipeline's `transformer` can be hoisted, whose scheduler knows the steps")
+        if hoisted is None:
+            hoisted = hoist_modulation(pipe)
+            hoisted.by_optimize = True
+    except ValueError as why:
+        return FusedPart(name, "modulation", why_not=str(why))
+    return FusedPart(name, "modulation", "of all steps in one product", hoisted.layers)
 
 
 def _wrong_there(device: torch.device) -> str:
