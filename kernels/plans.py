@@ -86,20 +86,14 @@ def watched(call: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, P
     """Call; return the result and a plan of how it came about, None where a plan could not do it again."""
     watch = _Watch(operands)
     with _ONE_AT_A_TIME, watch, mock.patch.object(JITFunction, "run", watch.launch_by(JITFunction.run)):
-        _watches.append(watch)
-        try:
-            result = call()
-        finally:
-            _watches.remove(watch)
+        result = call()
     made = watch.taken(result)
     return result, _plan(watch.steps, made, len(operands), watch.made) if watch.repeatable else None
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let a call that is watched have no plan: it launches in the block what a watch does not see."""
-    for watch in _watches:
-        watch.repeatable = False
+    """Hide the block from a watch, which would not see all that it launches: a call of which it is part has no plan."""
     with _disable_current_modes():
         yield
 
@@ -239,6 +233,5 @@ def _numbers(value: Any) -> Iterator[int]:
             yield from _numbers(each)
 
 
-_watches: list[_Watch] = []
 _ONE_AT_A_TIME = threading.RLock()  # a watch puts its own launcher in the place of Triton's
 QUICK = {"view": Tensor.view, "unsqueeze": Tensor.unsqueeze, "t": Tensor.t}  # quicker than the ops behind them

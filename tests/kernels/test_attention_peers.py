@@ -242,8 +242,17 @@ def test_times_of_other_gpus_alone_choose_no_package(installed, monkeypatch) -> 
         assert dispatch.choose_attention("int8", 64, "sm_90", 140, 128, 130, Q.dtype).implementation == "attention_fp8"
 
 
-def test_a_call_of_a_package_has_no_plan(installed) -> None:
+def test_a_call_of_a_package_has_no_plan(installed, monkeypatch) -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
     from fluxq.kernels.plans import watched
+
+    def unseen(q: Tensor, *others: Tensor, **how: Any) -> Tensor:  # as an extension writes into a new tensor
+        o = q.new_empty(q.shape)
+        with _disable_current_modes():
+            return o.copy_(sageattn(q, *others, **how))
+
+    monkeypatch.setattr(sys.modules["sageattention"], "sageattn", unseen)
 
     operands = [x.clone() for x in (Q, K, V)]
     found, plan = watched(lambda: kernel.by_peer(SAGE, *operands, None, "int8", chip="sm_90"), operands)
