@@ -169,7 +169,7 @@ def choose_product(
 ) -> Choice:
     """Choose what multiplies codes that are made already, as `choose` would: a kernel, or the library's product.
 
-    library: whether it takes such operands, and nothing that must be computed in fp32 follows.
+    library: whether it takes such operands, and what follows them comes after the rounding.
 
     Raises ValueError where nothing is offered.
     """
@@ -197,7 +197,7 @@ def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, d
     peers = [
         Choice(name, codes, "attention of a package", format=form)
         for name in peers_for(codes, chip, dtype)
-        if findings.vouched(name, form, chip)
+        if findings.vouched(name, form, chip, findings.alike(m, n, k))
     ]
     return _fastest([own, *peers], f"attention {form}", chip, m, n, k) if peers else own
 

@@ -60,8 +60,18 @@ class Epilogue:
 
     @property
     def is_plain(self) -> bool:
+        """Tell whether a bias is all that follows."""
+        return self.is_rounded_first and not self.is_gated
+
+    @property
+    def is_rounded_first(self) -> bool:
         """Tell whether what follows a bias, if anything, comes after the rounding: gate and residual."""
         return not self.gelu and self.low_rank is None
+
+    @property
+    def is_gated(self) -> bool:
+        """Tell whether a gate or a residual follows."""
+        return self.gate is not None or self.residual is not None
 
     def arguments(self, name: str, m: int, n: int, device: torch.device, y: Tensor | None = None) -> dict[str, Any]:
         """Return the kernel arguments that `finish` takes, by name; y (M, N) is a new tensor if none is given.
@@ -125,8 +135,8 @@ def launch_product(
 
 
 def gate_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
-    """Compute residual + gate · y in place of a product y (M, N), which another library made."""
-    if epilogue.gate is None and epilogue.residual is None:
+    """Compute residual + gate · y in place of a product y (M, N) whose kernel does not add them."""
+    if not epilogue.is_gated:
         return y
     (m, n), columns = y.shape, GATED_TILE["COLUMNS"]
     given = epilogue.arguments("gate_in_place", m, n, y.device, y)
@@ -154,7 +164,7 @@ def _following(given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epilogu
 def _chosen(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor | None, epilogue: Epilogue, chip: str) -> Choice:
     """Return the choice of what multiplies codes."""
     scheme = Scheme(w.format, x.format, static_input=x.global_scale is not None)
-    library = epilogue.is_plain and library_takes(x, w)
+    library = epilogue.is_rounded_first and library_takes(x, w)
     return choose_product(scheme, chip, x.shape[0], *w.shape, epilogue.dtype, layout_of(w, row_scale), library)
 
 

@@ -8,14 +8,10 @@ that was wrong is not offered, and measured times order what computes the same. 
      "unended": {cell and shape: number of runs}}
 
 holds for that GPU with that driver and those versions alone. share: of its bound that the error takes, None where it is
-not finite. why: the cell is wrong, or empty. scheme: weights and activations of a Linear, whose times the dispatcher
-reads. us: microseconds of a call, None where none were measured. beside: other implementation -> its microseconds.
-unended: what runs of doctor began and never ended, as one that was killed. The folder kernels/measured holds such files
-of other people's GPUs, for their times.
 not finite. why: the cell is wrong, or empty. scheme: weights and activations of a Linear, or "attention" and its
 format, whose times the dispatcher reads. us: microseconds of a call, None where none were measured. beside: other
-implementation -> its microseconds. The folder kernels/measured holds such files of other people's GPUs, for their
-times.
+implementation -> its microseconds. unended: what runs of doctor began and never ended, as one that was killed. The
+folder kernels/measured holds such files of other people's GPUs, for their times.
 
 Without a file nothing is read but the name of its folder.
 """

@@ -6,7 +6,7 @@ Each file is a list of rows; the first that fits counts:
 
 chips: names of CHIPS; without it the row is for every chip.
 max_m: the largest M; without it the row is for every M.
-plain: whether the row is only for products that nothing but bias, gate and residual follow.
+plain: whether the row is only for products that nothing but a bias follows.
 measured: the GPU whose timings chose the tile; without it the tile was chosen because it compiles without spills.
 """
 
@@ -85,7 +85,7 @@ class TunedRow:
 def find_tile(kernel: str, format: str, chip: str, m: int, *, plain: bool = False) -> Tile | MatmulTile:
     """Return the tile for m tokens of a format on a chip ("sm_90"); raises NoTile if kernels/tuned has none.
 
-    plain: whether nothing but bias, gate and residual follow.
+    plain: whether nothing but a bias follows.
     """
     for row in tuned_rows(kernel):
         if row.fits(format, chip, m, plain):

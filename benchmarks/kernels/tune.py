@@ -47,7 +47,7 @@ class Search:
     """The tile of a kernel for a format and up to max_m tokens, judged by a case at some shapes.
 
     tiles: what each candidate changes in the tile that is there; that one is a candidate too. also: formats for which
-    the same tile is taken. plain: whether it is only for products that nothing but bias, gate and residual follow.
+    the same tile is taken. plain: whether it is only for products that nothing but a bias follows.
     """
 
     kernel: str

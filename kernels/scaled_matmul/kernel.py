@@ -12,6 +12,7 @@ The epilogue is in kernels/epilogue.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxq.kernels.checks import EXACT, check_codes, check_device
-from fluxq.kernels.epilogue import NOTHING, Epilogue, compare_product, finish, launch_product, product_cells
+from fluxq.kernels.epilogue import (
+    NOTHING,
+    Epilogue,
+    compare_product,
+    finish,
+    gate_in_place,
+    launch_product,
+    product_cells,
+)
 from fluxq.kernels.scaled_matmul.op import OP
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import MatmulTile, cdiv, find_matmul_tile
@@ -80,9 +89,16 @@ def scaled_matmul(
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
-    """Call `scaled_matmul` with the tile that was tuned for the chip."""
-    tile = find_matmul_tile(OP.file, x.format.name, chip, x.shape[0], w.codes, plain=epilogue.is_plain)
-    return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
+    """Call `scaled_matmul` with the tile that was tuned for the chip.
+
+    Gate and residual take a pass of their own behind a tile that leaves no registers for them.
+    """
+    find = partial(find_matmul_tile, OP.file, x.format.name, chip, x.shape[0], w.codes)
+    tile, plain = find(), find(plain=True)
+    if tile == plain or not epilogue.is_rounded_first:
+        return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
+    y = scaled_matmul(x, w, epilogue=replace(epilogue, gate=None, residual=None), tile=plain)
+    return gate_in_place(y, epilogue)
 
 
 launch = partial(launch_product, OP)

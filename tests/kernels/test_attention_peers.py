@@ -223,13 +223,15 @@ def test_doctor_judges_packages_beside_our_kernel(installed) -> None:
     from fluxq.runtime.launches import Launch, Machine
 
     machine = Machine(torch.device("cpu"), "sm_90", "speed", torch.bfloat16)
+    request = doctor.Request(machine, None, {}, None)
     for codes, names in (("int8", [SAGE]), ("fp8", ["flash_attn_3 2.2.0", "nvidia-cudnn-frontend 2.2.0"])):
-        left_out: dict[str, str] = {}
+        examination = doctor.Examination(findings.machine_of(machine.device, machine.chip))
         call = Launch("attention_fp8", (Q, K, V, None, codes), "here")
-        with findings.instead(), interpreting():
+        with findings.keeping(examination.machine) as keeper, findings.instead(), interpreting():
             dispatch.forget()
-            rows = doctor._judged(call, machine, left_out, None)
-        assert [row["op"] for row in rows] == ["attention_fp8", *names] and not left_out
+            rows = doctor._judged(call, request, examination, keeper)
+        assert [row["op"] for row in rows] == ["attention_fp8", *names]
+        assert not examination.left_out and not examination.uncompared
         form = "64" if codes == "fp8" else "int8-64"
         assert {(row["format"], row["scheme"], row["why"]) for row in rows} == {(form, f"attention {form}", "")}
         assert {(row["m"], row["n"], row["k"]) for row in rows} == {(140, 128, 130)}

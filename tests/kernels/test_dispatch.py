@@ -23,6 +23,7 @@ from fluxq.kernels.attention import op as attention
 from fluxq.kernels.block_scaled_matmul.op import block_scaled_matmul
 from fluxq.kernels.dequantize.op import dequantize
 from fluxq.kernels.dispatch import choose
+from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
@@ -456,7 +457,7 @@ def test_scaled_matmul_on_a_gpu(offers, kind: str, gelu: bool) -> None:
 
 
 def test_codes_that_a_block_made_are_multiplied_as_a_layer_multiplies_its_own(offers, monkeypatch) -> None:
-    """By the library where it is chosen for the layer, unless more than a bias follows."""
+    """By the library where it is chosen for the layer, unless something follows that is computed in fp32."""
     offers(**ALL)
     x, rest = operands("fp8-fp8", 33)
     called: list[str] = []
@@ -472,9 +473,27 @@ def test_codes_that_a_block_made_are_multiplied_as_a_layer_multiplies_its_own(of
         assert torch.equal(product(q.codes, *pack_named(given, "fp8"), False, torch.bfloat16, chip="sm_90"), y)
         assert called == ["library", "library"]
         product(q.codes, *pack_named(given, "fp8"), True, torch.bfloat16, chip="sm_90")
-        product(q.codes, *pack_named(given._replace(gate=y[:1]), "fp8"), False, torch.bfloat16, chip="sm_90")
+        gated = given._replace(gate=y[:1], residual=y)
+        found = product(q.codes, *pack_named(gated, "fp8"), False, torch.bfloat16, chip="sm_90")
+        assert torch.equal(found, y + y * y[:1])
         product(q.codes, *pack_named(given, "fp8"), False, torch.float16, chip="sm_90")
-    assert called[2:] == ["kernel"] * 3
+    assert called[2:] == ["kernel", "library", "kernel"]
+
+
+def test_a_tile_that_leaves_no_registers_for_gate_and_residual_has_them_in_a_pass_behind(offers, monkeypatch) -> None:
+    offers(**ALL)
+    x, w = matrices("int8", 70)
+    noise = torch.Generator().manual_seed(4)
+    residual, gate = (torch.randn(m, w.shape[0], generator=noise).bfloat16() for m in (x.shape[0], 1))
+    kernel, tiles = OPS["scaled_matmul"].kernel, []
+    alone = kernel.scaled_matmul
+    monkeypatch.setattr(
+        kernel, "scaled_matmul", lambda *a, tile, **by: tiles.append(tile) or alone(*a, tile=tile, **by)
+    )
+    with interpreting():
+        y = kernel.multiply(x, w, None, Epilogue(), "sm_90")
+        found = kernel.multiply(x, w, None, Epilogue(gate=gate, residual=residual), "sm_90")
+    assert torch.equal(found, residual + y * gate) and tiles[0] == tiles[1] and tiles[0].n == 256
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", "mxfp4"])

@@ -69,17 +69,15 @@ def summed_both_ways(tiles: dict[Any, tuple[str, ...]]) -> dict[Any, tuple[str, 
     return both
 
 
-def cell_arguments(*, fused: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def cell_arguments(*, fused: bool, gated: bool = True) -> tuple[dict[str, str], dict[str, Any]]:
     """Of a Cell, the argument types and the constants of what follows, to bf16.
 
-    It is a bias, a gate and a residual, or `fused` all that may.
+    It is a bias, `gated` with a gate and a residual, or `fused` all that may.
     """
-    arguments = dict.fromkeys(("bias", "gate", "residual", "y"), "*bf16") | {"R": "i32:16", "tokens": "i32"}
-    optional = dict.fromkeys(("h", "up"), "*bf16")
-    constants = {"GELU": fused, "BLOCK_R": 32}
-    if fused:
-        return arguments | optional, constants
-    return arguments, constants | dict.fromkeys(optional)
+    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
+    given = (("gate", "residual") if gated else ()) + (("h", "up") if fused else ())
+    lacking = dict.fromkeys({"gate", "residual", "h", "up"} - {*given})
+    return arguments | dict.fromkeys(given, "*bf16"), {"GELU": fused, "BLOCK_R": 32} | lacking
 
 
 def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:

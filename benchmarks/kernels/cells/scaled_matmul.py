@@ -9,11 +9,19 @@ from fluxq.kernels.scaled_matmul.kernel import scaled_matmul_descriptors_kernel,
 from fluxq.kernels.tiles import MatmulTile
 
 
+def _tiles(format: str, *, plain: bool) -> dict[MatmulTile, tuple[str, ...]]:
+    return summed_both_ways(distinct_tiles("scaled_matmul", format, plain=plain))
+
+
 def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: bool) -> Cell:
-    """8-bit codes with bias, gate and residual, or `fused` with everything that may follow at once."""
+    """8-bit codes with bias, gate and residual, or `fused` with everything that may follow at once.
+
+    A tile that is only for a bias has only that.
+    """
     code = "i8" if format == "int8" else "fp8e4nv"
     sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
-    following, constants = cell_arguments(fused=fused)
+    gated = tile in _tiles(format, plain=False)
+    following, constants = cell_arguments(fused=fused, gated=gated)
     constants |= {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "UNIT_SCALES": tile.unit_scales}
     constants |= {"HALVES": tile.halves, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
     constants |= {"GROUP_M": tile.group_m}
@@ -58,7 +66,7 @@ CELLS = (
         _cell(name, tile, targets, fused=fused)
         for name in ("int8", "fp8", "fp8_tensor")
         for fused in (False, True)
-        for tile, targets in summed_both_ways(distinct_tiles("scaled_matmul", name, plain=not fused)).items()
+        for tile, targets in _tiles(name, plain=not fused).items()
         # The hardest to fit is what matters; the plain one once for each large tile of a format's own codes.
         if fused or (tile.m >= 128 and name != "fp8_tensor")
     ),

@@ -28,9 +28,6 @@ def configure(
     the first launch of each kernel, format and shape that no file of `fluxq doctor` vouches for; "always" takes all,
     slowly; "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode
     raises RuntimeError. Nothing is compared while a CUDA graph is recorded.
-    the first launch of each kernel and format that no file of `fluxq doctor` vouches for; "always" takes all, slowly;
-    "off" none. A kernel that is wrong is not used again: what it computed is computed anew, and strict mode raises
-    RuntimeError. Nothing is compared while a CUDA graph is recorded.
     gradients: what a layer's backward pass multiplies with its weight. "16bit", the default, takes the gradient as it
     comes; "8bit" rounds it to codes of the weight's own kind where that is fp8 or int8, each token by its own scale, so
     that 8-bit matrix units multiply. Weights of other formats, and GPUs without such units, keep 16 bit.

@@ -33,7 +33,6 @@ from fluxq.jobs.making import quantized_components
 from fluxq.jobs.memory import forward_pass_of
 from fluxq.kernels.adaln_quantize.op import NormTensors, modulated_norm
 from fluxq.kernels.all_ops import ADALN_QUANTIZE, ATTENTION_FP8, OPS, QK_NORM_ROPE, QUANTIZE_ACTIVATION
-from fluxq.kernels.all_ops import ADALN_QUANTIZE, ATTENTION_FP8, OPS, QK_NORM_ROPE
 from fluxq.kernels.attention.op import format_of
 from fluxq.kernels.linear import placeholder
 from fluxq.kernels.op import REFERENCES
@@ -50,9 +49,8 @@ from fluxq.runtime.optimize import lacks_on
 
 if TYPE_CHECKING:  # they need Triton
     from fluxq.kernels.compare import Sample, Verdict
-    from fluxq.kernels.findings import Cell, Keeper
     from fluxq.kernels.dispatch import Choice
-    from fluxq.kernels.findings import Cell
+    from fluxq.kernels.findings import Cell, Keeper
 
 MODEL = "FLUX.1-dev"  # whose shapes are those of an examination without a checkpoint
 COMPARED = 512  # tokens of a launch, at most
@@ -166,10 +164,10 @@ def examine(request: Request) -> Examination:
             with findings.instead(), _unverified():  # what was wrong before is proved anew
                 dispatch.forget()
                 with interpreting(machine.chip) if request.interprets else nullcontext():
-                    linears = _examined(request, examination, keeper)
+                    choosers = _examined(request, examination, keeper)
             with findings.instead(findings.document(examination.machine, examination.own)):
                 dispatch.forget()
-                _mark_chosen(examination, linears)
+                _mark_chosen(examination, choosers)
             if request.outside and not any(row["candidate"] for row in examination.rows) and not examination.uncompared:
                 examination.uncompared[outside] = f"no layer or block launches {request.outside.op}"
             if not _is_lost(machine.device):
@@ -185,18 +183,6 @@ def examine(request: Request) -> Examination:
             dispatch.forget()
     examination.not_kept = keeper.why_not
     examination.file = None if keeper.why_not else str(findings.file_of(examination.machine))
-    examination = Examination(findings.machine_of(machine.device, machine.chip))
-    with findings.instead(), _unverified():  # what was wrong before is proved anew
-        dispatch.forget()
-        with interpreting(machine.chip) if chip else nullcontext():
-            launches = _launches(output, machine, examination.left_out)
-            choosers = _examined(launches, machine, examination, outside)
-    with findings.instead(examination.document):
-        dispatch.forget()
-        _mark_chosen(examination, choosers)
-    if chip is None:
-        examination.file = findings.keep(examination.machine, examination.document["rows"])
-    dispatch.forget()
     return examination
 
 
@@ -355,16 +341,14 @@ class Attempt:
         return not self.cells[0][1]
 
 
-def _examined(request: Request, examination: Examination, keeper: Keeper) -> dict[tuple[Any, ...], tuple[Any, ...]]:
 def _examined(
-    groups: Iterable[list[Launch]], machine: Machine, examination: Examination, outside: Outside | None
+    request: Request, examination: Examination, keeper: Keeper
 ) -> dict[tuple[Any, ...], Callable[[], Choice]]:
     """Judge and time launches, each kind once; one that takes the GPU down is the last.
 
     Returns (scheme, m, n, k) of what the dispatcher chooses for -> function that asks it.
     """
     from fluxq.kernels.findings import launch_of
-    from fluxq.kernels.launch import kind_of_linear
 
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     choosers: dict[tuple[Any, ...], Callable[[], Choice]] = {}
@@ -376,43 +360,30 @@ def _examined(
                 if (kind := kind_of(launch)) in seen:
                     continue
                 seen.add(kind)
-                if launch.op == LINEAR:
-                    how = kind_of_linear(*launch.arguments, chip=request.machine.chip)
-                    linears[_scheme(launch), *how[2:5]] = how
+                if scheme := _scheme(launch):
+                    shape, choose = _chooser(launch, request.machine.chip)
+                    choosers[scheme, *shape] = choose
                 for row in _judged(launch, request, examination, keeper):
                     if launch_of(row) not in rows or (row["why"] and not rows[launch_of(row)]["why"]):
                         rows[launch_of(row)] = row  # of several the one that is wrong
                 examination.rows = [*rows.values()]
                 if _is_lost(request.machine.device):
                     examination.uncompared["all that would follow"] = "the GPU takes no more work of this process"
-                    return linears
-    return linears
-        for launch in (launch for group in groups for launch in group):
-            if (kind := kind_of(launch)) in seen:
-                continue
-            seen.add(kind)
-            if scheme := _scheme(launch):
-                choosers[scheme, *_size(launch)] = _chooser(launch, machine.chip)
-            for row in _judged(launch, machine, examination.left_out, outside):
-                key = tuple(row[name] for name in ("op", "format", "scheme", "m", "n", "k"))
-                if key not in rows or (row["why"] and not rows[key]["why"]):  # of several the one that is wrong
-                    rows[key] = row
-            if _is_lost(machine.device):
-                examination.left_out["all that would follow"] = "the GPU takes no more work of this process"
-                break
-    examination.rows = [*rows.values()]
+                    return choosers
     return choosers
 
 
-def _chooser(launch: Launch, chip: str) -> Callable[[], Choice]:
-    """Return a function that asks the dispatcher what computes a layer or an attention."""
-    from fluxq.kernels import dispatch
+def _chooser(launch: Launch, chip: str) -> tuple[tuple[int, ...], Callable[[], Choice]]:
+    """Return (M, N, K) of a layer or an attention, and a function that asks the dispatcher what computes it."""
+    from fluxq.kernels import dispatch, proofs
     from fluxq.kernels.launch import kind_of_linear
 
     if launch.op == LINEAR:
-        return partial(dispatch.choose, *kind_of_linear(*launch.arguments, chip=chip))
+        how = kind_of_linear(*launch.arguments, chip=chip)
+        return how[2:5], partial(dispatch.choose, *how)
     q = launch.arguments[0]
-    return partial(dispatch.choose_attention, _codes(launch), q.shape[3], chip, *_size(launch), q.dtype)
+    shape = proofs.shape_of(launch.op, launch.arguments, (launch.op, "", chip))
+    return shape, partial(dispatch.choose_attention, _codes(launch), q.shape[3], chip, *shape, q.dtype)
 
 
 def _judged(launch: Launch, request: Request, examination: Examination, keeper: Keeper) -> list[dict[str, Any]]:
@@ -504,7 +475,6 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
         if not cells:
             left_out[f"{launch.op} in {launch.place}"] = f"{chip} has no kernel for it"
             return []
-        return [Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)]
         own = Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)
         return [own, *_of_packages(launch, chip)]
     judged = dispatch.judged(*kind_of_linear(*given, chip=chip))
@@ -596,16 +566,6 @@ def _row(launch: Launch, cell: Cell, share: float, why: str) -> dict[str, Any]:
     """Return a row of kernels/findings.py, with `chosen` and `candidate` for people."""
     is_outside = not cell[1]
     return _about(launch, cell) | {
-    op, form, _ = cell
-    is_quantizer = launch.op == LINEAR and form and op in OPS and OPS[op].how == "memory"
-    m, n, k = _size(launch)
-    return {
-        "op": op,
-        "format": form,
-        "scheme": "" if is_quantizer else _scheme(launch),
-        "m": m,
-        "n": k if is_quantizer else n,
-        "k": k,
         "share": round(share, 4) if math.isfinite(share) else None,
         "why": why,
         "us": None,
@@ -621,7 +581,7 @@ def _about(launch: Launch, cell: Cell) -> dict[str, Any]:
 
     op, form, _ = cell
     shape = proofs.shape_of(launch.op, launch.arguments, cell)
-    scheme = _scheme(launch) if launch.op == LINEAR and op != QUANTIZE_ACTIVATION.name else ""
+    scheme = "" if op == QUANTIZE_ACTIVATION.name else _scheme(launch)
     return {"op": op, "format": form, "scheme": scheme, **dict(zip("mnk", shape, strict=True))}
 
 
@@ -638,27 +598,9 @@ def _scheme(launch: Launch) -> str:
     return f"{scheme.weights.name}-{scheme.activations.name if scheme.activations else '16bit'}"
 
 
-def _mark_chosen(examination: Examination, linears: dict[tuple[Any, ...], tuple[Any, ...]]) -> None:
-    """Mark the implementation that the dispatcher takes of each layer, by what was found."""
-    from fluxq.kernels import dispatch
-
 def _codes(launch: Launch) -> str:
     """Return the codes of an attention's call, which may leave them out."""
     return (*launch.arguments, "fp8")[4]
-
-
-def _size(launch: Launch) -> tuple[int, int, int]:
-    """Return (M, N, K): tokens, outputs and inputs; of attention tokens, channels and keys."""
-    x, *rest = launch.arguments
-    if x.ndim == 4 and launch.op != LINEAR:
-        width = x.shape[2] * x.shape[3]
-        return x.shape[0] * x.shape[1], width, rest[0].shape[1] if launch.op == ATTENTION_FP8.name else width
-    m, k = x.numel() // x.shape[-1], x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)  # 4-bit codes: two to a byte
-    return m, rest[0][0].shape[0] if _is_product(launch) else k, k
-
-
-def _is_product(launch: Launch) -> bool:
-    return launch.op == LINEAR or hasattr(OPS[launch.op].kernel, "multiply")
 
 
 def _mark_chosen(examination: Examination, choosers: dict[tuple[Any, ...], Callable[[], Choice]]) -> None:

@@ -152,9 +152,8 @@ def _of_layer(name: str, like: QuantLinear, m: int, machine: Machine) -> list[La
 
 def _of_attention(kind: AttentionKind, tokens: ForwardPass, machine: Machine) -> list[Launch]:
     x = _normal(machine, tokens.batch, tokens.image, kind.heads, kind.head_size)
-    return [Launch(ATTENTION_FP8.name, (x, x.flip(1), x.flip(2), None), "attention")]
     codes, _ = codes_on(kind.attention, kind.head_size, machine.chip)
-    return Launch(ATTENTION_FP8.name, (x, x.flip(1), x.flip(2), None, codes), "attention")
+    return [Launch(ATTENTION_FP8.name, (x, x.flip(1), x.flip(2), None, codes), "attention")]
 
 
 def _normal(machine: Machine, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
