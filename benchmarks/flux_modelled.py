@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.pages import between
 from fluxq.kernels.dispatch import PROVEN, accepted_files
 from fluxq.kernels.library import LIBRARY
+from fluxq.kernels.tiles import tuned_rows
 from fluxq.recipes.cost import (
     QUERY_AND_KEY,
     STREAMS,
@@ -46,6 +47,7 @@ STATES = ("eager", "compiled", "optimized", "both", "every fusion")
 GPUS, RECIPES, SIZES = ("h200", "b200", "rtx5090"), ("16 bit", "fp8", "int8", "nvfp4"), (512, 1024, 2048)
 SMALL = {"rtx3060": 31.5, "rtx4070": 31.5, "rtx5070": 63.0}  # GB/s of their link to the host: PCIe 4 and 5, 16 lanes
 LINK = 0.8  # of its data sheet that copies out of pinned memory reach; assumed
+MANY = 4096  # tokens
 DENOISING_STEPS = 28  # of an image, which share one product for their modulation once it is hoisted
 RMS, ROTATION = 2, 26  # of q's or k's bytes, eager: one kernel; and float, negate, stack, 2 products, sum, to 16 bit
 
@@ -164,9 +166,13 @@ def _group(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Pre
 
 
 def _behind_product(codes: Format, chip: str) -> int:
-    """Return how often a gate and a residual take the bytes of a product of codes: our kernel adds while it writes."""
+    """Return how often a gate and a residual take the bytes of a product of codes.
+
+    Our kernel adds while it writes, where its tile leaves registers for that.
+    """
     library = LIBRARY.get(codes.name)
-    return 3 if library is not None and library.comes_first and chip in library.chips else 1
+    alone = any(row.plain and row.fits(codes.name, chip, MANY, True) for row in tuned_rows("scaled_matmul"))
+    return 3 if alone or (library is not None and library.comes_first and chip in library.chips) else 1
 
 
 def _concatenated(x: float, attended: float, code: float, has_block_scales: bool) -> Pass:
@@ -242,6 +248,9 @@ def _times(work: Work, in_fp8: Work, device: Device) -> dict[str, float]:
     times = {state: _sum(parts_of_step(work, device, state)) for state in STATES[:4]}
     times["hoisted"] = _sum(parts_of_step(work, device, "optimized", hoisted=True))
     times["fp8 attention"] = _sum(parts_of_step(in_fp8, device, "optimized", hoisted=True))
+    if device.name in PACKAGE:
+        quicker = replace(device, attention_fp8=PACKAGE[device.name])
+        times["package"] = _sum(parts_of_step(in_fp8, quicker, "optimized", hoisted=True))
     times["every fusion"] = _sum(parts_of_step(in_fp8, device, "every fusion", hoisted=True))
     times["data sheet"] = _sum(parts_of_step(in_fp8, at_peak(device), "every fusion", hoisted=True))
     return times
@@ -293,8 +302,10 @@ def _goals(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = {row["recipe"]: row for row in found if (row["gpu"], row["pixels"]) == ("h200", 1024)}
     goals = []
     for goal, (attention, at_least) in GOALS.items():
-        ratio = rows["16 bit"]["compiled"] / rows["fp8"]["hoisted" if attention == "16bit" else "fp8 attention"]
-        goals.append({"goal": goal, "at_least": at_least, "modelled": round(ratio, 2), "met": ratio >= at_least})
+        for by, state in BY_ATTENTION[attention].items():
+            ratio = rows["16 bit"]["compiled"] / rows["fp8"][state]
+            met = ratio >= at_least
+            goals.append({"goal": goal + by, "at_least": at_least, "modelled": round(ratio, 2), "met": met})
     return goals
 
 
@@ -463,3 +474,7 @@ SHOWN = (("h200", "fp8"), ("b200", "fp8"), ("b200", "nvfp4"), ("rtx5090", "fp8")
 
 # In fp8 on the H200 at 1024 x 1024, over 16 bit in compiled blocks: goal -> (attention, at least).
 GOALS = {"fp8": ("16bit", 1.6), "fp8, attention too": ("fp8", 1.8)}
+# Attention -> words for a goal -> the column of its step.
+BY_ATTENTION = {"16bit": {"": "hoisted"}, "fp8": {"": "fp8 attention", ", by FlashAttention-3": "package"}}
+# What a package reaches in fp8 that computes our op where `fluxq doctor` proved and timed it.
+PACKAGE = {"H200 SXM": Efficiency(0.46, "FlashAttention-3, 4k tokens, heads of 128 on an H100: its paper")}

@@ -324,8 +324,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "dispatch: a chip without the product": Fault(
         "kernels/library.py",
-        '16, ("sm_90", *_BLACKWELL), "RowWise"',
-        '16, ("sm_89", "sm_90", *_BLACKWELL), "RowWise"',
+        'chips=("sm_90", *_BLACKWELL),',
+        'chips=("sm_89", "sm_90", *_BLACKWELL),',
         _in("kernels/test_dispatch.py", "test_the_library_serves_what_it_can"),
     ),
     "encode: integers cut, not rounded": Fault(
