@@ -63,6 +63,12 @@ def test_a_global_scale_of_one_value_is_one_tensor() -> None:
     assert lay_side_by_side(layers)
     found = operands_of(layers)
     assert found is not None and found["weight_scale_2"] == 0.5
+    assert len({layer.get_parameter("weight_scale_2").data_ptr() for layer in layers}) == 3
+    for number, layer in enumerate(layers):
+        state = layer.state_dict() | {"weight_scale_2": torch.tensor(0.1 * (number + 1))}
+        layer.load_state_dict(state)
+    assert [round(float(layer.weight_scale_2), 4) for layer in layers] == [0.1, 0.2, 0.3]
+    assert operands_of(layers) is None and not lay_side_by_side(layers) and operands_of(layers) is None
 
 
 @pytest.mark.parametrize(("sizes", "fits"), [((128, 256, 96), True), ((128, 64, 96), False)])
@@ -100,6 +106,18 @@ def test_a_layer_that_moved_ends_it() -> None:
     layers[1].weight.data = layers[1].weight.data.clone()
     assert operands_of(layers) is None and lay_side_by_side(layers) and operands_of(layers) is not None
     assert operands_of([layers[0], layers[2]]) is None  # another lies between
+    plain = layers_of("int8-int8", bias=False)
+    assert lay_side_by_side(plain)
+    plain[1].bias = torch.nn.Parameter(torch.ones(64).bfloat16(), requires_grad=False)
+    assert operands_of(plain) is None
+
+
+def test_a_layer_laid_in_inference_mode_can_be_trained_through() -> None:
+    layers, x = layers_of("int8-int8"), torch.randn(5, K).bfloat16().requires_grad_()
+    with torch.inference_mode():
+        assert lay_side_by_side(layers)
+    layers[0](x).sum().backward()
+    assert x.grad is not None
 
 
 def test_neighbours_are_of_one_memory() -> None:
@@ -139,8 +157,12 @@ def test_a_group_is_one_product(family: str) -> None:
 
 
 @torch.no_grad()
-def test_copies_and_saved_files_are_as_before(tmp_path) -> None:
-    model = quantized("fp8-fp8")
+@pytest.mark.parametrize("scheme", ["fp8-fp8", "nvfp4-nvfp4-static"])
+def test_copies_and_saved_files_are_as_before(scheme: str, tmp_path) -> None:
+    model = quantized(scheme)
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight_scale_2"):
+            parameter.data.fill_(0.0005)
     fused.optimize(model, FAMILIES["flux"], "cpu")
     model.save_pretrained(tmp_path / "before")
     expected = output(model)

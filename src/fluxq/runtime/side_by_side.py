@@ -15,31 +15,38 @@ from torch import Tensor
 from fluxq.kernels.linear import QuantLinear
 
 STORED = ("weight", "weight_scale", "weight_scale_2", "weight_row_scale", "bias")
+SCALE_LAID = "fluxq_scale_laid"  # of a layer: where its global scale lay, and how often it had been written
 SWIZZLED_ROWS = 128  # that a tile of swizzled scales holds
 
 
 def lay_side_by_side(layers: Sequence[QuantLinear]) -> bool:
     """Move the stored tensors of layers that read the same codes next to each other; tell whether one product fits all.
 
-    It does not where weights have one scale each, other formats or other global scales.
+    It does not where weights have one scale each, other formats or other global scales. Global scales stay numbers of
+    their own: they are equal until one is written, which `operands_of` sees.
     """
     if len(layers) < 2 or not _are_alike(layers):
         return False
     if operands_of(layers) is not None:
         return True
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be trained through
+        _lay(layers)
+    return True
+
+
+def _lay(layers: Sequence[QuantLinear]) -> None:
     for name in STORED:
         parameters = [layer.get_parameter(name) for layer in layers if layer._parameters.get(name) is not None]
         if not parameters:
             continue
-        if parameters[0].ndim == 0:  # of equal values
-            for parameter in parameters:
-                parameter.data = parameters[0].data
+        if parameters[0].ndim == 0:
+            for layer, parameter in zip(layers, parameters, strict=True):
+                layer.__dict__[SCALE_LAID] = _written(parameter)
             continue
         kept = parameters[0].dtype
         whole = torch.cat([parameter.data.contiguous().view(torch.uint8) for parameter in parameters]).view(kept)
         for parameter, part in zip(parameters, whole.split([len(each) for each in parameters]), strict=True):
             parameter.data = part
-    return True
 
 
 def _are_alike(layers: Sequence[QuantLinear]) -> bool:
@@ -50,6 +57,8 @@ def _are_alike(layers: Sequence[QuantLinear]) -> bool:
         if len(kinds) > 1:
             return False
         given = [t for t in tensors if t is not None]
+        if any(t.is_inference() for t in given):
+            return False
         if given and given[0].ndim == 0 and (name == "weight_scale" or not all(map(given[0].equal, given))):
             return False
     scale = first.stored("weight_scale")
@@ -65,14 +74,14 @@ def operands_of(layers: Sequence[QuantLinear]) -> dict[str, Tensor | None] | Non
     for name in STORED:
         parts = [layer.stored(name) for layer in layers]
         first = parts[0]
-        if first is None:
+        tensors = [part for part in parts if part is not None]
+        if first is None and not tensors:
             found[name] = None
             continue
-        tensors = [part for part in parts if part is not None]
-        if len(tensors) < len(parts):
+        if first is None or len(tensors) < len(parts):
             return None
         if first.ndim == 0:
-            if any(part.data_ptr() != first.data_ptr() for part in tensors):
+            if any(layer.__dict__.get(SCALE_LAID) != _written(layer.get_parameter(name)) for layer in layers):
                 return None
             found[name] = first
         elif are_neighbours(tensors, 0):
@@ -80,6 +89,10 @@ def operands_of(layers: Sequence[QuantLinear]) -> dict[str, Tensor | None] | Non
         else:
             return None
     return found
+
+
+def _written(scale: Tensor) -> tuple[int, int]:
+    return scale.data_ptr(), scale._version
 
 
 def are_neighbours(parts: Sequence[Tensor], dim: int) -> bool:
