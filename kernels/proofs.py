@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fluxq.base.console import first_line, logger
 from fluxq.base.settings import is_strict, verification
 from fluxq.kernels import dispatch, findings, launch, ops
-from fluxq.kernels.all_ops import ATTENTION_FP8, OPS, QUANTIZE_ACTIVATION
+from fluxq.kernels.all_ops import ATTENTION_FP8, INPUT_GRADIENT, OPS, QUANTIZE_ACTIVATION
 from fluxq.kernels.compare import Product, Sample, Verdict, at, near, picked, product, same, taken
 from fluxq.kernels.dispatch import TORCH, Choice
 from fluxq.kernels.epilogue import ROUNDED_WEIGHTS, rounds_weights
@@ -26,7 +26,7 @@ from fluxq.kernels.findings import Cell, Shape
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import Scheme, find_format
 
 SLICE = Sample(tokens=16, outputs=256)  # milliseconds
 _seen: set[tuple[Cell, Shape]] = set()  # compared in this process
@@ -101,6 +101,10 @@ def shape_of(name: str, arguments: Sequence[Any], cell: Cell) -> Shape:
     if x.ndim == 4 and name != LINEAR:
         width = x.shape[2] * x.shape[3]
         return x.shape[0] * x.shape[1], width, rest[0].shape[1] if name == ATTENTION_FP8.name else width
+    if name == INPUT_GRADIENT.name:  # times W (N, K), a product of N inputs
+        inputs, is_quantizer = x.shape[1], cell[0] == QUANTIZE_ACTIVATION.name
+        packed = 2 if find_format(rest[3].partition("-")[0]).element.bits == 4 else 1
+        return x.shape[0], inputs if is_quantizer else rest[0].shape[1] * packed, inputs
     m, k = x.numel() // x.shape[-1], x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)  # 4-bit codes: two to a byte
     return m, rest[0][0].shape[0] if is_product(name) and cell[0] != QUANTIZE_ACTIVATION.name else k, k
 
@@ -137,8 +141,16 @@ def judge(name: str, arguments: Sequence[Any], result: Any, *, chip: str, sample
     with torch.no_grad(), ops.no_autocast(arguments[0]):
         if name == LINEAR:
             return judge_linear(_choice(arguments, chip), arguments, result, chip=chip, sample=sample)
-        verdict = OPS[name].kernel.compare(result, *arguments, chip=chip, sample=sample)
-        return [(cell, verdict) for cell in cells_of(name, arguments, chip)]
+        kernel, cells = OPS[name].kernel, cells_of(name, arguments, chip)
+        judged: list[tuple[Cell, Verdict]] = []
+        if len(cells) > 1 and hasattr(
+            kernel, "compare_quantizer"
+        ):  # which is not blamed for the product, nor this for it
+            judged = [(cells[0], kernel.compare_quantizer(*arguments, chip=chip, sample=sample))]
+            if judged[0][1].is_wrong:
+                return judged
+        verdict = kernel.compare(result, *arguments, chip=chip, sample=sample)
+        return [*judged, *((cell, verdict) for cell in cells[len(judged) :])]
 
 
 def judge_linear(

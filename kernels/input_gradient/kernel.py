@@ -48,7 +48,7 @@ from fluxq.kernels.quantize_activation.op import OP as QUANTIZE_ACTIVATION
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.scaled_matmul.kernel import grouped_tile
 from fluxq.kernels.scaled_matmul.op import OP as SCALED_MATMUL
-from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.kernels.tiles import MatmulTile, Tile, cdiv, find_matmul_tile
 from fluxq.recipes.formats import FORMATS, Scheme
 
@@ -101,15 +101,22 @@ def launch(
     Raises NoKernel where it has no kernel for the weights or the gradient, and in strict mode also for the codes.
     """
     q, codes = operands(grad, w, w_scale, w_scale_2, formats)
+    if grad.shape[0] == 0:
+        return grad.new_empty(0, q.shape[1], dtype=dtype)
     grad = grad.contiguous()
     choice = _choice_for_codes(q, codes, grad.shape[0], dtype, chip)
     if choice is None:
         _require(grad, q, chip)
         return input_gradient(grad, q, dtype, tile=find_matmul_tile(OP.file, q.format.name, chip, grad.shape[0]))
-    z, _ = quantize_tuned(grad, RoundingTensors(smooth=row_scale(q).contiguous()), Rounding(codes), chip)
+    z, _ = quantize_tuned(grad, *_rounding(q, codes), chip)
     if choice.implementation == SCALED_MATMUL.name:
         return SCALED_MATMUL.kernel.multiply(z, _by_columns(q, codes), None, Epilogue(dtype=dtype), chip)
     return library_product(z, _by_columns(q, codes), None, dtype)
+
+
+def _rounding(q: QuantizedTensor, codes: str) -> tuple[RoundingTensors, Rounding]:
+    """Return the steps that round a gradient to codes, the scales of W in it."""
+    return RoundingTensors(smooth=row_scale(q).contiguous()), Rounding(codes)
 
 
 def cells(
@@ -137,6 +144,15 @@ def compare(found: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdic
         rounded = ROUNDED_WEIGHTS if rounds_decoded(q, grad.dtype) else 0
         what = Product(grad[rows], q.dequantize()[:, columns].T, terms=rounded)
     return product(OP.name, found[rows][:, columns], what)
+
+
+def compare_quantizer(*arguments: Any, chip: str, sample: Sample) -> Verdict:
+    """Compare what the quantizer alone makes of the gradient of a call whose gradient becomes codes."""
+    grad, w, w_scale, w_scale_2, formats, _ = arguments
+    q, codes = operands(grad, w, w_scale, w_scale_2, formats)
+    call = grad.contiguous(), *pack_named(*_rounding(q, codes))
+    kernel = QUANTIZE_ACTIVATION.kernel
+    return kernel.compare(kernel.launch(*call, chip=chip), *call, chip=chip, sample=sample)
 
 
 def rounds_decoded(q: QuantizedTensor, dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from fluxq.base import settings
 from fluxq.kernels import dispatch, findings, launch, proofs
-from fluxq.kernels.compare import Sample, picked
+from fluxq.kernels.compare import Product, Sample, picked, product
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.op import REFERENCES
 from fluxq.recipes.formats import Scheme
@@ -253,3 +253,15 @@ def test_verification_is_one_of_three(monkeypatch) -> None:
     assert settings.verification() == "always"
     with pytest.raises(ValueError, match="verify is 'sometimes', expected one of first, always, off"):
         settings.configure(verify="sometimes")
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (0.8, True), (float("nan"), True)])
+def test_a_large_residual_does_not_hide_a_wrong_product(factor: float, wrong: bool) -> None:
+    """Where weights are rounded to 16 bit each number has room: all of them together have little."""
+    noise = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(rows, 2048, generator=noise).bfloat16() for rows in (16, 64))
+    gate, residual = torch.full((16, 64), 0.3), 30 * torch.randn(16, 64, generator=noise).bfloat16()
+    made = (x.double() @ w.double().T).bfloat16() * factor
+    found = (residual.float() + gate * made.float()).bfloat16()
+    given = Product(x, w, gate=gate, residual=residual, terms=2**16)
+    assert product("product", found, given).is_wrong is wrong

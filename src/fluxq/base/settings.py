@@ -30,7 +30,8 @@ def configure(
     raises RuntimeError. Nothing is compared while a CUDA graph is recorded.
     gradients: what a layer's backward pass multiplies with its weight. "16bit", the default, takes the gradient as it
     comes; "8bit" rounds it to codes of the weight's own kind where that is fp8 or int8, each token by its own scale, so
-    that 8-bit matrix units multiply. Weights of other formats, and GPUs without such units, keep 16 bit.
+    that 8-bit matrix units multiply. Weights of other formats, and GPUs without such units, keep 16 bit, and what
+    torch.compile compiled before keeps what it was compiled with.
 
     Where nothing was configured, FLUXQ_STRICT=1, FLUXQ_ACCUMULATE=exact, FLUXQ_VERIFY=always or off and
     FLUXQ_GRADIENTS=8bit in the environment do the same, as they are when a kernel is first launched. Raises ValueError
