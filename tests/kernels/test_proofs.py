@@ -257,7 +257,7 @@ def test_verification_is_one_of_three(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (0.8, True), (float("nan"), True)])
 def test_a_large_residual_does_not_hide_a_wrong_product(factor: float, wrong: bool) -> None:
-    """Where weights are rounded to 16 bit each number has room: all of them together have little."""
+    """Each number has room if weights are rounded to 16 bit, all of them together have little."""
     noise = torch.Generator().manual_seed(5)
     x, w = (torch.randn(rows, 2048, generator=noise).bfloat16() for rows in (16, 64))
     gate, residual = torch.full((16, 64), 0.3), 30 * torch.randn(16, 64, generator=noise).bfloat16()
