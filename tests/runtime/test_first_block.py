@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook
-from recorder import Answer, guided, latents, velocity
+from recorder import Answer, Recorder, guided, latents, velocity
 
 import fluxq
 from fluxq.runtime import graphs
@@ -72,6 +72,26 @@ def test_a_wrong_decision_or_residual_would_be_seen(flux, monkeypatch, fault):
             monkeypatch.setattr(Answer, "read", lambda answer: fault != "never")
         with fluxq.capture(flux):
             assert not torch.equal(latents(flux, **call), want)
+
+
+@pytest.mark.parametrize("fails", ["at the first step", "between steps"])
+def test_a_recording_that_fails_leaves_the_cache_what_it_had(flux, monkeypatch, fails):
+    broken = 2 if fails == "between steps" else 1
+    call = guided(num_inference_steps=6) if fails == "between steps" else {"num_inference_steps": 6}
+    record, tried = Recorder.record, []
+
+    def fail(recorder, call, beside):
+        tried.append(1)
+        made = record(recorder, call, beside)
+        if len(tried) == broken:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return made
+
+    with first_block_cached(flux):
+        want = latents(flux, **call)
+        monkeypatch.setattr(Recorder, "record", fail)
+        with fluxq.capture(flux):
+            assert torch.equal(latents(flux, **call), want) and len(tried) == broken
 
 
 @pytest.mark.slow

@@ -28,12 +28,17 @@ class FirstBlock:
 
     @contextmanager
     def deciding(self, computes: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Let a function of what the first block added tell whether the other blocks are computed."""
+        """Let a function of what the first block added tell whether the other blocks are computed.
+
+        Afterwards later steps read what they would have read before: a recording makes tensors that hold nothing yet.
+        """
+        state, before = self._state, dict(vars(self._state))
         self._hook._should_compute_remaining_blocks = computes
         try:
             yield
         finally:
             del self._hook._should_compute_remaining_blocks
+            vars(state).update(before)
 
     def suffices(self, added: Tensor) -> Tensor:
         """Tell, on the device and as diffusers does, whether the last computed step is near enough; a bool ()."""
