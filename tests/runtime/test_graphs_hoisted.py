@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import torch
 from recorder import STEPS, Answer, guided, latents, velocity
+from torch import nn
 
 import fluxq
 from fluxq.runtime import modulation
@@ -119,6 +120,20 @@ def test_changed_weights_are_seen_by_the_next_call_and_fused_ones_at_once(quanti
             images.append(latents(pipe, callback_on_step_end=fuse, num_inference_steps=3))
         made.append(images)
     assert all(map(torch.equal, *made)) and not torch.equal(made[0][0], made[0][1])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_replaced_weight_or_bias_is_seen_in_the_middle_of_a_call(flux, is_captured, name):
+    model, timestep = flux.transformer, torch.ones(2).bfloat16()
+    latents(flux)  # makes a schedule that has this timestep
+    layer = model.get_submodule("single_transformer_blocks.1.norm.linear")
+    with hoist_modulation(flux), fluxq.capture(flux) if is_captured else nullcontext():
+        before = velocity(model, timestep=timestep)
+        held = layer.get_parameter(name)
+        layer.register_parameter(name, nn.Parameter(1 - held.detach(), requires_grad=False))  # no version tells
+        after = velocity(model, timestep=timestep)
+    assert torch.equal(after, velocity(model, timestep=timestep)) and not torch.equal(after, before)
 
 
 def test_hoisting_and_taking_it_out_are_other_forms(flux):

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -408,15 +409,19 @@ class _Modulation(Placed):
             return self.plain(x)
 
     def weight_state(self) -> tuple:
-        """Return values that change with the weight: when it is written or replaced, or adapters are merged.
+        """Return values that change with weight, bias and scales: when one is written or replaced, or adapters merged.
 
-        Merging goes through `.data`, which counts nothing.
+        Merging goes through `.data`, which counts nothing. Tensors are compared as objects, and held, so that none that
+        comes later is taken for one that is gone. Of weights that accelerate brings anew for each call versions count.
         """
-        weight = self.module.get_parameter("weight")
-        version = 0 if weight.is_inference() or weight.is_meta else weight._version
-        adapted = self.model.get_submodule(self.path)  # by now something of PEFT's, if adapters were loaded
+        held = self.module._parameters
+        versions = tuple(0 if t is None or t.is_inference() or t.is_meta else t._version for t in held.values())
+        around = [*accumulate(self.path.split("."), getattr, initial=self.model)]
+        is_brought = any(hasattr(module, "_hf_hook") for module in (*around, self.module))
+        objects = frozenset() if is_brought else frozenset(held.items())  # a set compares tensors by identity
+        adapted = around[-1]  # by now something of PEFT's, if adapters were loaded
         in_16_bit = getattr(self.module, "instead", None) is not None  # at steps that are kept so
-        return version, tuple(getattr(adapted, "merged_adapters", ())), in_16_bit
+        return versions, objects, tuple(getattr(adapted, "merged_adapters", ())), in_16_bit
 
 
 def _modulations(transformer: nn.Module, family: Family) -> Iterator[tuple[str, tuple[nn.Linear, nn.SiLU]]]:
