@@ -1,10 +1,12 @@
 """`fluxq.optimize(pipe, graphs=True)`: what its parts do together, and `restore` takes out again."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from recorder import ADAPTED, Recorder, assert_plain, latents, offloaded
+from torch import nn
 
 import fluxq
 from fluxq.kernels.linear import quant_layers
@@ -58,6 +60,49 @@ def test_optimize_with_graphs_refuses_before_it_changes_anything(quantized, monk
     with pytest.raises(ValueError, match=r"graphs need a CUDA device: pipe.to\('cuda'\) first"):
         fluxq.optimize(pipe, graphs=True)
     assert fluxq.restore(pipe) == 0 and not any(layer.prepared for _, layer in quant_layers(pipe.transformer))
+
+
+def hooked(pipe) -> None:
+    pipe.transformer.proj_out.register_forward_hook(lambda *_: None)
+
+
+def hooked_elsewhere(pipe) -> SimpleNamespace:
+    """A pipeline with a second denoiser, which has no fused form."""
+    other = nn.Sequential(nn.Linear(4, 4))
+    other[0].register_forward_hook(lambda *_: None)
+    parts = pipe.components | {"transformer_2": other}
+    return SimpleNamespace(**parts, components=parts)
+
+
+def without_a_block_to_fuse(pipe) -> None:
+    for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
+        block.attn.fused_projections = True
+
+
+@pytest.mark.parametrize("done", [hooked, hooked_elsewhere, without_a_block_to_fuse], ids=lambda done: done.__name__)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_refusal_takes_out_no_graphs_and_prepares_nothing(quantized, done, before):
+    pipe = quantized("nvfp4")
+    if before:
+        fluxq.optimize(pipe, graphs=True)
+    parts = lambda: (graphs.step_of(pipe.transformer), graphs.hoisted_in(pipe.transformer.modules()))  # noqa: E731
+    was = parts()
+    changed = done(pipe) or pipe
+    with pytest.raises(ValueError, match=r"cannot be a CUDA graph|no block"):
+        fluxq.optimize(changed, graphs=True)
+    assert parts() == was and (was[0] is not None) == before
+    assert any(layer.prepared for _, layer in quant_layers(pipe.transformer)) == before
+    assert fluxq.restore(pipe) == (5 if before else 0)
+
+
+@pytest.mark.parametrize("prefer", ["speed", "decoded"])
+def test_what_is_prepared_in_part_is_prepared_in_full(quantized, prefer):
+    pipe, whole = quantized("nvfp4"), quantized("nvfp4")
+    fluxq.prepare(pipe.transformer.transformer_blocks[0], prefer=prefer, device="cpu")
+    fluxq.prepare(whole, prefer=prefer)
+    fluxq.optimize(pipe, graphs=True)
+    kinds = lambda pipe: [layer.prepared and layer.prepared.kind for _, layer in quant_layers(pipe.transformer)]  # noqa: E731
+    assert kinds(pipe) == kinds(whole) and any(kinds(pipe))
 
 
 def test_a_transformer_by_itself_has_graphs_and_says_that_its_steps_are_not_known(flux):

@@ -84,11 +84,11 @@ def optimize(
     parts: list[FusedPart] = []
     fused = 0
     for path, block in model.named_modules():
-        row = next((row for row in family.fusable if matches(row.block, path.replace("_orig_mod.", ""))), None)
+        row = _row_of(path, family)
         if row is None:
             continue
         fusion = _describe(block, row, family, device, lacks)
-        why = _why_not_replaced(block, row) or _why_not_callable(block, row)
+        why = _why_not_fused(block, row)
         if why:
             _restore_block(block)
             parts.append(FusedPart(path, "block", why_not=why))
@@ -101,11 +101,26 @@ def optimize(
         parts += _parts(path, block, fusion)
         fused += 1
     if not fused:
-        raise ValueError(
-            f"no block of this {type(model).__name__} can be fused: "
-            + (f"{parts[0].block}: {parts[0].why_not}" if parts else "it has none")
-        )
+        raise _none_fused(model, *((parts[0].block, parts[0].why_not) if parts else ("", "")))
     return parts
+
+
+def require_fusable(model: nn.Module, family: Family) -> None:
+    """Raise the ValueError of `optimize` where no block can be fused; nothing is changed."""
+    rows = ((path, block, _row_of(path, family)) for path, block in model.named_modules())
+    whys = [(path, _why_not_fused(block, row)) for path, block, row in rows if row]
+    if all(why for _, why in whys):
+        raise _none_fused(model, *(whys[0] if whys else ("", "")))
+
+
+def _none_fused(model: nn.Module, path: str, why: str) -> ValueError:
+    return ValueError(
+        f"no block of this {type(model).__name__} can be fused: " + (f"{path}: {why}" if why else "it has none")
+    )
+
+
+def _row_of(path: str, family: Family) -> FusableBlock | None:
+    return next((row for row in family.fusable if matches(row.block, path.replace("_orig_mod.", ""))), None)
 
 
 def restore(model: nn.Module) -> int:
@@ -170,6 +185,10 @@ def _tell_step_caches(stock: type[nn.Module], subclass: type[nn.Module]) -> None
 
 
 # --- when
+
+
+def _why_not_fused(block: nn.Module, row: FusableBlock) -> str:
+    return _why_not_replaced(block, row) or _why_not_callable(block, row)
 
 
 def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:

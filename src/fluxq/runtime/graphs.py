@@ -73,18 +73,25 @@ def capture(pipe: Any, *, max_graphs: int = 4) -> CapturedSteps:
     decides at each call what to compute (a step cache other than the first block's), that is hooked, context parallel
     or captured already, and for one compiled with CUDA graphs.
     """
+    if max_graphs < 1:
+        raise ValueError(f"max_graphs is {max_graphs}, expected at least 1")
+    require_capturable(pipe)
+    steps = [_Step(name, model, max_graphs) for name, model in _denoisers(pipe)]
+    return CapturedSteps(steps)
+
+
+def require_capturable(pipe: Any) -> None:
+    """Raise ValueError for what `capture` refuses; what `optimize` captured counts as taken out, as it does first."""
     denoisers = dict(_denoisers(pipe))
     if not denoisers:
         raise ValueError(f"{type(pipe).__name__} has no transformer, and nothing else whose step could be captured")
-    if max_graphs < 1:
-        raise ValueError(f"max_graphs is {max_graphs}, expected at least 1")
     for model in denoisers.values():
-        if is_captured(model):
+        step = step_of(model)
+        if is_captured(model) and not (step and step.by_optimize):
             raise ValueError(f"the step of this {type(model).__name__} is captured already: remove() that first")
         why = why_not(model)
         if why:
             raise ValueError(f"the step of this {type(model).__name__} cannot be a CUDA graph: {why}")
-    return CapturedSteps([_Step(name, model, max_graphs) for name, model in denoisers.items()])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,10 +25,10 @@ from fluxq.recipes.family import Maker
 from fluxq.runtime import fused
 from fluxq.runtime.fused import FusedPart
 from fluxq.runtime.fused_forms import product_of
-from fluxq.runtime.graphs import capture, hoisted_in, step_of, why_not
+from fluxq.runtime.graphs import capture, hoisted_in, require_capturable, step_of
 from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.placed import models_of, target_device
-from fluxq.runtime.prepare import prepare
+from fluxq.runtime.prepare import Prefer, prepare
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 
@@ -46,7 +46,8 @@ def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bo
     `fluxq.capture`, with the defaults of each. Two more rows for each denoiser say so: "modulation" and "step".
 
     Raises ValueError for a model without a fused form, where no block can be fused, and for a GPU without the kernels;
-    with graphs also for a denoiser that `fluxq.capture` refuses, before anything is changed, and what `prepare` raises.
+    with graphs also for a denoiser that `fluxq.capture` refuses, all of it before anything is changed, and what
+    `prepare` raises.
     """
     families = {family.model: family for family in FAMILIES.values() if family.fusable}
     models = models_of(model)
@@ -54,12 +55,16 @@ def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bo
     if not denoisers:
         classes = ", ".join(type(part).__name__ for part in models.values()) or type(model).__name__
         raise ValueError(f"{classes}: no fused form is known, only of {fused.fusable_models()}")
+    if graphs:
+        require_capturable(model)
+        for part in denoisers.values():
+            target = target_device(next(part.parameters()).device, device)
+            if not _wrong_there(target):
+                _lacks(target)
+                fused.require_fusable(part, families[type(part).__name__])
     _take_out_graphs(models)
     if graphs:
-        _require_graphs(denoisers)
-        layers = [layer for part in models.values() for _, layer in quant_layers(part)]
-        if layers and not any(layer.prepared for layer in layers):
-            prepare(model, device=device)
+        _prepare_rest(model, [layer for part in models.values() for _, layer in quant_layers(part)], device)
     parts: list[FusedPart] = []
     for name, part in denoisers.items():
         target = target_device(next(part.parameters()).device, device)
@@ -96,12 +101,11 @@ def _take_out_graphs(models: dict[str, nn.Module]) -> None:
                 each.remove()
 
 
-def _require_graphs(denoisers: dict[str, nn.Module]) -> None:
-    for part in denoisers.values():
-        if step_of(part) is not None:
-            raise ValueError(f"the step of this {type(part).__name__} is captured already: remove() that first")
-        if why := why_not(part):
-            raise ValueError(f"the step of this {type(part).__name__} cannot be a CUDA graph: {why}")
+def _prepare_rest(model: Any, layers: list[QuantLinear], device: str | torch.device | None) -> None:
+    """Prepare the layers that are not, in the way of those that are."""
+    done = [layer.prepared for layer in layers if layer.prepared]
+    if len(done) < len(layers):
+        prepare(model, prefer=cast("Prefer", done[0].prefer) if done else "speed", device=device)
 
 
 def _hoisted(pipe: Any, name: str, part: nn.Module) -> FusedPart:
