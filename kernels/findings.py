@@ -53,8 +53,8 @@ def wrong(op: str, format: str, chip: str) -> str:
 
 
 def vouched(op: str, format: str, chip: str, shape: Shape) -> bool:
-    """Tell whether the file of this GPU has the cell at a shape (`alike`), and nothing against it at any."""
-    return (op, format, shape) in _vouched(chip)
+    """Tell whether the file of this GPU has the cell at a shape (`alike`), and nothing is known against it at any."""
+    return (op, format, chip) not in _withdrawn and (op, format, shape) in _vouched(chip)
 
 
 def alike(m: int, n: int, k: int) -> Shape:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.kernels import attention_peers, dispatch, findings, launch
+from fluxq.base import settings
+from fluxq.kernels import attention_peers, dispatch, findings, launch, proofs
 from fluxq.kernels.attention import kernel
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.kernels.attention_peers import PEERS, coded, peers_for
@@ -215,6 +217,27 @@ def test_a_package_is_taken_where_doctor_found_it_right_and_faster(case: str, in
         found = launch.launcher("attention_fp8")(Q, K, V, None, "int8", chip="sm_90")
         assert bool(called) == (expected == SAGE)
         assert not kernel.compare(found, Q, K, V, None, "int8", chip="sm_90", sample=Sample()).is_wrong
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_package_found_wrong_is_not_used_again(strict: bool, installed, monkeypatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(
+        sys.modules["sageattention"], "sageattn", lambda q, *_, **__: called.append("sage") or torch.zeros_like(q)
+    )
+    monkeypatch.setattr(proofs, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(proofs, "_must_not_wait", lambda: False)
+    monkeypatch.setattr(findings, "_withdrawn", {})
+    monkeypatch.setattr(settings, "_set", {"verify": "always", "strict": strict})
+    call = Q, K, V, None, "int8"
+    with findings.instead(document({"attention_fp8": 30.0, SAGE: 20.0})), interpreting():
+        dispatch.forget()
+        with pytest.raises(RuntimeError, match="something wrong") if strict else nullcontext():
+            proofs.verified("attention_fp8", call, launch.computed_by("attention_fp8", call, "sm_90"), "sm_90")
+        found = proofs.verified("attention_fp8", call, launch.computed_by("attention_fp8", call, "sm_90"), "sm_90")
+        assert called == ["sage"] and findings.wrong(SAGE, "int8-64", "sm_90")
+        assert not kernel.compare(found, *call, chip="sm_90", sample=Sample()).is_wrong
     dispatch.forget()
 
 
