@@ -248,6 +248,20 @@ def test_the_file_to_share_names_nobody_and_no_path(tmp_path) -> None:
         assert name not in text, name
 
 
+def test_the_file_to_share_has_nothing_of_a_candidate_or_a_whole_host_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "box7.corp.example")
+    left_out = {
+        "timing of scaled_matmul in my.layer.0": "acme.secret.mm cannot be captured",
+        "timing of acme.secret:mm in my.layer.0": "no",
+    }
+    uncompared = {"scaled_matmul in my.layer.0": "mm: socket to box7.corp.example refused, [/home/me/x y] is gone"}
+    found = doctor.Examination({"gpu": "G", "chip": CHIP}, "acme.secret:mm", [], left_out, uncompared)
+    sharing.share(found, tmp_path / "shared.json")
+    shared = json.loads((tmp_path / "shared.json").read_text())
+    assert shared["left_out"] == ["timing of scaled_matmul: ….… cannot be captured"]
+    assert shared["uncompared"] == ["scaled_matmul: …: socket to … refused, […"]
+
+
 @pytest.mark.parametrize("what", ["folder", "checkpoint", "findings", "pipe", "link", "no folder", "in the checkpoint"])
 def test_nothing_else_is_replaced_by_the_file_to_share(what: str, plain_checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda request: pytest.fail("it began to work"))

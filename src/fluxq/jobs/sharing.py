@@ -35,9 +35,10 @@ def share(examination: Examination, file: Path) -> None:
     """Write what was found to a file: GPU, driver, versions, rows, and what was left out."""
     from fluxq.kernels import findings
 
-    rows = [row | {"why": _anonymous(row["why"])} for row in examination.own]
+    theirs = examination.outside
+    rows = [row | {"why": _anonymous(row["why"], theirs)} for row in examination.own]
     notes = {
-        name: [*dict.fromkeys(_note(what, why) for what, why in found.items() if not _is_theirs(what, examination))]
+        name: [*dict.fromkeys(_note(what, why, theirs) for what, why in found.items() if not _is_of(what, theirs))]
         for name, found in (("left_out", examination.left_out), ("uncompared", examination.uncompared))
     }
     write_json(plain_path(file), findings.document(examination.machine, rows) | notes)
@@ -55,31 +56,33 @@ def _is_ours(place: Path) -> bool:
     return False
 
 
-def _is_theirs(what: str, examination: Examination) -> bool:
-    return bool(examination.outside) and what.partition(" in ")[0] == examination.outside
+def _is_of(what: str, candidate: str) -> bool:
+    """Tell whether a note is about the candidate, or its timing."""
+    return bool(candidate) and what.partition(" in ")[0].removeprefix("timing of ") == candidate
 
 
-def _note(what: str, why: str) -> str:
-    return f"{what.partition(' in ')[0]}: {_anonymous(why)}"  # without the layer
+def _note(what: str, why: str, candidate: str) -> str:
+    return f"{what.partition(' in ')[0]}: {_anonymous(why, candidate)}"  # without the layer
 
 
-def _anonymous(text: str) -> str:
-    """Return a text without paths and without the names of user and host.
+def _anonymous(text: str, candidate: str) -> str:
+    """Return a text without paths and without the names of user, host and candidate, its module and its function.
 
     What follows an absolute path goes too, for its folders may have blanks in their names.
     """
     for pattern in _PATHS:
         text = pattern.sub("…", text)
-    names = [Path.home().name, *platform.node().split(".")[:1]]
+    host = platform.node()
+    names = [Path.home().name, host, host.partition(".")[0], candidate, *candidate.split(":")]
     with suppress(KeyError, OSError):  # a user without a name
         names.append(getpass.getuser())
-    for name in filter(None, names):
+    for name in sorted(filter(None, names), key=len, reverse=True):  # a whole name before its parts
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "…", text)
     return text
 
 
 _PATHS = (
     re.compile(r"""(["'`])(?:(?!\1).)*[/\\](?:(?!\1).)*\1"""),  # between quotes
-    re.compile(r"(?<![^\s(=:,])(?:~\w*|[A-Za-z]:|\w+:/)?[/\\]+[^\s/\\].*"),  # absolute
+    re.compile(r"(?<![^\s(\[{<=:,])(?:~\w*|[A-Za-z]:|\w+:/)?[/\\]+[^\s/\\].*"),  # absolute
     re.compile(r"\S*[/\\]\S*"),
 )
