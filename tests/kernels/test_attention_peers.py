@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.base import settings
-from fluxq.kernels import attention_peers, dispatch, findings, launch, proofs
+from fluxq.kernels import attention_peers, dispatch, findings, launch, proofs, timing
 from fluxq.kernels.attention import kernel
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.kernels.attention_peers import PEERS, coded, peers_for
@@ -258,6 +258,50 @@ def test_doctor_judges_packages_beside_our_kernel(installed) -> None:
         form = "64" if codes == "fp8" else "int8-64"
         assert {(row["format"], row["scheme"], row["why"]) for row in rows} == {(form, f"attention {form}", "")}
         assert {(row["m"], row["n"], row["k"]) for row in rows} == {(140, 128, 130)}
+
+
+def judged_as_on_a_gpu(monkeypatch, attend: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Rows and examination of a launch in int8, with SageAttention as given."""
+    from fluxq.jobs import doctor
+    from fluxq.runtime.launches import Launch, Machine
+
+    monkeypatch.setattr(sys.modules["sageattention"], "sageattn", attend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    device: Any = SimpleNamespace(type="cuda", index=0)
+    request = doctor.Request(Machine(device, "sm_90", "speed", torch.bfloat16), None, {}, None)
+    examination = doctor.Examination({"gpu": findings.INTERPRETER, "chip": "sm_90"})
+    call = Launch("attention_fp8", (Q, K, V, None, "int8"), "here")
+    with findings.keeping(examination.machine) as keeper, findings.instead(), interpreting():
+        dispatch.forget()
+        return doctor._judged(call, request, examination, keeper), examination
+
+
+def timed(turns: dict[str, Any], device: Any, repeats: int) -> dict[str, Any]:
+    if SAGE in turns:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return {name: SimpleNamespace(us=10.0) for name in turns}
+
+
+@pytest.mark.parametrize("error", [ImportError, NotImplementedError, AssertionError, TypeError])
+def test_a_package_that_cannot_be_used_is_left_out_and_not_wrong(error: type, installed, monkeypatch) -> None:
+    def attend(*q: Tensor, **how: Any) -> Tensor:
+        raise error("libcudart.so.12 is not there")
+
+    monkeypatch.setattr(timing, "measure", timed)
+    monkeypatch.setattr(timing, "sets_of_operands", lambda size, device: 1)
+    rows, examination = judged_as_on_a_gpu(monkeypatch, attend)
+    assert [(row["op"], row["why"], row["us"]) for row in rows] == [("attention_fp8", "", 10.0)]
+    assert examination.left_out == {f"{SAGE} in here": f"{error.__name__}: libcudart.so.12 is not there"}
+
+
+def test_a_package_that_cannot_be_timed_takes_no_times_of_ours(installed, monkeypatch) -> None:
+    monkeypatch.setattr(timing, "measure", timed)
+    monkeypatch.setattr(timing, "sets_of_operands", lambda size, device: 1)
+    rows, examination = judged_as_on_a_gpu(monkeypatch, sageattn)
+    assert [(row["op"], row["why"], row["us"]) for row in rows] == [("attention_fp8", "", 10.0), (SAGE, "", None)]
+    assert rows[0]["beside"] == {"bf16": 10.0}
+    why = "operation not permitted when stream is capturing"
+    assert examination.left_out == {f"timing of {SAGE} in here": why}
 
 
 def test_times_of_other_gpus_alone_choose_no_package(installed, monkeypatch) -> None:

@@ -329,12 +329,14 @@ class Attempt:
     call: of the op's arguments.
     judge: function of its result -> cells, each with a verdict.
     cells: that are wrong if the call raises; those of the candidate have no format.
+    is_package: whether another package computes it, which is left out if it raises: it may lack a library or a shape.
     """
 
     name: str
     call: Callable[..., Any]
     judge: Callable[[Any], list[tuple[Cell, Verdict]]]
     cells: Sequence[Cell]
+    is_package: bool = False
 
     @property
     def is_outside(self) -> bool:
@@ -393,6 +395,7 @@ def _judged(launch: Launch, request: Request, examination: Examination, keeper: 
     machine = request.machine
     rows: dict[str, list[dict[str, Any]]] = {}
     calls: dict[str, Callable[..., Any]] = {}
+    foreign: list[str] = []
     for attempt in _attempts(launch, request, examination.left_out):
         what = told(_about(launch, attempt.cells[-1]))
         if keeper.unended.get(what, 0) >= MOST_ENDS:
@@ -407,12 +410,13 @@ def _judged(launch: Launch, request: Request, examination: Examination, keeper: 
         keeper.end()
         if verdicts and not any(why for *_, why in verdicts):
             calls[attempt.name] = attempt.call
+            foreign += [attempt.name] * (attempt.is_outside or attempt.is_package)
     what = f"timing of {launch.op} in {launch.place}"
     if keeper.unended.get(what, 0) >= MOST_ENDS:
         examination.left_out[what] = _ended(keeper.unended[what])
     elif machine.device.type == "cuda" and calls:
         keeper.begin(what, examination.own)
-        for name, us in _times(launch, calls, machine.device, examination.left_out).items():
+        for name, us in _times(launch, calls, foreign, machine.device, examination.left_out).items():
             for row in rows[name][-1:]:  # a layer's quantizer stands before its product
                 row |= {"us": us["own"], "beside": {other: each for other, each in us.items() if other != "own"}}
         if not _is_lost(machine.device):
@@ -440,11 +444,16 @@ def _verdicts(
         examination.uncompared[place] = first_line(error)
         return []
     except (Exception, SystemExit) as error:  # whatever a kernel raises is its result here
-        has_none = isinstance(error, (NoTile, NoKernel)) or (machine.device.type == "cpu" and attempt.name not in OPS)
+        is_library = attempt.name not in OPS and not attempt.is_package
+        has_none = isinstance(error, (NoTile, NoKernel)) or (machine.device.type == "cpu" and is_library)
         if has_none and not attempt.is_outside:  # no kernel, or a library on another device
             examination.left_out[place] = first_line(error)
             return []
         why = f"{type(error).__name__}: {first_line(error)}"
+        if attempt.is_package and not _is_lost(machine.device):
+            proofs.changed(launch.arguments, before)
+            examination.left_out[place] = why
+            return []
     if not _is_lost(machine.device):
         why = proofs.changed(launch.arguments, before) or why
     if why:
@@ -507,7 +516,7 @@ def _of_packages(launch: Launch, chip: str) -> list[Attempt]:
         def judge(found: Any, cell: Cell = cell) -> list[tuple[Cell, Verdict]]:
             return [(cell, kernel.compare_peer(found[:, :COMPARED], q[:, :COMPARED], k, v, scale, codes))]
 
-        attempts.append(Attempt(name, partial(kernel.by_peer, name, chip=chip), judge, [cell]))
+        attempts.append(Attempt(name, partial(kernel.by_peer, name, chip=chip), judge, [cell], is_package=True))
     return attempts
 
 
@@ -615,9 +624,16 @@ def _mark_chosen(examination: Examination, choosers: dict[tuple[Any, ...], Calla
 
 
 def _times(
-    launch: Launch, calls: dict[str, Callable[..., Any]], device: torch.device, left_out: dict[str, str]
+    launch: Launch,
+    calls: dict[str, Callable[..., Any]],
+    foreign: Sequence[str],
+    device: torch.device,
+    left_out: dict[str, str],
 ) -> dict[str, dict[str, float]]:
-    """Return name of a call -> microseconds of its "own" and of the others, bf16 among them."""
+    """Return name of a call -> microseconds of its "own" and of the others, bf16 among them.
+
+    foreign: names of the candidate and of packages. One that cannot be timed is noted, and the others are.
+    """
     from fluxq.kernels import timing
 
     size = sum(tensor.nbytes for tensor in tree_leaves(launch.arguments) if isinstance(tensor, Tensor))
@@ -628,12 +644,19 @@ def _times(
         turns[name] = [partial(call, *operands) for operands in sets]
     if BF16 not in turns and (plain := [call for operands in sets if (call := _in_16_bit(launch, operands))]):
         turns[BF16] = plain
+    for name in foreign:
+        try:
+            timing.measure({name: turns[name]}, device, 2)
+        except (Exception, SystemExit) as error:
+            left_out[f"timing of {name} in {launch.place}"] = first_line(error)
+            del turns[name]
     try:
         us = {name: round(each.us, 2) for name, each in timing.measure(turns, device, REPEATS).items()}
     except (Exception, SystemExit) as error:  # of what cannot be recorded in a graph
         left_out[f"timing of {launch.op} in {launch.place}"] = first_line(error)
         return {}
-    return {name: {"own": us[name]} | {other: us[other] for other in us if other != name} for name in calls}
+    timed = [name for name in calls if name in us]
+    return {name: {"own": us[name]} | {other: us[other] for other in us if other != name} for name in timed}
 
 
 def _copied(arguments: Any) -> Any:
