@@ -165,10 +165,17 @@ class Keeper:
         self.unended = {what: times for what, times in self.unended.items() if what not in self.ended}
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows to the file. Of earlier ones those stay whose launch is not among them."""
+        """Write rows to the file. Of earlier ones those stay whose launch is not among them.
+
+        A launch that is right and was not timed keeps its earlier times.
+        """
         if self.why_not:
             return
-        self.rows |= {launch_of(row): row for row in rows}
+        for row in rows:
+            before = self.rows.get(launch_of(row), {})
+            is_untimed = not row["us"] and not row["why"] and before.get("us")
+            times = {name: before[name] for name in ("us", "beside") if is_untimed and name in before}
+            self.rows[launch_of(row)] = row | times
         try:
             write_json(file_of(self.machine), document(self.machine, [*self.rows.values()]) | {"unended": self.unended})
         except OSError as error:

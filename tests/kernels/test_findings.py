@@ -68,6 +68,20 @@ def test_a_cell_that_was_wrong_is_not_offered_and_the_reason_said() -> None:
     assert not vouched("scaled_matmul", "int8") and not vouched("scaled_matmul")
 
 
+def test_a_run_that_cannot_time_a_launch_keeps_its_earlier_time_unless_it_is_wrong() -> None:
+    def us() -> list[float | None]:
+        return [each["us"] for each in json.loads(findings.file_of(HERE).read_text())["rows"]]
+
+    beside = {"beside": {"bf16": 30.0}}
+    keep(row("scaled_matmul", us=20.0) | beside)
+    file = keep(row("scaled_matmul") | {"beside": {}})
+    assert us() == [20.0] and json.loads(file.read_text())["rows"][0]["beside"] == {"bf16": 30.0}
+    keep(row("scaled_matmul", us=25.0) | beside)
+    assert us() == [25.0]
+    keep(row("scaled_matmul", why="off by 3") | {"beside": {}})
+    assert us() == [None]
+
+
 def test_a_wrong_quantizer_takes_every_product_behind_it_away() -> None:
     keep(row("quantize_activation", why="off by 3"))
     assert chosen().implementation == "weight_only_matmul"
