@@ -304,6 +304,23 @@ def test_a_package_that_cannot_be_timed_takes_no_times_of_ours(installed, monkey
     assert examination.left_out == {f"timing of {SAGE} in here": why}
 
 
+def test_warmup_compiles_our_kernel_beside_the_package_that_is_chosen(installed, monkeypatch) -> None:
+    from fluxq.runtime.warmup import AttentionKind, warm_up
+
+    ours: list[str] = []
+    by_kernel = kernel.by_kernel
+    monkeypatch.setattr(kernel, "by_kernel", lambda *x, **how: ours.append("ours") or by_kernel(*x, **how))
+    rows = document({"attention_fp8": 30.0, SAGE: 20.0})
+    for row in rows["rows"]:
+        row |= {"m": 64, "k": 64}
+    with findings.instead(rows), interpreting():
+        dispatch.forget()
+        kinds = [AttentionKind(2, 64, "int8")]
+        warmed = warm_up(kinds, [64], torch.device("cpu"), "sm_90", "speed", torch.bfloat16)
+    assert [each.implementation for each in warmed] == ["attention_fp8", SAGE] and ours == ["ours", "ours"]
+    dispatch.forget()
+
+
 def test_times_of_other_gpus_alone_choose_no_package(installed, monkeypatch) -> None:
     monkeypatch.setattr(findings, "_shipped", lambda: (document({"attention_fp8": 30.0, SAGE: 20.0}),))
     with findings.instead():

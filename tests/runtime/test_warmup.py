@@ -31,7 +31,7 @@ def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, 
     kinds = [kind for kind in kinds_of(model) if isinstance(kind, AttentionKind)]
     assert kinds == [AttentionKind(heads=2, head_size=64)]
     launched = []
-    monkeypatch.setattr(attention, "launch", lambda *a, r=attention.launch, **k: launched.append(r(*a, **k)))
+    monkeypatch.setattr(attention, "by_kernel", lambda *a, r=attention.by_kernel, **k: launched.append(r(*a, **k)))
     for chip, tokens in (("sm_90", [5, 16]), ("sm_80", [])):
         with interpreting():
             rows = warmup.warm_up(kinds, (5, 16, 5), torch.device("cpu"), chip, "speed", torch.bfloat16)
