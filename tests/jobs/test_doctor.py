@@ -1,7 +1,6 @@
 """`fluxq doctor` in the interpreter, on the embedded model: what is right, planted faults, the file to share."""
 
 import getpass
-import importlib.util
 import itertools
 import json
 import os
@@ -12,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from kernel_tests import sibling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fluxq
@@ -32,17 +31,6 @@ from fluxq.kernels.op import REFERENCES
 CHIP = "sm_89"  # on which our own kernel multiplies fp8
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 FAULT = "tl.load(x_scale + rows * stride_x_scale", "tl.load(x_scale + rows * 0"
-
-
-def sibling(name: str) -> ModuleType:
-    """A test file of the kernels, for what it defines."""
-    path = Path(__file__).parents[1] / "kernels" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"doctored_{name}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +76,7 @@ def kept(monkeypatch) -> None:
 @pytest.fixture
 def planted(monkeypatch, tmp_path) -> None:
     """Products of our own kernel in 8 bits take the scale of another token."""
-    quantizers = sibling("test_quantize_activation_kernel")
+    quantizers = sibling("test_quantize_activation_kernel", "doctored")
     faulty = quantizers.with_fault("scaled_matmul.py", *FAULT, tmp_path)
     monkeypatch.setitem(sys.modules, "fluxq.kernels.scaled_matmul.kernel", faulty)
 

@@ -1,7 +1,5 @@
 """The activation inside the quantizers, on Triton's interpreter: near float64, and fused to the bytes of two passes."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_tests import sibling
 from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -17,17 +16,6 @@ from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.quantize_activation.op import ACTS, GATED, PRODUCED
 from fluxq.kernels.tiles import Tile
-
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 beside = sibling("test_quantize_activation_kernel")
 TILE = Tile(rows=16, columns=256, warps=4)

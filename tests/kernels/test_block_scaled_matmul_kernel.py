@@ -4,8 +4,6 @@ Each check takes the kernel file as an argument: the tests hand it the real one,
 """
 
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_tests import sibling
 from poison import poisoned
 from rounding import steps
 from torch import Tensor
@@ -29,17 +28,6 @@ from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile, Tile
 from fluxq.recipes.formats import FORMATS
-
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 matmul = sibling("test_scaled_matmul_kernel")
 beside = matmul.beside

@@ -1,16 +1,13 @@
 """The backward pass of quantized layers: the op against float64, its launches compared, and which way is taken."""
 
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from kernel_tests import sibling
 
 from fluxq.base import settings
 from fluxq.kernels import dispatch, launch, proofs
@@ -22,18 +19,7 @@ from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.ops import LinearTensors, quantized_linear
 from fluxq.kernels.tensor import QuantizedTensor, pack_named
 
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"gradients_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernels = sibling("test_input_gradient_kernel")
+kernels = sibling("test_input_gradient_kernel", "gradients")
 operands, stored, BF16, CHIP = kernels.operands, kernels.stored, kernels.BF16, kernels.CHIP
 
 

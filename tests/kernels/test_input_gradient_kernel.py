@@ -1,7 +1,5 @@
 """Gradients times stored weights on Triton's interpreter: within the rounding of the sums, and of w16."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_tests import sibling
 from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -24,19 +23,8 @@ from fluxq.kernels.tensor import QuantizedTensor, swizzle_scales
 from fluxq.kernels.tiles import MatmulTile
 from fluxq.recipes.devices import KERNEL_FORMATS
 
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"before_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-beside = sibling("test_quantize_activation_kernel")
-matmul = sibling("test_scaled_matmul_kernel")
+beside = sibling("test_quantize_activation_kernel", "before")
+matmul = sibling("test_scaled_matmul_kernel", "before")
 TILE = MatmulTile(m=32, n=128, k=32, warps=4, stages=3, group_m=2)
 WEIGHTS = (*KERNEL_FORMATS, "int4_g128")
 CHIP, BF16 = "sm_90", torch.bfloat16

@@ -1,33 +1,24 @@
 """The tests of numbers can fail: each deliberate fault below turns the tests named beside it red."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_tests import sibling
 
 from fluxq.kernels import encode, ops
 from fluxq.recipes.formats import FORMATS
 
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, whose tests are then plain functions."""
-    spec = importlib.util.spec_from_file_location(f"mutated_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-encoding, goldens, linears = sibling("test_encode"), sibling("test_golden"), sibling("test_linear")
-tensors = sibling("test_tensor")
+encoding, goldens, linears = (
+    sibling("test_encode", "mutated"),
+    sibling("test_golden", "mutated"),
+    sibling("test_linear", "mutated"),
+)
+tensors = sibling("test_tensor", "mutated")
 
 
 def exact_linear(scheme: str) -> Callable[[], None]:

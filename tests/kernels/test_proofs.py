@@ -1,15 +1,13 @@
 """Launches compared with the reference: planted faults are seen, their cells withdrawn, and the calls computed anew."""
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from kernel_tests import sibling
 from torch.utils._pytree import tree_map_only
 
 from fluxq.base import settings
@@ -23,17 +21,7 @@ CHIP = "sm_89"  # on which our own kernel multiplies fp8
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"proved_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-plans, quantizers = sibling("test_plans"), sibling("test_quantize_activation_kernel")
+plans, quantizers = sibling("test_plans", "proved"), sibling("test_quantize_activation_kernel", "proved")
 CALLS = plans.CALLS
 
 

@@ -1,8 +1,6 @@
 """The int8 and fp8 matmul kernel on Triton's interpreter: int8 to the bit, the rest within what fp32 sums may lose."""
 
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_tests import sibling
 from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -24,17 +23,6 @@ from fluxq.kernels.scaled_matmul import kernel as scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, pack_named
 from fluxq.kernels.tiles import MatmulTile
 from fluxq.recipes.formats import FORMATS
-
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 beside = sibling("test_quantize_activation_kernel")
 TILE = MatmulTile(m=32, n=32, k=32, warps=4, stages=3, group_m=2)

@@ -1,7 +1,5 @@
 """16-bit activations times stored weights on Triton's interpreter: within the rounding of the sums, and of w16."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_tests import sibling
 from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -21,17 +20,6 @@ from fluxq.kernels.tiles import MatmulTile, Tile
 from fluxq.kernels.weight_only_matmul import kernel as weight_only_matmul
 from fluxq.recipes.devices import KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS
-
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(f"beside_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 beside = sibling("test_quantize_activation_kernel")
 matmul = sibling("test_scaled_matmul_kernel")

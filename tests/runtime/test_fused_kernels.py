@@ -9,7 +9,6 @@ what numbers and codes do that were rounded to the other side: at most END, and 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import math
 import sys
@@ -17,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +23,7 @@ import pytest
 import torch
 from attention_bounds import bounds
 from diffusers import FluxTransformer2DModel
+from kernel_tests import sibling
 from tiny_configs import TINY_CONFIGS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,19 +49,6 @@ from fluxq.kernels.weight_only_matmul import kernel as weight_only
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.runtime import fused, layout
-
-
-def sibling(name: str) -> ModuleType:
-    """Another file of this folder, for what it defines."""
-    spec = importlib.util.spec_from_file_location(
-        f"beside_{name}", Path(__file__).parents[1] / "kernels" / f"{name}.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 beside = sibling("test_quantize_activation_kernel")
 HEADS = 3
