@@ -26,7 +26,7 @@ from fluxq.kernels.findings import Cell, Shape
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
-from fluxq.recipes.formats import Scheme, find_format
+from fluxq.recipes.formats import Scheme
 
 SLICE = Sample(tokens=16, outputs=256)  # milliseconds
 _seen: set[tuple[Cell, Shape]] = set()  # compared in this process
@@ -102,9 +102,9 @@ def shape_of(name: str, arguments: Sequence[Any], cell: Cell) -> Shape:
         width = x.shape[2] * x.shape[3]
         return x.shape[0] * x.shape[1], width, rest[0].shape[1] if name == ATTENTION_FP8.name else width
     if name == INPUT_GRADIENT.name:  # times W (N, K), a product of N inputs
-        inputs, is_quantizer = x.shape[1], cell[0] == QUANTIZE_ACTIVATION.name
-        packed = 2 if find_format(rest[3].partition("-")[0]).element.bits == 4 else 1
-        return x.shape[0], inputs if is_quantizer else rest[0].shape[1] * packed, inputs
+        w, _ = OPS[name].kernel.operands(*arguments[:5])
+        inputs, outputs = w.shape
+        return x.shape[0], inputs if cell[0] == QUANTIZE_ACTIVATION.name else outputs, inputs
     m, k = x.numel() // x.shape[-1], x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)  # 4-bit codes: two to a byte
     return m, rest[0][0].shape[0] if is_product(name) and cell[0] != QUANTIZE_ACTIVATION.name else k, k
 

@@ -73,17 +73,15 @@ def operands_of(layers: Sequence[QuantLinear]) -> dict[str, Tensor | None] | Non
     found: dict[str, Tensor | None] = {}
     for name in STORED:
         parts = [layer.stored(name) for layer in layers]
-        first = parts[0]
         tensors = [part for part in parts if part is not None]
-        if first is None and not tensors:
+        if not tensors:
             found[name] = None
-            continue
-        if first is None or len(tensors) < len(parts):
+        elif len(tensors) < len(parts):
             return None
-        if first.ndim == 0:
+        elif tensors[0].ndim == 0:
             if any(layer.__dict__.get(SCALE_LAID) != _written(layer.get_parameter(name)) for layer in layers):
                 return None
-            found[name] = first
+            found[name] = tensors[0]
         elif are_neighbours(tensors, 0):
             found[name] = whole(tensors, 0)
         else:
