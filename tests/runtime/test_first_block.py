@@ -94,6 +94,22 @@ def test_a_recording_that_fails_leaves_the_cache_what_it_had(flux, monkeypatch, 
             assert torch.equal(latents(flux, **call), want) and len(tried) == broken
 
 
+@pytest.mark.parametrize("optimized_before", [False, True])
+def test_after_a_cache_that_was_taken_out_blocks_are_fused_and_under_one_refused(flux, optimized_before):
+    if optimized_before:
+        fluxq.optimize(flux)
+    with first_block_cached(flux):
+        fluxq.restore(flux)
+        with pytest.raises(ValueError, match="its forward was replaced already"):
+            fluxq.optimize(flux)
+    want = latents(flux)
+    fluxq.optimize(flux)
+    blocks = [*flux.transformer.transformer_blocks, *flux.transformer.single_transformer_blocks]
+    assert not any("forward" in vars(block) for block in blocks)  # which would run in the place of the fused one
+    assert torch.equal(latents(flux), want)
+    assert fluxq.restore(flux) == 5 and torch.equal(latents(flux), want)
+
+
 @pytest.mark.slow
 def test_another_threshold_and_no_cache_are_other_graphs(flux):
     plain = latents(flux, num_inference_steps=6)

@@ -96,6 +96,8 @@ def optimize(
         if side_by_side:
             for first in fusion.groups:
                 lay_side_by_side([*takers_of(layers_of(block, fusion, first), fusion, first).values()])
+        if _keeps_its_own(block):
+            del block.__dict__["forward"]  # or it would be called in the place of the fused one
         block.__dict__[FUSION_ATTRIBUTE] = fusion
         block.__class__ = fused_class(_stock(block))
         parts += _parts(path, block, fusion)
@@ -199,11 +201,18 @@ def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
     expected, actual = (list(signature(call).parameters) for call in (CALLS[row.model], stock.forward))
     if expected[1:] != actual[1:]:
         return f"its forward takes {', '.join(actual[1:])}; the fused form knows {', '.join(expected[1:])}"
-    if "forward" in block.__dict__ and FUSION_ATTRIBUTE not in block.__dict__:
+    if "forward" in block.__dict__ and FUSION_ATTRIBUTE not in block.__dict__ and not _keeps_its_own(block):
         return "its forward was replaced already (offloading, a step cache or another library): optimize before that"
     if any(parameter.is_meta for parameter in block.parameters()):
         return "its weights are offloaded: optimize before offloading"
     return ""
+
+
+def _keeps_its_own(block: nn.Module) -> bool:
+    """Tell whether the forward in a block's attributes is its class's own: diffusers' hooks, taken out, leave that."""
+    placed = block.__dict__.get("forward")
+    own = _stock(block).forward, fused_class(_stock(block)).forward
+    return getattr(placed, "__self__", None) is block and getattr(placed, "__func__", None) in own
 
 
 def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
