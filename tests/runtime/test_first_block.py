@@ -77,7 +77,7 @@ def test_a_wrong_decision_or_residual_would_be_seen(flux, monkeypatch, fault):
 @pytest.mark.parametrize("fails", ["at the first step", "between steps"])
 def test_a_recording_that_fails_leaves_the_cache_what_it_had(flux, monkeypatch, fails):
     broken = 2 if fails == "between steps" else 1
-    call = guided(num_inference_steps=6) if fails == "between steps" else {"num_inference_steps": 6}
+    call: dict = guided(num_inference_steps=6) if fails == "between steps" else {"num_inference_steps": 6}
     record, tried = Recorder.record, []
 
     def fail(recorder, call, beside):
