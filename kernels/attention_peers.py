@@ -44,8 +44,11 @@ class Peer(NamedTuple):
 
 @functools.cache
 def peers_for(codes: str, chip: str, dtype: torch.dtype) -> dict[str, Call]:
-    """Return package with its version -> its call, of those that are installed and take such tensors on a chip."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    """Return package with its version -> its call, of those that are installed and take such tensors on a chip.
+
+    They take float16 too, but `fluxq doctor` judges in bfloat16 alone, and findings know no dtype.
+    """
+    if dtype != torch.bfloat16:
         return {}
     found = (row for row in PEERS if codes in row.codes and chip in row.chips and find_spec(row.module) is not None)
     return {f"{row.package} {package_version(row.package)}": row.call for row in found}

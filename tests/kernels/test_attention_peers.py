@@ -178,8 +178,12 @@ def test_codes_have_a_scale_that_takes_the_largest_to_448_and_zeros_one_of_1() -
 def test_a_package_is_offered_for_its_codes_chips_and_dtypes(installed) -> None:
     assert [*peers_for("fp8", "sm_90", torch.bfloat16)] == ["flash_attn_3 2.2.0", "nvidia-cudnn-frontend 2.2.0"]
     assert [*peers_for("int8", "sm_90", torch.bfloat16)] == ["sageattention 2.2.0"]
-    assert [*peers_for("int8-16bit", "sm_86", torch.float16)] == ["sageattention 2.2.0"]
-    assert not peers_for("fp8", "sm_120", torch.bfloat16) and not peers_for("fp8", "sm_90", torch.float32)
+    assert [*peers_for("int8-16bit", "sm_86", torch.bfloat16)] == ["sageattention 2.2.0"]
+    assert not peers_for("fp8", "sm_120", torch.bfloat16)
+    with findings.instead(document({"attention_fp8": 30.0, SAGE: 20.0})):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            chosen = SAGE if dtype == torch.bfloat16 else "attention_fp8"
+            assert dispatch.choose_attention("int8", 64, "sm_90", 140, 128, 130, dtype).implementation == chosen
 
 
 def test_without_packages_there_is_none() -> None:
