@@ -7,8 +7,7 @@
     every fusion       what products could take or write at their ends: q/k norm, rotation, GELU, gates, joined tokens
 
 Products and attention are priced by recipes/cost.py, and so are rates: a pass takes its bytes over what a GPU attains,
-or, of a kernel of ours, its instructions over what the GPU's schedulers begin, if that is longer. Those are counted in
-machine code (kernels/compiled, "executed"), the most of any Triton version; no stall is in them.
+or, of a kernel of ours, its instructions (recipes/devices.py) over what the GPU's schedulers begin, if that is longer.
 tests/benchmarks/test_flux_step.py runs a block of each kind and finds the bytes of "eager" and "optimized" in its
 operators. Left out are launches and what is read for all tokens: vectors, tables of angles, weights of norms.
 """
@@ -22,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.pages import between
-from fluxq.kernels.dispatch import PROVEN, accepted_files
 from fluxq.kernels.library import LIBRARY
 from fluxq.kernels.tiles import tuned_rows
 from fluxq.recipes.cost import (
@@ -38,7 +36,7 @@ from fluxq.recipes.cost import (
     route,
     steps,
 )
-from fluxq.recipes.devices import Device, Efficiency, find_device
+from fluxq.recipes.devices import INSTRUCTIONS, Device, Efficiency, find_device
 from fluxq.recipes.formats import Format
 from fluxq.recipes.plan import MODULATION_ROLE, LayerPlan, Plan
 from fluxq.recipes.workloads import CallSize
@@ -70,42 +68,17 @@ class Pass:
         """Return the attainable time: of bytes, or of our kernel's instructions where that is longer."""
         whole = self.bytes[state]
         ours, instructions = self.alone if state in ("eager", "compiled") else (whole, self.instructions)
-        counted = 0 if state == "every fusion" else instructions / begun_per_second(device)
+        counted = 0 if state == "every fusion" else instructions / device.instructions_per_second
         return (whole - ours) / device.bytes_per_second + max(ours / device.bytes_per_second, counted)
 
 
-def begun_per_second(device: Device) -> float:
-    """Return the instructions of threads that all schedulers begin: one for each fp32 lane, whose peak counts two."""
-    return 1e12 * device.scalar_peak / 2
-
-
-@functools.cache
-def executed(cell: str, chip: str) -> float:
-    """Return the instructions an element of a cell, "kernel format", for a chip; LookupError where none is counted."""
-    return max(_executed()[cell, chip])
-
-
-@functools.cache
-def _executed() -> dict[tuple[str, str], list[float]]:
-    found: dict[tuple[str, str], list[float]] = {}
-    for version in PROVEN:
-        for _, row in accepted_files(version):
-            if row["executed"] is not None:
-                found.setdefault((f"{row['kernel']} {row['format']}", row["target"]), []).append(row["executed"])
-    return found
-
-
 def _instructions(kind: str, rounded_to: Format | None, elements: float, chip: str) -> float:
-    """Return the instructions of the pass that makes the input of a group in an optimized block."""
-    cells = CELLS["16bit" if rounded_to is None else "blocks" if rounded_to.group_size else "rows"]
-    if kind not in cells:
-        return 0
-    count = executed(cells[kind].format("16bit" if rounded_to is None else rounded_to.name), chip)
-    if kind == NORM:  # a first one has no gated residual before it; a second one's bytes hide its instructions
-        count -= executed("adaln_quantize_kernel fp8 3072", chip) - executed(
-            "adaln_quantize_kernel fp8 first 3072", chip
-        )
-    return elements * count
+    """Return the instructions of the pass that makes the input of a group in an optimized block.
+
+    None are counted for a gated residual before a second norm, whose bytes hide them.
+    """
+    count = INSTRUCTIONS.get((COUNTED_AS[kind], "16bit" if rounded_to is None else rounded_to.name))
+    return elements * count[chip] if count else 0
 
 
 def passes(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Pass]:
@@ -436,27 +409,9 @@ def _small_table(found: Mapping[str, Any]) -> list[list[str]]:
     return table
 
 
-# Kind of pass -> cell of kernels/compiled that an optimized block of FLUX.1 launches, by what it makes; the nearest one
-# where none is of just that.
+# Kind of pass of a kernel of ours -> its name in INSTRUCTIONS.
 NORM, ALONE, CONCATENATED = "norm, modulation, codes", "codes of the attention", "GELU, concatenation, codes"
-CELLS = {
-    "16bit": {
-        NORM: "adaln_quantize_kernel {} 3072",
-        "GELU, codes": "activate_kernel {}",
-    },
-    "rows": {
-        NORM: "adaln_quantize_kernel {} 3072",
-        ALONE: "quantize_rows_kernel {} plain 3072",
-        "GELU, codes": "quantize_rows_kernel {} gelu 12288",
-        CONCATENATED: "quantize_rows_kernel {}-beside gelu 15360",
-    },
-    "blocks": {
-        NORM: "adaln_quantize_kernel {} 3072",
-        ALONE: "quantize_blocks_kernel {}",
-        "GELU, codes": "quantize_blocks_kernel {} gelu",
-        CONCATENATED: "quantize_blocks_kernel {}-beside gelu 15360 own global",
-    },
-}
+COUNTED_AS = {NORM: "norm", ALONE: "quantize", "GELU, codes": "activation", CONCATENATED: "concatenation"}
 
 # What the tables show of `_times`, and what they call it.
 COLUMNS = {

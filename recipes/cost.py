@@ -1,9 +1,11 @@
 """Cost of a plan on a GPU: memory, FLOPs, bytes and attainable time of one forward pass. Everything is modelled.
 
-    time of a step = max(FLOPs / attained FLOP/s, bytes / attained bytes/s)
+    time of a step = max(FLOPs / attained FLOP/s, bytes / attained bytes/s, instructions / begun a second)
 
-Attained is a data sheet's peak times the efficiency of devices.py. A step is a Linear, an attention, or one of the
-passes over memory between them, and those can be run in three ways, LEVELS:
+Attained is a data sheet's peak times the efficiency of devices.py. Instructions are those of our kernels that make or
+quantize an input, counted in machine code (INSTRUCTIONS); no stall is in them, and none are counted on AMD's chips nor
+for `ideal`. A step is a Linear, an attention, or one of the passes over memory between them, and those can be run in
+three ways, LEVELS:
 
     unfused  every step is a kernel of its own: norm and modulation, norm and rotation of q and k, activation,
              concatenation, gate and residual, quantization, both halves of a low-rank branch
@@ -29,11 +31,11 @@ connections of a UNet, and what decoding 4-bit weights in a matmul costs. Nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fluxq.recipes.computing import Attention
-from fluxq.recipes.devices import KERNEL_ELEMENTS, Device, Efficiency
+from fluxq.recipes.devices import INSTRUCTIONS, KERNEL_ELEMENTS, Device, Efficiency
 from fluxq.recipes.family import Maker, matches
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
@@ -74,6 +76,7 @@ class Step:
     arithmetic: of its FLOPs; "" where it has none worth counting.
     bytes: by level; 0 where a level has no such step.
     scalar_flops: FLOPs outside the matrix units.
+    instructions: that all threads of a kernel of ours execute, by level; a level without one has none counted.
     """
 
     part: str
@@ -83,14 +86,16 @@ class Step:
     flops: float
     bytes: Mapping[Level, float]
     scalar_flops: float = 0
+    instructions: Mapping[Level, float] = field(default_factory=dict)
 
     def seconds(self, device: Device, level: Level) -> float:
         """Return the attainable time."""
-        return max(self.compute_seconds(device), self.bytes[level] / device.bytes_per_second)
+        return max(self.compute_seconds(device, level), self.bytes[level] / device.bytes_per_second)
 
-    def compute_seconds(self, device: Device) -> float:
+    def compute_seconds(self, device: Device, level: Level = "fused") -> float:
         """Return the part of the time that more bandwidth would not shorten."""
         scalar = self.scalar_flops / device.scalar_flops
+        scalar += self.instructions.get(level, 0) / device.instructions_per_second  # the same schedulers begin both
         if not self.flops:
             return scalar
         is_attention = self.kind == "attention"
@@ -227,7 +232,7 @@ def group_seconds(
         for index, ((n, k), scheme) in enumerate(zip(shapes, schemes, strict=True))
     ]
     inputs = {_input(layer, device.chip, "speed") for layer in layers}
-    group_steps = list(_input_steps(layers[0], tokens, inputs))
+    group_steps = list(_input_steps(layers[0], tokens, inputs, device.chip))
     for layer in layers:
         group_steps += _linear_steps(layer, tokens, device.chip, "speed")
     return sum(step.seconds(device, level) for step in group_steps)
@@ -346,7 +351,7 @@ def _group_steps(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefe
     """Yield the steps of the Linears that share an input, with those that make it, and those that follow."""
     first = layers[0]
     m = forward.batch * forward.tokens(stream_of(first.name, first.role, forward.family))
-    yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers}, forward.gated)
+    yield from _input_steps(first, m, {_input(layer, chip, prefer) for layer in layers}, chip, forward.gated)
     for layer in layers:
         yield from _linear_steps(layer, m, chip, prefer)
         yield from _output_steps(layer, m, forward)
@@ -378,7 +383,7 @@ def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
     return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
 
 
-def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = False) -> Iterator[Step]:
+def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], chip: str, gated: bool = False) -> Iterator[Step]:
     """Yield the steps that make and quantize a Linear's input (m, K): once for each form that its group reads."""
     plain = 2 * m * layer.k  # bytes of the 16-bit input
     quantized = sorted((form for form in inputs if form != _PLAIN), key=str)
@@ -387,7 +392,9 @@ def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = 
     attended = layer.n / layer.k  # of a concatenation: the share that attention makes, N wide
     if layer.made_by == "norm":
         kept = 2 * plain if _PLAIN in inputs or not quantized else 0  # else the norm writes the quantized input alone
-        yield _pass("norm", layer, 2 * plain, 2 * plain if is_deflated else kept, kept)
+        fused = 2 * plain if is_deflated else kept
+        step = _pass("norm", layer, 2 * plain, fused, kept)
+        yield replace(step, instructions={"fused": _instructions("norm", _PLAIN, m * layer.k, chip) if fused else 0})
     elif layer.made_by == "activation":
         yield _pass("activation", layer, activated, 0, 0)
     elif layer.made_by == "concatenation":
@@ -407,10 +414,27 @@ def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], gated: bool = 
             fused = alone if is_deflated else ideal
         elif not is_deflated:
             ideal *= {"activation": 0, "concatenation": attended}.get(layer.made_by, 1)
+        writes_16_bit = layer.made_by == "norm" and (is_deflated or _PLAIN in inputs)  # and is counted with that
+        made_by = "quantize" if index or writes_16_bit else layer.made_by
+        counts: dict[Level, float] = {
+            "unfused": _instructions("quantize", form, m * layer.k, chip),
+            "fused": _instructions(made_by, form, m * layer.k, chip),
+        }
         step = _pass("quantize" if form.format else "transform", layer, alone, fused, ideal)
+        step = replace(step, instructions=counts)
         products = 2 * m * layer.k * (form.deflate + form.hadamard)
         tries = TWO_SCALES_FLOPS * m * layer.k if form.four_over_six else 0
         yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=tries)
+
+
+def _instructions(made_by: str, form: _Input, elements: float, chip: str) -> float:
+    """Return the instructions of the pass that makes so many elements of a form; 0 where none were counted.
+
+    made_by: an input that no kernel of ours makes is only quantized.
+    """
+    name = form.format or "16bit"
+    counts = INSTRUCTIONS.get((made_by, name)) or INSTRUCTIONS.get(("quantize", name), {})
+    return elements * counts.get(chip, 0)
 
 
 def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iterator[Step]:
@@ -538,8 +562,8 @@ def _part(layer: LayerPlan) -> str:
 
 _PLAIN = _Input()
 REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
-# 4-over-6, for an element: twice scaled, clamped, rounded, decoded, subtracted, squared and summed. Rounding once takes
-# less than half of it, which hides behind memory on every GPU here.
+# 4-over-6, for an element: twice scaled, clamped, rounded, decoded, subtracted, squared and summed; on top of the
+# INSTRUCTIONS of rounding once.
 TWO_SCALES_FLOPS = 20
 
 # Chip -> format of weights and activations -> arithmetic of its matrix units. Missing: no such instruction.

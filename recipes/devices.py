@@ -94,6 +94,14 @@ class Device:
         return 1e12 * self.scalar_peak * self.scalar.fraction
 
     @property
+    def instructions_per_second(self) -> float:
+        """Instructions of threads that all schedulers begin: one a clock for each fp32 lane, whose peak counts two.
+
+        GA100 begins two: schedulers for 128 threads a multiprocessor, as all have, and 64 such lanes (its white paper).
+        """
+        return 1e12 * self.scalar_peak / (1 if self.chip == "sm_80" else 2)
+
+    @property
     def bytes_per_second(self) -> float:
         """Bytes per second that a kernel attains if it only streams."""
         return 1e9 * self.bandwidth * self.streaming.fraction
@@ -481,3 +489,41 @@ DEVICES = {
 # reference computes it, or loading makes it int8 or fp8.
 KERNEL_ELEMENTS = ("e2m1", "e4m3", "int8", "int4")
 KERNEL_FORMATS = tuple(name for name, row in FORMATS.items() if row.element.name in KERNEL_ELEMENTS)
+
+
+def _by_chip(*counts: float) -> dict[str, float]:
+    return dict(zip(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"), counts, strict=True))
+
+
+# Instructions that our passes execute for an element on NVIDIA's chips: (what makes the input, its format) -> by chip.
+# "norm" with its modulation, "activation" GELU, "concatenation" GELU beside what attention made; "quantize" makes none.
+# Counted in machine code without transforms, the most of any Triton version. tests/recipes/test_instructions.py holds
+# them against kernels/compiled, and says which cell stands in where none is of just that pass.
+INSTRUCTIONS = {
+    ("norm", "16bit"): _by_chip(22.9, 22.9, 22.3, 22.7, 18.9, 19.7),
+    ("norm", "int8"): _by_chip(31.0, 31.0, 30.4, 30.9, 25.0, 28.4),
+    ("norm", "fp8"): _by_chip(40.9, 40.9, 28.6, 29.0, 25.2, 26.1),
+    ("norm", "fp8_tensor"): _by_chip(41.1, 41.1, 29.4, 30.3, 26.1, 27.6),
+    ("norm", "mxfp8"): _by_chip(48.4, 48.4, 35.2, 35.6, 32.5, 33.8),
+    ("norm", "nvfp4"): _by_chip(59.0, 59.0, 57.2, 57.6, 44.3, 46.5),
+    ("norm", "mxfp4"): _by_chip(59.0, 59.0, 57.2, 57.6, 44.3, 46.5),
+    ("quantize", "int8"): _by_chip(11.3, 11.4, 11.4, 11.5, 8.5, 11.5),
+    ("quantize", "fp8"): _by_chip(21.3, 21.3, 9.1, 9.2, 8.8, 9.2),
+    ("quantize", "fp8_tensor"): _by_chip(26.4, 24.8, 24.3, 25.1, 25.2, 24.2),
+    ("quantize", "mxfp8"): _by_chip(25.0, 23.9, 12.7, 12.6, 12.4, 12.3),
+    ("quantize", "mxfp4"): _by_chip(63.5, 63.2, 63.2, 63.1, 37.9, 42.9),
+    ("quantize", "nvfp4"): _by_chip(41.8, 41.6, 39.2, 39.2, 29.6, 29.9),
+    ("activation", "16bit"): _by_chip(16.6, 16.6, 16.6, 16.8, 16.8, 16.8),
+    ("activation", "int8"): _by_chip(20.9, 21.0, 21.0, 21.1, 18.1, 21.1),
+    ("activation", "fp8"): _by_chip(30.9, 30.9, 18.7, 18.8, 18.4, 18.8),
+    ("activation", "fp8_tensor"): _by_chip(35.9, 35.9, 23.6, 23.5, 23.4, 21.9),
+    ("activation", "mxfp8"): _by_chip(34.6, 33.5, 22.3, 22.1, 22.0, 21.9),
+    ("activation", "mxfp4"): _by_chip(73.0, 72.8, 72.8, 72.7, 47.4, 52.5),
+    ("activation", "nvfp4"): _by_chip(51.5, 51.3, 48.9, 48.9, 38.7, 39.5),
+    ("concatenation", "int8"): _by_chip(26.4, 26.5, 26.5, 26.7, 23.8, 26.8),
+    ("concatenation", "fp8"): _by_chip(37.0, 37.1, 24.0, 24.3, 24.0, 24.3),
+    ("concatenation", "fp8_tensor"): _by_chip(38.6, 38.5, 26.1, 26.1, 26.1, 25.4),
+    ("concatenation", "mxfp8"): _by_chip(34.6, 33.5, 22.3, 22.1, 22.0, 21.9),
+    ("concatenation", "mxfp4"): _by_chip(73.0, 72.8, 72.8, 72.7, 47.4, 52.5),
+    ("concatenation", "nvfp4"): _by_chip(54.3, 54.3, 62.2, 62.1, 52.7, 53.4),
+}

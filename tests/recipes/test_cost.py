@@ -21,6 +21,7 @@ from fluxq.recipes.cost import (
     LEVELS,
     NATIVE,
     REFERENCE,
+    Step,
     attention_route,
     cost,
     group_seconds,
@@ -29,9 +30,9 @@ from fluxq.recipes.cost import (
     route,
     steps,
 )
-from fluxq.recipes.devices import DEVICES, KERNEL_FORMATS
+from fluxq.recipes.devices import DEVICES, INSTRUCTIONS, KERNEL_FORMATS
 from fluxq.recipes.formats import FORMATS, Scheme
-from fluxq.recipes.plan import LinearShape, Plan, make_plan
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, make_plan
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
 from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass
 
@@ -453,9 +454,12 @@ def test_published_speeds_of_flux_follow_from_the_efficiencies():
     h200, rtx5090 = cost(plan_of("fp8"), FLUX, H200).total, cost(plan_of("nvfp4"), FLUX, RTX5090).total
     assert 1.62 <= h200.seconds_16bit / h200.seconds["ideal"] <= 1.68
     assert 2.25 <= rtx5090.seconds_16bit / rtx5090.seconds["ideal"] <= 2.45
-    # What is lost to it: q and k pass memory once more, and activations do before they are quantized.
+    # What is lost to it: q and k pass memory once more, activations do before they are quantized, and a norm takes the
+    # time of its instructions where those of its bytes, three an element, are fewer.
     passes = 57 * (4 + 4 * 1.5) * 2 * S * D / H200.bytes_per_second
-    assert h200.seconds["fused"] - h200.seconds["ideal"] == pytest.approx(passes, rel=1e-2)
+    norms = INSTRUCTIONS["norm", "fp8"]["sm_90"] / H200.instructions_per_second - 3 / H200.bytes_per_second
+    passes += (2 * 19 + 38) * S * D * norms
+    assert norms > 0 and h200.seconds["fused"] - h200.seconds["ideal"] == pytest.approx(passes, rel=1e-2)
     assert 1.5 < h200.speedup < 1.62
 
 
@@ -551,10 +555,47 @@ def group(scheme: str, device=B200, shapes=((3072, 3072),), **how) -> float:
     return group_seconds(shapes, [Scheme.parse(scheme)] * len(shapes), device, 4608, **how)
 
 
+def test_instructions_take_a_pass_s_time_where_its_bytes_take_less():
+    """A step of few and of many; where none were counted, as on AMD's chips, bytes alone."""
+    sizes = dict.fromkeys(LEVELS, H200.bytes_per_second)  # a second
+    step = Step("elementwise", "quantize", "x", "", 0, sizes)
+    for begun, expected in ((0, 1), (0.5, 1), (3, 3)):
+        counted = dataclasses.replace(step, instructions={"fused": begun * H200.instructions_per_second})
+        assert counted.seconds(H200, "fused") == pytest.approx(expected) and counted.seconds(H200, "ideal") == 1
+    both = dataclasses.replace(counted, scalar_flops=2 * H200.scalar_flops)  # 4-over-6, on top of rounding once
+    assert both.seconds(H200, "fused") == pytest.approx(3 + 2)
+    found = {chip: of_kind(plan_of("int8"), "quantize", chip)[0].instructions for chip in ("sm_90", "gfx942")}
+    assert not any(found["gfx942"].values()) and found["sm_90"]["fused"] > found["sm_90"]["unfused"] > 0
+
+
+@pytest.mark.parametrize("made_by", ["norm", "activation", "attention", "concatenation"])
+def test_a_fused_pass_executes_the_instructions_of_what_it_joins(made_by):
+    """Unfused, the quantization stands alone."""
+    k = 3072
+    layer = LayerPlan("x", k, k, "", "", False, Scheme.parse("int8-int8"), "", made_by=made_by)
+    found = of_kind(Plan("flux", "transformer", (layer,)), "quantize")[0].instructions
+    counts = {each: counts["sm_90"] for (each, name), counts in INSTRUCTIONS.items() if name == "int8"}
+    assert found["unfused"] == pytest.approx(4096 * k * counts["quantize"])
+    assert found["fused"] == pytest.approx(4096 * k * counts.get(made_by, counts["quantize"]))
+
+
+def test_a_norm_that_also_writes_16_bit_is_counted_with_that():
+    schemes = [Scheme.parse("fp8-fp8"), None]
+    layers = [
+        LayerPlan(f"x{index}", 3072, 3072, "", "g", False, scheme, "", made_by="norm")
+        for index, scheme in enumerate(schemes)
+    ]
+    plan = Plan("flux", "transformer", tuple(layers))
+    (norm,), (codes,) = of_kind(plan, "norm"), of_kind(plan, "quantize")
+    assert norm.instructions["fused"] == pytest.approx(4096 * 3072 * INSTRUCTIONS["norm", "16bit"]["sm_90"])
+    assert codes.instructions["fused"] == pytest.approx(4096 * 3072 * INSTRUCTIONS["quantize", "fp8"]["sm_90"])
+
+
 def test_a_group_is_one_quantization_and_its_products():
     m, n, k = 4608, 3072, 3072
     shapes = [(n, k)] * 3 + [(4 * n, k)]
-    passed = (2 * m * k + FORMATS["nvfp4"].stored_bits(m, k) / 8) / B200.bytes_per_second
+    passed = INSTRUCTIONS["quantize", "nvfp4"]["sm_100"] * m * k / B200.instructions_per_second
+    assert passed > (2 * m * k + FORMATS["nvfp4"].stored_bits(m, k) / 8) / B200.bytes_per_second
     products = 2 * m * 7 * n * k / B200.flops("nvfp4")
     assert group("nvfp4-nvfp4-static", shapes=shapes) == pytest.approx(passed + products)
     assert group("nvfp4-nvfp4-static", shapes=shapes, made_by="attention") == pytest.approx(passed + products)
@@ -583,18 +624,15 @@ def test_a_stage_is_never_cheaper_than_none_and_all_but_free_where_the_weight_is
 def test_stages_cost_what_their_parts_do():
     m, n, k = 4608, 3072, 3072
     x, plain = 2 * m * k, group("nvfp4-nvfp4")
-    codes = FORMATS["nvfp4"].stored_bits(m, k) / 8
-    quantized = (x + codes) / B200.bytes_per_second
     more = {stage: group(f"nvfp4-nvfp4{stage}") - plain for stage in STAGES}
-    assert more["-center"] == pytest.approx(2 * k / B200.bytes_per_second, rel=1e-3)
-    assert more["-center-smooth"] == pytest.approx(2 * more["-center"], rel=1e-3)
-    assert more["-h128"] == 0  # its product on the matrix units hides behind the bytes of the pass
-    assert more["-46"] == pytest.approx(20 * m * k / B200.scalar_flops - quantized)
+    assert more["-center"] == more["-center-smooth"] == 0  # their bytes hide behind the instructions of the pass
+    assert more["-h128"] == 0  # and so does its product on the matrix units
+    assert more["-46"] == pytest.approx(20 * m * k / B200.scalar_flops)
     branch = max(2 * m * 32 * (n + k) / B200.flops("bf16"), 4 * m * 32 / B200.bytes_per_second)
     matrices = 2 * 32 * (n + k) / B200.bytes_per_second  # counted with the weight, whose bytes hide here
-    assert branch <= more["-r32"] <= branch + matrices
+    assert 0.999999 * branch <= more["-r32"] <= branch + matrices
     t = 2 * m * 32
-    again = (x + t) / B200.bytes_per_second + t / B200.bytes_per_second  # x once more, t written and read
+    again = (x + t) / B200.bytes_per_second  # x once more and t written; that t is read hides
     assert more["-d32"] == pytest.approx(again + 2 * m * 32 * n / B200.flops("bf16"), rel=0.01)
 
 
@@ -605,7 +643,7 @@ def test_deflation_stays_on_chip_only_in_the_ideal_norm():
             for stage in ("", "-d32")
         )
         fused, ideal = (deflated[level] / plain[level] - 1 for level in ("fused", "ideal"))
-        assert fused > 0.15 and (ideal < 0.1) == (made_by == "norm")
+        assert fused > 0.1 and (ideal < 0.1) == (made_by == "norm")
 
 
 def test_a_weight_only_layer_transforms_x_in_a_pass_of_its_own_unless_a_norm_makes_it():
@@ -649,7 +687,8 @@ def test_linears_that_read_x_in_two_forms_pay_for_both():
     shapes = [(3072, 3072)] * 2
     same = group("nvfp4-nvfp4-smooth", shapes=shapes)
     mixed = group_seconds(shapes, [Scheme.parse("nvfp4-nvfp4-smooth"), Scheme.parse("nvfp4-nvfp4")], B200, 4608)
-    assert mixed - same == pytest.approx(FORMATS["nvfp4"].stored_bits(4608, 3072) / 8 / B200.bytes_per_second, rel=1e-3)
+    again = INSTRUCTIONS["quantize", "nvfp4"]["sm_100"] * 4608 * 3072 / B200.instructions_per_second
+    assert mixed - same == pytest.approx(again, rel=1e-3)
 
 
 def test_decoding_to_8_bits_in_the_kernel_keeps_transforms_but_not_4_over_6():
