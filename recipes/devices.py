@@ -173,7 +173,8 @@ def _guessed(like: Mapping[str, Efficiency], why: str) -> dict[str, Efficiency]:
     return {name: Efficiency(efficiency.fraction, why=why) for name, efficiency in like.items() if name != "bf16"}
 
 
-# One source for both formats, so that their ratio is that of one machine and one shape.
+# One source for bf16 and fp8, so that their ratio is that of one machine and one shape. int8 sums are exact, fp8's here
+# are not: a kernel that moves them to fp32 block by block has .468 in the same run.
 _H100 = Device(
     name="H100 SXM",
     chip="sm_90",
@@ -185,7 +186,9 @@ _H100 = Device(
         "fp8": Efficiency(
             0.687, "1359 TFLOP/s, Triton, fast accumulation, on an H100, 6144x8192x8192: pytorch/FBGEMM#2766"
         ),
-        "int8": Efficiency(0.687, why="as fp8"),
+        "int8": Efficiency(
+            0.668, "1321 TOP/s, CUTLASS, 2048x4096x8192, on an sm_90 card without name: sgl-project/sglang#3035"
+        ),
     },
     scalar_peak=67,
     source="NVIDIA H100 data sheet, sparse figures halved",
@@ -214,7 +217,7 @@ DEVICES = {
         peaks={"bf16": 312, "int8": 624},
         matmul={
             "bf16": Efficiency(0.869, "271 TFLOP/s, the best of many shapes: stas00/ml-engineering, accelerators"),
-            "int8": Efficiency(0.75, why="no figure found"),
+            "int8": Efficiency(0.80, "499 TOP/s, CUTLASS, 2048x4096x8192: sgl-project/sglang#2752"),
         },
         scalar_peak=19.5,
         source="NVIDIA A100 data sheet, dense figures",
@@ -232,7 +235,8 @@ DEVICES = {
         matmul={
             "bf16": Efficiency(0.627, "1410 TFLOP/s at 4096^3: pytorch/ao#2427"),
             "fp8": Efficiency(0.643, why="as mxfp8"),
-            "int8": Efficiency(0.643, why="as mxfp8"),
+            # Our kernel multiplies int8, the library fp8.
+            "int8": Efficiency(0.489, why="as mxfp8 in Triton, 2202 TFLOP/s at 8192^3: triton-lang/triton#9044"),
             "mxfp8": Efficiency(0.643, "2895 TFLOP/s, cuBLAS at 8192^3: triton-lang/triton#9697"),
             "mxfp4": Efficiency(0.495, why="as nvfp4"),
             "nvfp4": Efficiency(0.495, "4460 TFLOP/s at 4096^3: pytorch/ao#2427"),
