@@ -851,8 +851,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "graphs: rows that were not found are taken": Fault(
         "src/fluxq/runtime/graphs.py",
-        "        found, _ = self._launch(recording)\n",
-        "        found = bool(self._launch(recording))\n",
+        "        has_row, _ = self._launch(recording)\n",
+        "        has_row = bool(self._launch(recording))\n",
         _in("runtime/test_graphs_hoisted.py", "test_a_timestep_that_is_none_of_the_schedulers_has_the_right_image"),
     ),
     "modulation: a recorded step takes another row": Fault(

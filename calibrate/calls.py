@@ -291,9 +291,9 @@ _RECORD = TypeAdapter(_Record)
 
 def _record(path: Path) -> _Record:
     """Return the contents of a batch's file; ValueError naming it where it is damaged or names files elsewhere."""
-    said = read_sealed_json(path)
+    content = read_sealed_json(path)
     try:
-        record = _RECORD.validate_json(json.dumps(said), strict=True)
+        record = _RECORD.validate_json(json.dumps(content), strict=True)
         for entry in (entry for calls in record.calls.values() for entry in calls):
             if not entry.file.startswith(f"{path.stem}-") or Path(entry.file).name != entry.file:
                 raise ValueError(f"it names a file {entry.file[:80]!r} that is not beside it")

@@ -195,8 +195,8 @@ def driver() -> str:
     import torch
 
     for file, pattern in _DRIVERS:
-        if file.is_file() and (found := re.search(pattern, file.read_text(encoding="utf-8"))):
-            return found[1]
+        if file.is_file() and (match := re.search(pattern, file.read_text(encoding="utf-8"))):
+            return match[1]
     if not torch.version.cuda or not torch.cuda.is_available():
         return ""
     return f"CUDA {torch._C._cuda_getDriverVersion()}"  # pyright: ignore[reportAttributeAccessIssue]

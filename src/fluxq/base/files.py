@@ -89,10 +89,10 @@ def write_sealed_json(target: Path, value: dict) -> None:
 def read_sealed_json(path: Path) -> dict:
     """Read what `write_sealed_json` wrote; ValueError naming the file if it is not as it was written."""
     value = read_json(path)
-    found = None
+    digest = None
     with suppress(RecursionError):  # of what is nested a thousandfold
-        found = sha256_json([place_in_work(path), {name: each for name, each in value.items() if name != _SEAL}])
-    if value.pop(_SEAL, None) != found or found is None:
+        digest = sha256_json([place_in_work(path), {name: each for name, each in value.items() if name != _SEAL}])
+    if value.pop(_SEAL, None) != digest or digest is None:
         raise ValueError(f"{path}: damaged since it was written, or of another place")
     return value
 

@@ -19,7 +19,7 @@ A replay does not look at the model, so two things are compared before it, at ev
 Two things that depend on values are decided by the host, from a yes or no that the graph writes early in the step, so
 that the host reads it while the device computes the rest:
 
-    found     with modulation hoisted (modulation.py), whether the tables have this step's rows. If not they are made,
+    has_row   with modulation hoisted (modulation.py), whether the tables have this step's rows. If not they are made,
               and the step is replayed anew.
     suffices  with a first block cache (first_block.py), whether the last computed step is near enough. That graph is
               first, and short; if the answer is no the graph that computes all blocks is replayed after it.
@@ -236,7 +236,7 @@ class _Graph:
     inputs: its tensor arguments, None in the place of others.
     outputs: its flat outputs.
     returns: their structure.
-    found: whether `rows`, of hoisted modulation, had this step's; None where it is not looked up.
+    has_row: whether `rows`, of hoisted modulation, had this step's; None where it is not looked up.
     suffices: whether the last computed step stands for this one; None in a graph that computes.
     kept: what steps that are taken from a cache read of this one.
     from_cache: the graph of such steps.
@@ -249,7 +249,7 @@ class _Graph:
     arguments: tuple[str, ...]
     bytes: int | None
     rows: Rows | None = None
-    found: Answer | None = None
+    has_row: Answer | None = None
     suffices: Answer | None = None
     kept: list[Tensor] = field(default_factory=list)
     from_cache: _Graph | None = None
@@ -311,13 +311,13 @@ class _Step(Placed):
         _fill(recording.inputs, leaves)
         cache = self._forms[-1].cache
         if recording.from_cache is not None and cache is not None and cache.holds(recording.kept):
-            found, suffices = self._launch(recording.from_cache)
-            if not found:
+            has_row, suffices = self._launch(recording.from_cache)
+            if not has_row:
                 return None
             if suffices:
                 return _cloned(recording.from_cache.outputs)
-        found, _ = self._launch(recording)
-        if not found:
+        has_row, _ = self._launch(recording)
+        if not has_row:
             return None
         if cache is not None:
             cache.put(recording.kept)
@@ -325,7 +325,7 @@ class _Step(Placed):
 
     def _launch(self, graph: _Graph) -> list[bool]:
         """Launch a graph; return whether it found what it looked up and whether it suffices, while it computes on."""
-        answers = graph.found, graph.suffices
+        answers = graph.has_row, graph.suffices
         for answer in answers:
             if answer is not None:
                 answer.expect()
@@ -413,12 +413,12 @@ class _Step(Placed):
         versions = [tensor._version for tensor in inputs if tensor is not None]
         filled = [leaf if tensor is None else tensor for tensor, leaf in zip(inputs, leaves, strict=True)]
         call = partial(_call, self.plain, filled, spec)
-        found = self.device.answer() if rows else None
+        has_row = self.device.answer() if rows else None
         suffices = self.device.answer() if computed else None
         cache, kept = form.cache, []
         with ExitStack() as decided:
             if form.hoisted is not None:
-                decided.enter_context(form.hoisted.choosing(_choice(rows, found)))
+                decided.enter_context(form.hoisted.choosing(_choice(rows, has_row)))
             if cache is not None:
                 decided.enter_context(cache.deciding(_decision(cache, suffices)))
             for _ in range(WARM_UPS - 1):
@@ -448,7 +448,7 @@ class _Step(Placed):
         self.captures += 1
         outputs, returns = tree_flatten(returned)
         arguments = _arguments(filled, spec)
-        return form, _Graph(graph, inputs, outputs, returns, arguments, grown, rows, found, suffices, kept)
+        return form, _Graph(graph, inputs, outputs, returns, arguments, grown, rows, has_row, suffices, kept)
 
     def _drop(self, form: _Form | None = None) -> None:
         """Drop the graphs of a form; or all, and the weights that were kept for them."""
@@ -629,11 +629,11 @@ def _strangers(module: nn.Module) -> Iterator[Any]:
     return (hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), HoistedModulation))
 
 
-def _choice(rows: Rows | None, found: Answer | None) -> Choice:
+def _choice(rows: Rows | None, has_row: Answer | None) -> Choice:
     """Return the function that chooses the step of modulation while a call is recorded."""
-    if rows is None or found is None:
+    if rows is None or has_row is None:
         return lambda *_: None
-    return lambda _args, _kwargs, temb: rows.step(temb, found.write)
+    return lambda _args, _kwargs, temb: rows.step(temb, has_row.write)
 
 
 def _decision(cache: FirstBlock, suffices: Answer | None) -> Callable[[Tensor], bool]:

@@ -205,10 +205,10 @@ def _real(block: nn.Module, machine: Machine) -> nn.Module:
             made.set_submodule(name, layer)
             continue
         dtype = torch.float32 if type(module).__name__ in IN_FP32 else machine.dtype
-        for own, parameter in [*module.named_parameters(recurse=False)]:
+        for key, parameter in [*module.named_parameters(recurse=False)]:
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
             value = _normal(machine, *parameter.shape, dtype=torch.float32) * scale + (parameter.ndim == 1)
-            setattr(module, own, nn.Parameter(value.to(dtype), requires_grad=False))
+            setattr(module, key, nn.Parameter(value.to(dtype), requires_grad=False))
     return made.eval()
 
 

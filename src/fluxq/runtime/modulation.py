@@ -157,8 +157,8 @@ class HoistedModulation(Handle):
                 call()
         except _Stopped as stopped:
             args, kwargs, temb = stopped.given
-            held = rows.held if rows else 0
-            table = self._table(args, kwargs, temb, held * len(temb)) if self._can_hold(args, temb) else None
+            steps = rows.step_count if rows else 0
+            table = self._table(args, kwargs, temb, steps * len(temb)) if self._can_hold(args, temb) else None
         else:
             self.say("the call does not run the embedder")  # it was compiled since
             return None
@@ -173,7 +173,7 @@ class HoistedModulation(Handle):
                 self.say("%s makes %s of %s", layer.path, dtype, table.inputs.dtype)
                 return None
         if rows is None or not rows.take(table):
-            rows = Rows(self, table, held + len(table.embeddings))
+            rows = Rows(self, table, steps + len(table.embeddings))
         return rows
 
     def _linears(self) -> Iterator[_Modulation]:
@@ -214,7 +214,7 @@ class HoistedModulation(Handle):
             return True
         return False
 
-    def _table(self, args: tuple, kwargs: dict[str, Any], temb: Tensor, held: int) -> _Table | None:
+    def _table(self, args: tuple, kwargs: dict[str, Any], temb: Tensor, rows_in_use: int) -> _Table | None:
         """Make a table of all steps for this call's other arguments; None, with the reason logged, if it cannot be.
 
         The embedder runs once for each step, on as many rows as it will then: in one product its bits would differ.
@@ -226,7 +226,7 @@ class HoistedModulation(Handle):
         if not bool((values == now).any()):
             self.say("timestep %g is none that the scheduler makes", float(now))
             return None
-        rows = len(values) * len(temb) + held
+        rows = len(values) * len(temb) + rows_in_use
         if rows > self.max_rows:
             self.say("%d rows are more than max_rows=%d; raise it where memory allows", rows, self.max_rows)
             return None
@@ -286,13 +286,13 @@ class Rows:
         return self._hoisted.schedule is self._schedule and self._hoisted.weight_states() == self._states
 
     @property
-    def held(self) -> int:
+    def step_count(self) -> int:
         """Number of steps that are held and current."""
         return self._used if self._used and self.are_current else 0
 
     def take(self, table: _Table) -> bool:
         """Copy a table's rows behind those that are current; tell whether there was room."""
-        start = self.held
+        start = self.step_count
         end = start + len(table.embeddings)
         if end > self._room:
             return False
@@ -414,11 +414,11 @@ class _Modulation(Placed):
         Merging goes through `.data`, which counts nothing. Tensors are compared as objects, and held, so that none that
         comes later is taken for one that is gone. Of weights that accelerate brings anew for each call versions count.
         """
-        held = self.module._parameters
-        versions = tuple(0 if t is None or t.is_inference() or t.is_meta else t._version for t in held.values())
+        parameters = self.module._parameters
+        versions = tuple(0 if t is None or t.is_inference() or t.is_meta else t._version for t in parameters.values())
         around = [*accumulate(self.path.split("."), getattr, initial=self.model)]
         is_brought = any(hasattr(module, "_hf_hook") for module in (*around, self.module))
-        objects = frozenset() if is_brought else frozenset(held.items())  # a set compares tensors by identity
+        objects = frozenset() if is_brought else frozenset(parameters.items())  # a set compares tensors by identity
         adapted = around[-1]  # by now something of PEFT's, if adapters were loaded
         in_16_bit = getattr(self.module, "instead", None) is not None  # at steps that are kept so
         return versions, objects, tuple(getattr(adapted, "merged_adapters", ())), in_16_bit

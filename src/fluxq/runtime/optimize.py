@@ -128,8 +128,8 @@ def _wrong_there(device: torch.device) -> str:
         return ""
     from fluxq.kernels.tiles import chip_of
 
-    found = ((op.name, findings.wrong(op.name, "16bit", chip_of(device))) for op in (ADALN_QUANTIZE, QK_NORM_ROPE))
-    return next((f"{name} was wrong on this GPU: {why}" for name, why in found if why), "")
+    reasons = ((op.name, findings.wrong(op.name, "16bit", chip_of(device))) for op in (ADALN_QUANTIZE, QK_NORM_ROPE))
+    return next((f"{name} was wrong on this GPU: {why}" for name, why in reasons if why), "")
 
 
 def _lacks(device: torch.device) -> Callable[[QuantLinear, Maker], str]:

@@ -70,23 +70,23 @@ def _are_alike(layers: Sequence[QuantLinear]) -> bool:
 
 def operands_of(layers: Sequence[QuantLinear]) -> dict[str, Tensor | None] | None:
     """Return the stored tensors of layers as those of one, by name; None where they do not lie side by side."""
-    found: dict[str, Tensor | None] = {}
+    operands: dict[str, Tensor | None] = {}
     for name in STORED:
         parts = [layer.stored(name) for layer in layers]
         tensors = [part for part in parts if part is not None]
         if not tensors:
-            found[name] = None
+            operands[name] = None
         elif len(tensors) < len(parts):
             return None
         elif tensors[0].ndim == 0:
             if any(layer.__dict__.get(SCALE_LAID) != _written(layer.get_parameter(name)) for layer in layers):
                 return None
-            found[name] = tensors[0]
+            operands[name] = tensors[0]
         elif are_neighbours(tensors, 0):
-            found[name] = whole(tensors, 0)
+            operands[name] = whole(tensors, 0)
         else:
             return None
-    return found
+    return operands
 
 
 def _written(scale: Tensor) -> tuple[int, int]:
