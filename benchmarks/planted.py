@@ -204,6 +204,12 @@ FAULTS: dict[str, Fault] = {
         "            is_same = _version(stream) is not None\n",
         _in("base/test_tensors.py", "test_a_file_that_is_replaced_while_it_is_read_is_noticed"),
     ),
+    "cost: instructions take no time": Fault(
+        "recipes/cost.py",
+        "        scalar += self.instructions.get(level, 0) / device.instructions_per_second",
+        "        scalar += 0",
+        _in("recipes/test_cost.py", "test_instructions_take_a_pass_s_time_where_its_bytes_take_less"),
+    ),
     "recipe: an unknown key accepted": Fault(
         "recipes/computing.py",
         "            for key in value:\n                if key not in",

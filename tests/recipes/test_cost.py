@@ -532,7 +532,8 @@ def test_attention_in_fp8_where_the_chip_multiplies_it(device):
         (device.peaks["bf16"], device.attention), (device.peaks[arithmetic], device.attention_fp8),
     )]  # fmt: skip
     assert was["attention"] / now["attention"] == pytest.approx(rates[1] / rates[0])
-    assert after.total.seconds["fused"] < before.total.seconds["fused"]
+    pays = rates[1] > rates[0]  # by published rates it does not on Hopper
+    assert pays == (device.chip != "sm_90") == (after.total.seconds["fused"] < before.total.seconds["fused"])
     codes = [step for step in steps(chosen, FLUX, device.chip) if step.kind == "quantize q, k and v"]
     assert len(codes) == 57 and {step.part for step in codes} == {"elementwise"}
     unit = S * D  # bytes of codes: q r2 w1, k and v r4 w1
