@@ -384,13 +384,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "epilogue: bias subtracted": Fault(
         "kernels/epilogue.py",
-        "value = value + tl.load(bias + columns",
-        "value = value - tl.load(bias + columns",
+        "value = value + tl.load(following.bias + columns",
+        "value = value - tl.load(following.bias + columns",
         _in("kernels/test_scaled_matmul_kernel.py", "test_int8_gives_the_bits_of_the_reference[shape0]"),
     ),
     "epilogue: gate of another image": Fault(
         "kernels/epilogue.py",
-        "(rows // tokens)[:, None] * N",
+        "(rows // following.gate.tokens)[:, None] * N",
         "(rows // M)[:, None] * N",
         _in(
             "kernels/test_scaled_matmul_kernel.py",

@@ -7,7 +7,7 @@
 
 v is fp32 up to gelu and rounded once; gate and residual round as torch does when it multiplies and adds.
 
-A matmul's wrapper takes an `Epilogue`, its kernel ends in `finish`.
+A matmul's wrapper takes an `Epilogue`, its kernel a `Following`, with which it ends in `finish`.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +39,36 @@ from fluxq.recipes.formats import Format, Scheme, find_format
 ROUNDED_WEIGHTS = 2**16  # roundings of fp32 that one to bfloat16 counts as
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LowRank(NamedTuple):
+    """h (M, R) and up (N, R) of a low-rank branch, as a kernel takes them; BLOCK_R: a power of two, at least R."""
+
+    h: Any
+    up: Any
+    R: Any
+    BLOCK_R: Any
+
+
+class Gate(NamedTuple):
+    """A gate (M / tokens, N) as a kernel takes it: one of its rows for so many tokens."""
+
+    rows: Any
+    tokens: Any
+
+
+class Following(NamedTuple):
+    """What follows a product, as one argument of its kernel. A step that is None costs kernel and launch nothing.
+
+    bias: (N,). gelu: True or None. residual: (M, N). y: (M, N), which is written.
+    """
+
+    bias: Any
+    low_rank: Any
+    gelu: Any
+    gate: Any
+    residual: Any
+    y: Any
 
 
 @dataclass(frozen=True)
@@ -73,37 +103,43 @@ class Epilogue:
         """Tell whether a gate or a residual follows."""
         return self.gate is not None or self.residual is not None
 
-    def arguments(self, name: str, m: int, n: int, device: torch.device, y: Tensor | None = None) -> dict[str, Any]:
-        """Return the kernel arguments that `finish` takes, by name; y (M, N) is a new tensor if none is given.
+    def following(self, name: str, m: int, n: int, device: torch.device, y: Tensor | None = None) -> Following:
+        """Return the argument of a kernel that ends in `finish`; y (M, N) is a new tensor if none is given.
 
         name: of the matmul, for errors. Raises ValueError for tensors that do not fit.
         """
-        rank, (h, up) = 0, self.low_rank or (None, None)
-        if h is not None and up is not None:
-            rank = h.shape[-1]
-            if not 1 <= rank <= LARGEST_RANK:
-                raise ValueError(f"{name}: low_rank has rank {rank}, expected 1 to {LARGEST_RANK}: merge it into w")
-            check_tensor(f"{name}: low_rank h", h, (m, rank), FLOATS[:2], device)
-            check_tensor(f"{name}: low_rank up", up, (n, rank), (h.dtype,), device)
         if self.bias is not None:
             check_tensor(f"{name}: bias", self.bias, (n,), FLOATS, device)
         if self.residual is not None:
             check_tensor(f"{name}: residual", self.residual, (m, n), FLOATS, device)
-        images = 1
-        if self.gate is not None:
-            images = self.gate.shape[0] if self.gate.ndim == 2 else 0
-            if images == 0 or m % images:
-                shape = (*self.gate.shape,)
-                raise ValueError(f"{name}: gate {shape} does not split {m} tokens into equal images (B, N)")
-            check_tensor(f"{name}: gate", self.gate, (images, n), FLOATS, device)
         if self.dtype not in FLOATS:
             raise ValueError(f"{name}: dtype is {self.dtype}, expected bfloat16, float16 or float32")
+        low_rank, gate = self._low_rank(name, m, n, device), self._gate(name, m, n, device)
         y = torch.empty(m, n, dtype=self.dtype, device=device) if y is None else y
-        tensors = {"bias": self.bias, "h": h, "up": up, "gate": self.gate, "residual": self.residual, "y": y}
-        sizes = {"R": rank, "tokens": m // images}
-        return tensors | sizes | {"GELU": self.gelu, "BLOCK_R": max(16, triton.next_power_of_2(rank))}
+        return Following(self.bias, low_rank, YES if self.gelu else None, gate, self.residual, y)
+
+    def _low_rank(self, name: str, m: int, n: int, device: torch.device) -> LowRank | None:
+        if self.low_rank is None:
+            return None
+        h, up = self.low_rank
+        rank = h.shape[-1]
+        if not 1 <= rank <= LARGEST_RANK:
+            raise ValueError(f"{name}: low_rank has rank {rank}, expected 1 to {LARGEST_RANK}: merge it into w")
+        check_tensor(f"{name}: low_rank h", h, (m, rank), FLOATS[:2], device)
+        check_tensor(f"{name}: low_rank up", up, (n, rank), (h.dtype,), device)
+        return LowRank(h, up, rank, tl.constexpr(max(16, triton.next_power_of_2(rank))))
+
+    def _gate(self, name: str, m: int, n: int, device: torch.device) -> Gate | None:
+        if self.gate is None:
+            return None
+        images = self.gate.shape[0] if self.gate.ndim == 2 else 0
+        if images == 0 or m % images:
+            raise ValueError(f"{name}: gate {(*self.gate.shape,)} does not split {m} tokens into equal images (B, N)")
+        check_tensor(f"{name}: gate", self.gate, (images, n), FLOATS, device)
+        return Gate(self.gate, m // images)
 
 
+YES = tl.constexpr(True)
 NOTHING = Epilogue()
 GATED_TILE = {"ROWS": 4, "COLUMNS": 512}  # of `gate_kernel`, for 4 warps
 
@@ -139,9 +175,10 @@ def gate_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
     if not epilogue.is_gated:
         return y
     (m, n), columns = y.shape, GATED_TILE["COLUMNS"]
-    given = epilogue.arguments("gate_in_place", m, n, y.device, y)
+    last = Epilogue(gate=epilogue.gate, residual=epilogue.residual, dtype=epilogue.dtype)
+    following = last.following("gate_in_place", m, n, y.device, y)
     grid = cdiv(m, GATED_TILE["ROWS"]), cdiv(n, columns)
-    gate_kernel[grid](y, given["gate"], given["residual"], m, n, given["tokens"], **GATED_TILE, num_warps=4, **EXACT)
+    gate_kernel[grid](following, m, n, **GATED_TILE, num_warps=4, **EXACT)
     return y
 
 
@@ -225,12 +262,9 @@ def rounds_weights(weights: Format, dtype: torch.dtype) -> bool:
 
 @triton.jit
 def gate_kernel(
-    y,  # (M, N)
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
+    following,  # of its steps a gate, a residual or both
     M,
     N,
-    tokens,  # of one image: rows that share a row of gate
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -238,8 +272,8 @@ def gate_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
-    value = tl.load(y + rows[:, None] * N + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    finish(value, rows, columns, M, N, None, None, None, gate, residual, y, 0, tokens, False, 16)
+    value = tl.load(following.y + rows[:, None] * N + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    finish(value, rows, columns, M, N, following)
 
 
 @triton.jit
@@ -249,44 +283,44 @@ def finish(
     columns,  # int64
     M,
     N,
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
-    R,
-    tokens,  # of one image: rows that share a row of gate
-    GELU: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    following,
 ):
     """y = residual + gate · gelu(value + bias + h · up^T), for the rows below M and the columns below N.
 
     Gate and residual round where torch does.
     """
+    y = following.y
     row_mask, column_mask = rows < M, columns < N
     mask = row_mask[:, None] & column_mask[None, :]
-    if bias is not None:
-        value = value + tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    if h is not None:
-        ranks = tl.arange(0, BLOCK_R)
-        rank_mask = (ranks < R)[None, :]
-        left = tl.load(h + rows[:, None] * R + ranks[None, :], mask=row_mask[:, None] & rank_mask, other=0.0)
-        right = tl.load(up + columns[:, None] * R + ranks[None, :], mask=column_mask[:, None] & rank_mask, other=0.0)
-        value = tl.dot(left, right.T, value)
-    if GELU:
+    if following.bias is not None:
+        value = value + tl.load(following.bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if following.low_rank is not None:
+        value = add_low_rank(value, rows, columns, row_mask, column_mask, following.low_rank)
+    if following.gelu:
         value = gelu_tanh(value)
-    if gate is not None or residual is not None:
+    if following.gate is not None or following.residual is not None:
         value = rounded(value, y)
-    if gate is not None:
-        gates = tl.load(gate + (rows // tokens)[:, None] * N + columns[None, :], mask=mask, other=0.0)
-        value = value * gates.to(tl.float32)
+    if following.gate is not None:
+        gate = following.gate.rows
+        places = (rows // following.gate.tokens)[:, None] * N + columns[None, :]
+        value = value * tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
         if gate.dtype.element_ty == y.dtype.element_ty:  # of two types torch makes fp32
             value = rounded(value, y)
-    if residual is not None:
-        added = tl.load(residual + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
+    if following.residual is not None:
+        added = tl.load(following.residual + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
         value = value + added.to(tl.float32)
     tl.store(y + rows[:, None] * N + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_low_rank(value, rows, columns, row_mask, column_mask, low_rank):
+    """Return value + h · up^T."""
+    h, up, R = low_rank.h, low_rank.up, low_rank.R
+    ranks = tl.arange(0, low_rank.BLOCK_R)
+    rank_mask = (ranks < R)[None, :]
+    left = tl.load(h + rows[:, None] * R + ranks[None, :], mask=row_mask[:, None] & rank_mask, other=0.0)
+    right = tl.load(up + columns[:, None] * R + ranks[None, :], mask=column_mask[:, None] & rank_mask, other=0.0)
+    return tl.dot(left, right.T, value)
 
 
 @triton.jit

@@ -36,6 +36,14 @@ class _Descriptor(NamedTuple):
     rest: tuple[Any, ...]
 
 
+class _Sequence(NamedTuple):
+    """A list or tuple with tensors of a plan: what makes it of its values, those, and the places among them."""
+
+    make: Callable[[Iterable[Any]], Any]
+    values: list[Any]
+    places: list[tuple[int, Any]]
+
+
 class Step(NamedTuple):
     """A call: function, its arguments with places for tensors, and where those stand.
 
@@ -186,7 +194,7 @@ class _Watch(TorchDispatchMode):
             return
         taken = [self.taken(value) for value in args]
         named = {name: self.taken(value) for name, value in options.items()}
-        places = [(index, value) for index, value in enumerate(taken) if _holds_tensor(value)]
+        places = _places(taken)
         names = [(name, value) for name, value in named.items() if _holds_tensor(value)]
         self.steps.append(Step(function, taken, places, named, names, makes))
 
@@ -199,8 +207,10 @@ class _Watch(TorchDispatchMode):
             return self.places[id(value)]
         if isinstance(value, TensorDescriptor):
             return _Descriptor(self.taken(value.base), (value.shape, value.strides, value.block_shape, value.padding))
-        if type(value) in (list, tuple):
-            return type(value)(map(self.taken, value))
+        if type(value) in (list, tuple) or hasattr(value, "_fields"):
+            values = [self.taken(each) for each in value]
+            places = _places(values)
+            return _Sequence(getattr(value, "_make", type(value)), values, places) if places else value
         if type(value) is not torch.Size and isinstance(value, (tuple, list, dict)):
             self.repeatable = False  # with tensors inside, perhaps
         return value
@@ -211,7 +221,11 @@ def _launch(kernel: Any, *arguments: Any, **options: Any) -> None:
 
 
 def _holds_tensor(value: Any) -> bool:
-    return type(value) in (_Place, _Descriptor) or (type(value) in (list, tuple) and any(map(_holds_tensor, value)))
+    return type(value) in (_Place, _Descriptor, _Sequence)
+
+
+def _places(values: Sequence[Any]) -> list[tuple[int, Any]]:
+    return [(index, value) for index, value in enumerate(values) if _holds_tensor(value)]
 
 
 def _at(value: Any, tensors: list[Tensor]) -> Any:
@@ -219,7 +233,12 @@ def _at(value: Any, tensors: list[Tensor]) -> Any:
         return tensors[value.number]
     if type(value) is _Descriptor:
         return TensorDescriptor(tensors[value.base.number], *value.rest)
-    return type(value)(_at(each, tensors) for each in value) if type(value) in (list, tuple) else value
+    if type(value) is _Sequence:
+        values = value.values.copy()
+        for index, place in value.places:
+            values[index] = _at(place, tensors)
+        return value.make(values)
+    return value
 
 
 def _numbers(value: Any) -> Iterator[int]:
@@ -228,9 +247,9 @@ def _numbers(value: Any) -> Iterator[int]:
         yield value.number
     elif type(value) is _Descriptor:
         yield value.base.number
-    elif type(value) in (list, tuple):
-        for each in value:
-            yield from _numbers(each)
+    elif type(value) is _Sequence:
+        for _, place in value.places:
+            yield from _numbers(place)
 
 
 _ONE_AT_A_TIME = threading.RLock()  # a watch puts its own launcher in the place of Triton's

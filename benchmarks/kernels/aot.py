@@ -16,7 +16,7 @@ import collections
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -213,18 +213,35 @@ def compile_for(cell: Cell, target: str) -> Any:
     unknown = [name for name in names if name not in cell.arguments and name not in cell.constants]
     if unknown:
         raise ValueError(f"cell {cell.name} {cell.format} says nothing of {', '.join(unknown)}")
-    types = {name: cell.arguments.get(name, "constexpr") for name in names}
-    aligned = [i for i, text in enumerate(types.values()) if text.startswith("*") or text.endswith(":16")]
+    types = {path: text for i, name in enumerate(names) for path, text in _leaves((i,), cell.arguments.get(name))}
+    aligned = [path for path, text in types.items() if isinstance(text, str) and re.search(r"^\*|:16$", text)]
+    fixed = {path: value for path, value in types.items() if len(path) > 1 and not isinstance(value, str)}
     source = ASTSource(
         cell.kernel,
-        {name: text.removesuffix(":16") for name, text in types.items()},
-        constexprs=cell.constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        {name: _signature(cell.arguments.get(name)) for name in names},
+        constexprs=cell.constants | fixed,
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     gpu = GPUTarget(chip.backend, chip.architecture, chip.warp_size)
     here = SimpleNamespace(get_current_target=lambda: gpu)  # kernels ask for their chip
     with mock.patch.object(triton.runtime.driver, "_active", here):
         return triton.compile(source, target=gpu, options=cell.options)
+
+
+def _leaves(path: tuple[int, ...], types: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yield the places of a cell's argument, with types or constants: one, or those of a tuple."""
+    if isinstance(types, tuple):
+        for i, each in enumerate(types):
+            yield from _leaves((*path, i), each)
+    else:
+        yield path, types
+
+
+def _signature(types: Any) -> Any:
+    """Return a cell's argument as ASTSource spells its type; a tuple's kind stays, by which kernels know its names."""
+    if isinstance(types, tuple):
+        return type(types)(*map(_signature, types))
+    return types.removesuffix(":16") if isinstance(types, str) else "constexpr"
 
 
 def _inspect(cell: Cell, target: str, compiled: Any) -> CompiledCell:

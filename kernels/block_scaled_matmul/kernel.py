@@ -48,7 +48,7 @@ def block_scaled_matmul(
     swizzled = x.scale.ndim == 1
     _check_operands(x, w, swizzled)
     _check_tile(tile, x.format, swizzled)
-    arguments = epilogue.arguments("block_scaled_matmul", m, n, device)
+    following = epilogue.following("block_scaled_matmul", m, n, device)
     left, right = x.codes, w.codes
     if tile.descriptors:
         check_copyable("block_scaled_matmul", x=left, w=right)
@@ -64,6 +64,7 @@ def block_scaled_matmul(
         w.scale,
         x.global_scale,
         w.global_scale,
+        following,
         M=m,
         N=n,
         K=k,
@@ -71,19 +72,13 @@ def block_scaled_matmul(
         ELEMENT=row.element.name,
         GROUP=row.group_size,
         SWIZZLED=swizzled,
-        DESCRIPTORS=tile.descriptors,
         EVEN_K=k % tile.k == 0,
-        HALVES=tile.halves,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP_M=tile.group_m,
+        TILE=tile,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **arguments,
         **EXACT,
     )
-    return arguments["y"]
+    return following.y
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
@@ -138,39 +133,28 @@ def block_scaled_matmul_kernel(
     w_scale,  # (N, G), or the 128x4 layout
     x_scale_2,  # (M, 1) or () fp32, None for one-level formats
     w_scale_2,  # () fp32, or None
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
+    following,  # with y (M, N)
     M,
     N,
     K,
-    R,
-    tokens,  # of one image: rows that share a row of gate
     stride_x_scale_2,  # 1, or 0 where rows share it
     ELEMENT: tl.constexpr,
     GROUP: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    GELU: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # a MatmulTile
 ):
     """One (BLOCK_M, BLOCK_N) tile of y = residual + gate · gelu(x · w^T · x_scale_2 · w_scale_2 + bias + h · up^T)."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
     PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
     COLUMNS: tl.constexpr = BLOCK_K // PER_BYTE  # of codes as stored
     GROUPS: tl.constexpr = BLOCK_K // GROUP
-    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TILE.group_m)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        if DESCRIPTORS:
+        if TILE.descriptors:
             left = x.load([tile_m * BLOCK_M, start // PER_BYTE])
             right = w.load([tile_n * BLOCK_N, start // PER_BYTE])
         else:
@@ -179,10 +163,7 @@ def block_scaled_matmul_kernel(
         scale_x = load_scales(x_scale, tile_m, start // GROUP, M, K // GROUP, SWIZZLED, EVEN_K, BLOCK_M, GROUPS)
         scale_w = load_scales(w_scale, tile_n, start // GROUP, N, K // GROUP, SWIZZLED, EVEN_K, BLOCK_N, GROUPS)
         acc = tl.dot_scaled(left, scale_x, ELEMENT, right.T, scale_w, ELEMENT, acc)
-    finish_tile(
-        acc, tile_m, tile_n, M, N, x_scale_2, w_scale_2, stride_x_scale_2, 0,
-        bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    finish_tile(acc, tile_m, tile_n, M, N, x_scale_2, w_scale_2, stride_x_scale_2, 0, following, TILE)
 
 
 @triton.jit

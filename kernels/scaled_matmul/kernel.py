@@ -58,34 +58,24 @@ def scaled_matmul(
         raise ValueError(
             f"scaled_matmul: tile.acc_split is {tile.acc_split}, expected a divisor or a multiple of k = {tile.k}"
         )
-    arguments = epilogue.arguments("scaled_matmul", m, n, device)
+    following = epilogue.following("scaled_matmul", m, n, device)
     if tile.descriptors:
         check_copyable("scaled_matmul", x=x.codes, w=w.codes)
     check_device("scaled_matmul", device)
-    arguments |= {"x_scale": x.scale, "w_scale": w.scale, "M": m, "N": n, "K": k}
-    arguments |= {"stride_x_scale": min(x.scale.ndim, 1), "stride_w_scale": min(w.scale.ndim, 1)}
     is_integer = x.codes.dtype == torch.int8
-    constants = {
-        "INTEGER": is_integer,
-        "ACC_SPLIT": 0 if is_integer else tile.acc_split if tile.descriptors else min(tile.acc_split, tile.k),
-        "UNIT_SCALES": tile.unit_scales,
-        "HALVES": tile.halves,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "GROUP_M": tile.group_m,
-    }
-    options = {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT
+    arguments = {"x_scale": x.scale, "w_scale": w.scale, "following": following, "M": m, "N": n, "K": k}
+    arguments |= {"stride_x_scale": min(x.scale.ndim, 1), "stride_w_scale": min(w.scale.ndim, 1)}
+    arguments |= {"INTEGER": is_integer, "TILE": tile, "num_warps": tile.warps, "num_stages": tile.stages} | EXACT
+    arguments["ACC_SPLIT"] = 0 if is_integer else tile.acc_split if tile.descriptors else min(tile.acc_split, tile.k)
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if tile.descriptors:
         left = TensorDescriptor.from_tensor(x.codes, [tile.m, tile.k])
         right = TensorDescriptor.from_tensor(w.codes, [tile.n, tile.k])
         grid = (min(tiles, processors(device)),)
-        scaled_matmul_descriptors_kernel[grid](left, right, **arguments, **constants, **options)
+        scaled_matmul_descriptors_kernel[grid](left, right, **arguments)
     else:
-        constants["EVEN_K"] = k % tile.k == 0
-        scaled_matmul_kernel[tiles,](x.codes, w.codes, **arguments, **constants, **options)
-    return arguments["y"]
+        scaled_matmul_kernel[tiles,](x.codes, w.codes, **arguments, EVEN_K=k % tile.k == 0)
+    return following.y
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
@@ -139,33 +129,22 @@ def scaled_matmul_kernel(
     w,  # (N, K)
     x_scale,  # (M,) or () fp32
     w_scale,  # (N,) or () fp32
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
+    following,  # with y (M, N)
     M,
     N,
     K,
-    R,
-    tokens,  # of one image: rows that share a row of gate
     stride_x_scale,  # 1, or 0 where rows share a scale
     stride_w_scale,
     INTEGER: tl.constexpr,
-    GELU: tl.constexpr,
     EVEN_K: tl.constexpr,
     ACC_SPLIT: tl.constexpr,
-    UNIT_SCALES: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # a MatmulTile
 ):
     """One (BLOCK_M, BLOCK_N) tile of y = residual + gate · gelu((x · w^T) · x_scale · w_scale + bias + h · up^T)."""
-    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TILE.group_m)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
@@ -180,11 +159,8 @@ def scaled_matmul_kernel(
         else:
             left = tl.load(x_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
             right = tl.load(w_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
-        acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
-    finish_tile(
-        acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
-        bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+        acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
+    finish_tile(acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale, following, TILE)
 
 
 @triton.jit
@@ -193,39 +169,28 @@ def scaled_matmul_descriptors_kernel(
     w,  # descriptor of (N, K), in blocks of (BLOCK_N, BLOCK_K)
     x_scale,  # (M,) or () fp32
     w_scale,  # (N,) or () fp32
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
+    following,  # with y (M, N)
     M,
     N,
     K,
-    R,
-    tokens,
     stride_x_scale,
     stride_w_scale,
     INTEGER: tl.constexpr,
-    GELU: tl.constexpr,
     ACC_SPLIT: tl.constexpr,
-    UNIT_SCALES: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """As scaled_matmul_kernel, for tiles that are num_programs apart; what lies past an edge is read as zeros.
 
     Sums that move to fp32 after several steps have a loop of their own, in which one product is under way while the
     next begins. On Hopper ptxas would serialize fp8 products in a loop that what follows is flattened into.
     """
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
     FLATTEN: tl.constexpr = INTEGER or tl.target_info.cuda_capability_geq(10, 0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILE.group_m)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
         if ACC_SPLIT > BLOCK_K:
             for first in range(0, K, ACC_SPLIT):
@@ -233,17 +198,14 @@ def scaled_matmul_descriptors_kernel(
                 for start in range(first, first + ACC_SPLIT, BLOCK_K):
                     left = x.load([tile_m * BLOCK_M, start])
                     right = w.load([tile_n * BLOCK_N, start])
-                    part = add_product(part, left, right, INTEGER, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+                    part = add_product(part, left, right, INTEGER, 0, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
                 acc += part
         else:
             for start in range(0, K, BLOCK_K):
                 left = x.load([tile_m * BLOCK_M, start])
                 right = w.load([tile_n * BLOCK_N, start])
-                acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
-        finish_tile(
-            acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
-            bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R, HALVES, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+                acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
+        finish_tile(acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale, following, TILE)
 
 
 @triton.jit
@@ -273,11 +235,12 @@ def add_product(
 
 @triton.jit
 def finish_tile(
-    acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale,
-    bias, h, up, gate, residual, y, R, tokens,
-    GELU: tl.constexpr, BLOCK_R: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scale sums (BLOCK_M, BLOCK_N), where there are scales, and finish them, with HALVES first the left columns."""
+    acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale, following, TILE: tl.constexpr
+):
+    """Scale sums (BLOCK_M, BLOCK_N), where there are scales, and finish them, with halves first the left columns."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    HALVES: tl.constexpr = TILE.halves
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     PARTS: tl.constexpr = 2 if HALVES else 1
     parts = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))) if HALVES else (acc,)
@@ -288,7 +251,7 @@ def finish_tile(
             value = value * tl.load(x_scale + rows * stride_x_scale, mask=rows < M, other=0.0)[:, None]
         if w_scale is not None:
             value = value * tl.load(w_scale + columns * stride_w_scale, mask=columns < N, other=0.0)[None, :]
-        finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+        finish(value, rows, columns, M, N, following)
 
 
 @triton.jit

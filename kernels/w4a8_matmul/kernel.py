@@ -11,7 +11,7 @@ Decoding is what such a kernel spends its time on, so it is cheap: eight codes o
 where fp16 keeps its bits, and for int8 one multiply-add both scales and rounds.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
@@ -47,30 +47,26 @@ def w4a8_matmul(
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w, row_scale, tile)
-    arguments = epilogue.arguments("w4a8_matmul", m, n, device)
+    following = epilogue.following("w4a8_matmul", m, n, device)
     check_device("w4a8_matmul", device)
     w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
         x=x.codes,
         words=w.codes.view(torch.int32),
         x_scale=x.scale,
         row_scale=row_scale,
+        following=following,
         M=m,
         N=n,
         K=k,
         INTEGER=x.format.name == "int8",
         EVEN_K=k % tile.k == 0,
-        ACC_SPLIT=tile.acc_split,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP_M=tile.group_m,
+        TILE=tile,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **stored_arguments(w),
-        **arguments,
         **EXACT,
     )
-    return arguments["y"]
+    return following.y
 
 
 def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, epilogue: Epilogue, chip: str) -> Tensor:
@@ -105,17 +101,10 @@ def w4a8_matmul_kernel(
     global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
     x_scale,  # (M,) fp32
     row_scale,  # (N,) fp32
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
+    following,  # with y (M, N)
     M,
     N,
     K,
-    R,
-    tokens,  # of one image: rows that share a row of gate
     stride_scale,  # between rows
     stride_global,
     ELEMENT: tl.constexpr,
@@ -123,17 +112,15 @@ def w4a8_matmul_kernel(
     GROUP: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     INTEGER: tl.constexpr,
-    GELU: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ACC_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # a MatmulTile
 ):
     """One (BLOCK_M, BLOCK_N) tile of (x · w8^T) · x_scale · row_scale and what follows; reads w in 4 bits."""
-    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    ACC_SPLIT: tl.constexpr = TILE.acc_split
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TILE.group_m)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
@@ -172,7 +159,7 @@ def w4a8_matmul_kernel(
                 acc = tl.dot(left, right.T, acc)
     value = acc.to(tl.float32) * tl.load(x_scale + rows, mask=rows < M, other=0.0)[:, None]
     value = value * step[None, :]
-    finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+    finish(value, rows, columns, M, N, following)
 
 
 @triton.jit

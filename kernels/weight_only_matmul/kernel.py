@@ -12,7 +12,8 @@ float16, where weights beyond 65504 are infinite and those below 2^-14 lose bits
 multiplied in fp32 with each token.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
@@ -67,26 +68,28 @@ def weight_only_matmul(
     gemv = isinstance(tile, Tile)
     _check_operands(x, w, tile)
     (m, k), n = x.shape, w.shape[0]
-    arguments = epilogue.arguments(name, m, n, x.device)
+    following = epilogue.following(name, m, n, x.device)
     check_device(name, x.device)
-    arguments |= stored_arguments(w) | {"x": x, "M": m, "N": n, "K": k, "num_warps": tile.warps}
+    arguments = stored_arguments(w) | {"x": x, "M": m, "N": n, "K": k, "TILE": tile, "num_warps": tile.warps}
     if gemv:
-        sizes = {"BLOCK_M": triton.next_power_of_2(m), "ROWS": tile.rows, "COLUMNS": tile.columns}
-        words = w.codes.view(torch.int32)
-        weight_only_gemv_kernel[(cdiv(n, tile.rows),)](words=words, **arguments, **sizes, **FUSED)
+        weight_only_gemv_kernel[(cdiv(n, tile.rows),)](
+            words=w.codes.view(torch.int32),
+            low_rank=following.low_rank,
+            following=following._replace(low_rank=None),
+            **arguments,
+            BLOCK_M=triton.next_power_of_2(m),
+            **FUSED,
+        )
     else:
         weight_only_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
             codes=as_bytes(w.codes),
+            following=following,
             **arguments,
             EVEN_K=k % tile.k == 0,
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            BLOCK_K=tile.k,
-            GROUP_M=tile.group_m,
             num_stages=tile.stages,
             **EXACT,
         )
-    return arguments["y"]
+    return following.y
 
 
 def multiply(x: Tensor, w: QuantizedTensor, row_scale: None, epilogue: Epilogue, chip: str) -> Tensor:
@@ -135,34 +138,25 @@ def weight_only_matmul_kernel(
     codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
     scale,  # (N, G), (N,) or ()
     global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
+    following,  # with y (M, N)
     M,
     N,
     K,
-    R,
-    tokens,  # of one image: rows that share a row of gate
     stride_scale,  # between rows; 0 where they share a scale
     stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # 0 is the whole row
     TWO_LEVEL: tl.constexpr,
-    GELU: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # a MatmulTile
 ):
     """One (BLOCK_M, BLOCK_N) tile of (x · w16^T) · scales and what follows; reads x, codes and scales."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
     PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" or ELEMENT == "int4" else 1
-    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), TILE.group_m)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
@@ -194,7 +188,7 @@ def weight_only_matmul_kernel(
         value = value * tl.load(scale + w_rows * stride_scale)[None, :]
     if TWO_LEVEL:
         value = value * tl.load(global_scale + w_rows * stride_global)[None, :]
-    finish(value, rows, columns, M, N, bias, h, up, gate, residual, y, R, tokens, GELU, BLOCK_R)
+    finish(value, rows, columns, M, N, following)
 
 
 @triton.jit
@@ -203,30 +197,23 @@ def weight_only_gemv_kernel(
     words,  # (N, K/4) or (N, K/8) int32, each of four codes or of eight
     scale,  # (N, G), (N,) or ()
     global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
-    bias,  # (N,) or None
-    h,  # (M, R) or None
-    up,  # (N, R) or None
-    gate,  # (M / tokens, N) or None
-    residual,  # (M, N) or None
-    y,  # (M, N)
+    low_rank,  # that of what follows, or None
+    following,  # the rest of it, with y (M, N)
     M,
     N,
     K,
-    R,
-    tokens,  # of one image: rows that share a row of gate
     stride_scale,  # between rows; 0 where they share a scale
     stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # 0 is the whole row
     TWO_LEVEL: tl.constexpr,
-    GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least M
-    BLOCK_R: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,  # a Tile
 ):
     """All tokens of ROWS columns of y = sum(x · code · block scale) · scales; reads codes and scales once."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     PER_WORD: tl.constexpr = 8 if ELEMENT == "e2m1" or ELEMENT == "int4" else 4
     columns = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     w_rows = tl.minimum(columns, N - 1)  # tiles over the edge read the last row again
@@ -264,14 +251,15 @@ def weight_only_gemv_kernel(
         acc = acc * tl.load(scale + w_rows * stride_scale)[None, :]
     if TWO_LEVEL:
         acc = acc * tl.load(global_scale + w_rows * stride_global)[None, :]
-    if h is not None:
-        ranks = tl.arange(0, BLOCK_R)
+    if low_rank is not None:
+        h, up, R = low_rank.h, low_rank.up, low_rank.R
+        ranks = tl.arange(0, low_rank.BLOCK_R)
         ups = tl.load(up + w_rows[:, None] * R + ranks[None, :], mask=(ranks < R)[None, :], other=0.0).to(tl.float32)
         for token in tl.static_range(BLOCK_M):
             downs = tl.load(h + tl.minimum(token, M - 1) * R + ranks, mask=ranks < R, other=0.0).to(tl.float32)
             acc = add_to_token(acc, tl.sum(ups * downs[None, :], 1), token, BLOCK_M)
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
-    finish(acc, rows, columns, M, N, bias, None, None, gate, residual, y, R, tokens, GELU, BLOCK_R)
+    finish(acc, rows, columns, M, N, following)
 
 
 @triton.jit

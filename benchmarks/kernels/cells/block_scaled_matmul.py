@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.cells.cell import Cell, cell_arguments, distinct_tiles
+from typing import Any
+
+from benchmarks.kernels.cells.cell import Cell, distinct_tiles, following_types
 from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul_kernel
 from fluxq.kernels.block_scaled_matmul.op import OP
 from fluxq.kernels.checks import EXACT
@@ -15,15 +17,14 @@ def _cell(format: Format, tile: MatmulTile, targets: tuple[str, ...], *, swizzle
     code = "fp8e4nv" if format.element.name == "e4m3" else "u8"
     scale = "*fp8e4nv" if format.scale == "e4m3" else "*u8"
     columns = tile.k * format.element.bits // 8
-    following, constants = cell_arguments(fused=True)
-    arguments = {
+    arguments: dict[str, Any] = {
         part: f"tensordesc<{code}[{rows}, {columns}]>" if tile.descriptors else f"*{code}"
         for part, rows in (("x", tile.m), ("w", tile.n))
     }
-    arguments |= {"x_scale": scale, "w_scale": scale, "M": "i32", "N": "i32:16", "K": "i32:16"} | following
-    constants |= {"ELEMENT": format.element.name, "GROUP": format.group_size, "SWIZZLED": swizzled, "EVEN_K": True}
-    constants |= {"DESCRIPTORS": tile.descriptors, "HALVES": tile.halves, "GROUP_M": tile.group_m}
-    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    arguments |= {"x_scale": scale, "w_scale": scale, "M": "i32", "N": "i32:16", "K": "i32:16"}
+    arguments["following"] = following_types(fused=True)
+    constants: dict[str, Any] = {"ELEMENT": format.element.name, "GROUP": format.group_size, "SWIZZLED": swizzled}
+    constants |= {"EVEN_K": True, "TILE": tile}
     if format.two_level:
         arguments |= {"x_scale_2": "*fp32", "w_scale_2": "*fp32", "stride_x_scale_2": "i32"}
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
+from fluxq.kernels.epilogue import Following, Gate, LowRank
 from fluxq.kernels.tiles import CHIPS, MatmulTile, Tile, tuned_rows
 from fluxq.recipes.formats import Format
 
@@ -20,7 +21,7 @@ class Cell:
 
     format: number format, or any word that tells this cell from the kernel's others.
     arguments: run-time arguments and their types as Triton spells them: "*bf16", "fp32", "i64"; "i32:16" promises a
-    multiple of 16. Pointers are taken to be 16-byte aligned, as torch's are.
+    multiple of 16. Pointers are taken to be 16-byte aligned, as torch's are. A tuple holds types, and constants.
     constants: values of the others: tl.constexpr parameters, and arguments that are None or 1 in the launch.
     options: what else is passed in the launch: num_warps, num_stages, …
     tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "fp16", "mxfp8", "mxfp4", "nvfp4"), words
@@ -32,7 +33,7 @@ class Cell:
 
     kernel: JITFunction
     format: str
-    arguments: dict[str, str]
+    arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     tensor_core: str | None = None
@@ -69,15 +70,11 @@ def summed_both_ways(tiles: dict[Any, tuple[str, ...]]) -> dict[Any, tuple[str, 
     return both
 
 
-def cell_arguments(*, fused: bool, gated: bool = True) -> tuple[dict[str, str], dict[str, Any]]:
-    """Of a Cell, the argument types and the constants of what follows, to bf16.
-
-    It is a bias, `gated` with a gate and a residual, or `fused` all that may.
-    """
-    arguments = {"bias": "*bf16", "y": "*bf16", "R": "i32:16", "tokens": "i32"}
-    given = (("gate", "residual") if gated else ()) + (("h", "up") if fused else ())
-    lacking = dict.fromkeys({"gate", "residual", "h", "up"} - {*given})
-    return arguments | dict.fromkeys(given, "*bf16"), {"GELU": fused, "BLOCK_R": 32} | lacking
+def following_types(*, fused: bool, gated: bool = True) -> Following:
+    """Of a Cell, the types of what follows, to bf16: a bias, `gated` a gate and a residual, or `fused` all that may."""
+    low_rank = LowRank("*bf16", "*bf16", "i32:16", 32) if fused else None
+    gate, residual = (Gate("*bf16", "i32"), "*bf16") if gated else (None, None)
+    return Following("*bf16", low_rank, True if fused else None, gate, residual, "*bf16")
 
 
 def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, cell_arguments, distinct_tiles, summed_both_ways
+from typing import Any
+
+from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, distinct_tiles, following_types, summed_both_ways
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.epilogue import GATED_TILE, gate_kernel
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul_descriptors_kernel, scaled_matmul_kernel
@@ -21,10 +23,8 @@ def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: boo
     code = "i8" if format == "int8" else "fp8e4nv"
     sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
     gated = tile in _tiles(format, plain=False)
-    following, constants = cell_arguments(fused=fused, gated=gated)
-    constants |= {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "UNIT_SCALES": tile.unit_scales}
-    constants |= {"HALVES": tile.halves, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-    constants |= {"GROUP_M": tile.group_m}
+    following = {"following": following_types(fused=fused, gated=gated)}
+    constants: dict[str, Any] = {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "TILE": tile}
     strides = ("stride_x_scale", "stride_w_scale")
     if format == "fp8_tensor":
         sizes |= dict.fromkeys(strides, "i32")
@@ -53,7 +53,7 @@ def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: boo
 _GATE = Cell(
     gate_kernel,
     "16bit gate and residual",
-    dict.fromkeys(("y", "gate", "residual"), "*bf16") | {"M": "i32", "N": "i32:16", "tokens": "i32"},
+    {"following": following_types(fused=False)._replace(bias=None), "M": "i32", "N": "i32:16"},
     GATED_TILE,
     {"num_warps": 4} | EXACT,
     max_registers=MAX_REGISTERS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.kernels.cells.cell import (
     Cell,
-    cell_arguments,
     distinct_tiles,
+    following_types,
     stored_arguments,
     summed_both_ways,
 )
@@ -21,7 +21,6 @@ def _cell(pair: str, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
     weights, activations = (find_format(name) for name in pair.split("-"))
     stored, constants = stored_arguments(weights)
     del stored["codes"]
-    following, more = cell_arguments(fused=True)
     x = {
         "words": "*i32",
         "x": "*i8" if activations.name == "int8" else "*fp8e4nv",
@@ -29,13 +28,12 @@ def _cell(pair: str, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
         "row_scale": "*fp32",
     }
     sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
-    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m}
-    how = {"INTEGER": activations.name == "int8", "EVEN_K": True, "ACC_SPLIT": tile.acc_split}
+    how = {"INTEGER": activations.name == "int8", "EVEN_K": True, "TILE": tile}
     return Cell(
         w4a8_matmul_kernel,
         f"{pair} {tile.m}x{tile.n}x{tile.k}" + f" split {tile.acc_split}" * bool(tile.acc_split),
-        x | stored | sizes | following,
-        constants | more | blocks | how,
+        x | stored | sizes | {"following": following_types(fused=True)},
+        constants | how,
         {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
         tensor_core=activations.name,
         targets=chips,

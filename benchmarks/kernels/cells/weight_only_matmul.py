@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, cell_arguments, distinct_tiles, stored_arguments
+from typing import Any
+
+from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, distinct_tiles, following_types, stored_arguments
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.tiles import MatmulTile, Tile
 from fluxq.kernels.weight_only_matmul.kernel import FUSED, weight_only_gemv_kernel, weight_only_matmul_kernel
@@ -14,9 +16,9 @@ def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
     """bf16 tokens, everything that may follow a matmul, a bias after one token's."""
     stored, constants = stored_arguments(find_format(format))
     gemv = isinstance(tile, Tile)
-    following, more = cell_arguments(fused=not gemv)
-    arguments = {"x": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored | following
-    constants |= more
+    arguments: dict[str, Any] = {"x": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored
+    arguments["following"] = following_types(fused=not gemv)
+    constants["TILE"] = tile
     if gemv:
         del arguments["M"], arguments["codes"]
         arguments["words"] = "*i32"
@@ -24,7 +26,7 @@ def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
             weight_only_gemv_kernel,
             f"{format} {tile.rows}x{tile.columns} gemv",
             arguments,
-            constants | {"M": 1, "BLOCK_M": 1, "ROWS": tile.rows, "COLUMNS": tile.columns},
+            constants | {"low_rank": None, "M": 1, "BLOCK_M": 1},
             {"num_warps": tile.warps} | FUSED,
             max_registers=MAX_REGISTERS,
             targets=chips,
@@ -33,7 +35,7 @@ def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
         weight_only_matmul_kernel,
         f"{format} {tile.m}x{tile.n}x{tile.k}",
         arguments,
-        constants | {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group_m, "EVEN_K": True},
+        constants | {"EVEN_K": True},
         {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
         tensor_core="bf16",
         targets=chips,
