@@ -318,8 +318,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "input_gradient: one global scale for all rows": Fault(
         "kernels/input_gradient/kernel.py",
-        "tl.load(global_scale + w_rows, mask=ns < N, other=0.0)",
-        "tl.load(global_scale + w_rows * 0, mask=ns < N, other=0.0)",
+        "tl.load(w.global_scale + w_rows, mask=ns < N, other=0.0)",
+        "tl.load(w.global_scale + w_rows * 0, mask=ns < N, other=0.0)",
         _in("kernels/test_input_gradient_kernel.py", "test_a_global_scale_of_each_row_is_part_of_the_weight"),
     ),
     "input_gradient: no reference where no kernel is": Fault(
@@ -491,8 +491,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "w4a8_matmul: one global scale for all rows": Fault(
         "kernels/w4a8_matmul/kernel.py",
-        "tl.load(global_scale + w_rows * stride_global)",
-        "tl.load(global_scale + w_rows * 0)",
+        "tl.load(w.global_scale + w_rows * w.stride_global)",
+        "tl.load(w.global_scale + w_rows * 0)",
         _in("kernels/test_w4a8_matmul_kernel.py", "test_a_global_scale_of_each_row_is_taken"),
     ),
     "weight_only_matmul: NaN codes of a row not seen": Fault(

@@ -12,7 +12,7 @@ exponent's bias, and that is an exact multiplication by a power of two, subnorma
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, tile: 
     check_device("dequantize", q.codes.device)
     grid = (cdiv(n, tile.rows), cdiv(k, tile.columns))
     sizes = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
-    dequantize_kernel[grid](codes=as_bytes(q.codes), y=out, **stored_arguments(q), **sizes, **EXACT)
+    dequantize_kernel[grid](y=out, **stored_arguments(q), **sizes, **EXACT)
     return out
 
 
@@ -70,35 +70,42 @@ def compare(found: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdic
     return same("values", found[rows], q.dequantize(dtype))
 
 
-def stored_arguments(q: QuantizedTensor) -> dict[str, Any]:
-    """Return the kernel arguments of a stored matrix, but for its codes."""
-    k, group = q.shape[1], q.format.group_size
-    return {
-        "scale": as_bytes(q.scale),
-        "global_scale": q.global_scale,
-        "stride_scale": 0 if q.scale.ndim == 0 else k // group if group else 1,
-        "stride_global": int(q.global_scale is not None and q.global_scale.ndim == 2),
-        "ELEMENT": q.format.element.name,
-        "SCALE": q.format.scale,
-        "GROUP": group,
-        "TWO_LEVEL": q.format.two_level,
-    }
+class Stored(NamedTuple):
+    """A stored matrix (N, K) as a kernel takes it; of one-level formats the global scale and its stride are None.
+
+    codes: (N, K) bytes, (N, K/2) with two codes to a byte, or int32 words of so many. scale: (N, G), (N,) or ().
+    global_scale: (N, 1) or () fp32. stride_scale, stride_global: between rows; 0 where they share a scale.
+    """
+
+    codes: Any
+    scale: Any
+    global_scale: Any
+    stride_scale: Any
+    stride_global: Any
+
+
+def stored_arguments(q: QuantizedTensor, *, words: bool = False) -> dict[str, Any]:
+    """Return the kernel arguments of a stored matrix; words: with codes as int32, whose rows are whole words."""
+    k, group, of_all = q.shape[1], q.format.group_size, q.global_scale
+    stored = Stored(
+        q.codes.view(torch.int32) if words else as_bytes(q.codes),
+        as_bytes(q.scale),
+        of_all,
+        0 if q.scale.ndim == 0 else k // group if group else 1,
+        None if of_all is None else int(of_all.ndim == 2),
+    )
+    return {"w": stored, "ELEMENT": q.format.element.name, "SCALE": q.format.scale, "GROUP": group}
 
 
 @triton.jit
 def dequantize_kernel(
-    codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
-    scale,  # (N, G), (N,) or ()
-    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    w,  # (N, K) as stored
     y,  # (N, K)
     N,
     K,
-    stride_scale,  # between rows; 0 where they share a scale
-    stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # 0 is the whole row
-    TWO_LEVEL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -106,10 +113,10 @@ def dequantize_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     row_mask = rows < N
     tile = tl.program_id(1)
-    multiplier = load_scales(scale, rows, row_mask, tile, K, stride_scale, SCALE, GROUP, COLUMNS)
-    if TWO_LEVEL:
-        multiplier *= tl.load(global_scale + rows * stride_global, mask=row_mask, other=0)[:, None]
-    value = load_codes(codes, rows, row_mask, tile, K, ELEMENT, ROWS, COLUMNS)  # (ROWS, COLUMNS)
+    multiplier = load_scales(w.scale, rows, row_mask, tile, K, w.stride_scale, SCALE, GROUP, COLUMNS)
+    if w.global_scale is not None:
+        multiplier *= tl.load(w.global_scale + rows * w.stride_global, mask=row_mask, other=0)[:, None]
+    value = load_codes(w.codes, rows, row_mask, tile, K, ELEMENT, ROWS, COLUMNS)  # (ROWS, COLUMNS)
     value = times_groups(value, multiplier, GROUP, ROWS, COLUMNS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = row_mask[:, None] & (columns < K)[None, :]

@@ -12,7 +12,8 @@ with `smooth`, and the product of 8-bit codes. That takes the second matrix by r
 order, a byte for each weight, lasts as long as the call.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fluxq.kernels.checks import (
     check_tile,
 )
 from fluxq.kernels.compare import Product, Sample, Verdict, picked, product, taken
-from fluxq.kernels.dequantize.kernel import decode_scale, stored_arguments, times_groups, unpack_codes
+from fluxq.kernels.dequantize.kernel import Stored, decode_scale, stored_arguments, times_groups, unpack_codes
 from fluxq.kernels.dispatch import Choice, NoKernel, choose_product, require
 from fluxq.kernels.epilogue import FLOATS, ROUNDED_WEIGHTS, Epilogue, rounds_weights
 from fluxq.kernels.input_gradient.op import OP, operands, row_scale
@@ -70,22 +71,19 @@ def input_gradient(
         raise ValueError(f"{name}: dtype is {dtype}, expected bfloat16, float16 or float32")
     check_device(name, grad.device)
     out = torch.empty(m, k, dtype=dtype, device=grad.device)
-    stored = stored_arguments(w)
+    arguments = stored_arguments(w)
+    stored: Stored = arguments["w"]
     input_gradient_kernel[(cdiv(m, tile.m) * cdiv(k, tile.n),)](
         grad=grad,
-        codes=as_bytes(w.codes),
         out=out,
-        **stored,
+        **arguments,
         M=m,
         N=n,
         K=k,
-        SCALE_OF_ROW=stored["stride_scale"] != 0,
-        GLOBAL_OF_ROW=stored["stride_global"] != 0,
+        SCALE_OF_ROW=stored.stride_scale != 0,
+        GLOBAL_OF_ROW=bool(stored.stride_global),
         EVEN=n % tile.k == 0 and k % tile.n == 0,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.k,
-        BLOCK_K=tile.n,
-        GROUP_M=tile.group_m,
+        TILE=tile,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **EXACT,
@@ -203,30 +201,25 @@ def _by_columns(q: QuantizedTensor, codes: str) -> QuantizedTensor:
 @triton.jit
 def input_gradient_kernel(
     grad,  # (M, N) bf16 or fp16
-    codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
-    scale,  # (N, G), (N,) or ()
-    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    w,  # (N, K) as stored
     out,  # (M, K)
     M,
     N,
     K,
-    stride_scale,  # between rows; 0 where they share a scale
-    stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # 0 is the whole row
-    TWO_LEVEL: tl.constexpr,
     SCALE_OF_ROW: tl.constexpr,  # whether rows have scales of their own
     GLOBAL_OF_ROW: tl.constexpr,
     EVEN: tl.constexpr,  # whether tiles of W end with it
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # a MatmulTile, whose n are columns of W and k rows
 ):
     """One (BLOCK_M, BLOCK_K) tile of (grad · w16) · scales; reads grad, codes and scales."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.k
+    BLOCK_K: tl.constexpr = TILE.n
     PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" or ELEMENT == "int4" else 1
-    tile_m, tile_k = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K), GROUP_M)
+    tile_m, tile_k = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K), TILE.group_m)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     # Tiles over the edge read the last row of grad again, which costs no mask; what they compute of it is not stored.
     grad_rows = grad + tl.minimum(rows, M - 1)[:, None] * N
@@ -237,7 +230,7 @@ def input_gradient_kernel(
     for start in range(0, N, BLOCK_N):
         ns = start + tl.arange(0, BLOCK_N)
         w_rows = ns.to(tl.int64)
-        pointers = codes + w_rows[:, None] * (K // PER_BYTE) + places[None, :]
+        pointers = w.codes + w_rows[:, None] * (K // PER_BYTE) + places[None, :]
         if EVEN:
             left = tl.load(grad_rows + ns[None, :])  # (BLOCK_M, BLOCK_N)
             stored = tl.load(pointers)  # (BLOCK_N, BLOCK_K / PER_BYTE)
@@ -246,7 +239,7 @@ def input_gradient_kernel(
             stored = tl.load(pointers, mask=(ns < N)[:, None] & (places < K // PER_BYTE)[None, :], other=0)
         right = unpack_codes(stored, ELEMENT, BLOCK_N, BLOCK_K)
         if GROUP:
-            pointers_of_scale = scale + w_rows[:, None] * stride_scale + groups[None, :]
+            pointers_of_scale = w.scale + w_rows[:, None] * w.stride_scale + groups[None, :]
             if EVEN:
                 block_scale = tl.load(pointers_of_scale)  # (BLOCK_N, BLOCK_K / GROUP)
             else:
@@ -254,15 +247,15 @@ def input_gradient_kernel(
                 block_scale = tl.load(pointers_of_scale, mask=mask, other=0)
             multiplier = decode_scale(block_scale, SCALE)
             if GLOBAL_OF_ROW:
-                multiplier = multiplier * tl.load(global_scale + w_rows, mask=ns < N, other=0.0)[:, None]
+                multiplier = multiplier * tl.load(w.global_scale + w_rows, mask=ns < N, other=0.0)[:, None]
             right = times_groups(right, multiplier, GROUP, BLOCK_N, BLOCK_K)
         elif SCALE_OF_ROW:
-            right = right * tl.load(scale + w_rows, mask=ns < N, other=0.0)[:, None]
+            right = right * tl.load(w.scale + w_rows, mask=ns < N, other=0.0)[:, None]
         acc = tl.dot(left, right.to(grad.dtype.element_ty), acc)
     if GROUP == 0 and not SCALE_OF_ROW:
-        acc = acc * tl.load(scale)
-    if TWO_LEVEL and not GLOBAL_OF_ROW:
-        acc = acc * tl.load(global_scale)
+        acc = acc * tl.load(w.scale)
+    if w.global_scale is not None and not GLOBAL_OF_ROW:
+        acc = acc * tl.load(w.global_scale)
     columns = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     tl.store(out + rows[:, None] * K + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)

@@ -51,7 +51,6 @@ def w4a8_matmul(
     check_device("w4a8_matmul", device)
     w4a8_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
         x=x.codes,
-        words=w.codes.view(torch.int32),
         x_scale=x.scale,
         row_scale=row_scale,
         following=following,
@@ -63,7 +62,7 @@ def w4a8_matmul(
         TILE=tile,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **stored_arguments(w),
+        **stored_arguments(w, words=True),
         **EXACT,
     )
     return following.y
@@ -96,21 +95,16 @@ def _check_operands(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor, t
 @triton.jit
 def w4a8_matmul_kernel(
     x,  # (M, K) int8 or fp8
-    words,  # (N, K/8) int32, each of eight codes
-    scale,  # (N, G)
-    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    w,  # (N, K) as stored, codes as words of eight
     x_scale,  # (M,) fp32
     row_scale,  # (N,) fp32
     following,  # with y (M, N)
     M,
     N,
     K,
-    stride_scale,  # between rows
-    stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
     INTEGER: tl.constexpr,
     EVEN_K: tl.constexpr,
     TILE: tl.constexpr,  # a MatmulTile
@@ -126,13 +120,13 @@ def w4a8_matmul_kernel(
     # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
     w_rows = tl.minimum(columns, N - 1)
     x_pointers = x + tl.minimum(rows, M - 1)[:, None] * K
-    w_pointers = words + w_rows[:, None] * (K // 8)
-    scale_pointers = scale + w_rows[:, None] * stride_scale
+    w_pointers = w.codes + w_rows[:, None] * (K // 8)
+    scale_pointers = w.scale + w_rows[:, None] * w.stride_scale
     step = tl.load(row_scale + w_rows)  # (BLOCK_N,)
     inverse = tl.div_rn(1.0, step)
     g = tl.full((BLOCK_N,), 1.0, tl.float32)
-    if TWO_LEVEL:
-        g = tl.load(global_scale + w_rows * stride_global)
+    if w.global_scale is not None:
+        g = tl.load(w.global_scale + w_rows * w.stride_global)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
     for start in range(0, K, BLOCK_K):
         ks = start + tl.arange(0, BLOCK_K)

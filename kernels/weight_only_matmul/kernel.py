@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fluxq.kernels.checks import (
     EXACT,
-    as_bytes,
     check_device,
     check_fit,
     check_same_device,
@@ -70,10 +69,16 @@ def weight_only_matmul(
     (m, k), n = x.shape, w.shape[0]
     following = epilogue.following(name, m, n, x.device)
     check_device(name, x.device)
-    arguments = stored_arguments(w) | {"x": x, "M": m, "N": n, "K": k, "TILE": tile, "num_warps": tile.warps}
+    arguments = stored_arguments(w, words=gemv) | {
+        "x": x,
+        "M": m,
+        "N": n,
+        "K": k,
+        "TILE": tile,
+        "num_warps": tile.warps,
+    }
     if gemv:
         weight_only_gemv_kernel[(cdiv(n, tile.rows),)](
-            words=w.codes.view(torch.int32),
             low_rank=following.low_rank,
             following=following._replace(low_rank=None),
             **arguments,
@@ -82,7 +87,6 @@ def weight_only_matmul(
         )
     else:
         weight_only_matmul_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
-            codes=as_bytes(w.codes),
             following=following,
             **arguments,
             EVEN_K=k % tile.k == 0,
@@ -135,19 +139,14 @@ def _check_operands(x: Tensor, w: QuantizedTensor, tile: MatmulTile | Tile) -> N
 @triton.jit
 def weight_only_matmul_kernel(
     x,  # (M, K) bf16 or fp16
-    codes,  # (N, K) bytes, or (N, K/2) with two codes to a byte
-    scale,  # (N, G), (N,) or ()
-    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    w,  # (N, K) as stored
     following,  # with y (M, N)
     M,
     N,
     K,
-    stride_scale,  # between rows; 0 where they share a scale
-    stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # 0 is the whole row
-    TWO_LEVEL: tl.constexpr,
     EVEN_K: tl.constexpr,
     TILE: tl.constexpr,  # a MatmulTile
 ):
@@ -162,8 +161,8 @@ def weight_only_matmul_kernel(
     # Tiles over the edge read the last row again, which costs no mask; what they compute of it is not stored.
     w_rows = tl.minimum(columns, N - 1)
     x_pointers = x + tl.minimum(rows, M - 1)[:, None] * K
-    w_pointers = codes + w_rows[:, None] * (K // PER_BYTE)
-    scale_pointers = scale + w_rows[:, None] * stride_scale
+    w_pointers = w.codes + w_rows[:, None] * (K // PER_BYTE)
+    scale_pointers = w.scale + w_rows[:, None] * w.stride_scale
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         ks = start + tl.arange(0, BLOCK_K)
@@ -185,29 +184,24 @@ def weight_only_matmul_kernel(
         acc = tl.dot(left, right.to(x.dtype.element_ty).T, acc)
     value = acc
     if GROUP == 0:
-        value = value * tl.load(scale + w_rows * stride_scale)[None, :]
-    if TWO_LEVEL:
-        value = value * tl.load(global_scale + w_rows * stride_global)[None, :]
+        value = value * tl.load(w.scale + w_rows * w.stride_scale)[None, :]
+    if w.global_scale is not None:
+        value = value * tl.load(w.global_scale + w_rows * w.stride_global)[None, :]
     finish(value, rows, columns, M, N, following)
 
 
 @triton.jit
 def weight_only_gemv_kernel(
     x,  # (M, K)
-    words,  # (N, K/4) or (N, K/8) int32, each of four codes or of eight
-    scale,  # (N, G), (N,) or ()
-    global_scale,  # (N, 1) or () fp32, for TWO_LEVEL
+    w,  # (N, K) as stored, codes as words of four or eight
     low_rank,  # that of what follows, or None
     following,  # the rest of it, with y (M, N)
     M,
     N,
     K,
-    stride_scale,  # between rows; 0 where they share a scale
-    stride_global,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # 0 is the whole row
-    TWO_LEVEL: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least M
     TILE: tl.constexpr,  # a Tile
 ):
@@ -221,7 +215,7 @@ def weight_only_gemv_kernel(
     nans = tl.zeros((ROWS, COLUMNS // PER_WORD), tl.int32)
     for start in tl.range(0, K, COLUMNS, num_stages=3):
         places = start // PER_WORD + tl.arange(0, COLUMNS // PER_WORD)
-        pointers = words + w_rows[:, None] * (K // PER_WORD) + places[None, :]
+        pointers = w.codes + w_rows[:, None] * (K // PER_WORD) + places[None, :]
         stored = tl.load(pointers, mask=(places < K // PER_WORD)[None, :], other=0)
         code = unpack_words(stored, ELEMENT, ROWS, COLUMNS)  # (ROWS, COLUMNS), in small units
         if ELEMENT == "e4m3":
@@ -229,7 +223,7 @@ def weight_only_gemv_kernel(
         ks = start + tl.arange(0, COLUMNS)
         if GROUP:
             groups = start // GROUP + tl.arange(0, COLUMNS // GROUP)
-            pointers = scale + w_rows[:, None] * stride_scale + groups[None, :]
+            pointers = w.scale + w_rows[:, None] * w.stride_scale + groups[None, :]
             block_scale = tl.load(pointers, mask=(groups < K // GROUP)[None, :], other=0)
             multiplier = decode_scale(block_scale, SCALE)
         for token in tl.static_range(BLOCK_M):
@@ -248,9 +242,9 @@ def weight_only_gemv_kernel(
         bad = tl.max(((nans & -0x7F7F7F80) != 0).to(tl.int32), 1)  # (ROWS,), of the bits 0x80808080
         acc = tl.where(bad[None, :] != 0, float("nan"), acc)
     if GROUP == 0:
-        acc = acc * tl.load(scale + w_rows * stride_scale)[None, :]
-    if TWO_LEVEL:
-        acc = acc * tl.load(global_scale + w_rows * stride_global)[None, :]
+        acc = acc * tl.load(w.scale + w_rows * w.stride_scale)[None, :]
+    if w.global_scale is not None:
+        acc = acc * tl.load(w.global_scale + w_rows * w.stride_global)[None, :]
     if low_rank is not None:
         h, up, R = low_rank.h, low_rank.up, low_rank.R
         ranks = tl.arange(0, low_rank.BLOCK_R)

@@ -190,19 +190,19 @@ of_rows = partial(nvfp4, change=lambda w: replace(w, global_scale=torch.linspace
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "nibbles swapped": (DECODER, "tl.join(code & 0xF, code >> 4)", "tl.join(code >> 4, code & 0xF)", nvfp4),
     "weights are rounded": (OURS, "right.to(grad.dtype.element_ty)", "(right * 1.01).to(grad.dtype.element_ty)", nvfp4),
-    "scale of a row dropped": (OURS, "right * tl.load(scale + w_rows", "right + 0 * tl.load(scale + w_rows", int8),
-    "scale of the first rows for all": (OURS, "tl.load(scale + w_rows,", "tl.load(scale + w_rows - start,", fp8),
+    "scale of a row dropped": (OURS, "right * tl.load(w.scale + w_rows", "right + 0 * tl.load(w.scale + w_rows", int8),
+    "scale of the first rows for all": (OURS, "tl.load(w.scale + w_rows,", "tl.load(w.scale + w_rows - start,", fp8),
     "scale of the result's column": (
         OURS,
-        'stored["stride_scale"] != 0',
-        'stored["stride_scale"] == 1 and False',
+        "stored.stride_scale != 0",
+        "stored.stride_scale == 1 and False",
         fp8,
     ),
-    "global scale dropped": (OURS, "acc * tl.load(global_scale)", "acc + 0 * tl.load(global_scale)", nvfp4),
+    "global scale dropped": (OURS, "acc * tl.load(w.global_scale)", "acc + 0 * tl.load(w.global_scale)", nvfp4),
     "global scale of the first row for all": (
         OURS,
-        "tl.load(global_scale + w_rows,",
-        "tl.load(global_scale + w_rows * 0,",
+        "tl.load(w.global_scale + w_rows,",
+        "tl.load(w.global_scale + w_rows * 0,",
         of_rows,
     ),
     "block scales of the first tile for all": (

@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "row scale ignored": (OURS, "value * step[None, :]", "value", int8),
     "row scale not inverted": (OURS, "tl.div_rn(1.0, step)", "step", int8),
     "scales one group off": (OURS, "start // GROUP +", "1 +", fp8),
-    "scales of another row": (OURS, "scale + w_rows[:, None] * stride_scale", "scale + w_rows[:, None]", fp8),
+    "scales of another row": (OURS, "w.scale + w_rows[:, None] * w.stride_scale", "w.scale + w_rows[:, None]", fp8),
     "rounding one place up": (OURS, "1.5 * 2.0**23", "1.5 * 2.0**24", int8),
     "no mask of K": (OURS, "EVEN_K=k % tile.k == 0", "EVEN_K=True", fp8),
     "rows past the end": (OURS, "tl.minimum(rows, M - 1)", "rows", int8),

@@ -204,8 +204,8 @@ gemv, gemv_of_fp8, gemv_of_int8, gemv_of_int4 = (
     partial(check, weights=weights, shape=(3, 40, 320), tile=GEMV) for weights in ("nvfp4", "fp8", "int8", "int4")
 )
 low_rank = partial(gemv, rank=5)
-MATMUL_ROW = "value = value * tl.load(scale + w_rows * stride_scale)[None, :]"
-MATMUL_GLOBAL, GEMV_GLOBAL = "value = value * tl.load(global_scale", "acc = acc * tl.load(global_scale"
+MATMUL_ROW = "value = value * tl.load(w.scale + w_rows * w.stride_scale)[None, :]"
+MATMUL_GLOBAL, GEMV_GLOBAL = "value = value * tl.load(w.global_scale", "acc = acc * tl.load(w.global_scale"
 FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "nibbles swapped": (SHARED, "tl.join(code & 0xF, code >> 4)", "tl.join(code >> 4, code & 0xF)", nvfp4),
     "weights in bf16": (OURS, "right.to(x.dtype.element_ty).T", "(right * 1.003).to(x.dtype.element_ty).T", nvfp4),
@@ -213,8 +213,8 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "row scale of the other axis": (OURS, MATMUL_ROW, MATMUL_ROW.replace("w_rows *", "0 * w_rows *"), fp8),
     "global scale dropped": (
         OURS,
-        "value = value * tl.load(global_scale",
-        "value = value + 0 * tl.load(global_scale",
+        "value = value * tl.load(w.global_scale",
+        "value = value + 0 * tl.load(w.global_scale",
         nvfp4,
     ),
     "scales one group off": (OURS, "start // GROUP + tl.arange(0, BLOCK_K", "1 + tl.arange(0, BLOCK_K", mxfp4),
@@ -228,8 +228,8 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "gemv: unit of codes": (OURS, "acc * word_unit(ELEMENT)", "acc", gemv),
     "gemv: global scale dropped": (
         OURS,
-        "acc = acc * tl.load(global_scale",
-        "acc = acc + 0 * tl.load(global_scale",
+        "acc = acc * tl.load(w.global_scale",
+        "acc = acc + 0 * tl.load(w.global_scale",
         gemv,
     ),
     "gemv: scales one group off": (OURS, "start // GROUP + tl.arange(0, COLUMNS", "1 + tl.arange(0, COLUMNS", gemv),

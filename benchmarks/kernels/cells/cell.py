@@ -8,6 +8,7 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
+from fluxq.kernels.dequantize.kernel import Stored
 from fluxq.kernels.epilogue import Following, Gate, LowRank
 from fluxq.kernels.tiles import CHIPS, MatmulTile, Tile, tuned_rows
 from fluxq.recipes.formats import Format
@@ -77,13 +78,10 @@ def following_types(*, fused: bool, gated: bool = True) -> Following:
     return Following("*bf16", low_rank, True if fused else None, gate, residual, "*bf16")
 
 
-def stored_arguments(format: Format) -> tuple[dict[str, str], dict[str, Any]]:
+def stored_arguments(format: Format, *, words: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a Cell, the argument types and the constants of a weight in `format`, as `dequantize` passes them."""
     types = {"int8": "*i8", "fp32": "*fp32", "bf16": "*bf16"}  # the others are read as bytes
-    arguments = {"codes": types.get(format.element.name, "*u8"), "scale": types.get(format.scale, "*u8")}
-    arguments |= {"stride_scale": "i32", "stride_global": "i32"}
-    constants = {"ELEMENT": format.element.name, "SCALE": format.scale, "GROUP": format.group_size}
-    constants["TWO_LEVEL"] = format.two_level
-    if format.two_level:
-        return arguments | {"global_scale": "*fp32"}, constants
-    return arguments, constants | {"global_scale": None}
+    codes = "*i32" if words else types.get(format.element.name, "*u8")
+    of_all = ("*fp32", "i32") if format.two_level else (None, None)
+    stored = Stored(codes, types.get(format.scale, "*u8"), of_all[0], "i32", of_all[1])
+    return {"w": stored}, {"ELEMENT": format.element.name, "SCALE": format.scale, "GROUP": format.group_size}

@@ -13,13 +13,12 @@ from fluxq.recipes.formats import Format, find_format
 def _cell(format: Format, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
     """bf16 gradients of weights in `format`, of which nvfp4 has one global scale."""
     stored, constants = stored_arguments(format)
-    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.k, "BLOCK_K": tile.n, "GROUP_M": tile.group_m, "EVEN": True}
     rows = {"SCALE_OF_ROW": format.block[0] != 0, "GLOBAL_OF_ROW": False}
     return Cell(
         input_gradient_kernel,
         f"{format.name} {tile.m}x{tile.n}x{tile.k}",
         {"grad": "*bf16", "out": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored,
-        constants | rows | sizes,
+        constants | rows | {"EVEN": True, "TILE": tile},
         {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
         tensor_core="bf16",
         targets=chips,

@@ -19,10 +19,8 @@ from fluxq.recipes.formats import find_format
 def _cell(pair: str, tile: MatmulTile, chips: tuple[str, ...]) -> Cell:
     """ "nvfp4-int8": weights in nvfp4, activations in int8, everything that may follow."""
     weights, activations = (find_format(name) for name in pair.split("-"))
-    stored, constants = stored_arguments(weights)
-    del stored["codes"]
+    stored, constants = stored_arguments(weights, words=True)
     x = {
-        "words": "*i32",
         "x": "*i8" if activations.name == "int8" else "*fp8e4nv",
         "x_scale": "*fp32",
         "row_scale": "*fp32",

@@ -14,14 +14,13 @@ from fluxq.recipes.formats import find_format
 
 def _cell(format: str, tile: MatmulTile | Tile, chips: tuple[str, ...]) -> Cell:
     """bf16 tokens, everything that may follow a matmul, a bias after one token's."""
-    stored, constants = stored_arguments(find_format(format))
     gemv = isinstance(tile, Tile)
+    stored, constants = stored_arguments(find_format(format), words=gemv)
     arguments: dict[str, Any] = {"x": "*bf16", "M": "i32", "N": "i32:16", "K": "i32:16"} | stored
     arguments["following"] = following_types(fused=not gemv)
     constants["TILE"] = tile
     if gemv:
-        del arguments["M"], arguments["codes"]
-        arguments["words"] = "*i32"
+        del arguments["M"]
         return Cell(
             weight_only_gemv_kernel,
             f"{format} {tile.rows}x{tile.columns} gemv",
