@@ -119,7 +119,7 @@ def _group(layers: list[LayerPlan], forward: ForwardPass, chip: str, prefer: Pre
     if first.role in ("qkv", "single_in"):
         both = 2 * forward.batch * forward.tokens("both") * first.k  # text and image, side by side
         # q, k and v; where those are rotated, two come free. Optimized blocks see that the one before split its output.
-        copies = (6, 2, 6, 6) if first.role == "qkv" else (2, 2, 2 * (".0." in first.name), 2)
+        copies = (6, 2, 2, 2) if first.role == "qkv" else (2, 2, 2 * (".0." in first.name), 2)
         yield _pass("text and image joined", *(count * both for count in copies), 0)
     if first.role in ("attn_out", "text_attn_out"):
         yield _pass(ALONE, *[rounding] * 5, instructions=alone[1], alone=alone)

@@ -435,6 +435,12 @@ FAULTS: dict[str, Fault] = {
         "a * cos_a + b * sin_a, b * cos_b - a * sin_b",
         _in("kernels/test_qk_norm_rope_kernel.py", "test_a_head_without_weights_is_only_normalized"),
     ),
+    "qk_norm_rope: the first stream's tokens twice": Fault(
+        "kernels/qk_norm_rope/kernel.py",
+        "second, image, s - S_FIRST",
+        "first, image, s - S_FIRST",
+        _in("kernels/test_qk_norm_rope_kernel.py", "test_two_streams_are_each_of_them_by_itself"),
+    ),
     "quantize_activation: rows past the last count": Fault(
         "kernels/quantize_activation/kernel.py",
         "tl.max(tl.where(rows < M, bits, 0), 0)",

@@ -240,7 +240,7 @@ def _leaves(path: tuple[int, ...], types: Any) -> Iterator[tuple[tuple[int, ...]
 def _signature(types: Any) -> Any:
     """Return a cell's argument as ASTSource spells its type; a tuple's kind stays, by which kernels know its names."""
     if isinstance(types, tuple):
-        return type(types)(*map(_signature, types))
+        return getattr(type(types), "_make", tuple)(map(_signature, types))
     return types.removesuffix(":16") if isinstance(types, str) else "constexpr"
 
 

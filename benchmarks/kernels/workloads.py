@@ -298,23 +298,24 @@ def _adaln(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
 
 def _qk(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
-    """Heads of 128 of M tokens, as many as K holds."""
+    """Heads of 128 of M tokens, as many as K holds, with v: of two streams, as FLUX has 512 of text and 4096."""
     m, _, width = shape
     d = min(128, width)
-    q, k = (_normal(1, m, width // d, d, device=device) for _ in range(2))
+    counts = [count for count in (m // 9, m - m // 9) if count]
+    (q, k, v), *others = ([_normal(1, count, width // d, d, device=device) for _ in "qkv"] for count in counts)
     weights = _normal(d, device=device), _normal(d, device=device)
     angle = torch.randn(m, d, device=device)
-    cos, sin = angle.cos(), angle.sin()
     tile = _plain_tile("qk_norm_rope", qk_tile_name(d), chip, m)
-    operands = rope.RopeTensors(cos, sin, *weights)
+    second = (*others[0], *weights) if others else ()
+    operands = rope.RopeTensors(angle.cos(), angle.sin(), *weights, v, *second)
 
-    def call() -> tuple[Tensor, Tensor]:
+    def call() -> tuple[Tensor, Tensor, Tensor | None]:
         return qk_norm_rope(q, k, operands, eps=1e-6, tile=tile)
 
     def expected() -> Tensor:
-        return as_matrix(rope.qk_norm_rope(q, k, *pack_named(operands), 1e-6, True, False, 0))
+        return as_matrix(rope.qk_norm_rope(q, k, *pack_named(operands), 1e-6, True, False))
 
-    return Work(call, expected, 0.0, _size(q, k, *weights, cos, sin, call()), None)
+    return Work(call, expected, 0.0, _size(q, k, operands, call()), None)
 
 
 def _attention(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:

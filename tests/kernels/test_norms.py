@@ -34,11 +34,11 @@ def heads(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     return q, k, rows(16, dtype=dtype, seed=1), rows(16, dtype=dtype, seed=2), angle.cos(), angle.sin()
 
 
-def normed(position: int = 0) -> tuple[Tensor, Tensor]:
-    """`qk_norm_rope` of `heads()`."""
-    q, k, q_weight, k_weight, cos, sin = heads()
+def normed(rows: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """`qk_norm_rope` of `heads()`, with so many rows of cos and sin."""
+    q, k, *weights, cos, sin = heads()
     return rope.qk_norm_rope(
-        q, k, *pack_named(rope.RopeTensors(cos, sin, q_weight, k_weight)), 1e-6, True, False, position
+        q, k, *pack_named(rope.RopeTensors(cos[:rows], sin[:rows], *weights, q)), 1e-6, True, False
     )
 
 
@@ -78,11 +78,16 @@ def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
 
 
 @pytest.mark.often(1)
+@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("steps", [(1e-6, True, False, 0), (1e-5, False, True, 4)])
-def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool) -> None:
+@pytest.mark.parametrize("steps", [(1e-6, True, False), (1e-5, False, True)])
+def test_qk_norm_rope_is_a_well_formed_op(steps: tuple, weighted: bool, streams: int) -> None:
     q, k, *weights, cos, sin = heads()
-    given = rope.RopeTensors(cos, sin, *(weights if weighted else ()))
+    weights = weights if weighted else (None, None)
+    if streams == 1:
+        given = rope.RopeTensors(cos[:5], sin[:5], *weights)
+    else:
+        given = rope.RopeTensors(cos, sin, *weights, k, q[:, :4], k[:, :4], k[:, 1:], *weights)
     arguments = q, k, *pack_named(given), *steps
     torch.library.opcheck(rope.qk_norm_rope, arguments)
     found = compiled(rope.qk_norm_rope, arguments)
@@ -133,8 +138,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         adaln.adaln_quantize(x, *norm_packed("", scale=rows(4, 64), shift=rows(4, 64)), "layer", 1e-6)
     with pytest.raises(ValueError, match="format is 'fp3'"):
         adaln.adaln_quantize(x, *norm_packed("fp3", **given, branch=branch, gate=gate), "layer", 1e-6)
-    with pytest.raises(ValueError, match="5 tokens from position 5 on, but cos and sin are for 9 positions"):
-        normed(5)
+    with pytest.raises(ValueError, match="5 tokens, but cos and sin have 6 and 6 rows"):
+        normed(6)
 
 
 # Against diffusers
@@ -247,26 +252,34 @@ def test_heads_of_flux(dtype: torch.dtype, dim: int) -> None:
     cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, freqs_dtype=torch.float64)
     if dim == -2:
         cos, sin = embeddings.get_1d_rotary_pos_embed(16, ids[:, 1], use_real=True, repeat_interleave_real=False)
-    found = rope.qk_norm_rope(q, k, *pack_named(rope.RopeTensors(cos, sin, *weights)), 1e-6, dim == -1, False, 4)
-    for x, weight, ours in zip((q, k), weights, found, strict=True):
-        norm = torch.nn.RMSNorm(16, eps=1e-6).to(dtype)
-        norm.weight.data.copy_(weight)
-        table = cos[4:], sin[4:]
-        theirs = embeddings.apply_rotary_emb(norm(x), table, use_real_unbind_dim=dim, sequence_dim=1)
+    text = [x[:, :4] * 2 for x in (q, k, k)]
+    given = rope.RopeTensors(cos, sin, *weights, text[2], q, k, k, *weights[::-1])
+    *found, v = rope.qk_norm_rope(*text[:2], *pack_named(given), 1e-6, dim == -1, False)
+    streams = zip(text[:2], (q, k), strict=True), zip(weights, weights[::-1], strict=True)
+    for parts, own, ours in zip(*streams, found, strict=True):
+        both = []
+        for x, weight in zip(parts, own, strict=True):
+            norm = torch.nn.RMSNorm(16, eps=1e-6).to(dtype)
+            norm.weight.data.copy_(weight)
+            both.append(norm(x))
+        joined = torch.cat(both, 1)  # as diffusers' attention does, before it rotates
+        theirs = embeddings.apply_rotary_emb(joined, (cos, sin), use_real_unbind_dim=dim, sequence_dim=1)
         assert torch.equal(ours, theirs)
+    assert torch.equal(v, torch.cat([text[2], k], 1))
 
 
 def test_heads_of_qwen_image(dtype: torch.dtype) -> None:
     """diffusers' RMSNorm, then the complex product: the same numbers but for its own fused multiply-adds."""
     qwen = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage")
     q, k, *weights, cos, sin = heads(dtype)
-    frequencies = torch.complex(cos, sin)[:5, ::2]
-    found = rope.qk_norm_rope(q, k, *pack_named(rope.RopeTensors(cos, sin, *weights)), 1e-6, True, True, 0)
+    cos, sin = cos[:5], sin[:5]
+    frequencies = torch.complex(cos, sin)[:, ::2]
+    found = rope.qk_norm_rope(q, k, *pack_named(rope.RopeTensors(cos, sin, *weights)), 1e-6, True, True)[:2]
     for x, weight, ours in zip((q, k), weights, found, strict=True):
         norm = layer("RMSNorm", dtype, 16, 1e-6)
         norm.weight.data.copy_(weight)
         v = norm(x)
         theirs = qwen.apply_rotary_emb_qwen(v, frequencies, use_real=False)
-        terms = v.float().abs() * cos[:5, None].abs() + rope.rotate(v, True).float().abs() * sin[:5, None].abs()
+        terms = v.float().abs() * cos[:, None].abs() + rope.rotate(v, True).float().abs() * sin[:, None].abs()
         spacing = torch.finfo(dtype).eps * theirs.float().abs() + 2.0**-23 * terms
         assert ((ours.float() - theirs.float()).abs() <= spacing).all()

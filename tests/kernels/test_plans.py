@@ -68,9 +68,15 @@ def layer(scheme: str) -> Callable[[int], tuple]:
 
 
 def heads(seed: int) -> tuple:
-    q, k = tokens(seed, 1, 5, 3, 64), tokens(seed + 1, 1, 5, 2, 64)
+    """Two streams, of 5 and 3 tokens."""
     cos, sin = torch.randn(8, 64), torch.randn(8, 64)
-    return q, k, *pack_named(rope.RopeTensors(cos, sin)), 1e-6, True, False, 2
+    (q, k, v), second = (
+        [tokens(seed + number, 1, count, h, 64) for number, h in enumerate((3, 2, 2), first)]
+        for first, count in ((0, 5), (3, 3))
+    )
+    weights = [tokens(seed + number, 64) for number in range(6, 10)]
+    given = rope.RopeTensors(cos, sin, *weights[:2], v, *second, *weights[2:])
+    return q, k, *pack_named(given), 1e-6, True, False
 
 
 def gradient(formats: str) -> Callable[[int], tuple]:

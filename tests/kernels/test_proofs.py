@@ -63,7 +63,7 @@ FAULTS = {
         "norm",
     ),
     "the modulation of the first image": ("adaln_quantize", "images = rows // tokens", "images = rows * 0", "norm"),
-    "rotated as if the image came first": ("qk_norm_rope", "cos += (position + s) * D", "cos += s * D", "heads"),
+    "rotated as if the image came first": ("qk_norm_rope", "cos += s * D", "cos += (s + 5) % S * D", "heads"),
     "a gradient without scales": (
         "input_gradient",
         "right = right * tl.load(scale + w_rows",

@@ -108,7 +108,7 @@ def test_every_input_is_quantized_once() -> None:
     assert after["adaln_quantize"] == 2 + 2 + 2  # before attention and feed-forward of both streams; single blocks
     assert after["quantize_activation"] == 2 + 2  # of the feed-forwards; of single blocks, with attention beside it
     assert after["scaled_matmul"] == 6 + 2 + 2 + 2 * 5
-    assert after["qk_norm_rope"] == 2 + 2
+    assert after["qk_norm_rope"] == 1 + 2  # once for each attention
 
 
 def test_with_a_low_rank_branch_the_codes_are_still_shared() -> None:

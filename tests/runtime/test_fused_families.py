@@ -102,7 +102,7 @@ OPS = {  # of int8 layers; each QuantLinear that is called by itself is a quanti
 OPS["sd3"]["quantized_linear"] += 4  # the modulation of both streams
 OPS["qwen_image"]["quantized_linear"] += 4
 OPS["wan"]["quantize_activation"] += 2 * 2
-ROTATED = {"flux2": 2 + 2, "sd3": 3 + 2, "qwen_image": 2 * 2}  # qk_norm_rope, once for each stream of an attention
+ROTATED = {"flux2": 1 + 2, "sd3": 2 + 1, "qwen_image": 2}  # qk_norm_rope, once for each attention
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -249,21 +249,36 @@ def wrong(name: str, change):
     return name, lambda *given: change(own(*given))
 
 
+def streams_swapped():
+    own = fused_forms._normed
+    return "_normed", lambda block, streams, heads, rope: own(block, streams[::-1], heads[::-1], rope)
+
+
+def weights_swapped():
+    own = fused_forms._normed
+    return "_normed", lambda block, streams, heads, rope: own(block, streams[::-1], heads, rope)
+
+
 FAULTS = {
     "shift and scale": lambda: chunks_swapped(0, 1),
     "gate and shift": lambda: chunks_swapped(0, 2),
     "k and v": lambda: wrong("_heads", lambda heads: (heads[0], heads[2], heads[1])),
-    "q not normed": lambda: ("_normed", lambda block, stream, q, k, rope: (q, k)),
+    "q and k not normed": lambda: (
+        "_normed",
+        lambda block, streams, heads, rope: tuple(torch.cat(parts, 1) for parts in zip(*heads, strict=True)),
+    ),
     "rotation": lambda: ("_rotated", lambda x, cos, sin: x),
     "text's k and v": lambda: wrong("_shared", lambda made: made[::-1]),
-    "order of streams": lambda: ("_joined", lambda parts, dim=1: torch.cat(parts[::-1], dim)),
+    "order of streams": streams_swapped,
+    "weights of the other stream": weights_swapped,
     "second modulation": lambda: chunks_swapped(0, 6),
     "later gate": lambda: chunks_swapped(2, 5),
 }
+HEADS = ("q and k not normed", "order of streams", "weights of the other stream")
 SEEN = {
-    "flux2": ("shift and scale", "gate and shift", "k and v", "q not normed", "order of streams", "later gate"),
-    "sd3": ("shift and scale", "k and v", "q not normed", "order of streams", "second modulation", "later gate"),
-    "qwen_image": ("gate and shift", "k and v", "q not normed", "order of streams"),
+    "flux2": ("shift and scale", "gate and shift", "k and v", *HEADS, "later gate"),
+    "sd3": ("shift and scale", "k and v", *HEADS, "second modulation", "later gate"),
+    "qwen_image": ("gate and shift", "k and v", *HEADS),
     "wan": ("shift and scale", "gate and shift", "rotation", "text's k and v", "later gate"),
 }
 
@@ -301,6 +316,17 @@ def test_gradients_autocast_and_other_processors_are_the_blocks_own(name: str) -
         assert calls.fused == BLOCKS[name] - 1 and "Mine, expected diffusers'" in calls.reasons.pop()
         attention.processor = processor
     assert fused_calls(model) == BLOCKS[name]
+
+
+@pytest.mark.parametrize("path", ["attn.norm_k", "attn.norm_added_q", "attn2.norm_k"])
+def test_norms_that_one_launch_cannot_take_are_the_blocks_own(path: str) -> None:
+    model = quantized("int8-int8", family="sd3")
+    model.get_submodule(f"transformer_blocks.0.{path}").eps = 1e-2
+    want = output(model)
+    fluxq.optimize(model)
+    with Calls() as calls:
+        assert torch.equal(output(model), want)
+    assert calls.fused == 1 and "have several eps" in calls.reasons.pop()
 
 
 @pytest.mark.often(1)

@@ -121,7 +121,7 @@ def expected_calls(kind: str, case: str) -> dict[str, int]:
     """
     scheme, chip, decoded = CASES[case]
     double = kind == "double"
-    calls = {"adaln_quantize": 4 if double else 1, "qk_norm_rope": 2 if double else 1}
+    calls = {"adaln_quantize": 4 if double else 1, "qk_norm_rope": 1}
     if scheme == "16 bit":
         return calls | {"attention_fp8": 1} if case == FP8_ATTENTION else calls
     blocks_have_scales = not decoded and scheme.startswith(("nvfp4", "mx"))
@@ -173,8 +173,8 @@ FAULTS = {
         *("fp8", r"adaln_quantize: codes differs in 6 tiles of 1 x 192, at \(0, 0\)"),
     ),
     "rotated as if the image came first": (
-        *("qk_norm_rope", "cos += (position + s) * D", "cos += s * D"),
-        *("16 bit", r"qk_norm_rope: q differs in 14 tiles of 3 x 64, at \(0, 0\): \d+ by up to [\d.]+;"),
+        *("qk_norm_rope", "cos += s * D", "cos += (s + S - S_FIRST) % S * D"),
+        *("16 bit", r"qk_norm_rope: q differs in 20 tiles of 3 x 64, at \(0, 0\): \d+ by up to [\d.]+;"),
     ),
     "another gelu's codes": (
         *("quantize_activation", 'if ACT == "gelu_tanh"', 'if ACT == "none"'),
@@ -317,17 +317,28 @@ def modulated(n: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tens
     return exact, bound + torch.finfo(n.dtype).eps / 2 * exact.abs()
 
 
-def check_rope(kernels: Kernels, found, tile: Tile, q, k, tensors, names, eps, interleaved, position, **_) -> None:
-    """Within the bound of test_qk_norm_rope_kernel.py; rows are heads, one token's after those of the token before."""
-    cos, sin, q_weight, k_weight = unpack_named(rope.RopeTensors, tensors, names)[0]
-    cos, sin = (t[position : position + q.shape[1], None].double() for t in (cos, sin))
-    for name, x, weight, y in (("q", q, q_weight, found[0]), ("k", k, k_weight, found[1])):
-        v = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+def check_rope(kernels: Kernels, found, tile: Tile, q, k, tensors, names, eps, interleaved, **_) -> None:
+    """Within the bound of test_qk_norm_rope_kernel.py; rows are heads, one token's after those of the token before.
+
+    The attention's v, of two streams, is that of one after that of the other.
+    """
+    given = unpack_named(rope.RopeTensors, tensors, names)[0]
+    streams = rope.streams_of(q, k, given)
+    cos, sin = (t[:, None].double() for t in (given.cos, given.sin))
+    for name, y in zip("qk", found, strict=False):
+        parts = []
+        for stream in streams:
+            x, weight = getattr(stream, name).double(), getattr(stream, f"{name}_weight").double()
+            parts.append(x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight)
+        v = torch.cat(parts, 1)
         terms = v * cos, rope.rotate(v, interleaved) * sin
-        bound = (torch.finfo(x.dtype).eps + 2.0**-20) * (terms[0].abs() + terms[1].abs())
-        size = min(tile.rows, x.shape[2]), x.shape[3]
+        bound = (torch.finfo(q.dtype).eps + 2.0**-20) * (terms[0].abs() + terms[1].abs())
+        size = min(tile.rows, v.shape[2]), v.shape[3]
         y, v64, bound = (t.flatten(0, 2) for t in (y, terms[0] + terms[1], bound))
         assert_within(f"qk_norm_rope: {name}", y, v64, bound, size)
+    vs = [stream.v for stream in streams if stream.v is not None]
+    assert len(vs) == (2 if len(streams) == 2 else 0)
+    assert_equal("qk_norm_rope: v", found[2], torch.cat(vs, 1) if vs else q.new_empty(0), (1, 1))
 
 
 def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -> None:

@@ -8,16 +8,24 @@ from fluxq.kernels.qk_norm_rope.kernel import qk_norm_rope_kernel
 from fluxq.kernels.tiles import Tile
 
 
-def _cell(d: str, tile: Tile, targets: tuple[str, ...], *, interleaved: bool) -> Cell:
-    """bf16 heads of d elements, with weights, as Flux has them."""
-    pointers = dict.fromkeys(("q", "k", "q_weight", "k_weight", "q_out", "k_out"), "*bf16")
-    strides = {f"stride_{x}{axis}": "i32:16" for x in "qk" for axis in "bsh"}
-    sizes = {"S": "i32", "H": "i32", "HK": "i32", "position": "i32", "eps": "fp32"}
-    constants = {"D": int(d), "INTERLEAVED": interleaved, "ROUND_BEFORE_WEIGHT": False}
+def _cell(d: str, how: str, tile: Tile, targets: tuple[str, ...]) -> Cell:
+    """bf16 heads of d elements, with weights, as Flux has them: of one stream without v, or of two with it."""
+    two, rotated = "two" in how, "plain" not in how
+    strides = ("i32:16",) * 3
+    v = ("*bf16", strides) if two else (None, None)
+    stream = "*bf16", "*bf16", v[0], "*bf16", "*bf16", strides, strides, v[1]
+    arguments = {
+        "first": stream,
+        "second": stream if two else None,
+        "table": ("*fp32", "*fp32") if rotated else (None, None),
+        "outputs": ("*bf16", "*bf16", v[0]),
+    }
+    sizes = {"S": "i32", "S_FIRST": "i32", "H": "i32", "HK": "i32", "eps": "fp32"}
+    constants = {"D": int(d), "INTERLEAVED": "halves" not in how, "ROUND_BEFORE_WEIGHT": not rotated}
     return Cell(
         qk_norm_rope_kernel,
-        f"16bit {d} " + ("neighbours" if interleaved else "halves"),
-        pointers | {"cos": "*fp32", "sin": "*fp32"} | sizes | strides,
+        f"16bit {d} {how}",
+        arguments | sizes,
         constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
         {"num_warps": tile.warps} | EXACT,
         max_registers=MAX_REGISTERS,
@@ -26,7 +34,14 @@ def _cell(d: str, tile: Tile, targets: tuple[str, ...], *, interleaved: bool) ->
 
 
 CELLS = tuple(
-    _cell(d, tile, chips, interleaved=interleaved)
-    for d, interleaved in (("64", True), ("128", True), ("128", False), ("256", True))
+    _cell(d, how, tile, chips)
+    for d, how in (
+        ("64", "neighbours"),
+        ("64", "plain two"),  # SD3.5, which rotates nothing
+        ("128", "neighbours"),
+        ("128", "neighbours two"),
+        ("128", "halves two"),
+        ("256", "neighbours two"),
+    )
     for tile, chips in distinct_tiles("qk_norm_rope", d).items()
 )

@@ -1,7 +1,7 @@
 """Blocks of a denoising transformer whose forward calls fluxq's ops: what an input group shares is computed once.
 
     codes = quantize(norm(x + gate · branch) · (1 + scale) + shift)      one pass, for q, k, v and what else reads it
-    q, k  = rope(norm(q)), rope(norm(k))                                 one pass
+    q, k  = rope(norm(q)), rope(norm(k))                                 one pass, text and image side by side, and v
     codes = quantize(gelu(up)), quantize(silu(gate) · up)                one pass
     codes = quantize([attention, gelu(up)])                              one pass, of single blocks
     y     = codes · W^T                                                  for each layer of the group, on a GPU at once
@@ -243,10 +243,10 @@ def _why_plain(block: nn.Module, fusion: Fusion, inputs: BlockInputs) -> str:
     if fusion.withdrawals != findings.withdrawals():
         return "a kernel was found wrong since: call fluxq.optimize again"
     x = inputs.x
-    for cos, sin, _ in inputs.rope.values():
-        if not cos.device == sin.device == x.device:
+    for table in inputs.rope or ():
+        if table.device != x.device:
             return "a rotary embedding on another device"
-        if fusion.row.per_head and not cos.dtype == sin.dtype == torch.float32:
+        if fusion.row.per_head and table.dtype != torch.float32:
             return "a rotary embedding in another type than fp32"
     if x.device.type != fusion.device:
         return f"optimized for {fusion.device}"
@@ -263,12 +263,19 @@ def _why_plain(block: nn.Module, fusion: Fusion, inputs: BlockInputs) -> str:
 
 
 def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) -> str:
-    """Return the reason why the norms of heads round otherwise than in a model of one dtype; empty if they do not."""
-    parts = [part for stream in row.streams for part in (stream, stream.own_attention) if part and row.per_head]
-    for path in (path for part in parts for path in (part.q_norm, part.k_norm)):
-        weight = getattr(at(block, path), "weight", None)
-        if weight is not None and weight.dtype != dtype:
-            return f"its {path} is in {weight.dtype}, its input in {dtype}"
+    """Return the reason why the norms of heads round otherwise than in a model of one dtype; empty if they do not.
+
+    One launch takes all norms of an attention, so they are of one kind.
+    """
+    own = [(stream.own_attention,) for stream in row.streams if stream.own_attention]
+    for parts in (row.streams, *own) if row.per_head else ():
+        norms = {path: at(block, path) for part in parts for path in (part.q_norm, part.k_norm)}
+        for path, norm in norms.items():
+            weight = getattr(norm, "weight", None)
+            if weight is not None and weight.dtype != dtype:
+                return f"its {path} is in {weight.dtype}, its input in {dtype}"
+        if len({(type(norm), getattr(norm, "eps", None)) for norm in norms.values()}) > 1:
+            return f"its {', '.join(norms)} are of several classes, or have several eps"
     return ""
 
 

@@ -21,7 +21,7 @@ class BlockInputs:
     unknown: argument that the forms do not know, or empty; with one the rest may be empty.
     streams: tokens (B, S, D), first those that the block changes.
     modulation: the embedded timestep (B, D), or shift, scale and gate side by side (B, n · D).
-    rope: cos and sin, (positions, D) fp32 where heads have norms, and the position of the stream's first token.
+    rope: cos and sin of all tokens of the attention, (S, D) fp32 where heads have norms, or None.
     mask: of the attention.
     text_tokens: where to split the output of a joined stream; None for one that stays whole.
     """
@@ -29,7 +29,7 @@ class BlockInputs:
     unknown: str = ""
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     modulation: Mapping[str, Tensor] = field(default_factory=dict)
-    rope: Mapping[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    rope: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
     text_tokens: int | None = None
 
@@ -45,7 +45,7 @@ def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=No
     return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"text": temb, "image": temb},
-        rope=_after_text(encoder_hidden_states, image_rotary_emb),
+        rope=image_rotary_emb,
     )
 
 
@@ -55,7 +55,7 @@ def _flux_single(block, hidden_states, encoder_hidden_states, temb, image_rotary
     return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"both": temb},
-        rope={"both": (*image_rotary_emb, 0)},
+        rope=image_rotary_emb,
         text_tokens=encoder_hidden_states.shape[1],
     )
 
@@ -77,7 +77,7 @@ def _flux2(
     return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation=modulation,
-        rope=_after_text(encoder_hidden_states, image_rotary_emb),
+        rope=image_rotary_emb,
     )
 
 
@@ -104,7 +104,7 @@ def _flux2_single(
     return BlockInputs(
         streams=streams,
         modulation=modulation,
-        rope={"both": (*image_rotary_emb, 0)},
+        rope=image_rotary_emb,
         text_tokens=text_seq_len if split_hidden_states else None,
     )
 
@@ -144,7 +144,7 @@ def _qwen_image(
     return BlockInputs(
         streams={"text": encoder_hidden_states, "image": hidden_states},
         modulation={"text": temb, "image": temb},
-        rope={"text": (*_real(text), 0), "image": (*_real(image), 0)},
+        rope=_real(torch.cat([text, image])),
         mask=mask,
     )
 
@@ -152,11 +152,10 @@ def _qwen_image(
 def _wan(block, hidden_states, encoder_hidden_states, temb, rotary_emb):
     if temb.ndim != 3:
         return BlockInputs(PER_TOKEN)
-    cos, sin = rotary_emb
     return BlockInputs(
         streams={"image": hidden_states, "text": encoder_hidden_states},
         modulation={"image": (block.scale_shift_table + temb.float()).flatten(1)},
-        rope={"image": (cos, sin, 0)},
+        rope=rotary_emb,
     )
 
 
@@ -167,12 +166,6 @@ def _why_unknown(attention_arguments: dict[str, Any] | None) -> str:
 def _per_image(modulation: Tensor) -> Tensor:
     """View (B, 1, N) as (B, N)."""
     return modulation.squeeze(1) if modulation.ndim == 3 and modulation.shape[1] == 1 else modulation
-
-
-def _after_text(text: Tensor, rope: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Return the rope of both streams: positions of the image's tokens follow the text's in one table."""
-    cos, sin = rope
-    return {"text": (cos, sin, 0), "image": (cos, sin, text.shape[1])}
 
 
 def _real(rotations: Tensor) -> tuple[Tensor, Tensor]:

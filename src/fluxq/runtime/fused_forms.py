@@ -86,9 +86,8 @@ def two_streams(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor
     for stream in row.streams:
         shift, scale, *_ = chunks[stream.name]
         qkv, _ = _behind_norm(block, fusion, stream.qkv, xs[stream.name], Normed(at(block, stream.norm), shift, scale))
-        q, k, v = _heads(at(block, row.attention), qkv, inputs.x.shape[0])
-        heads.append((*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v))
-    attended = _attention(block, fusion, row.attention, heads, inputs.mask)
+        heads.append(_heads(at(block, row.attention), qkv, inputs.x.shape[0]))
+    attended = _attention(block, fusion, row.attention, _normed(block, row.streams, heads, inputs.rope), inputs.mask)
     branches = attended.split_with_sizes([xs[stream.name].shape[1] for stream in row.streams], dim=1)
     done = {
         stream.name: _after_attention(block, fusion, stream, xs[stream.name], branch, chunks[stream.name])
@@ -117,8 +116,8 @@ def _after_attention(
 def _second_attention(block: Any, fusion: Fusion, attention: OwnAttention, x: Tensor, norm: Normed) -> Tensor:
     """Apply a stream's second attention, in which no other stream takes part, to x: a branch (B, S, D)."""
     qkv, _ = _behind_norm(block, fusion, attention.qkv, x, norm)
-    q, k, v = _heads(at(block, attention.path), qkv, x.shape[0])
-    attended = _attention(block, fusion, attention.path, [(*_normed(block, attention, q, k, None), v)])
+    heads = _heads(at(block, attention.path), qkv, x.shape[0])
+    attended = _attention(block, fusion, attention.path, _normed(block, [attention], [heads], None))
     return at(block, attention.out)(attended)
 
 
@@ -133,8 +132,7 @@ def one_stream(block: Any, fusion: Fusion, inputs: BlockInputs) -> tuple[Tensor,
         d, n = attention.inner_dim, outputs[0].shape[1]
         outputs = outputs[0].split([d, d, d, n - 3 * d], dim=1)
     *qkv, up = outputs
-    q, k, v = _heads(attention, qkv, residual.shape[0])
-    heads = [(*_normed(block, stream, q, k, inputs.rope.get(stream.name)), v)]
+    heads = _normed(block, [stream], [_heads(attention, qkv, residual.shape[0])], inputs.rope)
     attended = _attention(block, fusion, fusion.row.attention, heads, inputs.mask)
     y = _added(block, fusion, stream, up, (residual, gate), _tokens(attended))
     return y if inputs.text_tokens is None else (y[:, : inputs.text_tokens], y[:, inputs.text_tokens :])
@@ -148,13 +146,15 @@ def self_and_cross(block: Any, fusion: Fusion, inputs: BlockInputs) -> Tensor:
     """
     (stream,) = fusion.row.streams
     x, attention = inputs.x, at(block, fusion.row.attention)
+    if inputs.rope is None:
+        raise RuntimeError(f"{fusion.row.model}: its call brings no rotary embedding")
     shift, scale, gate, *later = _modulation(block, stream, inputs)
     qkv, _ = _behind_norm(block, fusion, stream.qkv, x, Normed(at(block, stream.norm), shift, scale))
     q, k, v = (y.view(*x.shape[:2], -1) for y in qkv)
     q, k = at(block, stream.q_norm)(q), at(block, stream.k_norm)(k)
     q, k, v = (y.unflatten(2, (attention.heads, -1)) for y in (q, k, v))
-    cos, sin, _ = inputs.rope[stream.name]
-    attended = _attention(block, fusion, fusion.row.attention, [(_rotated(q, cos, sin), _rotated(k, cos, sin), v)])
+    q, k = (_rotated(y, *inputs.rope) for y in (q, k))
+    attended = _attention(block, fusion, fusion.row.attention, (q, k, v))
     x = (x.float() + at(block, stream.out)(attended) * gate.unsqueeze(1)).to(x.dtype)
     branch = _cross_attention(block, fusion, stream, x, inputs.streams["text"])
     return _feed_forward(block, fusion, stream, x, (branch, torch.ones_like(gate)), later)
@@ -276,14 +276,13 @@ def _added(
 
 
 def _attention(
-    block: Any, fusion: Fusion, path: str, streams: list[tuple[Tensor, Tensor, Tensor]], mask: Tensor | None = None
+    block: Any, fusion: Fusion, path: str, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None = None
 ) -> Tensor:
-    """Compute the attention (B, S, D) of all streams' q, k, v (B, S, H, head), which follow one another."""
+    """Compute the attention (B, S, D) of q, k, v (B, S, H, head)."""
     processor = at(block, path).processor
     if fusion.row.dispatched:
-        q, k, v = (_joined([*parts]) for parts in zip(*streams, strict=True))
-        return _dispatched(processor, q, k, v, mask, processor._parallel_config)
-    q, k, v = (_joined([part.transpose(1, 2) for part in parts], dim=2) for parts in zip(*streams, strict=True))
+        return _dispatched(processor, *heads, mask, processor._parallel_config)
+    q, k, v = (part.transpose(1, 2) for part in heads)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2, 3).to(q.dtype)
 
 
@@ -302,21 +301,26 @@ def _heads(attention: Any, qkv: Sequence[Tensor], images: int) -> tuple[Tensor, 
 
 
 def _normed(
-    block: Any, stream: Stream | OwnAttention, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor, int] | None
-) -> tuple[Tensor, Tensor]:
-    """Normalise each head of q and k (B, S, H, head), and rotate them where there is a rope."""
-    q_norm, k_norm = at(block, stream.q_norm), at(block, stream.k_norm)
-    if q_norm is None:  # only of blocks that rotate nothing either
-        return q, k
-    cos, sin, position = rope or _no_rotation(q)
-    packed = pack_named(RopeTensors(cos, sin, q_norm.weight, k_norm.weight))
-    return qk_norm_rope(q, k, *packed, q_norm.eps, True, type(q_norm) is not nn.RMSNorm, position)
+    block: Any,
+    streams: Sequence[Stream | OwnAttention],
+    heads: Sequence[tuple[Tensor, Tensor, Tensor]],
+    rope: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise each head of q and k (B, S, H, head), rotate them where there is a rope, and join all streams.
 
-
-def _no_rotation(q: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return cos and sin that change no number."""
-    cos = torch.ones(q.shape[1], q.shape[3], dtype=torch.float32, device=q.device)
-    return cos, torch.zeros_like(cos), 0
+    heads: q, k, v of each stream, of one or two.
+    """
+    norms = [(at(block, stream.q_norm), at(block, stream.k_norm)) for stream in streams]
+    norm = norms[0][0]
+    if norm is None:  # only of blocks that rotate nothing either
+        q, k, v = (_joined([*parts]) for parts in zip(*heads, strict=True))
+        return q, k, v
+    weights = [[each.weight for each in pair] for pair in norms]
+    q, k, v = heads[0]
+    second = (v, *heads[1], *weights[1]) if len(heads) == 2 else ()
+    packed = pack_named(RopeTensors(*(rope or (None, None)), *weights[0], *second))
+    q, k, joined = qk_norm_rope(q, k, *packed, norm.eps, True, type(norm) is not nn.RMSNorm)
+    return q, k, joined if second else v
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -326,10 +330,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
 
 
-def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Return the tokens of all parts (B, S, …), one part after the other."""
     if len(parts) == 1:
         return parts[0]
-    return whole(parts, dim) if are_neighbours(parts, dim) else torch.cat(parts, dim)
+    return whole(parts, 1) if are_neighbours(parts, 1) else torch.cat(parts, 1)
 
 
 def _clipped(x: Tensor, stream: Stream) -> Tensor:

@@ -229,14 +229,11 @@ def _inputs(block: Any, row: FusableBlock, tokens: ForwardPass, machine: Machine
         stream.name: _normal(machine, tokens.batch, _embedded(block, stream, width), dtype=dtype)
         for stream in row.streams
     }
-    rope = {}
+    rope = None
     if row.rotary:
-        both, start = sum(counts.values()), {"image": counts["text"] if len(row.streams) == 2 else 0}
-        angles = _normal(machine, both, head, dtype=torch.float32)
-        cos, sin = angles.cos(), angles.sin()
-        if not row.per_head:
-            cos, sin = (table[None, : counts["image"], None] for table in (cos, sin))
-        rope = {stream.name: (cos, sin, start.get(stream.name, 0)) for stream in row.streams}
+        angles = _normal(machine, sum(counts.values()), head, dtype=torch.float32)
+        angles = angles if row.per_head else angles[None, : counts["image"], None]
+        rope = angles.cos(), angles.sin()
     return BlockInputs(streams=streams, modulation=modulation, rope=rope)
 
 
