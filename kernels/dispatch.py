@@ -4,7 +4,8 @@
     nvfp4, mxfp8, mxfp4 by themselves             block_scaled_matmul or the library's product, where the chip has it
     4-bit weights x int8 or fp8                   w4a8_matmul: how `prepare` holds them for `prefer: memory`
     anything else                                 weight_only_matmul: activations keep their 16 bit
-    attention                                     our kernel, or a package that doctor proved and timed faster here
+    attention                                     our kernel, or what doctor proved and timed faster here: that with
+                                                  warps apart, or a package
 
 Of a scheme's candidates the first that is offered on the chip is taken: kernels/compiled says where a kernel runs on
 the right matrix unit without spilling, the `OP` of its folder what it is for, and findings.py what was wrong on the GPU
@@ -190,16 +191,33 @@ def choose_product(
 def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> Choice:
     """Choose what computes attention of m tokens, n channels and k keys from codes, in heads of `size` channels.
 
-    A package has to be vouched for by the file of doctor's of this GPU, and to be faster there.
+    Another has to be vouched for by the file of doctor's of this GPU, and to be faster there.
     """
     form = format_of(codes, size)
     own = Choice(ATTENTION_FP8.name, codes, "attention from codes", format=form)
-    peers = [
-        Choice(name, codes, "attention of a package", format=form)
-        for name in peers_for(codes, chip, dtype)
+    reasons = dict.fromkeys(peers_for(codes, chip, dtype), "attention of a package")
+    if not warps_refusal(codes, size, chip, dtype):
+        reasons[WARPS_APART] = "attention from codes, some warps load while others multiply"
+    others = [
+        Choice(name, codes, reason, format=form)
+        for name, reason in reasons.items()
         if findings.vouched(name, form, chip, findings.alike(m, n, k))
     ]
-    return _fastest([own, *peers], f"attention {form}", chip, m, n, k) if peers else own
+    return _fastest([own, *others], f"attention {form}", chip, m, n, k) if others else own
+
+
+def warps_refusal(codes: str, size: int, chip: str, dtype: torch.dtype) -> str:
+    """Return why the kernel of attention/warp_specialized.py takes no such call; empty if it may, once doctor timed it.
+
+    Gluon changes from one Triton to the next: a version without cells of its own is refused, by its name.
+    """
+    version = minor(triton.__version__)
+    if codes != "fp8" or dtype != torch.bfloat16:  # as packages: findings know no dtype
+        return f"it takes fp8 codes of bfloat16, not {codes} of {str(dtype).removeprefix('torch.')}"
+    if version not in PROVEN:
+        return f"its Gluon was never compiled with Triton {version}, only with {', '.join(PROVEN)}"
+    why = _refusals(version).get((ATTENTION_FP8.file, f"warps-{size}", chip))
+    return f"never compiled for heads of {size} on {chip}" if why is None else why
 
 
 def layout_of(w: QuantizedTensor, row_scale: Tensor | None) -> str:
@@ -329,6 +347,7 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+WARPS_APART = "attention_fp8 warps apart"  # the name by which findings know the kernel of warp_specialized.py
 ROW_SCALE = "row scale"  # the layout of a weight that W4A8 multiplies
 SWIZZLED = ("sm_100", "sm_103")  # whose matrix units read scales from memory of their own, a 128x4 block at a time
 COMPILED = Path(__file__).parent / "compiled"  # written by `python -m benchmarks.kernels.aot --write`

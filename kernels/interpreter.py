@@ -115,6 +115,10 @@ class _Replacements:
 
 def _launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     """Run a kernel as `kernel[grid](...)` does; compile options such as num_warps are ignored."""
+    if kernel.is_gluon():
+        from fluxq.kernels import gluon_interpreter  # needs Gluon, which may be another in Tritons not in PROVEN
+
+        return gluon_interpreter.launch(kernel, *args, grid=grid, **options)
     function = stock.InterpretedFunction(kernel.fn)
     function.add_pre_run_hook(_note_memory)
     function.run(*args, grid=grid, warmup=warmup, **options)

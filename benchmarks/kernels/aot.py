@@ -28,6 +28,7 @@ import click
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from benchmarks.kernels import sass
 from benchmarks.kernels.apart import apart
@@ -216,7 +217,8 @@ def compile_for(cell: Cell, target: str) -> Any:
     types = {path: text for i, name in enumerate(names) for path, text in _leaves((i,), cell.arguments.get(name))}
     aligned = [path for path, text in types.items() if isinstance(text, str) and re.search(r"^\*|:16$", text)]
     fixed = {path: value for path, value in types.items() if len(path) > 1 and not isinstance(value, str)}
-    source = ASTSource(
+    kind = GluonASTSource if cell.kernel.is_gluon() else ASTSource
+    source = kind(
         cell.kernel,
         {name: _signature(cell.arguments.get(name)) for name in names},
         constexprs=cell.constants | fixed,
@@ -284,7 +286,7 @@ def _read_sass(cell: Cell, chip: Target, compiled: Any) -> tuple[list[str], int,
     """Matrix instructions, registers, spills and the other counts of a CompiledCell, of an NVIDIA binary."""
     text = sass.disassemble(compiled.asm["cubin"])
     instructions = sass.parse(text)
-    registers, threads = int(re.search(r"\bREG:(\d+)", text)[1]), 32 * cell.options.get("num_warps", 4)  # pyright: ignore
+    registers, threads = int(re.search(r"\bREG:(\d+)", text)[1]), 32 * compiled.metadata.num_warps  # pyright: ignore
     loop = sass.main_loop(instructions)
     matrix = sass.matrix_instructions(loop)
     measured = {

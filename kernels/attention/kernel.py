@@ -73,7 +73,10 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "f
             was_wrong=bool(findings.wrong(OP.name, form, chip)),
         )
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    if (name := _chosen(q, k, codes, chip)) != OP.name:
+    name = _chosen(q, k, codes, chip)
+    if name == dispatch.WARPS_APART:
+        return by_warps_apart(q, k, v, scale, codes, chip=chip)
+    if name != OP.name:
         return by_peer(name, q, k, v, scale, codes, chip=chip)
     return by_kernel(q, k, v, scale, codes, chip=chip)
 
@@ -86,6 +89,21 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str =
     return attention_fp8(q, k, v, scale, codes, tile=tile, quantize_tile=quantize_tile)
 
 
+def by_warps_apart(q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str) -> Tensor:
+    """Compute by warp_specialized.py, whatever was faster; ValueError where it takes no such call."""
+    _check_input(q, k, v, codes)
+    d = q.shape[3]
+    if why := dispatch.warps_refusal(codes, d, chip, q.dtype):
+        raise dispatch.NoKernel(f"{dispatch.WARPS_APART}: no kernel for it on {chip} ({why})", was_wrong=False)
+    from fluxq.kernels.attention import warp_specialized  # needs Gluon, which may be another in a Triton not in PROVEN
+
+    tile = find_memory_tile(OP.file, f"quantize {d}", chip, q.shape[1])
+    with plans.unwatched():  # a plan would copy tensors from where they lay when it was made
+        operands = quantize_operands(q, k, v, codes, tile=tile)
+        factor = reference.logit_scale(q, scale)
+        return warp_specialized.attend(operands, q.shape[1], k.shape[1], factor, q.dtype)
+
+
 def cells(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8", *, chip: str
 ) -> tuple[tuple[str, str], ...]:
@@ -94,7 +112,7 @@ def cells(
 
 
 def _chosen(q: Tensor, k: Tensor, codes: str, chip: str) -> str:
-    """Return the name of what computes a call: the op's, or that of a package."""
+    """Return the name of what computes a call: the op's, WARPS_APART, or that of a package."""
     b, s, h, d = q.shape
     return dispatch.choose_attention(codes, d, chip, b * s, h * d, k.shape[1], q.dtype).implementation
 
@@ -123,11 +141,14 @@ def compare(
 
     A sample takes two heads, and of these the first block of queries.
     """
-    by_us = _chosen(q, k, codes, chip) == OP.name
+    by_us = _chosen(q, k, codes, chip) in (OP.name, dispatch.WARPS_APART)
     if sample.tokens is not None:
         q, found, k, v = q[:, :QUERY_BLOCK, :2], found[:, :QUERY_BLOCK, :2], k[:, :, :2], v[:, :, :2]
-    if not by_us:
-        return compare_peer(found, q, k, v, scale, codes)
+    return (compare_own if by_us else compare_peer)(found, q, k, v, scale, codes)
+
+
+def compare_own(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8") -> Verdict:
+    """Compare the result of a kernel of ours with the reference."""
     return near("heads", found, REFERENCES[OP.name](q, k, v, scale, codes), axes=(1, 3))
 
 

@@ -251,7 +251,10 @@ def test_doctor_judges_packages_beside_our_kernel(installed) -> None:
 
     machine = Machine(torch.device("cpu"), "sm_90", "speed", torch.bfloat16)
     request = doctor.Request(machine, None, {}, None)
-    for codes, names in (("int8", [SAGE]), ("fp8", ["flash_attn_3 2.2.0", "nvidia-cudnn-frontend 2.2.0"])):
+    for codes, names in (
+        ("int8", [SAGE]),
+        ("fp8", [dispatch.WARPS_APART, "flash_attn_3 2.2.0", "nvidia-cudnn-frontend 2.2.0"]),
+    ):
         examination = doctor.Examination(findings.machine_of(machine.device, machine.chip))
         call = Launch("attention_fp8", (Q, K, V, None, codes), "here")
         with findings.keeping(examination.machine) as keeper, findings.instead(), interpreting():

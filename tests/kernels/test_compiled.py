@@ -2,10 +2,18 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
+from benchmarks.kernels import sass
 from benchmarks.kernels.aot import all_cells, compile_for
+from fluxq.kernels.attention import warp_specialized
+from fluxq.kernels.attention.op import quantize_operands
 from fluxq.kernels.dispatch import PROVEN, accepted_files
 
 CELLS = {f"{cell.name} {cell.format}": cell for cell in all_cells()}
@@ -69,3 +77,32 @@ def test_fp8_sums_on_hopper_move_to_true_fp32_in_a_loop_of_their_own() -> None:
     never = dataclasses.replace(cell, constants=cell.constants | {"ACC_SPLIT": 0})
     additions = [len(re.findall(r"\badd\.(?:rn\.)?f32", compile_for(c, "sm_90").asm["ptx"])) for c in (never, cell)]
     assert additions[1] - additions[0] == 128 * 128 // (8 * 32)  # one for each sum that a thread holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [(130, 257), (64, 128), (1, 1)])
+def test_a_launch_of_gluon_compiles_its_cell(tokens: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With descriptors of tensors, and whatever Triton makes of their numbers of tokens."""
+    queries, keys = tokens
+    q, k = (torch.randn(1, n, 1, 64).bfloat16() for n in tokens)
+    operands, compiled, run = quantize_operands(q, k, k), [], JITFunction.run
+    target = GPUTarget("cuda", 90, 32)
+    gpu = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    monkeypatch.setattr(JITFunction, "run", lambda *x, **how: compiled.append(run(*x, **how | {"warmup": True})))
+    warp_specialized.attend(operands, queries, keys, 1.0, torch.bfloat16)
+    cell = "attention_warps_kernel warps-64 128x128" + " ragged" * (keys % 128 > 0)
+    assert compiled[0].asm["ptx"] == compile_for(CELLS[cell], "sm_90").asm["ptx"]
+
+
+@pytest.mark.slow
+def test_warps_of_a_group_meet_before_one_says_that_they_have_read() -> None:
+    """The interpreter takes a group for one; its products end warp by warp."""
+    asm = compile_for(CELLS["attention_warps_kernel warps-128 128x128 ragged"], "sm_90").asm
+    names = [i.operation for i in sass.parse(sass.disassemble(asm["cubin"]))]
+    events = [n for n in names if n.startswith(("WARPGROUP.DEPBAR", "BAR.SYNC", "SYNCS.ARRIVE.TRANS64.A1T0"))]
+    arrivals = [i for i, name in enumerate(events) if name.startswith("SYNCS")]
+    assert len(arrivals) == 8 and all(events[i - 1].startswith("BAR.SYNC") for i in arrivals)
+    assert all(events[i - 2].startswith("WARPGROUP.DEPBAR") for i in arrivals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, distinct_tiles
+from fluxq.kernels.attention import warp_specialized
 from fluxq.kernels.attention.kernel import (
     CHANNELS,
     attention_fp8_kernel,
@@ -13,7 +14,7 @@ from fluxq.kernels.attention.kernel import (
     quantize_tokens_kernel,
     quantize_values_kernel,
 )
-from fluxq.kernels.attention.op import CODES, HEAD_SIZES, KEY_BLOCK, format_of
+from fluxq.kernels.attention.op import CODES, HEAD_SIZES, KEY_BLOCK, QUERY_BLOCK, format_of
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.tiles import MatmulTile, Tile
 
@@ -37,6 +38,25 @@ def _attention_cell(codes: str, d: int, tile: MatmulTile, chips: tuple[str, ...]
         {"num_warps": tile.warps, "num_stages": tile.stages} | EXACT,
         tensor_core="int8 " * is_int8 + ("fp16" if values == "*fp16" else in_fp8),
         targets=chips,
+    )
+
+
+def _warps_cell(d: int, *, even: bool) -> Cell:
+    """The kernel with warps apart; its q, k and v are TMA's descriptors."""
+
+    def block(rows: int, columns: int) -> str:
+        return f"tensordesc<fp8e4nv[{rows}, {columns}],{warp_specialized.layout_of([rows, columns])!r}>"
+
+    return Cell(
+        warp_specialized.attention_warps_kernel,
+        f"warps-{d} {QUERY_BLOCK}x{KEY_BLOCK}" + " ragged" * (not even),
+        {"q": block(QUERY_BLOCK, d), "k": block(KEY_BLOCK, d), "v": block(d, KEY_BLOCK)}
+        | dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32")
+        | {"o": "*bf16", "S": "i32", "SKV": "i32", "H": "i32", "log2_scale": "fp32"},
+        warp_specialized.constants_of(d, even),
+        {"num_warps": 4} | EXACT,
+        tensor_core="fp8",
+        targets=("sm_90",),
     )
 
 
@@ -78,6 +98,7 @@ CELLS = (
         if isinstance(tile, MatmulTile)
         for even in (True, False)
     ),
+    *(_warps_cell(d, even=even) for d in HEAD_SIZES for even in (True, False)),
     *(
         cell
         for d in HEAD_SIZES

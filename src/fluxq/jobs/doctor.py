@@ -485,7 +485,7 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
             left_out[f"{launch.op} in {launch.place}"] = f"{chip} has no kernel for it"
             return []
         own = Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)
-        return [own, *_of_packages(launch, chip)]
+        return [own, *_instead_of_ours(launch, chip, left_out)]
     judged = dispatch.judged(*kind_of_linear(*given, chip=chip))
     offered = [choice for choice, why_not in judged if not why_not]
     if not offered:
@@ -501,22 +501,32 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
     ]
 
 
-def _of_packages(launch: Launch, chip: str) -> list[Attempt]:
-    """List the attempts of other packages at a launch of attention."""
+def _instead_of_ours(launch: Launch, chip: str, left_out: dict[str, str]) -> list[Attempt]:
+    """List what may take a launch of attention from its kernel: the one with warps apart, and other packages."""
     if launch.op != ATTENTION_FP8.name:
         return []
+    from fluxq.kernels import dispatch
     from fluxq.kernels.attention_peers import peers_for
 
     kernel = ATTENTION_FP8.kernel
     (q, k, v, scale), codes = launch.arguments[:4], _codes(launch)
-    attempts = []
-    for name in peers_for(codes, chip, q.dtype):
-        cell = name, format_of(codes, q.shape[3]), chip
+    form = format_of(codes, q.shape[3])
 
-        def judge(found: Any, cell: Cell = cell) -> list[tuple[Cell, Verdict]]:
-            return [(cell, kernel.compare_peer(found[:, :COMPARED], q[:, :COMPARED], k, v, scale, codes))]
+    def attempt(name: str, call: Callable[..., Any], compare: Callable[..., Verdict], is_package: bool) -> Attempt:
+        cell = name, form, chip
 
-        attempts.append(Attempt(name, partial(kernel.by_peer, name, chip=chip), judge, [cell], is_package=True))
+        def judge(found: Any) -> list[tuple[Cell, Verdict]]:
+            return [(cell, compare(found[:, :COMPARED], q[:, :COMPARED], k, v, scale, codes))]
+
+        return Attempt(name, partial(call, chip=chip), judge, [cell], is_package=is_package)
+
+    packages = peers_for(codes, chip, q.dtype)
+    attempts = [attempt(name, partial(kernel.by_peer, name), kernel.compare_peer, True) for name in packages]
+    why_not = dispatch.warps_refusal(codes, q.shape[3], chip, q.dtype)
+    if why_not and chip == "sm_90" and codes == "fp8":
+        left_out[f"{dispatch.WARPS_APART} in {launch.place}"] = why_not
+    if not why_not:
+        attempts.insert(0, attempt(dispatch.WARPS_APART, kernel.by_warps_apart, kernel.compare_own, False))
     return attempts
 
 
