@@ -22,7 +22,7 @@ from fluxq.kernels import dispatch, launch, ops
 from fluxq.kernels.adaln_quantize import op as adaln
 from fluxq.kernels.adaln_quantize.kernel import adaln_quantize
 from fluxq.kernels.attention import op as attention
-from fluxq.kernels.attention.kernel import attention_fp8
+from fluxq.kernels.attention.kernel import attention_fp8, by_warps_apart
 from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
@@ -112,6 +112,8 @@ def why_not(case: Case, chip: str) -> str:
         return refused or (dispatch.refusal("scaled_matmul", codes, chip) if codes else "")
     if case.implementation == "attention_fp8":
         return dispatch.refusal("attention_fp8", "128", chip)
+    if case.implementation == dispatch.WARPS_APART:
+        return dispatch.warps_refusal("fp8", 128, chip, torch.bfloat16)
     return ""
 
 
@@ -340,6 +342,8 @@ def _attention(case: Case, shape: Shape, device: torch.device, chip: str) -> Wor
     quantize_tile = _plain_tile("attention", f"quantize {d}", chip, m)
 
     def in_fp8() -> Tensor:
+        if case.implementation == dispatch.WARPS_APART:
+            return by_warps_apart(q, k, v, None, chip=chip)
         return attention_fp8(q, k, v, None, tile=tile, quantize_tile=quantize_tile)
 
     def expected() -> Tensor:
@@ -454,9 +458,10 @@ ATTENTIONS = (
     Case("attention", "16bit", "F.scaled_dot_product_attention"),
     Case("attention", "fp8", "attention_fp8"),
 )
+APART = Case("attention", "fp8", dispatch.WARPS_APART)
 DECODERS = (*(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),)
 GRADIENTS = tuple(Case("gradient", name, "input_gradient") for name in ("fp8-fp8", "int8-int8", "fp8", "int4", "nvfp4"))
-CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, *DECODERS, *GRADIENTS)
+CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, APART, *DECODERS, *GRADIENTS)
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}  # the faster first, where both are
 RATED_PRODUCTS = (
     BASELINE,
@@ -487,7 +492,7 @@ def sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
         for k in (3072, 12288):
             yield (m, k, k), (*QUANTIZERS, *ACTS)
         yield (m, 15360, 15360), BESIDE
-        yield (m, 3072, 3072), (*NORMS, *ATTENTIONS)
+        yield (m, 3072, 3072), (*NORMS, *ATTENTIONS, APART)
         if m == TOKENS[0]:
             yield (m, 18432, 3072), DECODERS
 
@@ -498,7 +503,7 @@ def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     sweep = (
         ((4608, 12288, 3072), (*products, *GRADIENTS)),
         ((1, 18432, 3072), (*(case for case in products if case.implementation != "torch._int_mm"),)),
-        ((4608, 3072, 3072), (*NORMS, ATTENTIONS[1], *QUANTIZERS)),
+        ((4608, 3072, 3072), (*NORMS, ATTENTIONS[1], APART, *QUANTIZERS)),
         ((4608, 12288, 12288), ACTS),
         ((4608, 15360, 15360), BESIDE),
     )
@@ -512,7 +517,7 @@ def rates_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     """Parts of a step of FLUX.1-dev: products, attention, passes over memory."""
     for shape in ((8192, 8192, 8192), *(shape for _, shape in FLUX_STEP if shape[0] > 512)):
         yield shape, RATED_PRODUCTS
-    yield (4608, 3072, 3072), (*RATED_ATTENTIONS, ATTENTIONS[1])
+    yield (4608, 3072, 3072), (*RATED_ATTENTIONS, ATTENTIONS[1], APART)
     for name in ("fp8", "int8"):
         yield (4608, 3072, 3072), (Case("adaln_quantize", name, "adaln_quantize"),)
         yield (4096, 3072, 3072), (Case("quantize_activation", name, "quantize_activation"),)

@@ -261,6 +261,7 @@ def test_rounds_take_turns_and_the_first_two_do_not_count(script, monkeypatch) -
         ("adaln_quantize_kernel", "elementwise"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
         ("attention_fp8_kernel", "attention"),
+        ("attention_warps_kernel", "attention"),
         ("triton_poi_fused_add_mul_7", "elementwise"),
         ("triton_poi_fused__scaled_dot_product_cudnn_attention_cat_3", "elementwise"),
     ],
