@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -63,7 +64,7 @@ class _Copies:
         """The value with every tensor in it on the device."""
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, TensorDescriptor):
+        if isinstance(value, (TensorDescriptor, hopper.TensorDescriptor)):
             return replace(value, base=self._tensor(value.base))
         return tuple(map(self.of, value)) if isinstance(value, tuple) else value
 

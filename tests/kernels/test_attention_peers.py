@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluxq.base import settings
 from fluxq.kernels import attention_peers, dispatch, findings, launch, proofs, timing
-from fluxq.kernels.attention import kernel
+from fluxq.kernels.attention import kernel, warp_specialized
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.kernels.attention_peers import PEERS, coded, peers_for
 from fluxq.kernels.compare import Sample
@@ -265,6 +265,44 @@ def test_doctor_judges_packages_beside_our_kernel(installed) -> None:
         form = "64" if codes == "fp8" else "int8-64"
         assert {(row["format"], row["scheme"], row["why"]) for row in rows} == {(form, f"attention {form}", "")}
         assert {(row["m"], row["n"], row["k"]) for row in rows} == {(140, 128, 130)}
+
+
+def judged_in_fp8(chip: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of doctor's for an attention in fp8, and what it left out."""
+    from fluxq.jobs import doctor
+    from fluxq.runtime.launches import Launch, Machine
+
+    machine = Machine(torch.device("cpu"), chip, "speed", torch.bfloat16)
+    request = doctor.Request(machine, None, {}, None)
+    examination = doctor.Examination(findings.machine_of(machine.device, machine.chip))
+    call = Launch("attention_fp8", (Q, K, V, None, "fp8"), "here")
+    with findings.keeping(examination.machine) as keeper, findings.instead(), interpreting(chip):
+        dispatch.forget()
+        return doctor._judged(call, request, examination, keeper), examination.left_out
+
+
+def test_doctor_judges_the_kernel_with_warps_apart_beside_the_other_kernel_on_hopper_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, left_out = judged_in_fp8("sm_90")
+    assert [(row["op"], row["format"], row["why"]) for row in rows] == [
+        ("attention_fp8", "64", ""),
+        (dispatch.WARPS_APART, "64", ""),
+    ]
+    assert not left_out
+    rows, left_out = judged_in_fp8("sm_89")
+    assert [row["op"] for row in rows] == ["attention_fp8"] and not left_out
+    monkeypatch.setattr(dispatch, "warps_refusal", lambda *call: "its Gluon was never compiled with Triton 3.7")
+    rows, left_out = judged_in_fp8("sm_90")
+    assert [row["op"] for row in rows] == ["attention_fp8"]
+    assert left_out == {f"{dispatch.WARPS_APART} in here": "its Gluon was never compiled with Triton 3.7"}
+
+
+def test_doctor_finds_the_kernel_with_warps_apart_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = warp_specialized.attend
+    monkeypatch.setattr(warp_specialized, "attend", lambda *x: attend(*x) * 1.05)
+    rows, _ = judged_in_fp8("sm_90")
+    assert [(row["op"], bool(row["why"])) for row in rows] == [("attention_fp8", False), (dispatch.WARPS_APART, True)]
 
 
 def judged_as_on_a_gpu(monkeypatch, attend: Any) -> tuple[list[dict[str, Any]], Any]:
