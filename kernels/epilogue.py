@@ -58,7 +58,7 @@ class Gate(NamedTuple):
 
 
 class Following(NamedTuple):
-    """What follows a product, as one argument of its kernel. A step that is None costs kernel and launch nothing.
+    """Steps behind a product, as one argument of its kernel. One that is None costs kernel and launch nothing.
 
     bias: (N,). gelu: True or None. residual: (M, N). y: (M, N), which is written.
     """
