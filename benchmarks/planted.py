@@ -261,8 +261,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "adaln_quantize: the stride of another tensor": Fault(
         "kernels/adaln_quantize/kernel.py",
-        "load_rows(gate, images, stride_gate, columns, mask)",
-        "load_rows(gate, images, stride_scale, columns, mask)",
+        "load_rows(gate, images, residual.stride_gate, columns, mask)",
+        "load_rows(gate, images, modulation.stride_scale, columns, mask)",
         _in("kernels/test_adaln_quantize_kernel.py", "test_rows_of_each_tensor_have_a_distance_of_their_own"),
     ),
     "adaln_quantize: modulation without its 1": Fault(

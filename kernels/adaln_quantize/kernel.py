@@ -10,13 +10,14 @@ what kernels/quantize_activation makes of the v that this one writes without a f
 program holds all tiles of it; its mean is subtracted before squares are added up, so that nothing cancels.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors, modulated_norm
-from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
+from fluxq.kernels.checks import EXACT, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     amax_bits,
     computed_once,
@@ -38,7 +39,15 @@ from fluxq.kernels.codes import (
 from fluxq.kernels.compare import Sample, Verdict, of_dtype, picked, same, within, worst
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.qk_norm_rope.kernel import FLOATS
-from fluxq.kernels.quantize_activation.kernel import coded, compare_codes, new_codes, returned
+from fluxq.kernels.quantize_activation.kernel import (
+    Coded,
+    Source,
+    as_coded,
+    coded,
+    compare_codes,
+    new_codes,
+    returned,
+)
 from fluxq.kernels.quantize_activation.op import Rounding, check_steps
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzled_size, unpack_named
 from fluxq.kernels.tiles import LONGEST_HELD, Tile, cdiv, whole_row_tile
@@ -55,43 +64,66 @@ def adaln_quantize(
     after it, as diffusers' does. fp8_tensor needs its scale given, for no program here sees all rows. Raises ValueError
     for tensors that do not fit.
     """
-    scale, shift, branch, gate, _, input_scale, *_ = tensors
+    scale, shift, branch, gate, weight, input_scale, smooth, mean = tensors
     row, swizzled = find_format(how.format) if how.format else None, how.swizzled
     _check_layers(x, tensors, norm, tile)
     _check_rounding(x, row, tensors, how, tile)
     check_device("adaln_quantize", x.device)
     m, d = x.shape
-    new = None if branch is None else torch.empty(m, d, dtype=x.dtype, device=x.device)
-    arguments: dict[str, Any] = {name: tensor for name, tensor in tensors._asdict().items() if name != "input_scale"}
-    arguments |= {"x": x, "new": new, "M": m, "D": d, "tokens": m // scale.shape[0], "eps": eps, "NORM": norm}
-    arguments |= {"stride_x": x.stride(0), "stride_scale": scale.stride(0), "stride_shift": shift.stride(0)}
-    arguments |= {"stride_branch": 0 if branch is None else branch.stride(0)}
-    arguments |= {"stride_gate": 0 if gate is None else gate.stride(0)}
+    new = residual = None
+    if branch is not None and gate is not None:
+        new = torch.empty(m, d, dtype=x.dtype, device=x.device)
+        residual = Residual(branch, gate, new, branch.stride(0), gate.stride(0))
+    modulation = Modulation(scale, shift, weight, m // scale.shape[0], scale.stride(0), shift.stride(0))
     if row is None:
         out = torch.empty(m, d, dtype=x.dtype, device=x.device)
-        arguments |= {"codes": out, "step": None, "global_scale": None, "stride_step": 0}
-        arguments |= {"FORMAT": "", "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+        written = Coded(out, None, None, None)
     else:
         out = new_codes("adaln_quantize", x, d, input_scale, how)
-        per_row = out.scale if out.global_scale is None else out.global_scale  # where each row has its own scale
-        arguments |= {"codes": as_bytes(out.codes), "step": as_bytes(out.scale), "global_scale": out.global_scale}
-        arguments |= {"stride_step": int(per_row.ndim > 0), "FORMAT": row.name, "GROUP": row.group_size}
-        arguments |= {"ELEMENT": row.element.name, "LARGEST": row.element.max}
+        written = as_coded(out)
     rows = swizzled_size(m, 4) // 4 if swizzled else m  # those that pad swizzled scales included
     adaln_quantize_kernel[(cdiv(rows, tile.rows),)](
-        **arguments,
+        source=Source(x, x.stride(0), None, smooth, mean),
+        residual=residual,
+        modulation=modulation,
+        out=written,
+        M=m,
+        D=d,
+        eps=eps,
+        NORM=norm,
+        FORMAT=row,
         HADAMARD=how.hadamard.bit_length() - 1 if how.hadamard else 0,
         SCALE_GIVEN=input_scale is not None,
         FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=swizzled,
         EVEN=d % tile.columns == 0,
         TILES=cdiv(d, tile.columns),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
+        TILE=tile,
         num_warps=tile.warps,
         **EXACT,
     )
     return out, new
+
+
+class Residual(NamedTuple):
+    """A gated residual: branch (M, D) and gate (B, D), rows a stride apart, and n (M, D), which is written to `new`."""
+
+    branch: Any
+    gate: Any
+    new: Any
+    stride_branch: Any
+    stride_gate: Any
+
+
+class Modulation(NamedTuple):
+    """scale and shift (B, D), rows a stride apart, one for so many tokens; weight (D,) or None."""
+
+    scale: Any
+    shift: Any
+    weight: Any
+    tokens: Any
+    stride_scale: Any
+    stride_shift: Any
 
 
 def launch(
@@ -242,52 +274,38 @@ def _check_rounding(x: Tensor, format: Format | None, tensors: NormTensors, how:
 
 @triton.jit
 def adaln_quantize_kernel(
-    x,  # (M, D)
-    branch,  # (M, D) or None
-    gate,  # (B, D) or None
-    scale,  # (B, D)
-    shift,  # (B, D)
-    weight,  # (D,) or None
-    smooth,  # (D,) fp32 or None
-    mean,  # (D,) fp32 or None
-    new,  # (M, D), n, or None
-    codes,  # (M, D) or (M, D/2) bytes; without FORMAT (M, D) v
-    step,  # scales of the codes: (M,) or () fp32, (M, G) bytes or the 128x4 layout; None without FORMAT
-    global_scale,  # () or (M, 1) fp32, for nvfp4
+    source,  # of x (M, D)
+    residual,  # or None
+    modulation,
+    out,  # without FORMAT v (M, D) in place of codes
     M,
     D,
-    tokens,  # of one image: rows that share a row of scale, shift and gate
-    stride_x,  # between rows
-    stride_branch,
-    stride_gate,
-    stride_scale,
-    stride_shift,
-    stride_step,  # of what SCALE_GIVEN says is given: 0 where all rows share it
     eps,
     NORM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,  # a Format or None
     HADAMARD: tl.constexpr,
     SCALE_GIVEN: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,
     SWIZZLED: tl.constexpr,
     EVEN: tl.constexpr,  # D is TILES · COLUMNS
     TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,  # a Tile
 ):
     """n = x + gate · branch; v = norm(n) · (1 + scale) + shift; codes of v. Reads each once, writes n and codes."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    x, stride_x, codes = source.x, source.stride_x, out.codes
+    scale, shift = modulation.scale, modulation.shift
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    images = rows // tokens
+    images = rows // modulation.tokens
     held = ()
     for tile in tl.static_range(TILES):
         columns, mask = tile_of(rows, tile, M, D, COLUMNS)
         n = load_rows(x, rows, stride_x, columns, mask)  # (ROWS, COLUMNS)
-        if branch is not None:
-            gated = load_rows(gate, images, stride_gate, columns, mask)
-            gated = gated * load_rows(branch, rows, stride_branch, columns, mask)
+        if residual is not None:
+            gate, new = residual.gate, residual.new
+            gated = load_rows(gate, images, residual.stride_gate, columns, mask)
+            gated = gated * load_rows(residual.branch, rows, residual.stride_branch, columns, mask)
             n = rounded(n + rounded(gated, gate), x)
             tl.store(new + rows[:, None] * D + columns[None, :], n.to(new.dtype.element_ty), mask=mask)
         held += (n,)
@@ -296,43 +314,48 @@ def adaln_quantize_kernel(
     for tile in tl.static_range(TILES):
         columns, mask = tile_of(rows, tile, M, D, COLUMNS)
         v = held[tile] * r[:, None]
-        if weight is not None:
+        if modulation.weight is not None:
             if NORM == "rms":
                 v = rounded(v, scale)
-            v = v * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+            weight = tl.load(modulation.weight + columns, mask=columns < D, other=0.0)
+            v = v * weight.to(tl.float32)[None, :]
         v = rounded(v, scale)
-        factor = rounded(1.0 + load_rows(scale, images, stride_scale, columns, mask), scale)
+        factor = rounded(1.0 + load_rows(scale, images, modulation.stride_scale, columns, mask), scale)
         v = rounded(v * factor, scale)
-        v = rounded(v + load_rows(shift, images, stride_shift, columns, mask), scale)
+        v = rounded(v + load_rows(shift, images, modulation.stride_shift, columns, mask), scale)
         if scale.dtype != x.dtype:
             v = rounded(v, x)
         # beyond the mask zero, or NaN as in all of the row
-        if FORMAT == "":
+        if FORMAT is None:
             tl.store(codes + rows[:, None] * D + columns[None, :], v.to(codes.dtype.element_ty), mask=mask)
         else:
-            v = transform_tile(v, smooth, mean, tile, D, HADAMARD, ROWS, COLUMNS)
+            v = transform_tile(v, source.smooth, source.mean, tile, D, HADAMARD, ROWS, COLUMNS)
             modulated += (computed_once(v, HADAMARD),)
-    if GROUP == 0 and FORMAT != "":
-        if SCALE_GIVEN:
-            s = tl.load(step + rows * stride_step, mask=rows < M, other=1.0)  # (ROWS,)
-        else:
-            s = row_step(amax_bits(modulated, TILES), LARGEST)
-            tl.store(step + rows, s, mask=rows < M)
-        for tile in tl.static_range(TILES):
-            quantize_rows_tile(modulated[tile], s, codes, rows, tile, M, D, ELEMENT, SCALE_GIVEN, COLUMNS)
-    elif FORMAT != "":
-        g = tl.full((ROWS,), 1.0, tl.float32)
-        if FORMAT == "nvfp4":
+    if FORMAT is not None:
+        NAME: tl.constexpr = FORMAT.name
+        ELEMENT: tl.constexpr = FORMAT.element.name
+        GROUP: tl.constexpr = FORMAT.group_size
+        if GROUP == 0:
             if SCALE_GIVEN:
-                g = tl.load(global_scale + rows * stride_step, mask=rows < M, other=1.0)
+                s = tl.load(out.scale + rows * out.stride, mask=rows < M, other=1.0)  # (ROWS,)
             else:
-                g = row_global(amax_bits(modulated, TILES), FOUR_OVER_SIX)
-                tl.store(global_scale + rows, g, mask=rows < M)
-        for tile in tl.static_range(TILES):
-            quantize_blocks_tile(
-                modulated[tile], g, codes, step, rows, tile, M, D, FORMAT, GROUP, SCALE_GIVEN, FOUR_OVER_SIX, SWIZZLED,
-                ROWS, COLUMNS,
-            )  # fmt: skip
+                s = row_step(amax_bits(modulated, TILES), FORMAT.element.max)
+                tl.store(out.scale + rows, s, mask=rows < M)
+            for tile in tl.static_range(TILES):
+                quantize_rows_tile(modulated[tile], s, codes, rows, tile, M, D, ELEMENT, SCALE_GIVEN, COLUMNS)
+        else:
+            g = tl.full((ROWS,), 1.0, tl.float32)
+            if FORMAT.two_level:
+                if SCALE_GIVEN:
+                    g = tl.load(out.global_scale + rows * out.stride, mask=rows < M, other=1.0)
+                else:
+                    g = row_global(amax_bits(modulated, TILES), FOUR_OVER_SIX)
+                    tl.store(out.global_scale + rows, g, mask=rows < M)
+            for tile in tl.static_range(TILES):
+                quantize_blocks_tile(
+                    modulated[tile], g, codes, out.scale, rows, tile, M, D, NAME, GROUP, SCALE_GIVEN,
+                    FOUR_OVER_SIX, SWIZZLED, ROWS, COLUMNS,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -10,11 +10,13 @@ for the D products of a logit and for one block of keys at a time, and sums over
 then has an accumulator of its own: with one that lives through the loop ptxas lets each product wait for the last.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -243,16 +245,8 @@ def attend(
     return o
 
 
-def constants_of(tile: MatmulTile) -> dict[str, int | float | bool]:
-    return {
-        "ACC_SPLIT": tile.acc_split,
-        "UNIT_SCALES": tile.unit_scales,
-        "D": tile.k,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "QUERY_BLOCK": QUERY_BLOCK,
-        "P_EXPONENT": P_EXPONENT,
-    }
+def constants_of(tile: MatmulTile) -> dict[str, Any]:
+    return {"TILE": tile, "QUERY_BLOCK": QUERY_BLOCK, "P_EXPONENT": P_EXPONENT}
 
 
 def _check_input(q: Tensor, k: Tensor, v: Tensor, codes: str) -> None:
@@ -404,11 +398,7 @@ def attention_fp8_kernel(
     H,
     log2_scale,
     EVEN_KEYS: tl.constexpr,
-    ACC_SPLIT: tl.constexpr,
-    UNIT_SCALES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,  # a MatmulTile, whose n are keys and k is D
     QUERY_BLOCK: tl.constexpr,
     P_EXPONENT: tl.constexpr,
 ):
@@ -417,6 +407,9 @@ def attention_fp8_kernel(
     A last block that is not full comes first, apart, so that no other has a mask; on GeForce cards all have one, where
     its code would take registers that there are not.
     """
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    D: tl.constexpr = TILE.k
     GEFORCE: tl.constexpr = tl.target_info.cuda_capability_geq(12, 0) or not tl.target_info.cuda_capability_geq(9, 0)
     PEELED: tl.constexpr = not EVEN_KEYS and (tl.target_info.is_hip() or not GEFORCE)
     head = tl.program_id(1).to(tl.int64)
@@ -441,7 +434,7 @@ def attention_fp8_kernel(
         blocks = key_blocks - 1
         acc, highest, total = attend_block(
             blocks, queries, factor, acc, highest, total, k, k_scale, v, key_blocks, SKV,
-            True, ACC_SPLIT, UNIT_SCALES, D, BLOCK_M, BLOCK_N, P_EXPONENT,
+            True, TILE, P_EXPONENT,
         )  # fmt: skip
     for turn in range(blocks):
         block = turn
@@ -449,7 +442,7 @@ def attention_fp8_kernel(
             block = tl.where(turn == 0, key_blocks, turn) - 1
         acc, highest, total = attend_block(
             block, queries, factor, acc, highest, total, k, k_scale, v, key_blocks, SKV,
-            not (EVEN_KEYS or PEELED), ACC_SPLIT, UNIT_SCALES, D, BLOCK_M, BLOCK_N, P_EXPONENT,
+            not (EVEN_KEYS or PEELED), TILE, P_EXPONENT,
         )  # fmt: skip
     result = tl.div_rn(acc, total[:, None]) * tl.load(v_scale + head * D + columns)[None, :]
     place = ((head // H * S + rows)[:, None] * H + head % H) * D + columns[None, :]
@@ -459,16 +452,18 @@ def attention_fp8_kernel(
 @triton.jit
 def attend_block(
     block, queries, factor, acc, highest, total, k, k_scale, v, key_blocks, SKV,
-    MASKED: tl.constexpr, ACC_SPLIT: tl.constexpr, UNIT_SCALES: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, P_EXPONENT: tl.constexpr,
+    MASKED: tl.constexpr, TILE: tl.constexpr, P_EXPONENT: tl.constexpr,
 ):  # fmt: skip
     """Return acc (BLOCK_M, D), highest logit and total (BLOCK_M,) with a block of keys; MASKED: some are none."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    D: tl.constexpr = TILE.k
     columns = tl.arange(0, D)
     tokens = block * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = tl.load(k + tokens[:, None] * D + columns[None, :])  # (BLOCK_N, D)
     INT8: tl.constexpr = queries.dtype == tl.int8
     t = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT8 else tl.float32)
-    t = add_product(t, queries, keys, INT8, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, D).to(tl.float32)
+    t = add_product(t, queries, keys, INT8, 0, TILE.unit_scales, BLOCK_M, BLOCK_N, D).to(tl.float32)
     by = factor * tl.load(k_scale + block)
     if MASKED:
         t = tl.where((tokens < SKV)[None, :], t, float("-inf"))
@@ -478,8 +473,8 @@ def attend_block(
     correction = tl.exp2(highest - new)
     total = total * correction + tl.sum(p, 1)
     values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
-    UNIT: tl.constexpr = UNIT_SCALES and values.dtype != tl.float16
-    if ACC_SPLIT:
+    UNIT: tl.constexpr = TILE.unit_scales and values.dtype != tl.float16
+    if TILE.acc_split:
         part = tl.zeros((BLOCK_M, D), tl.float32)
         part = add_product(part, p.to(values.dtype), values, False, 0, UNIT, BLOCK_M, D, BLOCK_N)
         acc = tl.fma(acc, correction[:, None], part)

@@ -15,14 +15,15 @@ tiles of it, and computes act(x) once; longer rows (`is_held`) are read twice. f
 unless its scale is given. Rounding of v is in kernels/codes.py, which other kernels share.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -88,62 +89,103 @@ def quantize_activation(
     h = None if down is None else torch.empty(m, rank, dtype=down.dtype, device=x.device)
     _check_tile(name, tile, row, hadamard, rank, swizzled)
     check_device(name, x.device)
-    d, stride_beside = (0, 0) if beside is None else (beside.shape[1], beside.stride(0))
-    read: dict[str, Any] = {"x": x, "beside": beside, "smooth": smooth, "mean": mean, "M": m, "K": k, "D": d}
-    read |= {"stride_x": x.stride(0), "stride_beside": stride_beside}
-    read |= {"ACT": how.act, "HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
-    read |= {
-        "TILES": cdiv(k, tile.columns),
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "num_warps": tile.warps,
-    } | EXACT
-    product = {"down": down, "h": h, "R": rank, "BLOCK_R": max(16, triton.next_power_of_2(rank)) if rank else 1}
+    left = None if beside is None else Beside(beside, beside.shape[1], beside.stride(0))
+    read: dict[str, Any] = {"source": Source(x, x.stride(0), left, smooth, mean), "M": m, "K": k, "ACT": how.act}
+    read |= {"HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    read |= {"TILES": cdiv(k, tile.columns), "TILE": tile, "num_warps": tile.warps} | EXACT
+    product = None
+    if down is not None and h is not None:
+        product = Down(down, h, rank, tl.constexpr(max(16, triton.next_power_of_2(rank))))
     programs = cdiv(swizzled_size(m, 4) // 4 if swizzled else m, tile.rows)  # of rows, those that pad included
     if row.group_size:
-        _launch_blocks(out, programs, how, input_scale is not None, read | product)
+        _launch_blocks(out, programs, how, input_scale is not None, product, read)
     else:
-        _launch_rows(out, programs, input_scale is not None, read, product)
+        _launch_rows(out, programs, input_scale is not None, product, read)
     return out, h
 
 
+class Beside(NamedTuple):
+    """Another matrix (M, D), rows a stride apart, whose columns come first."""
+
+    matrix: Any
+    D: Any
+    stride: Any
+
+
+class Source(NamedTuple):
+    """The input of a kernel, act(x) of x, rows a stride apart, with its steps.
+
+    x: (M, K - D), or twice as wide for activations of two halves. beside: or None. smooth, mean: (K,) fp32 or None.
+    """
+
+    x: Any
+    stride_x: Any
+    beside: Any
+    smooth: Any
+    mean: Any
+
+
+class Down(NamedTuple):
+    """The first half of a low-rank branch: down (R, K), and h (M, R), which is written; BLOCK_R: at least R."""
+
+    down: Any
+    h: Any
+    R: Any
+    BLOCK_R: Any
+
+
+class Coded(NamedTuple):
+    """The results of a kernel: codes and scales. A scale, or nvfp4's global scale, that is given is read, not written.
+
+    codes: (M, K) bytes, or (M, K/2) with two codes to a byte. scale: (M,) or () fp32, (M, G) bytes or the 128x4 layout.
+    global_scale: (M, 1) or () fp32, or None. stride: between rows of the fp32 one, 0 where they share it; or None.
+    """
+
+    codes: Any
+    scale: Any
+    global_scale: Any
+    stride: Any
+
+
+def as_coded(out: QuantizedTensor) -> Coded:
+    """Return codes and scales as a kernel takes them."""
+    of_rows = out.global_scale if out.format.two_level else None if out.format.group_size else out.scale
+    stride = None if of_rows is None else min(of_rows.ndim, 1)
+    return Coded(as_bytes(out.codes), as_bytes(out.scale), out.global_scale, stride)
+
+
 def _launch_rows(
-    out: QuantizedTensor, programs: int, scale_given: bool, read: dict[str, Any], product: dict[str, Any]
+    out: QuantizedTensor, programs: int, scale_given: bool, down: Down | None, read: dict[str, Any]
 ) -> None:
     row, amax = out.format, None
     if row.block[0] == 0 and not scale_given:
         amax = torch.zeros((), dtype=torch.int32, device=out.codes.device)
         tensor_amax_kernel[(programs,)](amax=amax, **read)
     quantize_rows_kernel[(programs,)](
-        codes=as_bytes(out.codes),
-        scale=out.scale,
+        down=down,
+        out=as_coded(out),
         amax=amax,
-        stride_scale=row.block[0],
         ELEMENT=row.element.name,
         LARGEST=row.element.max,
         SCALE_GIVEN=scale_given,
         **read,
-        **product,
     )
 
 
 def _launch_blocks(
-    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, arguments: dict[str, Any]
+    out: QuantizedTensor, programs: int, how: Rounding, scale_given: bool, down: Down | None, read: dict[str, Any]
 ) -> None:
     # Tokens that take their own global scale, and sums over K, need whole rows; otherwise every tile stands alone.
     own_global = out.format.two_level and not scale_given
-    per_token = out.global_scale is not None and out.global_scale.ndim == 2
-    quantize_blocks_kernel[(programs, 1 if own_global or arguments["R"] else arguments["TILES"])](
-        codes=as_bytes(out.codes),
-        scale=as_bytes(out.scale),
-        global_scale=out.global_scale,
-        stride_global=int(per_token),
+    quantize_blocks_kernel[(programs, 1 if own_global or down is not None else read["TILES"])](
+        down=down,
+        out=as_coded(out),
         FORMAT=out.format.name,
         GROUP=out.format.group_size,
         OWN_GLOBAL=own_global,
         FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=how.swizzled,
-        **arguments,
+        **read,
     )
 
 
@@ -264,9 +306,8 @@ def activate(x: Tensor, act: str, *, tile: Tile) -> Tensor:
     out = torch.empty(m, k, dtype=x.dtype, device=x.device)
     check_device("activate", x.device)
     grid = (cdiv(m, tile.rows), cdiv(k, tile.columns))
-    activate_kernel[grid](
-        x, out, m, k, x.stride(0), ACT=act, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, **EXACT
-    )
+    source = Source(x, x.stride(0), None, None, None)
+    activate_kernel[grid](source, out, m, k, ACT=act, TILE=tile, num_warps=tile.warps, **EXACT)
     return out
 
 
@@ -360,89 +401,63 @@ holds = triton.constexpr_function(is_held)
 
 @triton.jit
 def quantize_rows_kernel(
-    x,  # (M, K - D), or twice as wide for activations of two halves
-    beside,  # (M, D) or None
-    smooth,  # (K,) fp32 or None
-    mean,  # (K,) fp32 or None
-    down,  # (R, K) or None
-    codes,  # (M, K) bytes
-    scale,  # (M,) fp32, or () for the tensor
+    source,
+    down,  # or None
+    out,
     amax,  # () int32 bits of the tensor's amax, or None
-    h,  # (M, R) or None
     M,
     K,
-    D,
-    R,
-    stride_x,  # between rows
-    stride_beside,
-    stride_scale,  # 1, or 0 where all rows share a scale
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
     ELEMENT: tl.constexpr,
     LARGEST: tl.constexpr,
     SCALE_GIVEN: tl.constexpr,
     TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """code = RNE(v / s), s = amax / LARGEST; reads x, writes codes, scale (or reads it, if given) and h."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     OWN_AMAX: tl.constexpr = amax is None and not SCALE_GIVEN  # pyright: ignore[reportAssignmentType]
     HELD: tl.constexpr = OWN_AMAX and down is None and holds(TILES * COLUMNS, HADAMARD > 0)  # pyright: ignore
     held = ()
     if SCALE_GIVEN:
-        step = tl.load(scale + rows * stride_scale, mask=rows < M, other=1.0)  # (ROWS,)
+        step = tl.load(out.scale + rows * out.stride, mask=rows < M, other=1.0)  # (ROWS,)
     elif amax is not None:
-        step = row_step(tl.load(amax + rows * stride_scale, mask=rows < M, other=0), LARGEST)
+        step = row_step(tl.load(amax + rows * out.stride, mask=rows < M, other=0), LARGEST)
     elif HELD:
-        held = held_rows(
-            x, beside, smooth, mean, rows, M, K, D, stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS
-        )
+        held = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
         step = row_step(amax_bits(held, TILES), LARGEST)
     else:
-        bits, product = scan_rows(
-            x, beside, smooth, mean, down, rows, M, K, D, R,
-            stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
-        )  # fmt: skip
+        bits, product = scan_rows(source, down, rows, M, K, ACT, HADAMARD, TILES, TILE)
         step = row_step(bits, LARGEST)
     if HELD:
         for tile in tl.static_range(TILES):
-            quantize_rows_tile(held[tile], step, codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
+            quantize_rows_tile(held[tile], step, out.codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
     else:
         if not OWN_AMAX:
-            product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+            product = no_product(down, ROWS)
         for tile in range(TILES):
-            inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+            inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
             if down is not None and not OWN_AMAX:
-                product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
-            values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+                product = add_down(product, inputs, down, tile, K, COLUMNS)
+            values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
             values = computed_once(values, HADAMARD)
-            quantize_rows_tile(values, step, codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
+            quantize_rows_tile(values, step, out.codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
     if not SCALE_GIVEN:
-        tl.store(scale + rows * stride_scale, step, mask=rows < M)
+        tl.store(out.scale + rows * out.stride, step, mask=rows < M)
     if down is not None:
-        store_product(product, h, rows, M, R, BLOCK_R)
+        store_product(product, down, rows, M)
 
 
 @triton.jit
 def quantize_blocks_kernel(
-    x,  # (M, K - D), or twice as wide for activations of two halves
-    beside,  # (M, D) or None
-    smooth,  # (K,) fp32 or None
-    mean,  # (K,) fp32 or None
-    down,  # (R, K) or None
-    codes,  # (M, K) bytes, or (M, K/2) with two codes to a byte
-    scale,  # (M, G) bytes, or the 128x4 layout
-    global_scale,  # () or (M, 1) fp32, for nvfp4
-    h,  # (M, R) or None
+    source,
+    down,  # or None
+    out,
     M,
     K,
-    D,
-    R,
-    stride_x,  # between rows
-    stride_beside,
-    stride_global,
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -451,173 +466,132 @@ def quantize_blocks_kernel(
     FOUR_OVER_SIX: tl.constexpr,
     SWIZZLED: tl.constexpr,
     TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """code = RNE(v / step), one step for each GROUP of a row; reads x, writes codes, scale and h.
 
     OWN_GLOBAL: also writes global_scale, from the amax of each row. With it or `down`, one program takes whole rows.
     """
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     g = tl.full((ROWS,), 1.0, tl.float32)
-    product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    product = no_product(down, ROWS)
     HELD: tl.constexpr = OWN_GLOBAL and down is None and holds(TILES * COLUMNS, True)  # pyright: ignore
     held = ()
     if HELD:
-        held = held_rows(
-            x, beside, smooth, mean, rows, M, K, D, stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS
-        )
+        held = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
         g = row_global(amax_bits(held, TILES), FOUR_OVER_SIX)
     elif OWN_GLOBAL:
-        bits, product = scan_rows(
-            x, beside, smooth, mean, down, rows, M, K, D, R,
-            stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, BLOCK_R,
-        )  # fmt: skip
+        bits, product = scan_rows(source, down, rows, M, K, ACT, HADAMARD, TILES, TILE)
         g = row_global(bits, FOUR_OVER_SIX)
     elif FORMAT == "nvfp4":
-        g = tl.load(global_scale + rows * stride_global, mask=rows < M, other=1.0)
+        g = tl.load(out.global_scale + rows * out.stride, mask=rows < M, other=1.0)
     if HELD:
         for tile in tl.static_range(TILES):
             quantize_blocks_tile(
-                held[tile], g, codes, scale, rows, tile, M, K, FORMAT, GROUP, False, FOUR_OVER_SIX, SWIZZLED,
+                held[tile], g, out.codes, out.scale, rows, tile, M, K, FORMAT, GROUP, False, FOUR_OVER_SIX, SWIZZLED,
                 ROWS, COLUMNS,
             )  # fmt: skip
     else:
         for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-            inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+            inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
             if down is not None and not OWN_GLOBAL:
-                product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
-            values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+                product = add_down(product, inputs, down, tile, K, COLUMNS)
+            values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
             values = computed_once(values, HADAMARD)
             quantize_blocks_tile(
-                values, g, codes, scale, rows, tile, M, K, FORMAT, GROUP, not OWN_GLOBAL, FOUR_OVER_SIX, SWIZZLED,
-                ROWS, COLUMNS,
+                values, g, out.codes, out.scale, rows, tile, M, K, FORMAT, GROUP, not OWN_GLOBAL, FOUR_OVER_SIX,
+                SWIZZLED, ROWS, COLUMNS,
             )  # fmt: skip
     if OWN_GLOBAL:
-        tl.store(global_scale + rows, g, mask=rows < M)
+        tl.store(out.global_scale + rows, g, mask=rows < M)
     if down is not None:
-        store_product(product, h, rows, M, R, BLOCK_R)
+        store_product(product, down, rows, M)
 
 
 @triton.jit
 def tensor_amax_kernel(
-    x,  # (M, K - D), or twice as wide for activations of two halves
-    beside,  # (M, D) or None
-    smooth,  # (K,) fp32 or None
-    mean,  # (K,) fp32 or None
+    source,
     amax,  # () int32, zero before the launch
     M,
     K,
-    D,
-    stride_x,
-    stride_beside,
     ACT: tl.constexpr,
     HADAMARD: tl.constexpr,
     TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """amax = bits of the largest |v| of all rows. A maximum of integers is the same in every order of its programs."""
+    ROWS: tl.constexpr = TILE.rows
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    bits, _ = scan_rows(
-        x, beside, smooth, mean, None, rows, M, K, D, 0,
-        stride_x, stride_beside, ACT, HADAMARD, TILES, ROWS, COLUMNS, 1,
-    )  # fmt: skip
+    bits, _ = scan_rows(source, None, rows, M, K, ACT, HADAMARD, TILES, TILE)
     tl.atomic_max(amax, tl.max(tl.where(rows < M, bits, 0), 0))
 
 
 @triton.jit
 def activate_kernel(
-    x,  # (M, K), or (M, 2K) for activations of two halves
+    source,  # of x alone
     y,  # (M, K)
     M,
     K,
-    stride_x,
     ACT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """y = act(x): reads x, writes y."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    value = load_tile(x, None, rows, tl.program_id(1), M, K, 0, stride_x, 0, ACT, COLUMNS)
+    value = load_tile(source, rows, tl.program_id(1), M, K, ACT, COLUMNS)
     tl.store(y + rows[:, None] * K + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def held_rows(
-    x,
-    beside,
-    smooth,
-    mean,
-    rows,
-    M,
-    K,
-    D,
-    stride_x,
-    stride_beside,
-    ACT: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def held_rows(source, rows, M, K, ACT: tl.constexpr, HADAMARD: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
     """Return v of whole rows: a tuple of TILES tiles, fp32 (ROWS, COLUMNS)."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     held = ()
     for tile in tl.static_range(TILES):
-        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
-        values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+        inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
+        values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
         held += (computed_once(values, HADAMARD),)
     return held
 
 
 @triton.jit
 def scan_rows(
-    x,
-    beside,
-    smooth,
-    mean,
-    down,
-    rows,
-    M,
-    K,
-    D,
-    R,
-    stride_x,
-    stride_beside,
-    ACT: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    source, down, rows, M, K, ACT: tl.constexpr, HADAMARD: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
     """Return the bits of max |v| of each row (ROWS,), and a · down^T in fp32 (ROWS, BLOCK_R), zeros without `down`."""
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
-    product = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    product = no_product(down, ROWS)
     for tile in range(TILES):
-        inputs = load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT, COLUMNS)
+        inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
         if down is not None:
-            product = add_down(product, inputs, down, tile, K, R, COLUMNS, BLOCK_R)
-        values = transform_tile(inputs, smooth, mean, tile, K, HADAMARD, ROWS, COLUMNS)
+            product = add_down(product, inputs, down, tile, K, COLUMNS)
+        values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
         values = computed_once(values, HADAMARD)
         largest = tl.maximum(largest, magnitude_bits(values))
     return tl.max(largest, 1), product
 
 
 @triton.jit
-def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.constexpr, COLUMNS: tl.constexpr):
+def load_tile(source, rows, tile, M, K, ACT: tl.constexpr, COLUMNS: tl.constexpr):
     """Load the tile'th COLUMNS columns of a, as fp32: of x, or of act(x) rounded as a separate layer does.
 
-    Zeros beyond M and K. Columns before D are those of `beside`, if there is one.
+    Zeros beyond M and K. Columns before D are those of the matrix beside, if there is one.
     """
+    x, stride_x = source.x, source.stride_x
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
-    if beside is None:
+    if source.beside is None:
         mask, place, other_half = inside, x + rows[:, None] * stride_x + columns[None, :], K
     else:
+        D, stride_beside = source.beside.D, source.beside.stride
         mask = inside & (columns >= D)[None, :]
         place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
     values = tl.load(place, mask=mask, other=0.0)
@@ -631,9 +605,10 @@ def load_tile(x, beside, rows, tile, M, K, D, stride_x, stride_beside, ACT: tl.c
     elif ACT == "mul_silu":
         other = tl.load(place + other_half, mask=mask, other=0.0).to(tl.float32)
         values = rounded(values.to(tl.float32) * rounded(silu(other), x), x)
-    if beside is not None:
+    if source.beside is not None:
         first = (columns < D)[None, :]
-        left = tl.load(beside + rows[:, None] * stride_beside + columns[None, :], mask=inside & first, other=0.0)
+        places = source.beside.matrix + rows[:, None] * stride_beside + columns[None, :]
+        left = tl.load(places, mask=inside & first, other=0.0)
         values = tl.where(first, left.to(tl.float32), values.to(tl.float32))
     return values.to(tl.float32)
 
@@ -664,18 +639,27 @@ def sigmoid_product(v, power):
 
 
 @triton.jit
-def add_down(product, inputs, down, tile, K, R, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
+def no_product(down, ROWS: tl.constexpr):
+    """Return zeros in fp32 (ROWS, BLOCK_R); one column without `down`."""
+    if down is None:
+        return tl.zeros((ROWS, 1), tl.float32)
+    else:
+        return tl.zeros((ROWS, down.BLOCK_R), tl.float32)
+
+
+@triton.jit
+def add_down(product, inputs, down, tile, K, COLUMNS: tl.constexpr):
     """product (ROWS, BLOCK_R) += x · down^T over the tile'th COLUMNS columns, in down's type with fp32 sums."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    ranks = tl.arange(0, BLOCK_R)
-    mask = (ranks < R)[:, None] & (columns < K)[None, :]
-    weights = tl.load(down + ranks[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0)
+    ranks = tl.arange(0, down.BLOCK_R)
+    mask = (ranks < down.R)[:, None] & (columns < K)[None, :]
+    weights = tl.load(down.down + ranks[:, None].to(tl.int64) * K + columns[None, :], mask=mask, other=0.0)
     return tl.dot(inputs.to(weights.dtype), weights.T, product)
 
 
 @triton.jit
-def store_product(product, h, rows, M, R, BLOCK_R: tl.constexpr):
+def store_product(product, down, rows, M):
     """h[rows] = product (ROWS, BLOCK_R), rounded to h's type."""
-    ranks = tl.arange(0, BLOCK_R)
+    h, R, ranks = down.h, down.R, tl.arange(0, down.BLOCK_R)
     mask = (rows < M)[:, None] & (ranks < R)[None, :]
     tl.store(h + rows[:, None] * R + ranks[None, :], product.to(h.dtype.element_ty), mask=mask)

@@ -69,14 +69,8 @@ def weight_only_matmul(
     (m, k), n = x.shape, w.shape[0]
     following = epilogue.following(name, m, n, x.device)
     check_device(name, x.device)
-    arguments = stored_arguments(w, words=gemv) | {
-        "x": x,
-        "M": m,
-        "N": n,
-        "K": k,
-        "TILE": tile,
-        "num_warps": tile.warps,
-    }
+    arguments = stored_arguments(w, words=gemv) | {"x": x, "M": m, "N": n, "K": k}
+    arguments |= {"TILE": tile, "num_warps": tile.warps}
     if gemv:
         weight_only_gemv_kernel[(cdiv(n, tile.rows),)](
             low_rank=following.low_rank,

@@ -228,6 +228,19 @@ def test_no_function_takes_more_than_eight_arguments() -> None:
     assert seen > 3000 and wide == []
 
 
+MANY_PARAMETERS = {"qk_norm_rope_kernel"}
+
+
+def test_no_kernel_takes_more_than_sixteen_parameters() -> None:
+    """Arguments that belong together are one of them, a named tuple."""
+    longer = set()
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in nodes(path.read_text(encoding="utf-8")):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+                longer |= {node.name} if len(node.args.args) > 16 else set()
+    assert longer == MANY_PARAMETERS
+
+
 LOAD = """
 import sys
 from pathlib import Path

@@ -147,13 +147,13 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
         gelu,
     ),
     "scale of x": (
-        "stride_beside, ACT, COLUMNS)\n        if down is not None:",
-        'stride_beside, "", COLUMNS)\n        if down is not None:',
+        "M, K, ACT, COLUMNS)\n        if down is not None:",
+        'M, K, "", COLUMNS)\n        if down is not None:',
         partial(check_fused, format="int8", act="gelu", rank=5),
     ),
     "codes of x": (
-        "stride_beside, ACT, COLUMNS)\n        values",
-        'stride_beside, "", COLUMNS)\n        values',
+        "M, K, ACT, COLUMNS)\n        values",
+        'M, K, "", COLUMNS)\n        values',
         partial(check_fused, format="int8", act="gelu"),
     ),
 }

@@ -383,6 +383,7 @@ int8 = partial(check_fused, format="int8")
 nvfp4 = partial(check_fused, format="nvfp4")
 bound = partial(check_bound, dtype=torch.bfloat16, modulation=None, norm="rms")
 fp32 = partial(check_v, modulation=torch.float32)
+TOKENS = "images = rows // modulation.tokens"
 FAULTS: dict[str, tuple[str, str, Callable]] = {
     "gate ignored": ("gated = gated * load_rows", "gated = load_rows", check_v),
     "gated branch not rounded": ("rounded(gated, gate)", "gated", bound),
@@ -391,14 +392,18 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
         "n = n + rounded(gated, gate)",
         partial(bound, modulation=torch.float32),
     ),
-    "one image": ("images = rows // tokens", "images = rows * 0", images),
-    "images interleaved": ("images = rows // tokens", "images = rows % (M // tokens)", images),
-    "modulation without its stride": ("load_rows(shift, images, stride_shift", "load_rows(shift, images, D", images),
+    "one image": (TOKENS, "images = rows * 0", images),
+    "images interleaved": (TOKENS, "images = rows % (M // modulation.tokens)", images),
+    "modulation without its stride": (
+        "load_rows(shift, images, modulation.stride_shift",
+        "load_rows(shift, images, D",
+        images,
+    ),
     "scale for shift": ("load_rows(shift, images", "load_rows(scale, images", check_v),
     "scale without the one": ("rounded(1.0 + load_rows(scale", "rounded(0.0 + load_rows(scale", check_v),
     "1 + scale not rounded": (
-        "rounded(1.0 + load_rows(scale, images, stride_scale, columns, mask), scale)",
-        "1.0 + load_rows(scale, images, stride_scale, columns, mask)",
+        "rounded(1.0 + load_rows(scale, images, modulation.stride_scale, columns, mask), scale)",
+        "1.0 + load_rows(scale, images, modulation.stride_scale, columns, mask)",
         check_v,
     ),
     "product not rounded": ("v = rounded(v * factor, scale)", "v = v * factor", check_v),
@@ -409,7 +414,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
         'if NORM == "none":\n                v =',
         rms,
     ),
-    "weight ignored": ("v = v * tl.load(weight", "v = v + 0.0 * tl.load(weight", check_v),
+    "weight ignored": ("v = v * weight", "v = v + 0.0 * weight", check_v),
     "mean not taken off": ('NORM == "layer"', 'NORM == "none"', check_v),
     "mean of the tile": ("tl.sum(total, 1), D * 1.0", "tl.sum(total, 1), 512.0", check_v),
     "tail in the variance": ("COLUMNS)[1], n, 0.0)", "COLUMNS)[1], n, 1.0)", check_v),
@@ -420,21 +425,25 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "no mask of columns": ("& (columns < D)[None, :]", "& (columns < D + 1)[None, :]", check_v),
     "32-bit rows": ("tl.arange(0, ROWS)).to(tl.int64)", "tl.arange(0, ROWS))", check_distant_rows),
     "own scale where one is given": (
-        "if SCALE_GIVEN:\n            s =",
-        "if False:\n            s =",
+        "if SCALE_GIVEN:\n                s =",
+        "if False:\n                s =",
         partial(int8, given=True),
     ),
-    "one given scale": ("tl.load(step + rows * stride_step", "tl.load(step + rows * 0", partial(int8, given=True)),
+    "one given scale": (
+        "tl.load(out.scale + rows * out.stride",
+        "tl.load(out.scale + rows * 0",
+        partial(int8, given=True),
+    ),
     "one global scale": (
-        "tl.load(global_scale + rows * stride_step",
-        "tl.load(global_scale + rows * 0",
+        "tl.load(out.global_scale + rows * out.stride",
+        "tl.load(out.global_scale + rows * 0",
         partial(nvfp4, given=True),
     ),
-    "global scale unwritten": ("tl.store(global_scale + rows, g", "tl.store(global_scale + rows * 0, g", nvfp4),
+    "global scale unwritten": ("tl.store(out.global_scale + rows, g", "tl.store(out.global_scale + rows * 0, g", nvfp4),
     "no hadamard": ("tile, D, HADAMARD, ROWS", "tile, D, 0, ROWS", partial(nvfp4, hadamard=16)),
     "mean for smooth": (
-        "transform_tile(v, smooth, mean,",
-        "transform_tile(v, mean, smooth,",
+        "transform_tile(v, source.smooth, source.mean,",
+        "transform_tile(v, source.mean, source.smooth,",
         partial(int8, smooth=True, mean=True),
     ),
 }

@@ -5,46 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell
-from fluxq.kernels.adaln_quantize.kernel import adaln_quantize_kernel
+from fluxq.kernels.adaln_quantize.kernel import Modulation, Residual, adaln_quantize_kernel
 from fluxq.kernels.checks import EXACT
+from fluxq.kernels.quantize_activation.kernel import Coded, Source
 from fluxq.kernels.tiles import CHIPS, cdiv, whole_row_tile
 from fluxq.recipes.formats import FORMATS
 
-TYPES = {
-    **dict.fromkeys(("x", "branch", "gate", "scale", "shift", "new"), "*bf16"),
-    **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
-    **dict.fromkeys(("D", "stride_x", "stride_branch", "stride_gate", "stride_scale", "stride_shift"), "i32:16"),
-    **dict.fromkeys(("M", "tokens", "stride_step"), "i32"),
-    "eps": "fp32",
-}
-PLAIN = {"smooth": None, "mean": None, "HADAMARD": 0}
-FUSED = {"HADAMARD": 7}
-FIRST = dict.fromkeys(("branch", "gate", "new", "stride_branch", "stride_gate"))  # of a block: no residual before it
+PLAIN: dict[str, Any] = {"smooth": None, "mean": None, "HADAMARD": 0}
+FUSED: dict[str, Any] = {"HADAMARD": 7}
+FIRST: dict[str, Any] = {"residual": None}  # of a block: no residual before it
 
 
 def _cells(d: int, format: str, what: str = "", **constants: Any) -> list[Cell]:
     """bf16 rows behind a gated residual, as in a transformer block; what, constants: how a cell differs."""
-    types = TYPES | {"codes": "*i8" if format == "int8" else "*u8", "step": "*u8"}
-    fixed = {"weight": None, "NORM": "layer", "FORMAT": format, "ELEMENT": "", "LARGEST": 0.0, "GROUP": 0}
+    row = FORMATS[format] if format else None
+    fixed: dict[str, Any] = {"NORM": "layer", "FORMAT": row}
     fixed |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
-    if format:
-        row = FORMATS[format]
-        fixed |= {"ELEMENT": row.element.name, "LARGEST": row.element.max, "GROUP": row.group_size}
-        types["step"] = "*u8" if row.group_size else "*fp32"
-    else:
-        types["codes"] = "*bf16"
-        fixed["step"] = None
-    if format != "nvfp4":
-        fixed["global_scale"] = None
-    many = bool(constants["HADAMARD"] or fixed["GROUP"])
+    out = Coded("*bf16", None, None, None)
+    if row is not None:
+        out = Coded("*i8" if format == "int8" else "*u8", "*u8" if row.group_size else "*fp32", None, None)
+        if row.two_level:
+            out = out._replace(global_scale="*fp32")
+        if row.two_level or not row.group_size:
+            out = out._replace(stride="i32")
+    many = bool(constants["HADAMARD"] or (row and row.group_size))
     (tile,) = {whole_row_tile(d, chip, many=many) for chip in CHIPS}  # rows of a model's width, no longer ones
     fixed |= {"EVEN": d % tile.columns == 0, "TILES": cdiv(d, tile.columns)} | constants
+    smooth, mean = fixed.pop("smooth", "*fp32"), fixed.pop("mean", "*fp32")
+    arguments: dict[str, Any] = {"source": Source("*bf16", "i32:16", None, smooth, mean), "out": out, "eps": "fp32"}
+    arguments |= {"residual": Residual("*bf16", "*bf16", "*bf16", "i32:16", "i32:16"), "M": "i32", "D": "i32:16"}
+    arguments["modulation"] = Modulation("*bf16", "*bf16", None, "i32", "i32:16", "i32:16")
     return [
         Cell(
             adaln_quantize_kernel,
             f"{format or '16bit'}{what} {d}",
-            {name: types[name] for name in adaln_quantize_kernel.arg_names if name in types and name not in fixed},
-            fixed | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+            {name: kind for name, kind in arguments.items() if name not in fixed},
+            fixed | {"TILE": tile},
             {"num_warps": tile.warps} | EXACT,
             max_registers=MAX_REGISTERS,
             elements=d,

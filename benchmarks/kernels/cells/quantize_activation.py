@@ -11,6 +11,10 @@ from typing import Any
 from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, distinct_tiles
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.quantize_activation.kernel import (
+    Beside,
+    Coded,
+    Down,
+    Source,
     activate_kernel,
     quantize_blocks_kernel,
     quantize_rows_kernel,
@@ -24,39 +28,45 @@ _TYPES = {
     **dict.fromkeys(("x", "beside", "y", "down", "h"), "*bf16"),
     **dict.fromkeys(("smooth", "mean", "global_scale"), "*fp32"),
     **dict.fromkeys(("M", "K", "D", "R", "stride_x", "stride_beside"), "i32:16"),
-    **dict.fromkeys(("stride_scale", "stride_global"), "i32"),
+    "stride": "i32",
     "amax": "*i32",
 }
-_NO_DOWN = {"down": None, "h": None, "BLOCK_R": 1}
-_PLAIN = {"beside": None, "smooth": None, "mean": None, "ACT": "", "HADAMARD": 0} | _NO_DOWN
+_NO_DOWN: dict[str, Any] = {"down": None}
+_PLAIN: dict[str, Any] = {"beside": None, "smooth": None, "mean": None, "ACT": "", "HADAMARD": 0} | _NO_DOWN
 _GELU = _PLAIN | {"ACT": "gelu_tanh"}
-_FUSED = {"beside": None, "ACT": "gelu_tanh", "HADAMARD": 7} | _NO_DOWN
-_DOWN = {"beside": None, "ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
-_BESIDE = {"ACT": "silu_mul", "HADAMARD": 7} | _NO_DOWN
-_BESIDE_PLAIN = {"smooth": None, "mean": None, "ACT": "gelu_tanh", "HADAMARD": 0} | _NO_DOWN
+_FUSED: dict[str, Any] = {"beside": None, "ACT": "gelu_tanh", "HADAMARD": 7} | _NO_DOWN
+_DOWN: dict[str, Any] = {"beside": None, "ACT": "", "HADAMARD": 7, "BLOCK_R": 128}
+_BESIDE: dict[str, Any] = {"ACT": "silu_mul", "HADAMARD": 7} | _NO_DOWN
+_BESIDE_PLAIN: dict[str, Any] = {"smooth": None, "mean": None, "ACT": "gelu_tanh", "HADAMARD": 0} | _NO_DOWN
 _ROWS = ((3072, " plain", _PLAIN), (12288, " gelu", _GELU), (15360, " gelu", _BESIDE_PLAIN))
 _OTHER_ROWS = ((1536, " plain", _PLAIN), (5120, " plain", _PLAIN), (13824, " gelu", _GELU), (12288, " fused", _FUSED))
 _OTHER_ROWS = (*_OTHER_ROWS, (15360, " fused", _BESIDE))
-_BESIDE_DOWN = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
+_BESIDE_DOWN: dict[str, Any] = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
 
 
 def _row_cells(name: str, what: str = "", tiles: int = 1, k: int = 0, **constants: Any) -> list[Cell]:
     """Rows of an 8-bit format: whole ones of k, or so many tiles of the tuned ones."""
     row = FORMATS[name]
     types = {"codes": "*i8" if row.element.name == "int8" else "*u8", "scale": "*fp32"}
-    fixed = {"ELEMENT": row.element.name, "LARGEST": row.element.max, "SCALE_GIVEN": False, "TILES": tiles}
+    fixed: dict[str, Any] = {
+        "ELEMENT": row.element.name,
+        "LARGEST": row.element.max,
+        "SCALE_GIVEN": False,
+        "TILES": tiles,
+    }
+    fixed["global_scale"] = None
     if row.block[0]:
-        fixed |= {"amax": None, "stride_scale": 1}
+        fixed |= {"amax": None, "stride": 1}
     return _cells(quantize_rows_kernel, name, what, types, fixed | constants, k)
 
 
 def _block_cells(name: str, what: str = "", k: int = 0, **constants: Any) -> list[Cell]:
     """Blocks, of which nvfp4's are swizzled; k, constants: what differs from tiles that stand alone."""
     row = FORMATS[name]
-    fixed = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
+    fixed: dict[str, Any] = {"FORMAT": name, "GROUP": row.group_size, "TILES": 6, "SWIZZLED": row.two_level}
     fixed |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
     if not row.two_level:
-        fixed |= {"global_scale": None, "stride_global": 0}
+        fixed |= {"global_scale": None, "stride": None}
     return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, fixed | constants, k)
 
 
@@ -64,7 +74,7 @@ def _cells(
     kernel: Any, name: str, what: str, types: dict[str, str], constants: dict[str, Any], k: int = 0
 ) -> list[Cell]:
     """A cell of whole rows of k, or for each tile of kernels/tuned; `what` tells it from other cells of the format."""
-    down, beside = constants.get("BLOCK_R", 1) > 1, "beside" in kernel.arg_names and "beside" not in constants
+    down, beside = "down" not in constants, "beside" not in constants
     own_global, hadamard = constants.get("OWN_GLOBAL", False), constants.get("HADAMARD", 0)
     held = False
     if k:
@@ -78,14 +88,14 @@ def _cells(
     else:
         tuned = tile_name(FORMATS[name], hadamard, down, beside, own_global) if name in FORMATS else name
         tiles = distinct_tiles("quantize_activation", tuned)
-    constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
-    types = {argument: kind for argument, kind in (_TYPES | types).items() if argument in kernel.arg_names}
+    arguments = _arguments(_TYPES | types | constants)
+    taken = {name: value for name, value in (arguments | constants).items() if name in kernel.arg_names}
     return [
         Cell(
             kernel,
             "down " * down + name + "-beside" * beside + what + " own global" * own_global,
-            {argument: kind for argument, kind in types.items() if argument not in constants},
-            constants | {"ROWS": tile.rows, "COLUMNS": tile.columns},
+            {name: kind for name, kind in taken.items() if name in arguments and kind is not None},
+            {name: value for name, value in taken.items() if name not in arguments or value is None} | {"TILE": tile},
             {"num_warps": tile.warps} | EXACT,
             max_registers=MAX_REGISTERS,
             tensor_core="bf16" if down else None,
@@ -95,6 +105,15 @@ def _cells(
         for tile, chips in tiles.items()
         if isinstance(tile, Tile)
     ]
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a kernel, of types and constants by the names of their parts."""
+    beside = Beside(*(given[part] for part in ("beside", "D", "stride_beside"))) if given["beside"] else None
+    source = Source(given["x"], given["stride_x"], beside, given["smooth"], given["mean"])
+    down = Down(*(given[part] for part in ("down", "h", "R", "BLOCK_R"))) if given["down"] else None
+    out = Coded(*(given.get(part) for part in ("codes", "scale", "global_scale", "stride")))
+    return {part: given[part] for part in ("y", "amax", "M", "K")} | {"source": source, "down": down, "out": out}
 
 
 CELLS = (
@@ -132,5 +151,5 @@ CELLS = (
     *_row_cells("int8", "", 120, **_BESIDE_DOWN),
     *_block_cells("nvfp4", **_BESIDE_DOWN, FOUR_OVER_SIX=True, TILES=120),
     *_block_cells("nvfp4", **_BESIDE_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=120),
-    *_cells(activate_kernel, "16bit", "", {}, {"ACT": "silu_mul"}),
+    *_cells(activate_kernel, "16bit", "", {}, _PLAIN | {"ACT": "silu_mul"}),
 )
