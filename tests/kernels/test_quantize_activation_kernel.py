@@ -702,7 +702,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "decode: -0 is 0": (DEQUANTIZE, "bitcast=True) * 2.0**126", "bitcast=True) * 2.0**126 + 0.0", codes_of["nvfp4"]),
     "decode: E8M0 zero": (DEQUANTIZE, "byte == 0, 1 << 22", "byte == 0, 0", codes_of["mxfp4"]),
     "decode: int4 without sign": (DEQUANTIZE, "(code ^ 8) - 8", "code", codes_of["int4"]),
-    "decode: one global scale": (DEQUANTIZE, "rows * stride_global", "rows * 0", codes_of["nvfp4"]),
+    "decode: one global scale": (DEQUANTIZE, "rows * w.stride_global", "rows * 0", codes_of["nvfp4"]),
     "decode: one scale": (DEQUANTIZE, "rows * stride_scale", "rows * 0", codes_of["int8"]),
 }
 
