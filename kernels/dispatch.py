@@ -80,10 +80,9 @@ def refusal(op: str, format: str, chip: str) -> str:
     The reason is that of the compiled cells of this Triton, or that its results were wrong on the GPU at hand.
     """
     row = OPS[op]
-    if format in FORMATS and format not in KERNEL_FORMATS:
-        return f"no kernel was written for {format}"
     if format not in row.formats:
-        return f"{op} has no {format}"
+        is_known = format in KERNEL_FORMATS or format not in FORMATS
+        return f"{op} has no {format}" if is_known else f"no kernel was written for {format}"
     if chip not in CHIPS:
         return f"never compiled for {chip}"
     why = _refusals(compiled_with()).get((row.file, format, chip))

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fluxq.recipes.computing import Attention
-from fluxq.recipes.devices import INSTRUCTIONS, KERNEL_ELEMENTS, Device, Efficiency
+from fluxq.recipes.devices import INSTRUCTIONS, Device, Efficiency, is_decoded
 from fluxq.recipes.family import Maker, matches
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
@@ -254,7 +254,7 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
     if chip in REFERENCE:
         return Route("fp32", None, scheme.weights, False, f"torch's reference, timed in fp32: {REFERENCE[chip]}")
     if scheme.activations is None:
-        if scheme.weights.element.name not in KERNEL_ELEMENTS:
+        if not is_decoded(scheme.weights):
             about = f"torch's reference, timed in fp32: no kernel was written for {scheme.weights.name}"
             return Route("fp32", None, scheme.weights, False, about)
         return Route("bf16", None, scheme.weights, False, "weight-only: decoded to 16 bit in the kernel")

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fluxq.recipes.formats import FORMATS
+from fluxq.recipes.formats import FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -489,10 +489,16 @@ DEVICES = {
     ),
 }
 
-# Elements that GPU kernels decode, and the formats made of them. For any other format no kernel was written: torch's
-# reference computes it, or loading makes it int8 or fp8.
+def is_decoded(row: Format) -> bool:
+    """Tell whether GPU kernels decode weights of a format: its element, under scales of blocks in fewer than 32 bits.
+
+    For any other format no kernel was written: torch's reference computes it, or loading makes it int8 or fp8.
+    """
+    return row.element.name in KERNEL_ELEMENTS and not (row.group_size and row.scale == "fp32")
+
+
 KERNEL_ELEMENTS = ("e2m1", "e4m3", "int8", "int4")
-KERNEL_FORMATS = tuple(name for name, row in FORMATS.items() if row.element.name in KERNEL_ELEMENTS)
+KERNEL_FORMATS = tuple(name for name, row in FORMATS.items() if is_decoded(row))
 
 
 def _by_chip(*counts: float) -> dict[str, float]:

@@ -9,7 +9,8 @@ Rows of a weight are output features, rows of an activation are tokens; everythi
 element in the low nibble, scales row-major.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for mxfp8, mxfp4 and E8M0; NVIDIA's NVFP4 recipe (two-level
-scaling, E4M3 block scales of 16) as NVIDIA ModelOpt writes it.
+scaling, E4M3 block scales of 16) as NVIDIA ModelOpt writes it; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) for
+fp8_1x128, its tiles of activations.
 """
 
 from __future__ import annotations
@@ -285,6 +286,7 @@ FORMATS = {
     for row in (
         Format("fp8", ELEMENTS["e4m3"], (1, 0), "fp32", "amax", False, "E4M3, one scale per row"),
         Format("fp8_tensor", ELEMENTS["e4m3"], (0, 0), "fp32", "amax", False, "E4M3, one scale per tensor"),
+        Format("fp8_1x128", ELEMENTS["e4m3"], (1, 128), "fp32", "amax", False, "E4M3, one fp32 scale per 128"),
         Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0", "ceil", False, "E4M3, power of two per 32"),
         Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0", "least_squares", False, "E2M1, power of two per 32"),
         Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3", "amax", True, "E2M1, E4M3 per 16, fp32 global"),

@@ -630,7 +630,7 @@ def _absent_roles(family: Family, recipe: Component) -> list[str]:
 
 # Format -> format of layers whose K is not in whole groups of it: the same kind of element, at last with a scale for
 # each row, which holds any K. Kernels have no int4 in groups of 32, and padded rows would be another file.
-NEXT_FORMAT = {"int4_g128": "int4", "int4": "int8", "nvfp4": "fp8", "mxfp4": "fp8", "mxfp8": "fp8"}
+NEXT_FORMAT = {"int4_g128": "int4", "int4": "int8", **dict.fromkeys(("nvfp4", "mxfp4", "mxfp8", "fp8_1x128"), "fp8")}
 VECTORS: dict[Transform, str] = {"center": "centred", "smooth": "smoothed"}  # one number for each channel
 MAKERS: dict[Maker, str] = {
     "norm": "a norm without a modulation of its own",

@@ -32,6 +32,8 @@ SCHEMES = (
     "int4_g128-16bit",
     "fp8-16bit",
     "nvfp4-fp8",
+    "fp8-fp8_1x128",
+    "fp8_1x128-fp8_1x128",
     "fp8_e5m2-fp8_e5m2",
     "fp8_e5m2-16bit",
 )
@@ -66,11 +68,12 @@ def bf16(x: np.ndarray) -> np.ndarray:
 def simulated(x: np.ndarray, format: str, global_scale: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(codes as values, multipliers), both (rows, K) fp32, of an fp32 matrix. global_scale: or fp8_tensor's own."""
     rows, k = x.shape
-    group = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "int4": 64, "int4_g128": 128}.get(format, k)
+    group = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "int4": 64}.get(format, k)
+    group = 128 if format in ("int4_g128", "fp8_1x128") else group
     blocks = x.reshape(rows, -1, group)
     amax = np.abs(blocks).max(-1, keepdims=True)  # (rows, G, 1)
     amax = np.full_like(amax, amax.max()) if format == "fp8_tensor" else amax
-    if format in ("fp8", "fp8_tensor"):
+    if format in ("fp8", "fp8_tensor", "fp8_1x128"):
         scale = (
             np.where(amax == 0, f32(1), amax / f32(448)) if global_scale is None else np.full_like(amax, global_scale)
         )
@@ -338,6 +341,23 @@ def test_token_scales_given_from_outside_are_the_ones_used(format):
     y = [ops.quantized_linear(x, *pack_named(each, layer.scheme)) for each in given]
     assert torch.equal(y[0], y[1]) and not torch.equal(y[0], y[2])
     assert 0 < (y[2] - y[0]).norm() / y[0].norm() < 0.1
+
+
+def test_scales_of_128_columns_keep_an_outlier_to_its_block():
+    """E4M3 holds 2^18 between its largest and smallest number: a channel beyond takes all of a token's others to zero.
+
+    Outliers below that cost a scale per token nothing, and neither do tokens that are larger than others.
+    """
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 512, generator=noise)
+    x[:4] *= 2.0**10
+    for size, least, most in ((2.0**6, -0.5, 0.5), (2.0**20, 25.0, 1e3)):
+        x[:, 7] = size * x.abs().amax(1)
+        decibels = []
+        for name in ("fp8", "fp8_1x128"):
+            rest = (ops.quantize_activation(x, FORMATS[name]).dequantize() - x)[:, 128:]
+            decibels.append(float(10 * torch.log10(x[:, 128:].square().sum() / rest.square().sum())))
+        assert least < decibels[1] - decibels[0] < most and decibels[1] > 30, (size, decibels)
 
 
 def test_a_token_scale_for_a_block_format_is_refused():

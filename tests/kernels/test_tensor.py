@@ -303,6 +303,7 @@ def test_stored_tensors_have_the_promised_shapes_dtypes_and_bits(row, n, k):
         ("fp8", 8.125),
         ("fp8_tensor", 8 + 2**-9),
         ("fp8_e5m2", 8.125),
+        ("fp8_1x128", 8.25),
         ("mxfp8", 8.25),
         ("mxfp4", 4.25),
         ("int8", 8.125),

@@ -12,6 +12,7 @@ from tests.house.test_house import our_modules
 FACTS = {
     "fp8": ("e4m3", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
     "fp8_tensor": ("e4m3", (0, 0), "fp32", "amax", False, 8 + 32 / (128 * 256)),
+    "fp8_1x128": ("e4m3", (1, 128), "fp32", "amax", False, 8.25),
     "mxfp8": ("e4m3", (1, 32), "e8m0", "ceil", False, 8.25),
     "mxfp4": ("e2m1", (1, 32), "e8m0", "least_squares", False, 4.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", True, 4.5 + 32 / (128 * 256)),

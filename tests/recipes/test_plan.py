@@ -148,6 +148,7 @@ def test_a_shape_that_the_format_of_an_override_cannot_hold_names_the_layer():
         ({"format": "nvfp4", "four_over_six": True}, 120, "fp8-fp8", "fp8, not nvfp4: K = 120"),
         ({"format": "mxfp4"}, 48, "fp8-fp8", "fp8, not mxfp4: K = 48"),
         ({"format": "mxfp8"}, 48, "fp8-fp8", "fp8, not mxfp8: K = 48"),
+        ({"format": "fp8_1x128"}, 5600, "fp8-fp8", "fp8, not fp8_1x128: K = 5600"),
         ({"format": "nvfp4"}, 5600, "nvfp4-nvfp4-static", ""),
         ({"format": "mxfp4"}, 5600, "mxfp4-mxfp4", ""),
         (FP8, 5, "fp8-fp8", ""),
