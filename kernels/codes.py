@@ -101,7 +101,7 @@ def amax_bits(held, TILES: tl.constexpr):
 
 @triton.jit
 def row_step(amax, LARGEST: tl.constexpr):
-    """Return the scale of int8 and fp8 from the bits of amax: amax / LARGEST, NaN for infinity and NaN."""
+    """Return the scale of int8 and fp8, also of blocks, from amax's bits: amax / LARGEST, NaN for infinity and NaN."""
     return nan_unless_finite(amax, amax_scale(amax, LARGEST))
 
 
@@ -147,6 +147,8 @@ def quantize_blocks_tile(
 ):
     """Store codes and block scales of fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; g (ROWS,) nvfp4's.
 
+    Scales are bytes, and of fp8_1x128 fp32.
+
     Values beyond K must be zeros. SWIZZLED: also zeros for the scales that pad rows to 128 and groups to 4, if the
     tiles and `rows` cover them.
     """
@@ -154,24 +156,27 @@ def quantize_blocks_tile(
     blocks = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
     amax = tl.max(magnitude_bits(blocks), 2)  # (ROWS, COLUMNS / GROUP)
     if FORMAT == "nvfp4":
-        byte = nvfp4_scale(amax, g[:, None], 6.0)
-        scaled = quotient(blocks, (decode_e4m3(byte) * g[:, None])[:, :, None], SCALE_GIVEN)
+        own = nvfp4_scale(amax, g[:, None], 6.0)
+        scaled = quotient(blocks, (decode_e4m3(own) * g[:, None])[:, :, None], SCALE_GIVEN)
         if FOUR_OVER_SIX:
-            byte, scaled = four_over_six(blocks, amax, g, byte, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
+            own, scaled = four_over_six(blocks, amax, g, own, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
+    elif FORMAT == "fp8_1x128":
+        own = row_step(amax, 448.0)
+        scaled = quotient(blocks, own[:, :, None], False)
     else:
-        byte = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
-        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - byte))[:, :, None]  # exact, as x / s is
+        own = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
+        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - own))[:, :, None]  # exact, as x / s is
     groups = tile * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
     mask = (rows < M)[:, None] & (groups < K // GROUP)[None, :]
     if SWIZZLED:
         padded = (rows < (M + 127) // 128 * 128)[:, None] & (groups < (K // GROUP + 3) // 4 * 4)[None, :]
         offset = swizzled_offset(rows[:, None], groups[None, :], K // GROUP)
-        tl.store(scale + offset, tl.where(mask, byte, 0).to(tl.uint8), mask=padded)
+        tl.store(scale + offset, tl.where(mask, own, 0).to(tl.uint8), mask=padded)
     else:
         offset = rows[:, None] * (K // GROUP) + groups[None, :]
-        tl.store(scale + offset, byte.to(tl.uint8), mask=mask)
+        tl.store(scale + offset, own.to(scale.dtype.element_ty), mask=mask)
     scaled = tl.reshape(scaled, (ROWS, COLUMNS))
-    if FORMAT == "mxfp8":
+    if FORMAT == "mxfp8" or FORMAT == "fp8_1x128":
         mask = (rows < M)[:, None] & (columns < K)[None, :]
         code = encode(scaled, "e4m3").to(tl.uint8)
         tl.store(codes + rows[:, None] * K + columns[None, :], code, mask=mask)

@@ -154,8 +154,7 @@ def _steps_before(
 ) -> tuple[Tensor, Tensor | None, tuple[RoundingTensors, Rounding]]:
     """Return (input of the quantizer, or of the product where nothing is quantized; t; steps of the quantizer)."""
     mean, smooth = ops.fp32(operands.mean), ops.fp32(operands.smooth)
-    in_blocks = activations is not None and FORMATS[activations].group_size and scheme.weights.group_size
-    swizzled = bool(in_blocks) and operands.weight_scale.ndim == 1
+    swizzled = activations is not None and FORMATS[activations].has_byte_scales and operands.weight_scale.ndim == 1
     how = Rounding(activations or "", "", scheme.hadamard, scheme.four_over_six, swizzled)
     basis, t = operands.basis, None
     if basis is not None:

@@ -489,6 +489,7 @@ DEVICES = {
     ),
 }
 
+
 def is_decoded(row: Format) -> bool:
     """Tell whether GPU kernels decode weights of a format: its element, under scales of blocks in fewer than 32 bits.
 

@@ -132,6 +132,11 @@ class Format:
         return self.two_level or self.block == (0, 0)
 
     @property
+    def has_byte_scales(self) -> bool:
+        """True if blocks have scales of a byte, which Blackwell's matrix units read in an order of their own."""
+        return self.group_size > 0 and SCALE_BITS[self.scale] == 8
+
+    @property
     def has_row_scale(self) -> bool:
         """True if each row has one fp32 scale, which takes any factor in."""
         return self.block == (1, 0)

@@ -38,7 +38,7 @@ from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
-from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
+from fluxq.kernels.quantize_activation.op import PRODUCED, Rounding, RoundingTensors
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import NoTile, chip_of, find_tile
@@ -169,7 +169,7 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
     k = x.shape[1]
     noise = torch.Generator().manual_seed(1)
     mean, smooth = torch.randn(k, generator=noise), torch.randn(k, generator=noise).exp()
-    for name in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4"):
+    for name in PRODUCED:
         row = FORMATS[name]
         of = torch.nan_to_num(x, 0.0, 0.0, 0.0) if name == "fp8_tensor" else x  # one NaN would be everything
         steps: dict[str, dict[str, Any]] = {"": {}, " steps": {"mean": mean, "smooth": smooth, "hadamard": 128}}
@@ -178,7 +178,7 @@ def exact_calls(x: Tensor) -> Iterator[Exact]:
         if row.two_level:
             global_scale = torch.tensor(0.37)
             steps |= {" given": {"input_scale": global_scale}, " 4 over 6": {"four_over_six": True}}
-        if row.group_size:
+        if row.has_byte_scales:
             steps[" swizzled"] = {"swizzled": True}
         steps[" beside"] = {"beside": of[:, :128]}
         for what, options in steps.items():

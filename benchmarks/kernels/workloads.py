@@ -446,12 +446,17 @@ SHARED = (
 )
 QUANTIZERS = tuple(
     Case("quantize_activation", name, "quantize_activation")
-    for name in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "nvfp4 static")
+    for name in ("int8", "fp8", "fp8_tensor", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4 static")
 )
-ACTS = tuple(Case("act_quantize", name, "quantize_activation") for name in ("int8", "fp8", "mxfp8", "nvfp4"))
+ACTS = tuple(
+    Case("act_quantize", name, "quantize_activation") for name in ("int8", "fp8", "fp8_1x128", "mxfp8", "nvfp4")
+)
 BESIDE = tuple(replace(case, scheme=f"{case.scheme} beside") for case in ACTS)  # attention, in FLUX's single blocks
 NORMS = (
-    *(Case("adaln_quantize", name, "adaln_quantize") for name in ("16bit", "int8", "fp8", "mxfp8", "nvfp4")),
+    *(
+        Case("adaln_quantize", name, "adaln_quantize")
+        for name in ("16bit", "int8", "fp8", "fp8_1x128", "mxfp8", "nvfp4")
+    ),
     Case("qk_norm_rope", "16bit", "qk_norm_rope"),
 )
 ATTENTIONS = (

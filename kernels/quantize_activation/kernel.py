@@ -5,6 +5,7 @@
     h = a · down^T                                the first half of a low-rank branch
     v = (a - mean) · smooth · H / sqrt(size)      every factor optional; H is a Hadamard matrix on blocks of columns
     fp8, int8   s = amax(row) / largest           or of the whole tensor                code = RNE(v / s)
+    fp8_1x128   s = amax(block) / 448                                                   code = RNE(v / s)
     mxfp8       s = 2^e, the smallest that does not saturate                            code = RNE(v / s)
     mxfp4       s = 2^e, of three the least squared error                               code = RNE(v / s)
     nvfp4       s = E4M3(amax(block) / 6 / g), g given or amax(row) / (6 · 448)         code = RNE(v / (s · g))
@@ -137,7 +138,8 @@ class Down(NamedTuple):
 class Coded(NamedTuple):
     """The results of a kernel: codes and scales. A scale, or nvfp4's global scale, that is given is read, not written.
 
-    codes: (M, K) bytes, or (M, K/2) with two codes to a byte. scale: (M,) or () fp32, (M, G) bytes or the 128x4 layout.
+    codes: (M, K) bytes, or (M, K/2) with two codes to a byte. scale: (M,) or () fp32, (M, G) bytes or fp32, or the
+    128x4 layout.
     global_scale: (M, 1) or () fp32, or None. stride: between rows of the fp32 one, 0 where they share it; or None.
     """
 
@@ -385,7 +387,7 @@ def new_codes(name: str, x: Tensor, k: int, input_scale: Tensor | None, how: Rou
     scale = torch.empty(shape, dtype=dtype, device=device)
     global_scale = None
     if input_scale is not None:
-        if row.scale == "e8m0":
+        if row.group_size and not row.two_level:
             raise ValueError(f"{name}: {row.name} takes its scales from each block; give no input_scale")
         is_of_all = row.block[0] == 0 or (row.two_level and input_scale.ndim == 0)
         check_tensor(f"{name}: input_scale", input_scale, () if is_of_all else (m, 1), (torch.float32,), device)

@@ -29,7 +29,7 @@ from fluxq.kernels.ops import no_autocast, transform
 from fluxq.kernels.tensor import stored_shapes, swizzle_scales, swizzled_size, unpack_named
 from fluxq.recipes.formats import FORMATS, HADAMARDS, Format
 
-PRODUCED = ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")
+PRODUCED = ("int8", "fp8", "fp8_tensor", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
 OP = Op("quantize_activation", (*PRODUCED, "down", "16bit", *(f"{name}-beside" for name in PRODUCED)), "memory")
 ACTS = {
     "gelu": F.gelu,
@@ -131,8 +131,8 @@ def check_steps(name: str, k: int, format: Format, how: Rounding) -> None:
         raise ValueError(f"{name}: K is {k}, no multiple of hadamard {how.hadamard}: choose a smaller one, or 0")
     if how.four_over_six and not format.two_level:
         raise ValueError(f"{name}: four_over_six chooses nvfp4's block scales, {format.name} has none: leave it out")
-    if how.swizzled and not format.group_size:
-        raise ValueError(f"{name}: swizzled is for block scales, {format.name} has none: leave it out")
+    if how.swizzled and not format.has_byte_scales:
+        raise ValueError(f"{name}: swizzled is for block scales of a byte, {format.name} has none: leave it out")
 
 
 def check_beside(name: str, beside: Tensor, x: Tensor) -> None:

@@ -16,6 +16,7 @@ from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.quantize_activation.op import ACTS, GATED, PRODUCED
 from fluxq.kernels.tiles import Tile
+from fluxq.recipes.formats import FORMATS
 
 beside = sibling("test_quantize_activation_kernel")
 TILE = Tile(rows=16, columns=256, warps=4)
@@ -90,7 +91,7 @@ def test_fused_gives_the_bytes_of_two_passes(format: str, act: str) -> None:
 @pytest.mark.often(2)
 @pytest.mark.parametrize("format", PRODUCED)
 def test_fused_with_every_step_and_the_low_rank_product(format: str) -> None:
-    block, nvfp4 = format in ("mxfp8", "mxfp4", "nvfp4"), format == "nvfp4"
+    block, nvfp4 = FORMATS[format].has_byte_scales, format == "nvfp4"
     check_fused(
         quantize_activation, format, "mul_silu", hadamard=128, rank=17, four_over_six=nvfp4, swizzled=block, m=5
     )

@@ -30,7 +30,7 @@ TILE = Tile(rows=4, columns=512, warps=4)
 TALL = Tile(rows=64, columns=512, warps=4)  # fewer programs for the rows that pad the 128x4 layout
 D = 352  # 11 blocks of 32, 22 of 16: neither the tile's columns nor the 128x4 layout's 4 groups
 EPS = 1e-6
-FORMATS_MADE = ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
+FORMATS_MADE = ("int8", "fp8", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # infinity and NaN are among x
 
 
@@ -183,13 +183,14 @@ def check_fused(
     **options: Any,
 ) -> None:
     """Codes and scales are the bytes that the quantizing kernel makes of v; n and v do not change with the format."""
-    tensors = layers(m, images, dtype, modulation)
+    d = 384 if format == "fp8_1x128" else D
+    tensors = layers(m, images, dtype, modulation, d=d)
     if spoilt:
         tensors["x"][0, 7], tensors["branch"][m - 1, 9] = torch.nan, torch.inf
     noise = torch.Generator().manual_seed(3)
     for name in ("smooth", "mean"):
         if options.get(name):
-            options[name] = torch.randn(D, generator=noise) * 0.3 + 1
+            options[name] = torch.randn(d, generator=noise) * 0.3 + 1
     if given:
         tokens = m if FORMATS[format].block[0] else 0
         as_given = torch.linspace(0.01, 0.3, tokens)[:, None] if tokens else torch.tensor(0.03)
@@ -202,7 +203,7 @@ def check_fused(
         options["input_scale"] = as_given
     with poisoned():
         expected, _ = quantize_activation.quantize_activation(v, *steps(format, **options), tile=tile)
-    assert isinstance(q, QuantizedTensor) and q.shape == (m, D)
+    assert isinstance(q, QuantizedTensor) and q.shape == (m, d)
     for name, tensor in expected.tensors().items():
         found = q.tensors()[name]
         assert_same_bits(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8), name)

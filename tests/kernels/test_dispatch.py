@@ -29,7 +29,7 @@ from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.quantize_activation import op as quantizer
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
-from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
+from fluxq.kernels.quantize_activation.op import PRODUCED, Rounding, RoundingTensors
 from fluxq.kernels.reencode import row_scales
 from fluxq.kernels.scaled_matmul.op import scaled_matmul
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, swizzle_scales
@@ -207,7 +207,7 @@ def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, f
     assert dispatch.refusal("scaled_matmul", "fp8", "sm_70") == "never compiled for sm_70"
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in KERNEL_FORMATS])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in (*KERNEL_FORMATS, *PRODUCED)])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
     """Its layers run as torch's reference, or fluxq.prepare makes them 8 bit; an op that is one kernel refuses it."""
@@ -223,6 +223,14 @@ def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
         launch.launcher("dequantize")(w.codes, w.scale, None, name, torch.bfloat16, chip=chip)
     with pytest.raises(ValueError, match=rf"quantize_activation: no kernel for {name} on {chip} \(no kernel was"):
         launch.launcher("quantize_activation")(torch.ones(4, K), *packed_steps(name), chip=chip)
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCED if name not in KERNEL_FORMATS])
+def test_weights_in_a_format_of_activations_alone_are_torchs_reference_and_say_so(name):
+    for scheme in (f"{name}-{name}", f"{name}-16bit", f"{name}-fp8"):
+        choice = choose(Scheme.parse(scheme), "sm_90", 4096, 3072, 3072)
+        assert (choice.implementation, choice.fallback) == ("torch reference", True)
+        assert f"no kernel was written for {name}" in choice.reason
 
 
 # --- launching what was chosen
@@ -377,7 +385,7 @@ def matrices(kind: str, m: int = 33) -> tuple[QuantizedTensor, QuantizedTensor]:
 
 
 GIVEN = {"fp8_tensor": torch.tensor(0.01), "nvfp4": torch.tensor(0.002), "fp8": torch.full((17, 1), 0.01)}
-QUANTIZERS = [(kind, None) for kind in ("int8", "fp8", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4")]
+QUANTIZERS = [(kind, None) for kind in PRODUCED]
 
 
 @pytest.mark.often(1)

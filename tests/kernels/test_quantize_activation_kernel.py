@@ -36,6 +36,7 @@ COLUMNS = {
     "int8": 331,
     "fp8": 331,
     "fp8_tensor": 331,
+    "fp8_1x128": 384,
     "mxfp8": 352,
     "mxfp4": 352,
     "nvfp4": 336,
@@ -46,6 +47,11 @@ COLUMNS = {
 def on_the_interpreter():
     with interpreting():
         yield
+
+
+def takes_a_scale(format: str) -> bool:
+    """True if scales can be given: those of rows and tensors, and the global one."""
+    return FORMATS[format].two_level or not FORMATS[format].group_size
 
 
 def awkward(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -124,7 +130,7 @@ def check_swizzled(kernels: ModuleType, format: str, m: int) -> None:
 
 def check_signs_of_nan(kernels: ModuleType, format: str) -> None:
     """NaN has one code whatever its sign, and so have the finite numbers of its block."""
-    x = torch.linspace(-9, 9, 192).reshape(3, 64).bfloat16()
+    x = torch.linspace(-9, 9, 384).reshape(3, 128).bfloat16()
     x.view(torch.int16)[1, 5], x.view(torch.int16)[1, 38] = 0x7FC0, -0x40  # NaN and -NaN
     given = torch.ones(()) if FORMATS[format].two_level else None
     q, _ = kernels.quantize_activation(x, *steps(format, input_scale=given), tile=TILE)
@@ -396,7 +402,7 @@ def test_four_over_six_with_every_step(dtype: torch.dtype, given: bool) -> None:
 @pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("format", "given"),
-    [(name, given) for name in PRODUCED for given in (False, True) if not given or FORMATS[name].scale != "e8m0"],
+    [(name, given) for name in PRODUCED for given in (False, True) if not given or takes_a_scale(name)],
 )
 def test_the_low_rank_product_comes_from_x_and_leaves_the_codes_alone(format: str, given: bool) -> None:
     check_steps(quantize_activation, format, given=given, hadamard=16, rank=33)
@@ -416,7 +422,7 @@ def test_what_stands_beside_x_makes_the_first_columns(format: str, beside: int, 
 
 @pytest.mark.parametrize("format", PRODUCED)
 def test_beside_with_every_step_and_the_low_rank_product(format: str) -> None:
-    block, nvfp4 = FORMATS[format].group_size > 0, format == "nvfp4"
+    block, nvfp4 = FORMATS[format].has_byte_scales, format == "nvfp4"
     options = {"hadamard": 16, "rank": 17, "four_over_six": nvfp4, "swizzled": block}
     check_steps(quantize_activation, format, 5, act="mul_silu", beside=256, **options)
 
@@ -502,7 +508,7 @@ def test_the_scale_of_every_amax_is_that_of_a_division(format: str) -> None:
     check_every_amax(quantize_activation, format)
 
 
-X = torch.ones(4, 64)
+X, WIDE = torch.ones(4, 64), torch.ones(4, 128)
 BAD_INPUT = {
     "no rows": ((X[:0], "fp8"), {}, r"x \(0, 64\) is empty"),
     "three axes": ((X[None], "fp8"), {}, r"expected \(M, K\)"),
@@ -510,6 +516,8 @@ BAD_INPUT = {
     "K tail": ((X[:, :40], "mxfp8"), {}, "multiples of 32"),
     "column stride": ((torch.ones(64, 32).t(), "nvfp4"), {}, r"strides \(1, 32\).*\.contiguous"),
     "a weight format": ((X, "int4"), {}, "not quantized to int4, only to int8"),
+    "a scale of a block": ((WIDE, "fp8_1x128"), {"input_scale": torch.ones(4, 1)}, "give no input_scale"),
+    "bytes in tiles": ((WIDE, "fp8_1x128"), {"swizzled": True}, "of a byte, fp8_1x128 has none"),
     "an mx scale": ((X, "mxfp8"), {"input_scale": torch.ones(4, 1)}, "give no input_scale"),
     "scale of another shape": ((X, "int8"), {"input_scale": torch.ones(4)}, r"input_scale is .* \(4,\), expected"),
     "scale of another type": ((X, "nvfp4"), {"input_scale": torch.tensor(1.0).half()}, "expected float32"),
@@ -594,6 +602,7 @@ every_number = partial(check_every_bf16_number, format="fp8")
 nvfp4 = partial(check_quantize, format="nvfp4", m=17)
 mxfp4 = partial(check_quantize, format="mxfp4", m=17)
 mxfp8 = partial(check_quantize, format="mxfp8", m=17)
+in_128s = partial(check_quantize, format="fp8_1x128", m=17)
 int8 = partial(check_quantize, format="int8", m=17)
 swizzled = partial(check_swizzled, format="nvfp4", m=130)
 four_over_six = partial(check_steps, format="nvfp4", four_over_six=True)
@@ -611,6 +620,13 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "nibbles swapped": (CODES, 'encode(low, "e2m1") |', 'encode(high, "e2m1") |', nvfp4),
     "scales transposed": (CODES, "(K // GROUP) + groups[None, :]", "1 + groups[None, :] * M", mxfp8),
     "scales one group off": (CODES, "groups = tile * (COLUMNS // GROUP) +", "groups = 1 +", mxfp8),
+    "blocks in 447ths": (CODES, "row_step(amax, 448.0)", "row_step(amax, 447.0)", in_128s),
+    "blocks under the scale of a row": (
+        CODES,
+        "own = row_step(amax",
+        "own = row_step(tl.max(amax, 1)[:, None]",
+        in_128s,
+    ),
     "no mask of rows": (CODES, "(rows < M)[:, None] & (groups <", "(rows < M + 1)[:, None] & (groups <", mxfp8),
     "no mask of columns": (CODES, "(rows < M)[:, None] & (pairs < K // 2)", "(rows < M)[:, None] & (pairs < K)", nvfp4),
     "a tile unwritten": (QUANTIZE, "range(tl.program_id(1), TILES,", "range(tl.program_id(1) + 1, TILES,", mxfp4),
@@ -626,8 +642,8 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "4-over-6: ties go to 4": (CODES, "GROUP) < least", "GROUP) <= least", check_tie_of_four_and_six),
     "global scale ignored": (
         CODES,
-        "quotient(blocks, (decode_e4m3(byte) * g[:, None])",
-        "quotient(blocks, (decode_e4m3(byte))",
+        "quotient(blocks, (decode_e4m3(own) * g[:, None])",
+        "quotient(blocks, (decode_e4m3(own))",
         nvfp4,
     ),
     "ceil limit": (CODES, "0x600000", "0x7FFFFF", mxfp8),

@@ -23,7 +23,7 @@ def _cells(d: int, format: str, what: str = "", **constants: Any) -> list[Cell]:
     fixed |= dict.fromkeys(("SCALE_GIVEN", "FOUR_OVER_SIX", "SWIZZLED"), False)
     out = Coded("*bf16", None, None, None)
     if row is not None:
-        out = Coded("*i8" if format == "int8" else "*u8", "*u8" if row.group_size else "*fp32", None, None)
+        out = Coded("*i8" if format == "int8" else "*u8", "*fp32" if row.scale == "fp32" else "*u8", None, None)
         if row.two_level:
             out = out._replace(global_scale="*fp32")
         if row.two_level or not row.group_size:
@@ -55,6 +55,7 @@ CELLS = (
     *_cells(3072, "fp8", " first", **PLAIN, **FIRST),
     *_cells(5120, "fp8", **PLAIN),
     *_cells(3072, "fp8_tensor", **PLAIN, SCALE_GIVEN=True),
+    *_cells(3072, "fp8_1x128", **PLAIN),
     *_cells(3072, "mxfp8", **PLAIN, SWIZZLED=True),
     *_cells(3072, "mxfp4", " fused", **FUSED, SWIZZLED=True),
     *_cells(3072, "nvfp4", **PLAIN, SWIZZLED=True, SCALE_GIVEN=True),

@@ -67,7 +67,8 @@ def _block_cells(name: str, what: str = "", k: int = 0, **constants: Any) -> lis
     fixed |= {"OWN_GLOBAL": False, "FOUR_OVER_SIX": False}
     if not row.two_level:
         fixed |= {"global_scale": None, "stride": None}
-    return _cells(quantize_blocks_kernel, name, what, {"codes": "*u8", "scale": "*u8"}, fixed | constants, k)
+    types = {"codes": "*u8", "scale": "*fp32" if row.scale == "fp32" else "*u8"}
+    return _cells(quantize_blocks_kernel, name, what, types, fixed | constants, k)
 
 
 def _cells(
@@ -140,12 +141,13 @@ CELLS = (
         for cell in _block_cells("nvfp4", f"{what} {k}", k, **constants, OWN_GLOBAL=True, FOUR_OVER_SIX=True)
     ),
     *_row_cells("int8", "", 24, **_DOWN),
-    *(cell for name in ("mxfp8", "mxfp4", "nvfp4") for cell in _block_cells(name, **_PLAIN)),
-    *(cell for name in ("mxfp8", "mxfp4", "nvfp4") for cell in _block_cells(name, " gelu", **_GELU)),
+    *(cell for name in ("fp8_1x128", "mxfp8", "mxfp4", "nvfp4") for cell in _block_cells(name, **_PLAIN)),
+    *(cell for name in ("fp8_1x128", "mxfp8", "mxfp4", "nvfp4") for cell in _block_cells(name, " gelu", **_GELU)),
     *_block_cells("mxfp4", " fused", **_FUSED),
     *_block_cells("nvfp4", " fused", **_FUSED, FOUR_OVER_SIX=True),
     *_block_cells("nvfp4", "", **_DOWN, FOUR_OVER_SIX=True, TILES=24),
     *_block_cells("nvfp4", "", **_DOWN, OWN_GLOBAL=True, FOUR_OVER_SIX=True, TILES=24),
+    *_block_cells("fp8_1x128", **_BESIDE),
     *(cell for name in ("mxfp8", "mxfp4") for cell in _block_cells(name, **_BESIDE, SWIZZLED=True)),
     *_block_cells("nvfp4", **_BESIDE, FOUR_OVER_SIX=True),
     *_row_cells("int8", "", 120, **_BESIDE_DOWN),
