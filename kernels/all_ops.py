@@ -39,9 +39,8 @@ def product_of(weights: str, activations: str | None, row_scale: bool) -> tuple[
 
     row_scale: whether the 4-bit weights have the 8-bit scales per row that W4A8 needs.
     """
-    name = f"{weights}-{activations}" if row_scale else weights
-    ops = (W4A8_MATMUL,) if row_scale else (SCALED_MATMUL, BLOCK_SCALED_MATMUL) if weights == activations else ()
-    for op in ops:
+    name = weights if weights == activations else f"{weights}-{activations}"
+    for op in (W4A8_MATMUL,) if row_scale else (SCALED_MATMUL, BLOCK_SCALED_MATMUL):
         if name in op.formats:
             return op, name
     return None

@@ -1,6 +1,6 @@
 """Chooses what computes a quantized Linear on a GPU, from what was compiled and what was measured.
 
-    int8 x int8, fp8 x fp8                        scaled_matmul, or the library's product
+    int8 x int8, fp8 x fp8 or fp8_1x128           scaled_matmul, or the library's product
     nvfp4, mxfp8, mxfp4 by themselves             block_scaled_matmul or the library's product, where the chip has it
     4-bit weights x int8 or fp8                   w4a8_matmul: how `prepare` holds them for `prefer: memory`
     anything else                                 weight_only_matmul: activations keep their 16 bit
@@ -241,9 +241,10 @@ def _candidates(scheme: Scheme, layout: str) -> list[tuple[Choice, Op, str]]:
         decoded = f"4-bit weights become {activations} in the kernel"
         reason = decoded if layout == ROW_SCALE else native
         candidates.append((Choice(product[0].name, activations, reason, format=product[1]), *product))
-    if weights == activations and weights in LIBRARY:
-        choice = Choice(LIBRARY[weights].function, weights, LIBRARY[weights].what, format=weights)
-        candidates.insert(0 if LIBRARY[weights].comes_first else 1, (choice, QUANTIZE_ACTIVATION, weights))
+    both = weights if weights == activations else f"{weights}-{activations}"
+    if activations is not None and both in LIBRARY:
+        choice = Choice(LIBRARY[both].function, activations, LIBRARY[both].what, format=both)
+        candidates.insert(0 if LIBRARY[both].comes_first else 1, (choice, QUANTIZE_ACTIVATION, activations))
     decoded = "weights are decoded in the kernel, activations keep 16 bit"
     last = Choice(WEIGHT_ONLY_MATMUL.name, None, decoded, format=weights)
     return [*candidates, (last, WEIGHT_ONLY_MATMUL, weights)]
@@ -270,7 +271,7 @@ def _why_not(
         return was_wrong
     if choice.implementation == op.name:
         return refused
-    if why_not := library_refusal(name, layout, chip, m, n, k, dtype):
+    if why_not := library_refusal(choice.format, layout, chip, m, n, k, dtype):
         return why_not
     if name == "nvfp4" and not scheme.static_input:
         return "the library takes one global scale for all tokens"

@@ -30,11 +30,10 @@ from fluxq.kernels.compare import Product, Sample, Verdict, picked, product, tak
 from fluxq.kernels.dispatch import Choice, choose_product, layout_of, require
 from fluxq.kernels.library import library_product, library_takes
 from fluxq.kernels.op import Op
-from fluxq.kernels.products import ProductTensors
-from fluxq.kernels.reencode import reencode
+from fluxq.kernels.products import ProductTensors, as_multiplied, formats_of
 from fluxq.kernels.tensor import QuantizedTensor, unpack_named
 from fluxq.kernels.tiles import cdiv
-from fluxq.recipes.formats import Format, Scheme, find_format
+from fluxq.recipes.formats import Format, Scheme
 
 ROUNDED_WEIGHTS = 2**16  # roundings of fp32 that one to bfloat16 counts as
 LARGEST_RANK = 64  # one tile of the low-rank branch holds every rank
@@ -184,13 +183,12 @@ def gate_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
 
 def _weight(given: ProductTensors, names: str) -> QuantizedTensor:
     """Return w (N, K) of a product. names: of its formats, "weights" or "weights-activations"."""
-    return QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, find_format(names.partition("-")[0]))
+    return QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, formats_of(names)[0])
 
 
 def _codes(x: Tensor, given: ProductTensors, names: str) -> QuantizedTensor:
     """Return x (M, K) of a product of codes."""
-    weights, _, activations = names.partition("-")
-    return QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, find_format(activations or weights))
+    return QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, formats_of(names)[1])
 
 
 def _following(given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epilogue:
@@ -230,15 +228,13 @@ def compare_product(
     """Compare the result of a call of an op of products.py with float64. arguments: those of the op."""
     x, tensors, formats, gelu, _ = arguments
     given, names = unpack_named(ProductTensors, tensors, formats)
-    activations = names.partition("-")[2]
     m, n = found.shape
     rows, outputs = picked(m, sample.tokens, x.device), picked(n, sample.outputs, x.device)
     w = taken(_weight(given, names), outputs)
-    if activations:
-        w = reencode(w, activations, None if given.row_scale is None else given.row_scale[outputs])
     left: Tensor | QuantizedTensor = x[rows]
     if not in_16_bit:
         left = taken(_codes(x, given, names), rows)
+        w = as_multiplied(w, left.format, None if given.row_scale is None else given.row_scale[outputs])
     low_rank = None
     if given.h is not None and given.up is not None:
         low_rank = given.h[rows], given.up[outputs]

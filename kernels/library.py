@@ -1,7 +1,8 @@
 """Products of torch's library for codes with scales: what each takes, and its call.
 
     torch._int_mm    int8, exactly; scales and bias follow in fp32
-    F.scaled_mm      fp8 with a scale per row, fp8_tensor with one for all; on Blackwell mxfp8, and nvfp4 with one
+    F.scaled_mm      fp8 with a scale per row, fp8_tensor with one for all; on Hopper fp8 by fp8_1x128, each row of
+                     the weight with its scale once for each 128 columns; on Blackwell mxfp8, and nvfp4 with one
                      global scale for all tokens, both with block scales in the 128x4 layout
 
 fluxq.configure(accumulate="fast") lets F.scaled_mm keep sums of fp8 products in Hopper's matrix unit.
@@ -22,7 +23,7 @@ from fluxq.kernels.tiles import rows_are_at
 
 
 class LibraryProduct(NamedTuple):
-    """Product of codes of one format.
+    """Product of codes of one format, or of weights and activations in two, "fp8-fp8_1x128".
 
     function: of torch, as a Choice names it.
     what: it is, in words.
@@ -52,22 +53,24 @@ def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int,
         return f"N and K must be multiples of {row.unit}, they are {n} and {k}"
     if format == "int8":
         return "" if m > 16 else f"the library's integer product takes more than 16 tokens, not {m}"
-    if dtype == torch.float32 or (format == "fp8" and dtype != torch.bfloat16):
+    if dtype == torch.float32 or (format in ("fp8", IN_128S) and dtype != torch.bfloat16):
         return f"the library's product is not for {dtype} tokens"
     if format == "fp8" and chip != "sm_90" and _torch_version() < ROWS_ON_BLACKWELL:
         return f"torch {torch.__version__} launches the library's product on another stream there"
-    if row.scaling.startswith("Block") and layout != "swizzled":
+    if row.scaling.startswith("Block") and format != IN_128S and layout != "swizzled":
         return "the library takes block scales in the 128x4 layout: call fluxq.prepare"
     return ""
 
 
 def library_takes(x: QuantizedTensor, w: QuantizedTensor) -> bool:
-    """Tell whether the library's product knows the scales of these operands, which have one format, and their place."""
+    """Tell whether the library's product knows the scales of these operands, and their place."""
     if not (rows_are_at(x.codes, 16) and rows_are_at(w.codes, 16)):
         return False
     scales = {x.scale.ndim, w.scale.ndim}
     if x.format.name == "fp8_tensor":
         return scales == {0}
+    if x.format.name == "fp8_1x128":
+        return (x.scale.ndim, w.scale.ndim) == (2, 1)
     return scales == {1} and (x.global_scale is None or x.global_scale.ndim == 0)
 
 
@@ -76,21 +79,25 @@ def library_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None,
     name = x.format.name
     if name == "int8":
         return scaled_int8_product(x, w, bias).to(dtype)
-    recipe: Any = [getattr(F.ScalingType, LIBRARY[name].scaling)]
+    formats = name if x.format == w.format else f"{w.format.name}-{name}"
+    recipe: Any = [getattr(F.ScalingType, LIBRARY[formats].scaling)]
     left, right, scales_of_x, scales_of_w = x.codes, w.codes, [x.scale], [w.scale]
     options: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "output_dtype": dtype}
     if name == "fp8":
         scales_of_x, scales_of_w = [x.scale.unsqueeze(1)], [w.scale.unsqueeze(0)]
+    elif name == "fp8_1x128":  # both (rows, K/128), rows adjacent: a row of w has its one scale for each block
+        scales_of_x = [x.scale.t().clone(memory_format=torch.contiguous_format).t()]
+        scales_of_w = [w.scale.repeat(x.scale.shape[1], 1).t()]
     elif name == "nvfp4" and x.global_scale is not None and w.global_scale is not None:
         left, right = left.view(torch.float4_e2m1fn_x2), right.view(torch.float4_e2m1fn_x2)
         scales_of_x, scales_of_w = [x.scale, x.global_scale], [w.scale, w.global_scale]
         recipe += [F.ScalingType.TensorWise]
     elif name == "mxfp8":
         scales_of_x, scales_of_w = ([scale.view(torch.float8_e8m0fnu)] for scale in (x.scale, w.scale))
-    if x.format.group_size:
+    if x.format.has_byte_scales:
         swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(recipe)]
         options |= {"swizzle_a": swizzles, "swizzle_b": swizzles}
-    else:
+    elif not x.format.group_size:  # whose sums move to fp32 with each scale
         options["use_fast_accum"] = accumulation() == "fast"
     return F.scaled_mm(left, right.t(), scales_of_x, recipe, scales_of_w, recipe, **options)
 
@@ -100,7 +107,7 @@ def _torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-SCALED_MM = "F.scaled_mm"
+SCALED_MM, IN_128S = "F.scaled_mm", "fp8-fp8_1x128"
 _BLACKWELL = ("sm_100", "sm_103")
 LIBRARY = {
     "int8": LibraryProduct(INT_MM, "the library's exact integer product", 8),
@@ -115,6 +122,9 @@ LIBRARY = {
         chips=("sm_89", "sm_90", *_BLACKWELL, "sm_120"),
         scaling="TensorWise",
         comes_first=True,
+    ),
+    IN_128S: LibraryProduct(
+        SCALED_MM, "the library's product with a scale per 128 columns", 16, ("sm_90",), "BlockWise1x128"
     ),
     "mxfp8": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x32"),
     "nvfp4": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x16"),

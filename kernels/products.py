@@ -53,26 +53,22 @@ class ProductTensors(NamedTuple):
     residual: Tensor | None = None
 
 
-def product_op(op: Op, weights: tuple[str, ...], activations: tuple[str, ...] = (), *, plain: bool = False) -> Any:
+def product_op(op: Op, formats: tuple[str, ...], *, plain: bool = False) -> Any:
     """Register the torch.library op of a product: its torch reference, its fake and its kernel.
 
-    weights, activations: formats that the reference takes; its text is WEIGHTS, or WEIGHTS-ACTIVATIONS if they differ.
-    plain: whether x is no codes.
+    formats: that the reference takes, WEIGHTS or, if they differ, WEIGHTS-ACTIVATIONS. plain: whether x is no codes.
     """
 
-    def reference(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
-        operands, names = unpack_named(ProductTensors, tensors, formats)
-        first, _, second = names.partition("-")
-        name = f"{op.name}: weights" if activations else op.name
-        w_format = x_format = _format(name, first, weights)
-        if activations:
-            x_format = _format(f"{op.name}: activations", second, activations)
+    def reference(x: Tensor, tensors: Sequence[Tensor], named: str, gelu: bool, dtype: torch.dtype) -> Tensor:
+        operands, names = unpack_named(ProductTensors, tensors, named)
+        if names not in formats:
+            raise ValueError(f"{op.name}: formats are {names!r}, expected one of {', '.join(formats)}")
+        w_format, x_format = formats_of(names)
         with no_autocast(x):
             w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, w_format).unswizzled()
-            if activations:
-                w = reencode(w, x_format.name, operands.row_scale)
             if plain:
                 return _finish(F.linear(x.float(), w.operand(), fp32(operands.bias)), operands, gelu, dtype)
+            w = as_multiplied(w, x_format, operands.row_scale)
             left = QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, x_format).unswizzled()
             return _finish(_product(left, w, operands.bias), operands, gelu, dtype)
 
@@ -86,10 +82,15 @@ def _fake(x, tensors, formats, gelu, dtype):
     return x.new_empty(x.shape[0], tensors[0].shape[0], dtype=dtype)
 
 
-def _format(name: str, format: str, offered: tuple[str, ...]) -> Format:
-    if format not in offered:
-        raise ValueError(f"{name}: format is {format!r}, expected one of {', '.join(offered)}")
-    return find_format(format)
+def formats_of(names: str) -> tuple[Format, Format]:
+    """Return (format of w, format of x) of a product of codes, from "WEIGHTS" or "WEIGHTS-ACTIVATIONS"."""
+    weights, _, activations = names.partition("-")
+    return find_format(weights), find_format(activations or weights)
+
+
+def as_multiplied(w: QuantizedTensor, x: Format, row_scale: Tensor | None) -> QuantizedTensor:
+    """Return w (N, K) as codes of x's element: 4-bit ones become 8-bit under row_scale, as `reencode` makes them."""
+    return w if w.format.element == x.element else reencode(w, x.name, row_scale)
 
 
 def _product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -154,7 +154,8 @@ class Cost:
         """Return name -> efficiency of those in this cost."""
         arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
         used = {name: self.device.matmul[name] for name in arithmetics}
-        if any(Scheme.parse(scheme).four_over_six for scheme in self.routes):
+        on_scalars = any(Scheme.parse(scheme).four_over_six for scheme in self.routes)
+        if on_scalars or any(map(_is_promoted, self.routes.values())):
             used.setdefault("fp32", self.device.scalar)
         of_attention = self.device.attention if self.attention.arithmetic == "bf16" else self.device.attention_fp8
         return used | {"attention": of_attention, "memory bandwidth": self.device.streaming}
@@ -259,6 +260,8 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
             return Route("fp32", None, scheme.weights, False, about)
         return Route("bf16", None, scheme.weights, False, "weight-only: decoded to 16 bit in the kernel")
     weights, activations = _kind(scheme.weights), _kind(scheme.activations)
+    if PROMOTED.get(activations) == scheme.weights.name:
+        activations = weights
     arithmetic = NATIVE[chip].get(activations)
     if arithmetic is not None and weights == activations:
         how = "" if arithmetic == activations else f", by the chip's {arithmetic} instruction"
@@ -443,15 +446,17 @@ def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iter
     chip_route = route(layer.scheme, chip, prefer)
     x = code_bytes(chip_route.activations.name, m, k) if chip_route.activations else 2 * m * k
     decoded = 8 * n * k if chip_route.arithmetic == "fp32" else 0  # written and read again
-    size = x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n
-    yield Step(_part(layer), "matmul", layer.name, chip_route.arithmetic, 2 * m * n * k, dict.fromkeys(LEVELS, size))
+    sizes = dict.fromkeys(LEVELS, x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n)
+    flops = 2 * m * n * k
+    scalar = flops / chip_route.activations.group_size if _is_promoted(chip_route) and chip_route.activations else 0
+    yield Step(_part(layer), "matmul", layer.name, chip_route.arithmetic, flops, sizes, scalar)
     if layer.scheme is None or chip_route.is_collapsed:
         return
     rank, deflate = layer.scheme.rank, layer.scheme.deflate
     if rank or deflate:
         fused = 4 * m * rank + 2 * m * deflate  # h is written and read, t is read; matrices are counted with the weight
         unfused = fused + (2 * m * k if rank else 0) + 4 * m * n  # x is read again, y read and written
-        sizes: dict[Level, float] = {"unfused": unfused, "fused": fused, "ideal": fused}
+        sizes = {"unfused": unfused, "fused": fused, "ideal": fused}
         yield Step(_part(layer), "low rank", layer.name, "bf16", 2 * m * (rank * (n + k) + deflate * n), sizes)
 
 
@@ -551,6 +556,11 @@ def _widened(scheme: Scheme | None, times: float) -> Scheme | None:
     return scheme and replace(scheme, rank=round(times * scheme.rank), deflate=round(times * scheme.deflate))
 
 
+def _is_promoted(route: Route) -> bool:
+    """Tell whether a product scales partial sums as it moves them out of the matrix units."""
+    return route.activations is not None and route.activations.name in PROMOTED
+
+
 def _kind(format: Format) -> str:
     """Return one name for formats with the same instruction: scales per row or per tensor, groups of 64 or 128."""
     return {"fp8_tensor": "fp8"}.get(format.name, "int4" if format.name.startswith("int4") else format.name)
@@ -566,6 +576,9 @@ REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
 # INSTRUCTIONS of rounding once.
 TWO_SCALES_FLOPS = 20
 
+# Activations with fp32 scales of blocks -> weights beside them. Each block of a sum takes a multiply-add outside the
+# matrix units.
+PROMOTED = {"fp8_1x128": "fp8"}
 # Chip -> format of weights and activations -> arithmetic of its matrix units. Missing: no such instruction.
 NATIVE = {
     "sm_80": {"int8": "int8"},

@@ -104,8 +104,9 @@ def why_not(case: Case, chip: str) -> str:
     """Return why a case is not offered on a chip; empty if it is, and for what libraries and torch compute."""
     if case.op in ("linear", "matmul") and case.implementation.endswith("_matmul"):
         scheme = Scheme.parse(case.scheme)
-        decoded = f"-{scheme.activations.name}" if case.implementation == "w4a8_matmul" and scheme.activations else ""
-        return dispatch.refusal(case.implementation, scheme.weights.name + decoded, chip)
+        weights, activations = scheme.weights.name, scheme.activations and scheme.activations.name
+        formats = weights if activations in (weights, None) else f"{weights}-{activations}"
+        return dispatch.refusal(case.implementation, formats, chip)
     if case.op == "gradient":
         weights, _, codes = case.scheme.partition("-")
         refused = dispatch.refusal(case.implementation, weights, chip)
@@ -136,7 +137,7 @@ def _linear(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
         choice = dispatch.Choice(case.implementation, activations and activations.name, "")
         w, row_scale = layers[0]
         operands = ops.LinearTensors(w.codes, w.scale, w.global_scale, bias=bias, row_scale=row_scale)
-        swizzled = bool(activations and activations.group_size) and w.scale.ndim == 1
+        swizzled = bool(activations and activations.has_byte_scales) and w.scale.ndim == 1
         steps = RoundingTensors(), Rounding(activations.name if activations else "", swizzled=swizzled)
         return launch.computed(choice, x, w, operands, None, steps, chip)
 
@@ -171,7 +172,8 @@ def _matmul(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
 
 def _scaled(q: QuantizedTensor, w: QuantizedTensor, row_scale: Any, bias: Tensor, chip: str) -> Callable[[], Tensor]:
-    tile = find_matmul_tile("scaled_matmul", q.format.name, chip, q.shape[0], w.codes, plain=True)
+    name = q.format.name if q.format == w.format else f"{w.format.name}-{q.format.name}"
+    tile = find_matmul_tile("scaled_matmul", name, chip, q.shape[0], w.codes, plain=True)
     return lambda: scaled_matmul(q, w, epilogue=Epilogue(bias=bias), tile=tile)
 
 
@@ -229,7 +231,7 @@ def _layer(scheme: str, n: int, k: int, device: torch.device, chip: str) -> tupl
         return plain, None
     parsed = Scheme.parse(scheme)
     w = QuantizedTensor.quantize(plain, parsed.weights)
-    if parsed.activations is None or parsed.weights == parsed.activations:
+    if parsed.activations is None or parsed.weights.element == parsed.activations.element:
         swizzled = parsed.activations is not None and parsed.weights.group_size and chip in dispatch.SWIZZLED
         return replace(w, scale=swizzle_scales(w.scale)) if swizzled else w, None
     return w, row_scales(w, parsed.activations.name)
@@ -434,6 +436,8 @@ PRODUCTS = (
     ("nvfp4-nvfp4", "block_scaled_matmul"),
     ("mxfp8-mxfp8", "block_scaled_matmul"),
     ("mxfp4-mxfp4", "block_scaled_matmul"),
+    ("fp8-fp8_1x128", "scaled_matmul"),
+    ("fp8-fp8_1x128", "F.scaled_mm"),
 )
 LINEARS = (
     BASELINE,

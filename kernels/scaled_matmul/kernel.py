@@ -1,6 +1,7 @@
 """int8 and fp8 codes multiplied on the GPU's matrix units, with scales, bias and what follows in one pass.
 
     v = (float(xq · wq^T) · x_scale) · w_scale            int8 accumulates in int32, exactly; fp8 in fp32
+    v = (Σ_b xq_b · wq_b^T · x_scale_b) · w_scale         x in fp8_1x128, of 128 columns b each
 
 With a bias this is the reference in kernels/ops.py, operation by operation; for int8 the result is its bits.
 The epilogue is in kernels/epilogue.py.
@@ -45,7 +46,8 @@ def scaled_matmul(
 ) -> Tensor:
     """Return x (M, K) times w (N, K), both int8 or both fp8: (M, N) of the epilogue's dtype.
 
-    Scales are one for each row or, for fp8, () for all. Raises ValueError for operands that do not fit.
+    Scales are one for each row or, for fp8, () for all; x in fp8_1x128 has (M, K/128). Raises ValueError for operands
+    that do not fit.
     """
     (m, k), n, device = x.shape, w.shape[0], x.codes.device
     _check_operands(x, w)
@@ -58,6 +60,12 @@ def scaled_matmul(
         raise ValueError(
             f"scaled_matmul: tile.acc_split is {tile.acc_split}, expected a divisor or a multiple of k = {tile.k}"
         )
+    group = x.format.group_size
+    if group and (group % tile.k or tile.acc_split):
+        raise ValueError(
+            f"scaled_matmul: tile.k is {tile.k} and acc_split {tile.acc_split}, expected a divisor of the "
+            f"{group} columns that share a scale of {x.format.name}, and 0: sums move to fp32 with each scale"
+        )
     following = epilogue.following("scaled_matmul", m, n, device)
     if tile.descriptors:
         check_copyable("scaled_matmul", x=x.codes, w=w.codes)
@@ -65,7 +73,13 @@ def scaled_matmul(
     is_integer = x.codes.dtype == torch.int8
     arguments = {"x_scale": x.scale, "w_scale": w.scale, "following": following, "M": m, "N": n, "K": k}
     arguments |= {"stride_x_scale": min(x.scale.ndim, 1), "stride_w_scale": min(w.scale.ndim, 1)}
-    arguments |= {"INTEGER": is_integer, "TILE": tile, "num_warps": tile.warps, "num_stages": tile.stages} | EXACT
+    arguments |= {
+        "INTEGER": is_integer,
+        "GROUP": group,
+        "TILE": tile,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    } | EXACT
     arguments["ACC_SPLIT"] = 0 if is_integer else tile.acc_split if tile.descriptors else min(tile.acc_split, tile.k)
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if tile.descriptors:
@@ -83,7 +97,8 @@ def multiply(x: QuantizedTensor, w: QuantizedTensor, row_scale: None, epilogue: 
 
     Gate and residual take a pass of their own behind a tile that leaves no registers for them.
     """
-    find = partial(find_matmul_tile, OP.file, x.format.name, chip, x.shape[0], w.codes)
+    formats = x.format.name if x.format == w.format else f"{w.format.name}-{x.format.name}"
+    find = partial(find_matmul_tile, OP.file, formats, chip, x.shape[0], w.codes)
     tile, plain = find(), find(plain=True)
     if tile == plain or not epilogue.is_rounded_first:
         return scaled_matmul(x, w, epilogue=epilogue, tile=tile)
@@ -115,9 +130,10 @@ def processors(device: torch.device) -> int:
 def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
     name = "scaled_matmul"
     both = {x.format.name, w.format.name}
-    if both != {"int8"} and not both <= {"fp8", "fp8_tensor"}:
+    in_blocks = (x.format.name, w.format.name) == ("fp8_1x128", "fp8")
+    if both != {"int8"} and not both <= {"fp8", "fp8_tensor"} and not in_blocks:
         raise ValueError(
-            f"{name}: x is {x.format.name} and w {w.format.name}, expected both int8 or both fp8; "
+            f"{name}: x is {x.format.name} and w {w.format.name}, expected both int8 or both fp8, w without blocks; "
             "re-encode the weight, or dequantize both"
         )
     check_codes(name, x, w)
@@ -127,7 +143,7 @@ def _check_operands(x: QuantizedTensor, w: QuantizedTensor) -> None:
 def scaled_matmul_kernel(
     x,  # (M, K) int8 or fp8
     w,  # (N, K)
-    x_scale,  # (M,) or () fp32
+    x_scale,  # (M,), () or, with GROUP, (M, K / GROUP) fp32
     w_scale,  # (N,) or () fp32
     following,  # with y (M, N)
     M,
@@ -136,6 +152,7 @@ def scaled_matmul_kernel(
     stride_x_scale,  # 1, or 0 where rows share a scale
     stride_w_scale,
     INTEGER: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale of x, or 0
     EVEN_K: tl.constexpr,
     ACC_SPLIT: tl.constexpr,
     TILE: tl.constexpr,  # a MatmulTile
@@ -159,15 +176,21 @@ def scaled_matmul_kernel(
         else:
             left = tl.load(x_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
             right = tl.load(w_rows + ks[None, :], mask=(ks < K)[None, :], other=0.0)
-        acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
-    finish_tile(acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale, following, TILE)
+        if GROUP:
+            step = load_step(x_scale, rows, start, M, K, GROUP)
+            acc = add_scaled_product(acc, left, right, step, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
+    finish_tile(
+        acc, tile_m, tile_n, M, N, None if GROUP else x_scale, w_scale, stride_x_scale, stride_w_scale, following, TILE
+    )
 
 
 @triton.jit
 def scaled_matmul_descriptors_kernel(
     x,  # descriptor of (M, K) int8 or fp8, in blocks of (BLOCK_M, BLOCK_K)
     w,  # descriptor of (N, K), in blocks of (BLOCK_N, BLOCK_K)
-    x_scale,  # (M,) or () fp32
+    x_scale,  # (M,), () or, with GROUP, (M, K / GROUP) fp32
     w_scale,  # (N,) or () fp32
     following,  # with y (M, N)
     M,
@@ -176,6 +199,7 @@ def scaled_matmul_descriptors_kernel(
     stride_x_scale,
     stride_w_scale,
     INTEGER: tl.constexpr,
+    GROUP: tl.constexpr,
     ACC_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -192,7 +216,14 @@ def scaled_matmul_descriptors_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILE.group_m)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INTEGER else tl.float32)
-        if ACC_SPLIT > BLOCK_K:
+        if GROUP:
+            rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+            for start in range(0, K, BLOCK_K):
+                left = x.load([tile_m * BLOCK_M, start])
+                right = w.load([tile_n * BLOCK_N, start])
+                step = load_step(x_scale, rows, start, M, K, GROUP)
+                acc = add_scaled_product(acc, left, right, step, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
+        elif ACC_SPLIT > BLOCK_K:
             for first in range(0, K, ACC_SPLIT):
                 part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for start in range(first, first + ACC_SPLIT, BLOCK_K):
@@ -205,7 +236,10 @@ def scaled_matmul_descriptors_kernel(
                 left = x.load([tile_m * BLOCK_M, start])
                 right = w.load([tile_n * BLOCK_N, start])
                 acc = add_product(acc, left, right, INTEGER, ACC_SPLIT, TILE.unit_scales, BLOCK_M, BLOCK_N, BLOCK_K)
-        finish_tile(acc, tile_m, tile_n, M, N, x_scale, w_scale, stride_x_scale, stride_w_scale, following, TILE)
+        finish_tile(
+            acc, tile_m, tile_n, M, N, None if GROUP else x_scale, w_scale, stride_x_scale, stride_w_scale, following,
+            TILE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -231,6 +265,29 @@ def add_product(
         return tl.dot(left, right.T, acc, max_num_imprecise_acc=ACC_SPLIT)
     else:
         return tl.dot(left, right.T, acc)
+
+
+@triton.jit
+def load_step(x_scale, rows, start, M, K, GROUP: tl.constexpr):
+    """Load the scales (BLOCK_M,) of `rows` for the columns from `start` on."""
+    return tl.load(x_scale + rows * (K // GROUP) + start // GROUP, mask=rows < M, other=0.0)
+
+
+@triton.jit
+def add_scaled_product(
+    acc,  # (BLOCK_M, BLOCK_N) fp32
+    left,  # (BLOCK_M, BLOCK_K)
+    right,  # (BLOCK_N, BLOCK_K)
+    step,  # (BLOCK_M,) fp32
+    UNIT_SCALES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return acc + (left · right^T) · step: one multiply-add moves a matrix unit's sums to fp32 and scales them."""
+    part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    part = add_product(part, left, right, False, 0, UNIT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K)
+    return tl.fma(part, step[:, None], acc)
 
 
 @triton.jit

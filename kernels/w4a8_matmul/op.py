@@ -12,4 +12,4 @@ from fluxq.kernels.products import product_op
 WEIGHTS = ("nvfp4", "mxfp4", "int4", "int4_g128")
 ACTIVATIONS = ("int8", "fp8")
 OP = Op("w4a8_matmul", tuple(f"{w}-{a}" for w in WEIGHTS for a in ACTIVATIONS), "decode")
-w4a8_matmul = product_op(OP, WEIGHTS, ACTIVATIONS)
+w4a8_matmul = product_op(OP, OP.formats)

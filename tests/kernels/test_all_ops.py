@@ -85,6 +85,8 @@ def test_every_folder_and_table_is_of_an_op_of_the_table() -> None:
     ("weights", "activations", "row_scale", "expected"),
     [
         ("fp8", "fp8", False, ("scaled_matmul", "fp8")),
+        ("fp8", "fp8_1x128", False, ("scaled_matmul", "fp8-fp8_1x128")),
+        ("fp8_1x128", "fp8_1x128", False, None),
         ("nvfp4", "nvfp4", False, ("block_scaled_matmul", "nvfp4")),
         ("nvfp4", "int8", True, ("w4a8_matmul", "nvfp4-int8")),
         ("nvfp4", "int8", False, None),

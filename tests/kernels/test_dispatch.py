@@ -81,6 +81,7 @@ def timings_in(rows: list[dict]) -> Callable[[str, str], list[dict]]:
         ("int8-int8", "scaled_matmul", "int8"),
         ("fp8-fp8", "F.scaled_mm", "fp8"),
         ("fp8_tensor-fp8_tensor-static", "F.scaled_mm", "fp8_tensor"),
+        ("fp8-fp8_1x128", "scaled_matmul", "fp8_1x128"),
         ("nvfp4-nvfp4-static", "block_scaled_matmul", "nvfp4"),
         ("mxfp8-mxfp8", "block_scaled_matmul", "mxfp8"),
         ("mxfp4-mxfp4", "block_scaled_matmul", "mxfp4"),
@@ -273,6 +274,8 @@ CHOSEN = [
     ("int8-int8-r8", "sm_90", "scaled_matmul"),
     ("fp8-fp8", "sm_89", "scaled_matmul"),
     ("fp8_tensor-fp8_tensor-static", "sm_89", "F.scaled_mm"),
+    ("fp8-fp8_1x128", "sm_89", "scaled_matmul"),
+    ("fp8-fp8_1x128-r8", "sm_90", "scaled_matmul"),
     ("nvfp4-nvfp4-static", "sm_100", "block_scaled_matmul"),
     ("nvfp4-nvfp4", "sm_120", "block_scaled_matmul"),
     ("mxfp8-mxfp8", "sm_120", "block_scaled_matmul"),
@@ -398,7 +401,7 @@ def test_quantizers_on_a_gpu(offers, kind: str, scale: Tensor | None) -> None:
     steps = packed_steps(kind, input_scale=scale, smooth=torch.rand(K) + 0.5, down=down, hadamard=16)
     check_op(*ops_of, (x, *steps), exact=False)
     check_op(*ops_of, (x.abs().round(), *packed_steps(kind, input_scale=scale, act="gelu_tanh")), exact=False)
-    beside = packed_steps(kind, input_scale=scale, act="gelu_tanh", beside=x[:, :64])
+    beside = packed_steps(kind, input_scale=scale, act="gelu_tanh", beside=x[:, :128])
     check_op(*ops_of, (x.abs().round(), *beside), exact=False)
     offers(quantize_activation=(kind,))
     with pytest.raises(ValueError, match=f"quantize_activation: no kernel for {kind}-beside on sm_100"):

@@ -66,6 +66,31 @@ def test_block_scales_are_passed_as_the_library_reads_them(format: str, monkeypa
     assert torch.equal(library_product(*swizzled, bias, torch.bfloat16), want)
 
 
+def test_scales_of_128_columns_are_passed_beside_each_row_of_the_weight_as_often(monkeypatch) -> None:
+    """As torch's call checks it: (rows, K / 128) in fp32, rows adjacent; without a choice of sums."""
+    x, w, bias = operands("fp8")
+    for m in (M, 1):
+        x = ops.quantize_activation(x.dequantize()[:m], FORMATS["fp8_1x128"])
+
+        def reads(left, right, scales_of_left, recipe_of_left, scales_of_right, recipe_of_right, **options) -> Tensor:
+            assert recipe_of_left == recipe_of_right == [F.ScalingType.BlockWise1x128]
+            matrices = []
+            for codes, (scale,) in ((left, scales_of_left), (right.t(), scales_of_right)):
+                rows, k = codes.shape
+                assert (scale.shape, scale.stride(), scale.dtype) == ((rows, k // 128), (1, rows), torch.float32)
+                matrices.append((codes.float().view(rows, -1, 128) * scale[:, :, None]).view(rows, k))
+            assert options.keys() == {"bias", "output_dtype"}
+            return F.linear(*matrices, options["bias"].float()).to(options["output_dtype"])
+
+        monkeypatch.setattr(F, "scaled_mm", reads)
+        assert library.library_takes(x, w) and not library.library_takes(x, x)
+        assert torch.equal(library_product(x, w, bias, torch.bfloat16), expected(x, w, bias))
+    name = library.IN_128S
+    assert not library_refusal(name, "", "sm_90", M, N, K, torch.bfloat16)
+    assert "no fp8-fp8_1x128 product for sm_100" in library_refusal(name, "", "sm_100", M, N, K, torch.bfloat16)
+    assert "not for torch.float16" in library_refusal(name, "", "sm_90", M, N, K, torch.float16)
+
+
 @pytest.mark.parametrize(("configured", "fast"), [(None, True), ("exact", False), ("fast", True)])
 def test_accumulation_is_a_setting_of_the_process(configured: str | None, fast: bool, monkeypatch) -> None:
     x, w, bias = operands("fp8")

@@ -80,6 +80,11 @@ def scaled(format: str, x_scale: str = "row", w_scale: str = "row") -> Case:
     return Case(scaled_matmul, x.codes, ProductTensors(w.codes, scales[1], scales[0]), format)
 
 
+def in_128s() -> Case:
+    x, w = activation("fp8_1x128"), weight("fp8")
+    return Case(scaled_matmul, x.codes, ProductTensors(w.codes, w.scale, x.scale), "fp8-fp8_1x128")
+
+
 def block_scaled(format: str, swizzled: bool = False) -> Case:
     x, w = activation(format), weight(format)
     scales = [swizzle_scales(q.scale) if swizzled else q.scale for q in (x, w)]
@@ -104,6 +109,7 @@ CASES = {
     "int8": scaled("int8"),
     "fp8": scaled("fp8"),
     "fp8_tensor": scaled("fp8_tensor", "tensor", "tensor"),
+    "fp8 by fp8_1x128": in_128s(),
     "fp8 rows by a tensor": scaled("fp8_tensor", "row", "tensor"),
     "fp8 tensor by rows": scaled("fp8_tensor", "tensor", "row"),
     **{name: block_scaled(name) for name in ("nvfp4", "mxfp8", "mxfp4")},
@@ -117,6 +123,8 @@ def operands(name: str) -> tuple[Tensor, Tensor]:
     """x and w of a case in float64, from the codes and not by the functions under test."""
     case = CASES[name]
     weights, _, activations = case.formats.partition("-")
+    if activations == "fp8_1x128":
+        return activation(activations).dequantize().double(), weight(weights).dequantize().double()
     if activations:
         w8 = reencode.reencode(weight(weights), activations)
         return activation(activations).dequantize().double(), w8.dequantize().double()
@@ -226,7 +234,7 @@ def test_swizzled_scales_lie_where_the_matrix_unit_reads_them(rows: int, groups:
 
 def test_what_does_not_fit_is_named() -> None:
     case = CASES["fp8"]
-    with pytest.raises(ValueError, match=r"scaled_matmul: format is 'nvfp4', expected one of int8, fp8"):
+    with pytest.raises(ValueError, match=r"scaled_matmul: formats are 'nvfp4', expected one of int8, fp8"):
         replace(case, formats="nvfp4")()
     with pytest.raises(ValueError, match=r"x \(M, K\) = \(6, 64\) does not fit .* K differs"):
         replace(case, x=case.x[:, :64])()
@@ -237,7 +245,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"swizzled scales are \(500,\), expected \(512,\) for \(6, 4\)"):
         replace(case, given=case.given._replace(x_scale=scale[:500]))()
     case = CASES["int4 by fp8"]
-    with pytest.raises(ValueError, match="weights: format is 'mxfp8', expected one of nvfp4, mxfp4, int4"):
+    with pytest.raises(ValueError, match="w4a8_matmul: formats are 'mxfp8-fp8', expected one of nvfp4-int8"):
         replace(case, formats="mxfp8-fp8")()
-    with pytest.raises(ValueError, match="activations: format is 'nvfp4', expected one of int8, fp8"):
+    with pytest.raises(ValueError, match="w4a8_matmul: formats are 'int4-nvfp4', expected one of nvfp4-int8"):
         replace(case, formats="int4-nvfp4")()

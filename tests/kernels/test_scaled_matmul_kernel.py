@@ -55,6 +55,21 @@ def check_int8(kernels: ModuleType, m: int, n: int, k: int, tile: MatmulTile = T
     assert_within(out, expected, torch.zeros_like(expected), tile)
 
 
+def check_blocks(kernels: ModuleType, tile: MatmulTile = TILE, shape: tuple[int, int, int] = (130, 70, 384)) -> None:
+    """x with a scale for each 128 columns, against float64; blocks differ in scale by up to 100."""
+    m, n, k = shape
+    x, _, w, bias = operands("fp8", m, n, k)
+    q = ops.quantize_activation(x * torch.logspace(-1, 1, k // 128).repeat_interleave(128), FORMATS["fp8_1x128"])
+    a, b = q.dequantize().double(), w.dequantize().double()
+    terms = k + lost_in_the_unit(k, 128)
+    epilogue, value, bound = followed_by(
+        a @ b.T, a.abs() @ b.abs().T, terms, bias, torch.bfloat16, rank=5, gelu=True, images=5, residual=True
+    )
+    with poisoned():
+        out = kernels.scaled_matmul(q, w, epilogue=epilogue, tile=tile)
+    assert_within(out.double(), value, bound, tile)
+
+
 def check_epilogue(
     kernels: ModuleType,
     format: str,
@@ -250,6 +265,16 @@ def test_every_way_to_multiply_computes_the_same(variant: str) -> None:
         check_int8(scaled_matmul, 130, 70, 80, tile)
 
 
+IN_BLOCKS = ("descriptors", "halves", "descriptors and halves", "unit scales", "unit scales and descriptors")
+
+
+@pytest.mark.often(2)
+@pytest.mark.parametrize("variant", ["plain", "whole blocks", *IN_BLOCKS])
+def test_x_may_have_a_scale_for_each_128_columns(variant: str) -> None:
+    tiles = {"plain": TILE, "whole blocks": dataclasses.replace(TILE, k=128), **VARIANTS}
+    check_blocks(scaled_matmul, tiles[variant])
+
+
 @pytest.mark.parametrize("tile", ["plain", "descriptors"])
 @pytest.mark.parametrize("which", ["x", "w", "both"])
 def test_fp8_codes_may_share_one_scale(which: str, tile: str) -> None:
@@ -262,6 +287,8 @@ def test_fp8_codes_may_share_one_scale(which: str, tile: str) -> None:
 def bad_input() -> dict[str, tuple[Callable, str]]:
     _, q, w, bias = operands("int8", 4, 8, 32)
     _, fp8, _, _ = operands("fp8", 4, 8, 32)
+    x, _, fp8_w, _ = operands("fp8", 4, 8, 128)
+    blocks = ops.quantize_activation(x, FORMATS["fp8_1x128"])
     call = partial(scaled_matmul.scaled_matmul, q, w, tile=TILE)
 
     def followed(**by) -> Callable:
@@ -275,6 +302,16 @@ def bad_input() -> dict[str, tuple[Callable, str]]:
     per_tensor = QuantizedTensor(q.codes, q.scale[0], None, q.shape, q.format)
     return {
         "formats": (partial(scaled_matmul.scaled_matmul, fp8, w, tile=TILE), "x is fp8 and w int8, expected both"),
+        "blocks by int8": (partial(scaled_matmul.scaled_matmul, blocks, w, tile=TILE), "x is fp8_1x128 and w int8"),
+        "weights in blocks": (partial(scaled_matmul.scaled_matmul, blocks, blocks, tile=TILE), "w without blocks"),
+        "a step over blocks": (
+            partial(scaled_matmul.scaled_matmul, blocks, fp8_w, tile=dataclasses.replace(TILE, k=256)),
+            "tile.k is 256 and acc_split 0, expected a divisor of the 128 columns",
+        ),
+        "sums of blocks": (
+            partial(scaled_matmul.scaled_matmul, blocks, fp8_w, tile=dataclasses.replace(TILE, acc_split=32)),
+            "acc_split 32, expected .* 0: sums move",
+        ),
         "no rows": (partial(scaled_matmul.scaled_matmul, empty, w, tile=TILE), r"x \(0, 32\) has no rows"),
         "K": (partial(scaled_matmul.scaled_matmul, q, short, tile=TILE), "K differs"),
         "long sums": (partial(scaled_matmul.scaled_matmul, long, long, tile=TILE), "K is 131072, expected less"),
@@ -345,6 +382,15 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
         "right = w.load([tile_n * BLOCK_N, start])\n                acc",
         "right = w.load([tile_m * BLOCK_M, start])\n                acc",
         copied,
+    ),
+    "blocks: all under the first scale": (MATMUL, "+ start // GROUP", "+ 0", check_blocks),
+    "blocks: scales of other rows": (MATMUL, "rows * (K // GROUP) +", "rows +", check_blocks),
+    "blocks: not scaled": (MATMUL, "tl.fma(part, step[:, None], acc)", "acc + part", check_blocks),
+    "blocks: scales not masked": (
+        MATMUL,
+        "start // GROUP, mask=rows < M",
+        "start // GROUP, mask=rows < M + 99",
+        check_blocks,
     ),
     "promoted: the last part alone": (MATMUL, "acc += part", "acc = part", promoted),
     "promoted: a step left out": (MATMUL, "first + ACC_SPLIT, BLOCK_K", "first + BLOCK_K, BLOCK_K", promoted),

@@ -7,7 +7,9 @@ from typing import Any
 from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, distinct_tiles, following_types, summed_both_ways
 from fluxq.kernels.checks import EXACT
 from fluxq.kernels.epilogue import GATED_TILE, gate_kernel
+from fluxq.kernels.products import formats_of
 from fluxq.kernels.scaled_matmul.kernel import scaled_matmul_descriptors_kernel, scaled_matmul_kernel
+from fluxq.kernels.scaled_matmul.op import OP
 from fluxq.kernels.tiles import MatmulTile
 
 
@@ -25,6 +27,7 @@ def _cell(format: str, tile: MatmulTile, targets: tuple[str, ...], *, fused: boo
     gated = tile in _tiles(format, plain=False)
     following = {"following": following_types(fused=fused, gated=gated)}
     constants: dict[str, Any] = {"INTEGER": format == "int8", "ACC_SPLIT": tile.acc_split, "TILE": tile}
+    constants["GROUP"] = formats_of(format)[1].group_size
     strides = ("stride_x_scale", "stride_w_scale")
     if format == "fp8_tensor":
         sizes |= dict.fromkeys(strides, "i32")
@@ -64,7 +67,7 @@ CELLS = (
     _GATE,
     *(
         _cell(name, tile, targets, fused=fused)
-        for name in ("int8", "fp8", "fp8_tensor")
+        for name in OP.formats
         for fused in (False, True)
         for tile, targets in _tiles(name, plain=not fused).items()
         # The hardest to fit is what matters; the plain one once for each large tile of a format's own codes.

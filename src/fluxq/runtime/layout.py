@@ -40,8 +40,8 @@ def lay_out(layer: QuantLinear, chip: str, prefer: str, origin: StoredLayer | No
     if scheme.activations is None:
         return False  # the recipe asked for 16-bit activations
     weights = scheme.weights.name
-    op, _ = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
-    if op and not refusal(op.name, weights, chip):
+    op, formats = product_of(weights, scheme.activations.name, row_scale=False) or (None, "")
+    if op and not refusal(op.name, formats, chip):
         swizzled = op is BLOCK_SCALED_MATMUL and chip in SWIZZLED
         if swizzled:
             swizzle(layer)
