@@ -7,6 +7,7 @@ The same prompts and noise go through the 16-bit pipeline and each quantized one
 
     NAME           a shipped recipe
     NAME rtn       its formats rounded to nearest, where that is something else
+    NAME in 128s   the checkpoint with a scale for each 128 activations in place of one for a token
     NAME SVDQuant + GPTQ   its formats under SVDQuant and GPTQ as published, built from fluxq's stages
     NAME as int8   the checkpoint after `fluxq.prepare` on the CPU: 8-bit weights, and x still centered and smoothed
     NAME + fp8 attention   the checkpoint with `fluxq.set_attention(pipe, "fp8")`, as `attention: fp8` in a recipe does
@@ -85,6 +86,14 @@ components:
 compat: full
 gate: {db_per_percent: 0}
 """
+IN_128S_ON = "fp8"  # the recipe whose activations are also measured with a scale for each 128 of them
+IN_128S = " in 128s"
+IN_BLOCKS = """
+extends: fp8
+components:
+  transformer:
+    activations: {format: fp8_1x128}
+"""
 RTN, AS_INT8, IN_FP8, IN_16_BIT = " rtn", " as int8", " + fp8 attention", " in 16 bit"
 
 
@@ -150,10 +159,11 @@ def settings(recipes: Sequence[str], folder: Path, model: str) -> Iterator[tuple
     known = set()
     for recipe in recipes:
         rows: list[tuple[str, str, Profile | None]] = [(recipe, recipe, None), (recipe + RTN, recipe, "rtn")]
-        if recipe == SVDQUANT_ON:
-            file = folder / "svdquant.yaml"
-            write_text(file, SVDQUANT)
-            rows.append((recipe + BEST_KNOWN, str(file), None))
+        for built_on, end, text in ((SVDQUANT_ON, BEST_KNOWN, SVDQUANT), (IN_128S_ON, IN_128S, IN_BLOCKS)):
+            if recipe == built_on:
+                file = folder / f"{recipe}{end.replace(' ', '_')}.yaml"
+                write_text(file, text)
+                rows.append((recipe + end, str(file), None))
         for label, name, profile in rows:
             output = str(folder / label)
             options = making.JobOptions(model=model, recipe=name, profile=profile, output=output, check=False)
@@ -400,7 +410,7 @@ def quality_table(found: Mapping[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     where = "docs/gpu.md#attention-in-fp8-or-int8"
     also = f"*+ fp8 attention*: the same checkpoint, [self-attention]({where}) from fp8 codes too."
-    return "\n".join([*lines, "", also, _images(found), "", "On the same prompts, paired:", "", *_claims(found)])
+    return "\n".join([*lines, "", also, _images(found, shown), "", "On the same prompts, paired:", "", *_claims(found)])
 
 
 def _claims(found: Mapping[str, Any]) -> Iterator[str]:
@@ -450,7 +460,7 @@ def recipes_table(found: Mapping[str, Any]) -> str:
             *(f"{row['modelled_ms'][gpu]:.1f}" for gpu in GPUS),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _images(found)])
+    return "\n".join([*lines, "", _images(found, found["recipes"])])
 
 
 def _with_outliers(row: Mapping[str, Any] | None) -> list[str]:
@@ -466,9 +476,9 @@ def _interval(values: Sequence[float]) -> str:
     return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
 
 
-def _images(found: Mapping[str, Any]) -> str:
+def _images(found: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> str:
     images = f"{found['prompts']} prompts with {found['seeds_per_prompt']} seeds each"
-    later = "".join(f", {_named(row['recipe'])} {row['commit']}" for row in found["recipes"] if "commit" in row)
+    later = "".join(f", {_named(row['recipe'])} {row['commit']}" for row in shown if "commit" in row)
     return f"Over {images}, 95 % intervals over prompts, commit {found['commit']}{later}."
 
 
@@ -497,6 +507,7 @@ CLAIMS = (
 # And pairs that its text names, which the result file holds beside them.
 COMPARED = (
     (SVDQUANT_ON, SVDQUANT_ON + BEST_KNOWN),
+    (IN_128S_ON + IN_128S, IN_128S_ON),
     *((name + keeping(*steps), name) for name, found in KEEPING.items() for steps in found),
 )
 TABLES = {ROOT / "README.md": ("quality", quality_table), ROOT / "recipes" / "README.md": ("recipes", recipes_table)}
