@@ -446,7 +446,7 @@ def _linear_steps(layer: LayerPlan, m: float, chip: str, prefer: Prefer) -> Iter
     chip_route = route(layer.scheme, chip, prefer)
     x = code_bytes(chip_route.activations.name, m, k) if chip_route.activations else 2 * m * k
     decoded = 8 * n * k if chip_route.arithmetic == "fp32" else 0  # written and read again
-    sizes = dict.fromkeys(LEVELS, x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n)
+    sizes: dict[Level, float] = dict.fromkeys(LEVELS, x + resident_bytes(layer, chip, prefer) + decoded + 2 * m * n)
     flops = 2 * m * n * k
     scalar = flops / chip_route.activations.group_size if _is_promoted(chip_route) and chip_route.activations else 0
     yield Step(_part(layer), "matmul", layer.name, chip_route.arithmetic, flops, sizes, scalar)
