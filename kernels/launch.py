@@ -27,7 +27,7 @@ from fluxq.kernels.dispatch import TORCH, Choice, NoKernel, choose, layout_of
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
 from fluxq.kernels.library import library_product
 from fluxq.kernels.op import REFERENCES
-from fluxq.kernels.plans import Plan, kind_of, watched
+from fluxq.kernels.plans import Plan, kind_of, watched, watching
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.tensor import QuantizedTensor, read_named, unpack_named
@@ -49,7 +49,14 @@ def run(name: str, *arguments: Any) -> Any:
 
 
 def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
-    """Launch an op by the plan of an earlier call with operands of the same kind, if there is one."""
+    """Launch an op by the plan of an earlier call with operands of the same kind, if there is one.
+
+    Where the call is part of one that is watched, its steps are noted there.
+    """
+    if (watch := watching()) is not None:
+        with watch.within():
+            result = computed_by(name, arguments, chip)
+        return _proofs().verified(name, arguments, result, chip)
     if torch.is_autocast_enabled(arguments[0].device.type):  # which would change the steps of a plan
         return _proofs().verified(name, arguments, computed_by(name, arguments, chip), chip)
     operands: list[Tensor] = []

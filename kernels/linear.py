@@ -248,7 +248,8 @@ class QuantLinear(nn.Linear):
         """The low-rank branch (A (R, K), B (N, R)), None if there is none."""
         if not self.scheme.rank:
             return None
-        return self.get_parameter("svdquant_lora_a").data, self.get_parameter("svdquant_lora_b").data
+        a, b = (self.get_parameter(name) for name in LOW_RANK)
+        return a.detach(), b.detach()
 
     @property
     def branches(self) -> dict[str, Tensor]:

@@ -3,7 +3,9 @@
     python -m benchmarks.kernels.host [--json FILE]
 
 Kernels, products and attention are replaced by stand-ins that return at once, so what is left is the way
-to them: forward, ops, checks, choices of tiles, new tensors. Triton's own launcher, some 10 us a launch, is not in it.
+to them: the comparison of the block with its plan, new tensors, views, arguments. Triton's own launcher, some 10 us a
+launch, is not in it, nor are torch's own for products and attention. "unplanned" is a block without a plan of its own:
+forward, ops and their plans.
 Each time is the process's own, the least of several rounds, beside that of a torch Linear of 16 x 16 on this machine.
 """
 
@@ -32,10 +34,11 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
-from fluxq.runtime import fused
+from fluxq.runtime import block_plans, fused
 
 CHIP = "sm_90"
 TEXT, IMAGE, HIDDEN = 16, 32, 256
+WARM_UPS = 3  # until a block has a plan
 
 
 @contextmanager
@@ -64,6 +67,7 @@ def stand_ins() -> Iterator[Counter[str]]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
         patches.enter_context(mock.patch.object(launch, "chip_of", lambda device: CHIP))
+        patches.enter_context(mock.patch.object(block_plans, "DEVICES", ("cpu",)))
         patches.enter_context(mock.patch.object(library.F, "scaled_mm", product))
         patches.enter_context(mock.patch.object(F, "linear", linear))
         patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
@@ -106,7 +110,8 @@ def inputs(model: Any) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def seconds_of(call: Callable[[], Any], calls: int, rounds: int = 25) -> float:
     """Process time of one call, the least of so many rounds."""
-    call()
+    for _ in range(WARM_UPS):
+        call()
     times = []
     for _ in range(rounds):
         start = time.process_time()
@@ -131,7 +136,9 @@ def measure(scheme: str = "fp8-fp8") -> dict[str, Any]:
             launches = launched.total()
             us = 1e6 * seconds_of(lambda block=block: block(*given), 10)
             row = {"ms": round(us / 1e3, 3), "launches": launches, "linears": round(us / result["linear_us"])}
-            result[name] = row
+            with mock.patch.object(block_plans, "DEVICES", ()):
+                unplanned = 1e6 * seconds_of(lambda block=block: block(*given), 10)
+            result[name] = row | {"unplanned_ms": round(unplanned / 1e3, 3)}
     return result
 
 
@@ -144,7 +151,10 @@ def main(scheme: str, output: Path | None) -> None:
     result = measure(scheme) | {"commit": commit(), "versions": versions()}
     for name in ("double", "single"):
         row = result[name]
-        click.echo(f"{name}: {row['ms']} ms for {row['launches']} launches, {row['linears']} torch Linears")
+        click.echo(
+            f"{name}: {row['ms']} ms for {row['launches']} launches, {row['linears']} torch Linears; "
+            f"{row['unplanned_ms']} ms without a plan of the block"
+        )
     click.echo(f"a torch Linear takes {result['linear_us']} us here")
     if output:
         write_json(output, result)

@@ -5,11 +5,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import triton
 from rounding import norm_packed
 from rounding import packed as packed_steps
 from torch import Tensor
@@ -244,16 +245,69 @@ def test_under_autocast_nothing_is_planned() -> None:
     [
         lambda x: x + float(x.sum()),  # a value
         lambda x: x + OUTSIDE,
-        lambda x: x.chunk(2)[0].clone(),  # several tensors
+        lambda x: x + x[x > 0].numel(),  # a size that depends on values
+        lambda x: torch.nn.functional.dropout(x, 0.0) + torch.rand_like(x) * 0,
+        lambda x: torch.from_numpy(x.float().numpy() * 2),  # what another library computes
         lambda x: x.as_strided((2,), (1,), 3).clone(),
         lambda x: x + x.to("meta").numel(),
     ],
-    ids=["value", "outside", "several", "address", "device"],
+    ids=["value", "outside", "size", "random", "unseen", "address", "device"],
 )
 def test_what_a_plan_cannot_do_again_has_none(call: Callable[[Tensor], Tensor]) -> None:
     x = tokens(1)
     result, plan = plans.watched(lambda: call(x), [x])
     assert torch.equal(result, call(x)) and plan is None
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor | None
+
+
+def test_several_results_and_tensors_in_tuples_are_done_again(monkeypatch) -> None:
+    """Of which some are never read, and some are written to."""
+
+    def run(kernel: Any, pair: Pair, rest: tuple, **options: Any) -> None:
+        pair.a.mul_(rest[0][0])
+        options["also"][0].add_(1)
+
+    @triton.jit
+    def kernel(pair, rest, also):
+        pass
+
+    def call(x: Tensor, y: Tensor) -> tuple[Tensor, tuple]:
+        a, b, _ = x.split([4, 8, 8])
+        whole = torch.empty_like(y)
+        whole.copy_(y)
+        kernel[(1,)](Pair(whole, None), ([a.sum()], 3), also=(b,))
+        return whole, (b, x.unbind(0)[1])
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    first, second = (tokens(1), tokens(2)), (tokens(3), tokens(4))
+    expected = call(*map(torch.clone, second))
+    _, plan = plans.watched(lambda: call(*first), first)
+    assert plan is not None
+    found = plan(second)
+    assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
+
+
+@pytest.mark.parametrize("call", ["codes", "layer"])
+def test_in_a_wider_watch_an_ops_own_launches_are_noted(call: str) -> None:
+    """They are made with the operands of the call around it."""
+    name, arguments = CALLS[call]
+
+    def around(x: Tensor, rest: tuple) -> Any:
+        return tree_map(lambda y: y.clone(), launch.run(name, x * 2, *rest))
+
+    given = [arguments(seed) for seed in (1, 11)]
+    operands = [[each for each in tree_leaves(one) if isinstance(each, Tensor)] for one in given]
+    with interpreting():
+        expected = around(given[1][0], given[1][1:])
+        launch.PLANS.clear()
+        _, plan = plans.watched(lambda: around(given[0][0], given[0][1:]), operands[0])
+        assert plan is not None and not launch.PLANS
+        assert sum(not step.makes for step in plan.steps) and plans.watching() is None
+        assert_same(plan(operands[1]), expected)
 
 
 def test_a_bad_input_is_named_each_time() -> None:

@@ -37,6 +37,7 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.family import Family, Maker, matches
 from fluxq.recipes.fusable import FusableBlock, Stream
+from fluxq.runtime.block_plans import FUSION_ATTRIBUTE, are_planned
 from fluxq.runtime.fused_calls import CALLS, BlockInputs
 from fluxq.runtime.fused_forms import Fusion, at, form_of, is_hooked, layers_of, takers_of, why_alone
 from fluxq.runtime.side_by_side import lay_side_by_side
@@ -157,15 +158,22 @@ def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
 
     read = CALLS[stock.__name__]
 
+    def computed(self, fusion: Fusion, *args, **kwargs) -> tuple[Any, bool]:
+        """Compute a call; tell whether in the fused form."""
+        inputs = read(self, *args, **kwargs)
+        if _why_plain(self, fusion, inputs):
+            return stock.forward(self, *args, **kwargs), False
+        return form_of(fusion.row)(self, fusion, inputs), True
+
     @functools.wraps(stock.forward)
     def forward(self, *args, **kwargs):
         fusion: Fusion | None = getattr(self, FUSION_ATTRIBUTE, None)
         if fusion is None:
             return stock.forward(self, *args, **kwargs)
-        inputs = read(self, *args, **kwargs)
-        if _why_plain(self, fusion, inputs):
-            return stock.forward(self, *args, **kwargs)
-        return form_of(fusion.row)(self, fusion, inputs)
+        call = functools.partial(computed, self, fusion)
+        if torch.compiler.is_compiling() or not are_planned(fusion.device):
+            return call(*args, **kwargs)[0]
+        return fusion.plans.run(self, call, args, kwargs)
 
     def reduce(self, protocol):
         return _empty, (stock,), stock.__reduce_ex__(self, 2)[2]
@@ -402,6 +410,3 @@ def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> F
 
 def _format_of(takers: dict[str, QuantLinear]) -> str:
     return next(iter(takers.values())).rounding.format
-
-
-FUSION_ATTRIBUTE = "fluxq_fusion"

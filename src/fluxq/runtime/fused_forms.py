@@ -11,7 +11,7 @@ step rounds where diffusers' own does; `why_alone` says which layer computes by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from fluxq.kernels.quantize_activation.op import ACTS, Rounding, quantize_activa
 from fluxq.kernels.tensor import pack_named
 from fluxq.recipes.family import InputGroup
 from fluxq.recipes.fusable import FusableBlock, OwnAttention, Stream
+from fluxq.runtime.block_plans import BlockPlans
 from fluxq.runtime.fused_calls import BlockInputs
 from fluxq.runtime.side_by_side import STORED, are_neighbours, operands_of, whole
 
@@ -42,6 +43,7 @@ class Fusion:
     refused: layer -> why the device does not make or multiply its codes.
     device: type of the device that all this was decided for.
     withdrawals: kernels that had been found wrong in this process by then.
+    plans: of its calls.
     """
 
     row: FusableBlock
@@ -50,6 +52,7 @@ class Fusion:
     refused: dict[str, str]
     device: str
     withdrawals: int = 0
+    plans: BlockPlans = field(default_factory=BlockPlans, compare=False, repr=False)
 
 
 class Normed(NamedTuple):

@@ -42,15 +42,14 @@ from operator import is_
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from fluxq.base.console import first_line, logger
-from fluxq.base.settings import accumulation
 from fluxq.kernels.quantize_activation.op import Rounding
 from fluxq.recipes.formats import Scheme
+from fluxq.runtime.block_plans import kernel_settings
 from fluxq.runtime.first_block import FirstBlock, first_block_of
 from fluxq.runtime.modulation import Choice, HoistedModulation, Rows
 from fluxq.runtime.placed import Handle, Placed
@@ -348,7 +347,7 @@ class _Step(Placed):
         hoisted, cache = form.hoisted, form.cache
         looks_up = hoisted is not None and hoisted.schedule is not self._not_looked_up
         described = tuple(_described(leaf, form.device) for leaf in leaves)
-        kind = (spec, described, _settings(), looks_up, _context_of(cache))
+        kind = (spec, described, kernel_settings(), looks_up, _context_of(cache))
         if kind in self._refused:
             raise _Plain(self._refused[kind])
         recording, rows = self.graphs.pop((form, kind), None), None
@@ -753,11 +752,6 @@ def _kept(value: Any, device: torch.device) -> Any:
     return value if by_value else _Same(value)
 
 
-def _settings() -> tuple:
-    """Return the settings of the process that choose kernels."""
-    return _AttentionBackendRegistry.get_active_backend()[0], *(setting() for setting in _SETTINGS)
-
-
 def _arguments(leaves: Sequence[Any], spec: TreeSpec) -> tuple[str, ...]:
     named, _ = tree_flatten_with_path(tree_unflatten(leaves, spec))
     return tuple(
@@ -773,15 +767,6 @@ _NOTES = ("_hf_peft_config_loaded", "peft_config", "lora_scale", "_safe_fusing")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Registries that every module has, and that a forward does not read; parameters and buffers are compared by memory.
 _UNREAD = frozenset(vars(nn.Module())) - {"training", "_modules", *_HOOKS}
-_SETTINGS: tuple[Callable[[], Any], ...] = (
-    accumulation,
-    torch.get_float32_matmul_precision,
-    torch.are_deterministic_algorithms_enabled,
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-)
 
 # How a hook's name in diffusers starts -> why no graph can stand for a model that has it, or empty. The rest are step
 # caches whose decisions are not known.

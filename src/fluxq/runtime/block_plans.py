@@ -1,0 +1,278 @@
+"""Plans of whole fused blocks: a later call does the steps of an earlier one, and none of the Python between them.
+
+The first call of a kind runs plainly, and what it launches is compiled and compared; the second is watched as
+kernels/plans.py watches an op, with all weights of the block as operands; from the third on its steps are done again:
+
+    kind     shapes, strides, dtypes, device, alignment and shared memory of the arguments, other arguments by value,
+             and the settings of the process that choose kernels
+    state    what the forward reads beside them: modules, their classes and attributes, the places and layouts of
+             weights. Another state has plans of its own, and a state goes when the block holds its modules no more.
+
+A plan holds no tensor: weights are looked up at each call. Where something could be computed that a watch does not see,
+no plan is made (`_why_not`), and calls with gradients, autocast, verify="always", under a dispatch mode or on another
+GPU than the current one are computed plainly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+from fluxq.base import settings
+from fluxq.kernels import findings
+from fluxq.kernels.op import untraced
+from fluxq.recipes import computing
+
+
+def are_planned(device: str) -> bool:
+    """Tell whether blocks on a type of device have plans: where Python takes longer than what it launches."""
+    return device in DEVICES and _HAS_TRITON
+
+
+class BlockPlans:
+    """Plans of one block's calls. A copy of it has none."""
+
+    def __init__(self) -> None:
+        self._states: list[_State] = []  # the one that was found last first
+        self._misses = 0  # states in a row that were not found again
+
+    def __reduce__(self) -> tuple[type[BlockPlans], tuple[()]]:
+        return BlockPlans, ()
+
+    @untraced  # Dynamo would trace the steps, where a frame that it gave up on comes here
+    def run(
+        self,
+        block: nn.Module,
+        computed: Callable[..., tuple[Any, bool]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute a call of the block by its plan, or by `computed`, which also tells whether by the fused form."""
+        given: list[Tensor] = []
+        kind = _kind(args, kwargs, given) if self._misses < MOST_MISSES else None
+        if kind is None:
+            return computed(*args, **kwargs)[0]
+        state, weights = self._find(block)
+        plan = None if state.why_not else state.plans.get(kind, UNSEEN)
+        if plan is None:
+            return computed(*args, **kwargs)[0]
+        if plan is UNSEEN:
+            if len(state.plans) >= MOST_KINDS:
+                del state.plans[next(iter(state.plans))]
+            state.plans[kind] = ONCE
+            return computed(*args, **kwargs)[0]
+        if plan is ONCE:
+            watched = importlib.import_module("fluxq.kernels.plans").watched  # which needs Triton
+            (result, is_fused), plan = watched(lambda: computed(*args, **kwargs), [*given, *weights])
+            state.plans[kind] = None if plan is None or not is_fused else plan._replace(result=plan.result[0])
+            return result
+        return plan([*given, *weights])
+
+    def _find(self, block: nn.Module) -> tuple[_State, list[Tensor]]:
+        """Return the block's present state, a known one or a new one, and its weights."""
+        for state in self._states:
+            weights = state.weights_if_present(block)
+            if weights is not None:
+                if state is not self._states[0]:
+                    self._states = [state, *(other for other in self._states if other is not state)]
+                self._misses = 0
+                return state, weights
+        present = {*map(id, block.modules())}
+        known = [state for state in self._states if present.issuperset(map(id, state.modules))]
+        state = _State(block)
+        self._states = [state, *known[: MOST_STATES - 1]]
+        self._misses += 1
+        return state, state.weights()
+
+
+class _State:
+    """What a block's forward reads beside its arguments, as it was; and plans of calls in this state, by their kind.
+
+    The block's own attributes are looked up in it at each comparison: kept here, they would keep the block.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.plans: dict[Any, Any] = {}
+        self.modules = [*block.modules()][1:]
+        self._own = _own(block)
+        self._classes = [*map(type, self.modules)]
+        self._hooks = [
+            *(getattr(module, name) for module in self.modules for name in ("_forward_hooks", "_forward_pre_hooks")),
+            torch_modules._global_forward_hooks,
+            torch_modules._global_forward_pre_hooks,
+        ]
+        self._is_hooked = any(self._hooks)
+        hooked = "a module has a hook, which may decide at each call what to do" if self._is_hooked else ""
+        self.why_not = hooked or _why_not(self.modules, self._own)
+        processors = (vars(module).get("processor") for module in self.modules)
+        attributes = [vars(each) for each in (*self.modules, *processors) if hasattr(each, "__dict__")]
+        children = [module._modules for module in (block, *self.modules) if module._modules]
+        self._read = [*children, *chain.from_iterable(map(_containers, attributes))]
+        self._copies = [each.copy() for each in self._read]
+        self._owners = [
+            owner for module in (block, *self.modules) for owner in (module._parameters, module._buffers) if owner
+        ]
+        self._names = [*chain.from_iterable(self._owners)]
+        weights = self.weights()
+        self._layouts = [*map(_layout, weights)]
+        self._scales = [number for number, weight in enumerate(weights) if weight.ndim == 0]
+        self._versions = self._versions_of(weights)
+
+    def weights_if_present(self, block: nn.Module) -> list[Tensor] | None:
+        """Return the weights if the block is in this state, else None."""
+        if any(self._hooks) != self._is_hooked or self._classes != [*map(type, self.modules)]:
+            return None
+        try:
+            is_alike = self._own == _own(block) and self._read == self._copies
+        except (RuntimeError, ValueError):  # a tensor stands where a number was, and is neither true nor false
+            return None
+        weights = self.weights()
+        if not is_alike or self._names != [*chain.from_iterable(self._owners)]:
+            return None
+        if self._layouts != [*map(_layout, weights)] or self._versions != self._versions_of(weights):
+            return None
+        return weights
+
+    def weights(self) -> list[Tensor]:
+        """Return the block's weights as they are now."""
+        every = chain.from_iterable(map(dict.values, self._owners))
+        return [weight for weight in every if weight is not None]
+
+    def _versions_of(self, weights: list[Tensor]) -> list[int]:
+        """Return how often numbers were written, which side_by_side.py compares."""
+        return [0 if weights[number].is_inference() else weights[number]._version for number in self._scales]
+
+
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+    """Return the kind of a call, hashable, and add its tensors to `given`; None for a call without a plan."""
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or settings.verification() == "always":
+        return None
+    chosen = kernel_settings()
+    if chosen[0] not in WATCHABLE_BACKENDS:
+        return None
+    try:
+        kinds = _kinds((*args, *kwargs, *kwargs.values()), given)
+    except TypeError:
+        return None
+    device = given[0].device if given else torch.device("meta")
+    if not are_planned(device.type) or len({*map(id, given)}) < len(given):
+        return None
+    if torch.is_autocast_enabled(device.type) or (
+        device.type == "cuda" and device.index != torch.cuda.current_device()
+    ):
+        return None
+    storages: dict[int, int] = {}
+    for number, tensor in enumerate(given):
+        kinds += (storages.setdefault(tensor.untyped_storage()._cdata, number), tensor.storage_offset())
+    return *kinds, torch.is_inference_mode_enabled(), settings.changes(), findings.withdrawals(), *chosen
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the settings of the process that choose kernels: first diffusers' attention backend."""
+    return _AttentionBackendRegistry.get_active_backend()[0], *(setting() for setting in _SETTINGS)
+
+
+def _kinds(values: tuple[Any, ...], given: list[Tensor]) -> tuple[Any, ...]:
+    """Return the kinds of arguments, and add their tensors to `given`. TypeError for what cannot be compared."""
+    kinds: list[Any] = []
+    for value in values:
+        if type(value) in PLAIN:
+            kinds += value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16
+            given.append(value)
+        elif type(value) in (list, tuple):
+            kinds.append((type(value), _kinds(value, given)))
+        elif type(value) in VALUES:
+            kinds.append((type(value), value))
+        elif type(value) is dict and not value:
+            kinds.append(dict)
+        else:
+            raise TypeError(f"an argument is a {type(value).__name__}")
+    return tuple(kinds)
+
+
+def _why_not(modules: list[nn.Module], own: dict[str, Any]) -> str:
+    """Return the reason why calls of a block of these modules and own attributes have no plan; empty if they have."""
+    if any(isinstance(value, Tensor) for value in own.values()):
+        return "it has a tensor that is no parameter"
+    for module in modules:
+        name = type(module).__name__
+        if type(module).__module__.split(".")[0] not in WATCHABLE_PACKAGES:
+            return f"a {name} may compute what is not seen"
+        if "forward" in vars(module):
+            return f"the forward of a {name} was replaced"
+        if module._compiled_call_impl is not None:
+            return f"a {name} is compiled"
+        if any(type(each) not in (*PLAIN, type(None)) for each in chain(*map(dict.values, _owned(module)))):
+            return f"a {name} has a weight of another class"
+        if any(isinstance(value, Tensor) for each in _containers(vars(module)) for value in _values(each)):
+            return f"a {name} has a tensor that is no parameter"
+        processor = vars(module).get("processor")
+        backend = getattr(processor, "_attention_backend", None)
+        if backend is not None and backend not in WATCHABLE_BACKENDS:
+            return f"attention of {backend} may launch what is not seen"
+        if getattr(processor, "_parallel_config", None) is not None:
+            return "attention is context parallel"
+    return ""
+
+
+def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
+    """Yield a module's attributes, without torch's own registries, and the containers in them that may be changed."""
+    yield attributes
+    waiting = [value for name, value in attributes.items() if name not in UNREAD]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (list, dict, set)):
+            yield value
+        if isinstance(value, (list, dict, set, tuple)):
+            waiting += _values(value)
+
+
+def _values(container: Any) -> Iterator[Any]:
+    yield from container.values() if isinstance(container, dict) else container
+
+
+def _own(block: nn.Module) -> dict[str, Any]:
+    """Return a block's own attributes, without torch's registries and what fused.py keeps there."""
+    return {name: value for name, value in vars(block).items() if name not in UNREAD and name != FUSION_ATTRIBUTE}
+
+
+def _owned(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _layout(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.shape, weight.dtype, weight.is_contiguous() or weight.stride()
+
+
+FUSION_ATTRIBUTE = "fluxq_fusion"  # of a fused block: its `Fusion`
+DEVICES = ("cuda",)
+MOST_STATES, MOST_KINDS = 4, 8
+MOST_MISSES = 16  # of a block whose state is another at each call, as that of one which is offloaded
+PLAIN = (Tensor, nn.Parameter)
+VALUES = (type(None), bool, int, float, str)
+UNREAD = frozenset(vars(nn.Module())) - {"training"}  # torch's registries; the weights in them are compared by layout
+WATCHABLE_PACKAGES = ("torch", "diffusers", "fluxq", "peft")  # whose modules call torch, and kernels through launch.py
+WATCHABLE_BACKENDS = (  # of diffusers' attention: those of torch and ours
+    *("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"),
+    *computing.BACKENDS.values(),
+)
+UNSEEN: Any = object()
+ONCE: Any = object()  # in the place of the plan of a kind that came once
+_HAS_TRITON = find_spec("triton") is not None
+_SETTINGS: tuple[Callable[[], Any], ...] = (
+    settings.accumulation,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)

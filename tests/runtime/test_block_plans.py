@@ -1,0 +1,450 @@
+"""Plans of fused blocks: from the third call on the bits of an unplanned call, and none where anything may differ.
+
+Here blocks on the CPU have plans, whose ops are the torch references; with `launching` they take the way to a GPU's
+kernels, on the interpreter. Every comparison is byte for byte.
+"""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from fused_models import BLOCKS, FULL, FUSABLE, LARGE, adapt, fused_calls, ops, output, quantized
+from torch import Tensor, nn
+
+import fluxq
+from fluxq.kernels import findings
+from fluxq.kernels.linear import QuantLinear
+from fluxq.runtime import block_plans, fused_forms
+from fluxq.runtime.graphs import hoisted_in
+from fluxq.runtime.side_by_side import lay_side_by_side
+
+pytest.importorskip("triton")
+
+from fluxq.kernels import launch, plans
+from fluxq.kernels.all_ops import OPS
+from fluxq.kernels.interpreter import interpreting
+
+FLUX = BLOCKS["flux"]
+ATTENTION = "transformer_blocks.0.attn"
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch) -> list[int]:
+    """Blocks on the CPU have plans; one element for each that was replayed."""
+    monkeypatch.setattr(block_plans, "DEVICES", ("cpu",))
+    counted: list[int] = []
+    run = plans.Plan.__call__
+    monkeypatch.setattr(plans.Plan, "__call__", lambda plan, given: counted.append(1) or run(plan, given))
+    return counted
+
+
+def optimized(scheme: str = "fp8-fp8", family: str = "flux", **config) -> Any:
+    model = quantized(scheme, family=family, **config)
+    fluxq.optimize(model)
+    return model
+
+
+def unplanned(model: Any, **call) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_plans, "DEVICES", ())
+        return output(model, **call)
+
+
+def planned(model: Any, **call) -> Any:
+    for _ in range(2):
+        output(model, **call)
+    return model
+
+
+@pytest.mark.often(3)
+@pytest.mark.parametrize("scheme", ["fp8-fp8", FULL, "16 bit", "int8-int8", "int4-16bit"])
+@pytest.mark.parametrize("family", FUSABLE)
+def test_from_the_third_call_on_the_steps_are_replayed(family: str, scheme: str, replays: list[int]) -> None:
+    model = optimized(scheme, family)
+    calls: list[dict[str, Any]] = [{}, {"prompt": 2}, {"prompt": 3}, {"size": LARGE, "images": 2}]
+    want = [unplanned(model, **call) for call in calls]
+    for number, call in enumerate(calls):
+        assert torch.equal(output(model, **call), want[number])
+    assert len(replays) == BLOCKS[family]
+    with torch.inference_mode():
+        assert all(torch.equal(output(model), want[0]) for _ in range(3))
+    assert len(replays) == 2 * BLOCKS[family]
+
+
+@contextmanager
+def launching(chip: str) -> Iterator[None]:
+    """Ops of tensors on the CPU take the way to a GPU's kernels, which the interpreter runs."""
+    with interpreting(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "PLANS", {})
+        patch.setattr(launch, "chip_of", lambda device: chip)
+        library = torch.library.Library("fluxq", "IMPL")
+        for name in ("quantized_linear", *OPS):
+            library.impl(name, lambda *given, _name=name: launch.run(_name, *given), "CPU", allow_override=True)
+        try:
+            yield
+        finally:
+            library._destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("scheme", ["fp8-fp8", "nvfp4-nvfp4-static-smooth-r4"])
+def test_a_plan_launches_the_kernels_of_all_ops(scheme: str, replays: list[int]) -> None:
+    model = optimized(scheme, num_single_layers=1)
+    for first in ("attn.to_q", "attn.add_q_proj"):
+        block, prefix = model.transformer_blocks[0], first.removesuffix("_proj")[:-1]
+        names = [f"{prefix}{each}{'_proj' if 'add' in first else ''}" for each in "qkv"]
+        assert lay_side_by_side([block.get_submodule(name) for name in names])
+    with launching("sm_120"):
+        want = [unplanned(model, prompt=prompt) for prompt in (1, 2)]
+        replays.clear()
+        planned(model)
+        launch.PLANS.clear()
+        replays.clear()
+        assert [torch.equal(output(model, prompt=prompt), each) for prompt, each in enumerate(want, 1)] == [True, True]
+    (double,) = [plan for state in plans_of(model.transformer_blocks[0])._states for plan in state.plans.values()]
+    assert len(replays) == 2 * 2 + 2 * len(launch.PLANS)  # the rest are of layers outside of blocks
+    assert any("_launch" in str(step.function) for step in double.steps)
+    assert not any("fluxq" in str(step.function).split(".")[0] for step in double.steps)
+
+
+def plans_of(block: nn.Module) -> block_plans.BlockPlans:
+    return vars(block)["fluxq_fusion"].plans
+
+
+# --- changes between calls: what is done after one is what the block's own steps do
+
+
+def another_weight(model: Any) -> None:
+    layer = model.get_submodule(f"{ATTENTION}.to_q")
+    layer.weight = nn.Parameter(layer.weight.flip(0), requires_grad=False)
+
+
+def another_layer(model: Any) -> None:
+    model.set_submodule(f"{ATTENTION}.to_q", copy.deepcopy(model.get_submodule(f"{ATTENTION}.to_k")))
+
+
+def another_place(model: Any) -> None:
+    weight = model.get_submodule(f"{ATTENTION}.to_q").weight
+    weight.data = weight.data.flip(0).clone()
+
+
+def another_scheme(model: Any) -> None:
+    layer = model.get_submodule("transformer_blocks.0.ff.net.2")
+    other = QuantLinear.from_quantized(layer.quantized_weight, layer.bias.data * 2, layer.scheme)
+    model.set_submodule("transformer_blocks.0.ff.net.2", other)
+
+
+def an_eps(model: Any) -> None:
+    model.get_submodule(ATTENTION).norm_q.eps = 0.5
+
+
+def a_step_in_16_bit(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.instead = lambda layer, x: 2 * torch.nn.functional.linear(x, layer.dequantized(x.dtype).weight)
+
+
+def an_adapter(model: Any) -> None:
+    adapt(model, ["attn.to_q", "proj_mlp", "ff.net.2", "norm1.linear"])
+
+
+def a_hook(model: Any) -> None:
+    model.get_submodule("transformer_blocks.0.ff.net.2").register_forward_hook(lambda module, given, y: 2 * y)
+
+
+def a_hook_of_a_block(model: Any) -> None:
+    model.transformer_blocks[0].register_forward_hook(lambda module, given, y: (y[0], 2 * y[1]))
+
+
+def a_forward(model: Any) -> None:
+    layer = model.get_submodule("transformer_blocks.0.ff.net.2")
+    layer.forward = lambda x: 2 * QuantLinear.forward(layer, x)
+
+
+def a_backend(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            module.processor._attention_backend = "_native_math"
+
+
+CHANGES = {each.__name__: each for each in (
+    another_weight, another_layer, another_place, another_scheme, an_eps, a_step_in_16_bit, an_adapter, a_hook,
+    a_hook_of_a_block, a_forward, a_backend,
+)}  # fmt: skip
+STAY = ("a_hook_of_a_block", "another_layer", "another_scheme")  # the first is around the forward; others are let go
+
+
+@pytest.mark.often(3)
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_of_the_block_no_earlier_plan_is_replayed(change: str, replays: list[int]) -> None:
+    model = planned(optimized())
+    before = output(model)
+    assert len(replays) == FLUX
+    CHANGES[change](model)
+    want = unplanned(model)
+    assert change == "a_backend" or not torch.equal(before, want)
+    double = len(plans_of(model.transformer_blocks[0])._states)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+    assert len(plans_of(model.transformer_blocks[0])._states) == double + (change not in STAY)
+
+
+@pytest.mark.parametrize("how", ["scaled", "merged", "taken out"])
+def test_adapters_are_replayed_as_they_are_now(how: str, replays: list[int]) -> None:
+    model = optimized()
+    plain = unplanned(model)
+    an_adapter(model)
+    planned(model)
+    output(model)
+    assert len(replays) == FLUX
+    {
+        "scaled": lambda: model.set_adapters("a", 0.5),
+        "merged": model.fuse_lora,
+        "taken out": lambda: model.delete_adapters("a"),
+    }[how]()
+    want = unplanned(model)
+    assert torch.equal(want, plain) == (how == "taken out")
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+    assert len(replays) == 2 * FLUX
+
+
+def test_weights_written_in_place_are_read(replays: list[int]) -> None:
+    model = planned(optimized())
+    model.get_submodule(f"{ATTENTION}.to_out.0").bias.mul_(2)
+    want = unplanned(model)
+    assert torch.equal(output(model), want) and len(replays) == FLUX
+
+
+def test_a_global_scale_written_in_place_takes_layers_apart(replays: list[int]) -> None:
+    model = optimized("nvfp4-nvfp4-static")
+    layers = [model.get_submodule(f"{ATTENTION}.to_{each}") for each in "qkv"]
+    for layer in layers:
+        layer.weight_scale_2.data = layers[0].weight_scale_2.data.clone()
+    assert lay_side_by_side(layers)
+    planned(model)
+    layers[1].weight_scale_2.mul_(2)
+    want = unplanned(model)
+    assert torch.equal(output(model), want) and len(replays) == FLUX - 1
+
+
+def test_steps_in_16_bit_between_others_leave_their_plans(replays: list[int]) -> None:
+    model = planned(optimized())
+    want = output(model)
+    a_step_in_16_bit(model)
+    output(model)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            del module.instead
+    replays.clear()
+    assert torch.equal(output(model), want) and len(replays) == FLUX
+
+
+# --- calls that have no plan
+
+
+@pytest.mark.often(2)
+@pytest.mark.parametrize("why", ["gradients", "autocast", "settings", "always", "withdrawn", "sdpa", "mode", "masked"])
+def test_a_call_of_another_kind_is_not_replayed(why: str, replays: list[int], monkeypatch) -> None:
+    monkeypatch.setattr(findings, "_withdrawn", {})
+    monkeypatch.setattr("fluxq.base.settings._set", {})
+    monkeypatch.setattr("fluxq.base.settings._changes", 0)
+    model = planned(optimized())
+    how: dict[str, Any] = {}
+    around: Any = nullcontext()
+    if why == "gradients":
+        how = {"grad": True}
+    elif why == "autocast":
+        around = torch.autocast("cpu", torch.bfloat16)
+    elif why == "settings":
+        fluxq.configure(accumulate="exact")
+    elif why == "always":
+        monkeypatch.setenv("FLUXQ_VERIFY", "always")
+    elif why == "withdrawn":
+        findings.withdraw("scaled_matmul", "fp8", "sm_90", "off by 3")
+    elif why == "sdpa":
+        around = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    elif why == "masked":
+        how = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 1, 12, dtype=torch.bool)}}
+    with around:
+        want = unplanned(model, **how)
+        if why == "mode":
+            assert ops(model) == ops(model)
+        else:
+            assert torch.equal(output(model, **how), want)
+    assert not replays
+
+
+def test_what_a_mode_would_count_is_not_hidden_from_it(replays: list[int]) -> None:
+    model = optimized()
+    want = ops(model)
+    planned(model)
+    assert ops(model) == want and want["adaln_quantize"] and not replays
+
+
+@pytest.mark.parametrize("backend", ["sage", "flex", "_native_npu"])
+def test_attention_of_other_packages_has_no_plan(backend: str, replays: list[int], monkeypatch) -> None:
+    """Its launches are not torch's: what they wrote would be left out."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        found = torch.empty_like(query)
+        found.detach().numpy()[:] = 1  # unseen
+        return found
+
+    model = optimized("16 bit").float()
+    monkeypatch.setattr(fused_forms, "dispatch_attention_fn", attend)
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            module.processor._attention_backend = backend
+    want = unplanned(model)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+    assert not replays
+
+
+@pytest.mark.parametrize("reads", [lambda x: x * float(x.sum() > 0), lambda x: x[x > -9].view(x.shape), nn.Dropout()])
+def test_values_and_random_numbers_have_no_plan(reads: Callable, replays: list[int], monkeypatch) -> None:
+    model = optimized()
+    attend = fused_forms.dispatch_attention_fn
+    monkeypatch.setattr(fused_forms, "dispatch_attention_fn", lambda *given, **how: reads(attend(*given, **how)))
+    for _ in range(3):
+        output(model)
+    assert not replays and fused_calls(model) == FLUX
+
+
+def test_a_block_that_runs_its_own_forward_has_none(replays: list[int]) -> None:
+    class Custom(FluxAttnProcessor):
+        pass
+
+    model = optimized()
+    model.get_submodule(ATTENTION).set_processor(Custom())
+    for _ in range(3):
+        output(model)
+    assert len(replays) == FLUX - 1
+
+
+def test_hoisted_modulation_is_looked_up(pipe, replays: list[int]) -> None:
+    pipe = copy.deepcopy(pipe)
+    call = {"prompt": "a red circle", "height": 16, "width": 16, "num_inference_steps": 4, "output_type": "latent"}
+    fluxq.optimize(pipe)
+
+    def images(plan: bool) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block_plans, "DEVICES", ("cpu",) if plan else ())
+            return pipe(**call, generator=torch.Generator().manual_seed(0)).images
+
+    want = images(plan=False)
+    assert torch.equal(images(plan=True), want) and replays
+    with fluxq.hoist_modulation(pipe):
+        assert hoisted_in(pipe.transformer.modules()) is not None
+        want = images(plan=False)
+        replays.clear()
+        assert torch.equal(images(plan=True), want) and not replays
+    assert torch.equal(images(plan=True), images(plan=False))
+
+
+def test_a_step_cache_decides_around_planned_blocks(replays: list[int]) -> None:
+    model = optimized()
+    model.enable_cache(FirstBlockCacheConfig(threshold=1e-6))
+    with model.cache_context("a"):
+        want = [unplanned(model, prompt=prompt) for prompt in (1, 2, 3, 4)]
+    with model.cache_context("b"):
+        got = [output(model, prompt=prompt) for prompt in (1, 2, 3, 4)]
+    assert all(map(torch.equal, got, want)) and len(replays) == 2 * FLUX
+
+
+# --- copies, threads, memory
+
+
+def test_copies_begin_without_plans(replays: list[int]) -> None:
+    model = planned(optimized("int8-int8"))
+    want = unplanned(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not plans_of(other.transformer_blocks[0])._states
+        assert torch.equal(output(other), want) and not replays
+
+
+def test_a_plan_keeps_neither_activations_nor_weights(replays: list[int]) -> None:
+    model = planned(optimized())
+    kept: list[weakref.ref] = []
+    put = plans._Watch.put
+
+    def noting(watch: Any, tensor: Tensor, place: Any) -> None:
+        kept.append(weakref.ref(tensor))
+        put(watch, tensor, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans._Watch, "put", noting)
+        planned(model, prompt=2, size=LARGE)
+    weight = weakref.ref(model.get_submodule(f"{ATTENTION}.to_q").weight)
+    another_weight(model)
+    gc.collect()
+    assert kept and not any(each() is not None for each in (*kept, weight))
+    gc.disable()
+    try:
+        block = weakref.ref(model.transformer_blocks[0])
+        del model
+        assert block() is None  # it was in no cycle
+    finally:
+        gc.enable()
+
+
+def test_what_a_block_no_longer_has_is_let_go_at_its_next_call() -> None:
+    model = planned(optimized())
+    layer = weakref.ref(model.get_submodule(f"{ATTENTION}.to_q"))
+    another_layer(model)
+    output(model)
+    gc.collect()
+    assert layer() is None
+
+
+def test_two_models_in_two_threads(replays: list[int]) -> None:
+    models = [optimized(), optimized("int8-int8")]
+    want = [unplanned(model) for model in models]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            assert all(map(torch.equal, pool.map(output, models), want))
+    assert len(replays) == 2 * 2 * FLUX
+
+
+def test_a_block_whose_weights_always_move_is_not_looked_at_for_ever(replays: list[int]) -> None:
+    model = optimized()
+    block, before = model.transformer_blocks[0], []
+    for _ in range(block_plans.MOST_MISSES + 3):
+        before.append(model.get_submodule(f"{ATTENTION}.to_q").weight.data)
+        another_place(model)
+        output(model)
+    assert plans_of(block)._misses == block_plans.MOST_MISSES
+    assert len(plans_of(block)._states) == block_plans.MOST_STATES
+
+
+@pytest.mark.slow
+def test_torch_compile_does_not_see_plans(replays: list[int]) -> None:
+    model = planned(optimized("16 bit"))
+    want = unplanned(model)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(output(compiled), want) and not replays
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_captured_step_is_the_same(flux, replays: list[int]) -> None:
+    fluxq.optimize(flux)
+    call = {"prompt": "a red circle", "height": 16, "width": 16, "num_inference_steps": 4, "output_type": "latent"}
+    images = lambda: flux(**call, generator=torch.Generator().manual_seed(0)).images  # noqa: E731
+    want = images()
+    assert replays
+    with fluxq.capture(flux) as captured:
+        assert torch.equal(images(), want) and torch.equal(images(), want)
+        assert captured.captures == 1
+    assert torch.equal(images(), want)
