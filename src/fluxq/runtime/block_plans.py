@@ -94,7 +94,7 @@ class BlockPlans:
 
 
 class _State:
-    """What a block's forward reads beside its arguments, as it was; and plans of calls in this state, by their kind.
+    """State of all that a block's forward reads beside its arguments, and the plans of calls in it, by their kind.
 
     The block's own attributes are looked up in it at each comparison: kept here, they would keep the block.
     """
