@@ -3,6 +3,7 @@
 What needs minutes of interpreting runs once, as a dry run of the whole script, marked slow.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -326,19 +327,48 @@ def test_candidates_are_compiled_checked_and_timed(tmp_path) -> None:
     assert found["dry_run"] and len(search["tiles"]) == 2 and search["best"] in [row["tile"] for row in search["tiles"]]
 
 
-def test_fewer_bits_are_timed_and_not_chosen(monkeypatch) -> None:
-    search = tune.SEARCHES[0]
-    base = find_tile("scaled_matmul", "fp8", "sm_90", 4096)
-    assert isinstance(base, MatmulTile) and base.acc_split
-    slow, quick = MatmulTile(64, 64, 64, 4, 3, acc_split=64), MatmulTile(128, 256, 128, 8, 3)
+def test_the_best_tile_is_the_fastest_over_all_shapes(monkeypatch) -> None:
+    fit = [MatmulTile(64, 64, size, 4, 3) for size in (32, 64, 128)]
     work = workloads.Work(lambda: None, lambda: torch.ones(1), 0.0, 1, None)
     monkeypatch.setattr(workloads, "prepare", lambda *_: work)
-    times = {"0": 3.0, "1": 2.0, "2": 1.0}
+    shapes = iter(({"0": 3.0, "1": 2.0, "2": 1.0}, {"0": 3.0, "1": 2.0, "2": 5.0}))
     monkeypatch.setattr(
-        tune.timing, "measure", lambda calls, *_: {n: tune.timing.Times(times[n], 0, 0, 2) for n in calls}
+        tune.timing, "measure", lambda *_: {n: tune.timing.Times(us, 0, 0, 2) for n, us in next(shapes).items()}
     )
-    found = tune.time_search(search, [base, slow, quick], CPU, "sm_90", 2)
-    assert tune.tile_of(found["best"]) == slow and [row["us"] for row in found["tiles"]][2] == [1.0, 1.0]
+    found = tune.time_search(tune.SEARCHES[0], fit, CPU, "sm_90", 2)
+    assert tune.tile_of(found["best"]) == fit[1] and [row["us"] for row in found["tiles"]][2] == [1.0, 5.0]
+
+
+@pytest.mark.often(2)
+@pytest.mark.parametrize("search", tune.SEARCHES[::-1], ids=lambda s: f"{s.kernel} {s.format} {s.max_m}")
+def test_each_candidate_is_timed_at_its_own_tile(search: tune.Search, monkeypatch) -> None:
+    """What a timed call launches, by sizes of blocks, warps and stages, is told apart for every two tiles."""
+    chip = "sm_100" if search.kernel == "block_scaled_matmul" else "sm_90"
+    base = tune._base(search, chip)
+    fit = list(dict.fromkeys([base, *(tune._changed(base, changes) for changes in search.tiles)]))
+    launched: list[Any] = []
+
+    def launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launched.append((grid, {name: value for name, value in options.items() if isinstance(value, int)}))
+
+    def measure(calls: dict, *_: Any) -> dict[str, tune.timing.Times]:
+        for number, (call, *_) in calls.items():
+            launched.clear()
+            call()
+            seen[fit[int(number)]] = repr(launched)
+            warps = {options["num_warps"] for _, options in launched}
+            assert fit[int(number)].warps in warps
+        return {number: tune.timing.Times(1.0, 1.0, 1.0, 2) for number in calls}
+
+    seen: dict[Any, str] = {}
+    monkeypatch.setattr(tune.timing, "measure", measure)
+    monkeypatch.setattr(workloads.dispatch, "compiled_with", lambda: "3.6")
+    small = dataclasses.replace(search, shapes=((search.max_m or 128, 256, 256),))
+    with interpreting():
+        monkeypatch.setattr(JITFunction, "run", launch)
+        monkeypatch.setattr(workloads, "_size", lambda *_: 0)  # whose calls are those of a builder
+        tune.time_search(small, fit, CPU, chip, 2)
+    assert len(set(seen.values())) == len(fit)
 
 
 def test_a_candidate_that_does_not_compile_well_or_computes_wrongly_is_unfit(monkeypatch) -> None:
