@@ -427,9 +427,9 @@ def _time(session: Session, seconds: float) -> list[Sequence[str]]:
 
 def _judge_time(session: Session) -> dict[str, Any]:
     found = _read(session.file("time"))
-    searches = found["searches"]
-    about = f"{len(searches)} searches"
-    return {"right": True if searches else None, "complete": found["complete"], "about": about, "searches": searches}
+    about = _counts({part: len(found[part]) for part in ("searches", "failed")})
+    right = True if found["searches"] else None
+    return {"right": right, "complete": found["complete"], "about": about, "failed": found["failed"]}
 
 
 def _rates(session: Session, seconds: float) -> list[Sequence[str]]:
@@ -565,7 +565,7 @@ STAGES = (  # the first three get nearly all of a first call, the others of late
     Stage("runs", 15, _same_bits("runs"), _judge_cases("runs"), least=20),
     Stage("blocks", 12, _blocks, _judge_blocks, least=20),
     Stage("try", 18, _try, _judge_try, least=30),
-    Stage("time", 7, _time, _judge_time, least=10),
+    Stage("time", 7, _time, _judge_time, least=10, continues=True),
     Stage("bench", 20, _bench, _judge_timed("bench"), least=30),
     Stage("sanitizer", 8, _sanitizer, _judge_sanitizer, least=15),
 )

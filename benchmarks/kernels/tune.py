@@ -18,7 +18,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec, module_from_spec
@@ -31,6 +31,7 @@ import torch
 from benchmarks.kernels import aot, workloads
 from benchmarks.kernels.apart import apart
 from benchmarks.kernels.workloads import Case, Shape
+from benchmarks.sources import sources
 from fluxq.base.console import first_line
 from fluxq.base.files import write_json, write_text
 from fluxq.eval.speed.machine import describe
@@ -88,26 +89,47 @@ def try_command(file: Path, shard: str, seconds: float, dry_run: bool) -> None:
 
 @main.command("time")
 @click.argument("tried", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@click.option("--json", "file", type=click.Path(path_type=Path), required=True, help="Where the timings go.")
+@click.option("--json", "file", type=click.Path(path_type=Path), required=True, help="Where the timings go, and stay.")
 @click.option("--seconds", type=float, default=600.0, help="Begin no search after this long.")
 @click.option("--dry-run", is_flag=True, help="On the interpreter; the timings mean nothing.")
 def time_command(tried: tuple[Path, ...], file: Path, seconds: float, dry_run: bool) -> None:
-    """Time the candidates that are fit."""
+    """Time the candidates that are fit; searches that the file has of the same sources and candidates are kept.
+
+    One that fails is named under "failed", and the next begins.
+    """
     begun = time.monotonic()
     device, chip = _device_and_chip(dry_run)
     outcomes = [row for path in tried for row in json.loads(path.read_text(encoding="utf-8"))["candidates"]]
-    report: dict[str, Any] = {"chip": chip, "dry_run": dry_run, "device": describe(device), "searches": []}
-    write_json(file, report | {"complete": False})
+    fit = {
+        number: list(dict.fromkeys(tile_of(r["tile"]) for r in outcomes if r["search"] == number and r["fit"]))
+        for number, _ in enumerate(searches(dry_run))
+    }
+    report: dict[str, Any] = {"chip": chip, "dry_run": dry_run, "sources": sources(), "device": describe(device)}
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    same = all(earlier.get(key) == report[key] for key in ("chip", "dry_run", "sources"))
+    kept = [row for row in earlier["searches"] if _tiles(row) == fit[row["search"]]] if same else []
+    report |= {"complete": False, "searches": kept, "failed": []}
+    write_json(file, report)
+    done = {row["search"] for row in kept}
     with interpreting() if dry_run else contextlib.nullcontext():
         for number, search in enumerate(searches(dry_run)):
+            if not fit[number] or number in done:
+                continue
             if time.monotonic() - begun > seconds:
                 return
-            fit = [tile_of(row["tile"]) for row in outcomes if row["search"] == number and row["fit"]]
-            if fit:
-                timed = time_search(search, list(dict.fromkeys(fit)), device, chip, 2 if dry_run else TUNE_REPEATS)
+            try:
+                timed = time_search(search, fit[number], device, chip, 2 if dry_run else TUNE_REPEATS)
                 report["searches"].append({"search": number, **timed})
-                write_json(file, report | {"complete": False})
-    write_json(file, report | {"complete": True})
+            except Exception as problem:  # out of memory is one
+                reason = f"{type(problem).__name__}: {first_line(problem)}"
+                report["failed"].append({"search": number, "reason": reason})
+            write_json(file, report)
+    write_json(file, report | {"complete": not report["failed"]})
+
+
+def _tiles(search: dict[str, Any]) -> list[Tile | MatmulTile]:
+    """Return the tiles that an earlier call timed in a search."""
+    return [tile_of(row["tile"]) for row in search["tiles"]]
 
 
 @main.command("write")
@@ -211,7 +233,7 @@ def _cells(kernel: str) -> tuple[aot.Cell, ...]:
 
 @torch.inference_mode()
 def time_search(
-    search: Search, fit: list[Tile | MatmulTile], device: torch.device, chip: str, repeats: int
+    search: Search, fit: Sequence[Tile | MatmulTile], device: torch.device, chip: str, repeats: int
 ) -> dict[str, Any]:
     """us of each fit tile at each shape, all timed in turns; `best` has the least geometric mean."""
     us: dict[Tile | MatmulTile, list[float]] = {tile: [] for tile in fit}

@@ -339,6 +339,42 @@ def test_the_best_tile_is_the_fastest_over_all_shapes(monkeypatch) -> None:
     assert tune.tile_of(found["best"]) == fit[1] and [row["us"] for row in found["tiles"]][2] == [1.0, 5.0]
 
 
+def test_a_search_that_fails_is_named_and_tried_again_and_those_that_are_done_stay(tmp_path, monkeypatch) -> None:
+    one, tried, timings = tune.searches(True)[0], tmp_path / "tried.json", tmp_path / "timed.json"
+    monkeypatch.setattr(tune, "searches", lambda dry_run: (one,) * 3)
+    tiles_of: list[list[Tile]] = [[Tile(1, 64, 1)], [Tile(1, 64, 2)], [Tile(1, 64, 4)]]
+    timed: list[int] = []  # searches
+
+    def time_search(search: Any, fit: list, *_: Any) -> dict[str, Any]:
+        timed.append(tiles_of.index(fit))
+        if timed == [0, 1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"tiles": [{"tile": tune._plain(tile)} for tile in fit]}
+
+    monkeypatch.setattr(tune, "time_search", time_search)
+
+    def run() -> dict[str, Any]:
+        rows = [
+            {"search": number, "fit": True, "tile": dataclasses.asdict(tile)}
+            for number, fit in enumerate(tiles_of)
+            for tile in fit
+        ]
+        tried.write_text(json.dumps({"candidates": rows}))
+        arguments = ["time", "--dry-run", "--json", str(timings), str(tried)]
+        assert CliRunner().invoke(tune.main, arguments, catch_exceptions=False).exit_code == 0
+        return json.loads(timings.read_text())
+
+    found = run()
+    assert timed == [0, 1, 2] and [row["search"] for row in found["searches"]] == [0, 2] and not found["complete"]
+    assert found["failed"] == [{"search": 1, "reason": "OutOfMemoryError: CUDA out of memory"}]
+    found = run()
+    assert timed[3:] == [1] and [row["search"] for row in found["searches"]] == [0, 2, 1] and found["complete"]
+    tiles_of[2] = [Tile(1, 64, 4), Tile(1, 64, 8)]  # another was found fit meanwhile
+    assert len(run()["searches"]) == 3 and timed[4:] == [2]
+    monkeypatch.setattr(tune, "sources", lambda: "others")
+    assert len(run()["searches"]) == 3 and timed[5:] == [0, 1, 2]
+
+
 @pytest.mark.often(2)
 @pytest.mark.parametrize("search", tune.SEARCHES[::-1], ids=lambda s: f"{s.kernel} {s.format} {s.max_m}")
 def test_each_candidate_is_timed_at_its_own_tile(search: tune.Search, monkeypatch) -> None:
@@ -348,13 +384,13 @@ def test_each_candidate_is_timed_at_its_own_tile(search: tune.Search, monkeypatc
     fit = list(dict.fromkeys([base, *(tune._changed(base, changes) for changes in search.tiles)]))
     launched: list[Any] = []
 
-    def launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def note(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launched.append((grid, {name: value for name, value in options.items() if isinstance(value, int)}))
 
     def measure(calls: dict, *_: Any) -> dict[str, tune.timing.Times]:
-        for number, (call, *_) in calls.items():
+        for number, sets in calls.items():
             launched.clear()
-            call()
+            sets[0]()
             seen[fit[int(number)]] = repr(launched)
             warps = {options["num_warps"] for _, options in launched}
             assert fit[int(number)].warps in warps
@@ -365,7 +401,7 @@ def test_each_candidate_is_timed_at_its_own_tile(search: tune.Search, monkeypatc
     monkeypatch.setattr(workloads.dispatch, "compiled_with", lambda: "3.6")
     small = dataclasses.replace(search, shapes=((search.max_m or 128, 256, 256),))
     with interpreting():
-        monkeypatch.setattr(JITFunction, "run", launch)
+        monkeypatch.setattr(JITFunction, "run", note)
         monkeypatch.setattr(workloads, "_size", lambda *_: 0)  # whose calls are those of a builder
         tune.time_search(small, fit, CPU, chip, 2)
     assert len(set(seen.values())) == len(fit)
