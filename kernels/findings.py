@@ -75,6 +75,11 @@ def withdrawals() -> int:
     return len(_withdrawn)
 
 
+def withdrawn() -> tuple[Cell, ...]:
+    """Return the cells that were withdrawn in this process."""
+    return tuple(_withdrawn)
+
+
 def timings(scheme: str, chip: str) -> list[dict[str, Any]]:
     """Return the times of Linears under a scheme on this GPU; without any those in kernels/measured of the same chip.
 

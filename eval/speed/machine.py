@@ -62,6 +62,10 @@ class Machine:
         """Return the reasons for lowered clocks, now: of POWER_LIMIT, THERMAL and HARDWARE."""
         return frozenset()
 
+    def megahertz(self) -> float | None:
+        """Return the clock of the device's processors, now; None where nobody says."""
+        return None
+
     def conditions(self) -> dict[str, str]:
         """Return the conditions that times depend on, as they are now.
 
@@ -122,6 +126,9 @@ class Gpu(Machine):
     def slowdowns(self) -> frozenset[str]:
         return self.sensors.slowdowns()
 
+    def megahertz(self) -> float | None:
+        return self.sensors.megahertz()
+
     def conditions(self) -> dict[str, str]:
         conditions = {name: str(value) for name, value in describe(self.device).items()}
         conditions["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
@@ -175,6 +182,9 @@ class Sensors:
     def slowdowns(self) -> frozenset[str]:
         bits = self._ask(lambda: self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
         return frozenset(reason for name, reason in REASONS.items() if bits and bits & getattr(self.nvml, name))
+
+    def megahertz(self) -> float | None:
+        return self._ask(lambda: self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
 
     def _ask(self, question: Callable[[], int]) -> int | None:
         if self.missing:

@@ -29,7 +29,8 @@ def nvml(bits=0, millijoules=None):
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetTotalEnergyConsumption=energy,
         nvmlDeviceGetCurrentClocksEventReasons=lambda handle: bits,
-        **{name: getattr(real, name) for name in REASONS},
+        nvmlDeviceGetClockInfo=lambda handle, clock: {real.NVML_CLOCK_SM: 1980}[clock],
+        **{name: getattr(real, name) for name in (*REASONS, "NVML_CLOCK_SM")},
     )
 
 
@@ -50,8 +51,9 @@ def test_nvmls_bits_in_words(bits, reasons):
     assert Sensors("1234", nvml(bits)).slowdowns() == reasons
 
 
-def test_energy_comes_in_millijoules():
-    assert Sensors("1234", nvml(millijoules=2500)).joules() == 2.5
+def test_energy_comes_in_millijoules_and_clocks_in_megahertz():
+    sensors = Sensors("1234", nvml(millijoules=2500))
+    assert sensors.joules() == 2.5 and sensors.megahertz() == 1980
 
 
 def test_a_gpu_without_an_energy_counter():
