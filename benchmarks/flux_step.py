@@ -5,13 +5,15 @@
     python benchmarks/flux_step.py --modelled                flux_step_modelled.json and the tables of docs/speed.md
 
 Every row of ROWS is timed in turn with compiled 16 bit, so that clocks and neighbours are the same for both; a speed-up
-is the ratio of such rounds, with their quartiles. On a GPU a step is also taken apart: device time of products,
-attention and everything else by the names of the kernels that ran, and what is left of the step is launch gaps. Weights
-are what the class starts with, rounded to nearest; input scales come from one pass in 16 bit. Attention in 16 bit is
-pinned, for the baseline and for rows: to cuDNN's where torch has that for the GPU, else to flash. The result file is
-written again after each row: a row that cannot be measured says why, and the goals of flux_modelled.py whether they are
-met. A ratio counts for a goal only if the profiler saw the baseline's attention kernel, and it is the pinned one.
-`--resume` measures what the file lacks, `--minutes` ends in time.
+is the ratio of such rounds, with their quartiles. A round is several steps one behind the other, of which the first,
+that finds an idle device, is not counted. Shapes are compiled one by one, none as a variable. On a GPU a step is also
+taken apart: device time of products, attention and passes over memory by the names of the kernels that ran, and what is
+left of the step is launch gaps. Weights are what the class starts with, rounded to nearest; input scales come from one
+pass in 16 bit. Attention in 16 bit is pinned, for the baseline and for rows: to cuDNN's where torch has that for the
+GPU, else to flash. The result file is written again after each row, before it is taken apart and after: a row that
+cannot be measured says why, and the goals of flux_modelled.py whether they are met. A ratio counts for a goal only on
+that goal's GPU, and if the profiler saw the attention kernels of both, and they are what they should be. `--resume`
+measures what the file lacks, `--minutes` ends in time.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ from torch.nn.attention import sdpa_kernel  # noqa: E402
 
 import fluxq  # noqa: E402
 from benchmarks.kernels import workloads  # noqa: E402
+from benchmarks.kernels.apart import apart  # noqa: E402
 from benchmarks.kernels.same_bits import not_proven  # noqa: E402
-from benchmarks.kernels.tune import DRY_CHIP, tuned_from  # noqa: E402
+from benchmarks.kernels.tune import DRY_CHIP  # noqa: E402
+from benchmarks.sources import sources  # noqa: E402
 from fluxq.base.console import first_line  # noqa: E402
 from fluxq.base.devices import commit, cpu_name  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.eval.speed.machine import Machine, describe, machine_of  # noqa: E402
 from fluxq.eval.speed.speed import device_row  # noqa: E402
+from fluxq.kernels import findings  # noqa: E402
 from fluxq.kernels.encode import global_scale_for  # noqa: E402
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
@@ -91,14 +96,13 @@ class Row:
 @click.option("--pixels", "sizes", multiple=True, type=int, default=(512, 1024, 2048), show_default=True)
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 4), show_default=True)
 @click.option("--text", default=512, show_default=True, help="Tokens of a prompt.")
-@click.option("--rounds", default=20, show_default=True, help="Times that each is run.")
+@click.option("--rounds", default=10, show_default=True, help="Times that each is timed.")
 @click.option("--modelled", is_flag=True, help="Run nothing: what a step should take by flux_modelled.py.")
 @click.option("--row", "only", multiple=True, help="Only these rows (repeatable).")
 @click.option("--uncompiled", is_flag=True, help="Compile nothing, the baseline neither: only that everything runs.")
 @click.option("--minutes", type=float, help="Begin nothing that would probably not be done by then.")
-@click.option("--tuned", type=click.Path(exists=True, path_type=Path), help="A folder in place of kernels/tuned.")
 @click.option("--proofs", type=click.Path(exists=True, path_type=Path), help="Only rows that `same_bits first` proved.")
-@click.option("--resume", is_flag=True, help="Keep what --out holds of the same commit, machine and shape.")
+@click.option("--resume", is_flag=True, help="Keep what --out holds of the same sources, machine and options.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("flux_step.json"))
 def main(
     device: str,
@@ -112,7 +116,6 @@ def main(
     only: tuple[str, ...],
     uncompiled: bool,
     minutes: float | None,
-    tuned: Path | None,
     proofs: Path | None,
     resume: bool,
     out: Path,
@@ -133,8 +136,8 @@ def main(
         raise click.UsageError(f"no row is called {unknown.pop()!r}; there are: {', '.join(row.name for row in ROWS)}")
     double, _, single = blocks.partition("+")
     shape = {"hidden": hidden, "blocks": [int(double), int(single)], "text": text}
-    about = {"commit": commit(), "machine": cpu_name(), **describe(where), **shape}
-    about |= {"uncompiled": uncompiled, "attention": pinned_attention(where)}
+    about = {"commit": commit(), "sources": sources(), "machine": cpu_name(), **describe(where), **shape}
+    about |= {"rounds": rounds, "uncompiled": uncompiled, "attention": pinned_attention(where)}
     bench = Bench(where, shape, rounds, out, about, proofs)
     if resume:
         bench.resume()
@@ -143,7 +146,7 @@ def main(
     # By PyTorch's switches, not as a backend of diffusers, which copies q, k and v for cuDNN.
     backend = about["attention"]["backend"]
     click.echo(f"attention in 16 bit: {backend or 'not pinned'} ({about['attention']['why']})")
-    with tuned_from(tuned), sdpa_kernel(workloads.SDPA[backend]) if backend else nullcontext():
+    with sdpa_kernel(workloads.SDPA[backend]) if backend else nullcontext():
         bench.run(rows, settings, deadline)
     click.echo(f"results in {out}")
 
@@ -162,54 +165,90 @@ class Bench:
     ) -> None:
         self.device, self.shape, self.rounds, self.out, self.proofs = device, shape, rounds, out, proofs
         self.machine = machine_of(str(device))
-        self.found: dict[str, Any] = {**about, "complete": False, "rows": [], "goals": []}
+        self.found: dict[str, Any] = {**about, "complete": False, "baseline": [], "rows": [], "goals": []}
         self.plain: Any = random_model(shape, device)
         self.baseline = self._in_mode(self.plain, "compiled")
         self.held: tuple[tuple, nn.Module] | None = None  # what a model was made for, and it
         self.longest = 0.0  # seconds of timing a row at one size, without what is done but once
 
     def resume(self) -> None:
-        """Take over the rows of an earlier run of the same commit, machine and shape."""
+        """Take over the rows with a ratio that an earlier run of the same sources, machine and options left."""
         earlier = json.loads(self.out.read_text(encoding="utf-8")) if self.out.exists() else {}
-        about = {key: value for key, value in self.found.items() if key not in ("complete", "rows", "goals", *VARYING)}
+        changes = ("complete", "baseline", "rows", "goals", "unseen", *VARYING)
+        about = {key: value for key, value in self.found.items() if key not in changes}
         if {key: earlier.get(key) for key in about} == about:
-            self.found["rows"] = [row for row in earlier["rows"] if "seconds" in row]
+            self.found["rows"] = [row for row in earlier["rows"] if row.get("over_compiled_16bit")]
 
     def run(self, rows: Sequence[Row], settings: Sequence[tuple[int, int]], deadline: float) -> None:
         """Measure what is not there yet; it ends when the longest timing so far would not be done by the deadline.
 
         Models are made, kernels compiled and graphs recorded but once: how long the first row takes with all that says
-        nothing of the others.
+        nothing of the others. Complete is what lacks nothing but rows of packages that are not installed.
         """
         done = {(row["row"], row["pixels"], row["batch"]) for row in self.found["rows"]}
-        for row in rows:
-            left = [place for place in settings if (row.name, *place) not in done]
-            if left and time.monotonic() + self.longest * len(left) > deadline:
-                return
-            if left:
-                self.measure(row, left)
-        self.found["complete"] = True
+        todo = [(row, [place for place in settings if (row.name, *place) not in done]) for row in rows]
+        # Each shape is compiled by itself, as pipelines of one size are: many of one block's, over all rows.
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED):
+            if any(left for _, left in todo):
+                self._begin(settings)
+            for row, left in todo:
+                if left and time.monotonic() + self.longest * len(left) > deadline:
+                    return
+                if left:
+                    self.measure(row, left)
+        missing = [row for row in (*self.found["rows"], *self.found["baseline"]) if "missing" in row]
+        self.found["complete"] = all(NOT_INSTALLED in row["missing"] for row in missing)
         write_json(self.out, self.found)
+
+    @torch.inference_mode()
+    def _begin(self, settings: Sequence[tuple[int, int]]) -> None:
+        """Compile the baseline at every size, and try the profiler; what fails is said, and rows do without."""
+        self.found |= {"baseline": [], "unseen": why_unseen() if self.device.type == "cuda" else ON_CPU["why"]}
+        for pixels, batch in settings:
+            try:
+                self.baseline(**step_inputs(self.plain, pixels, batch, self.shape["text"], self.device))
+            except Exception as error:
+                traceback.print_exc()
+                self.found["baseline"].append({"pixels": pixels, "batch": batch, "missing": first_line(error)})
 
     @torch.inference_mode()
     def measure(self, row: Row, settings: Sequence[tuple[int, int]]) -> None:
         """Time a row at every size, in turn with the baseline; what cannot be made or run is said."""
         try:
+            package = (row.peer or "").partition(" ")[0]
+            if package and find_spec(package) is None:
+                raise ValueError(f"{package} {NOT_INSTALLED}")
             self._require_proof(row)
-            with self._ready(row) as model:
-                for pixels, batch in settings:
-                    inputs = step_inputs(self.plain, pixels, batch, self.shape["text"], self.device)
+            with self._ready(row) as (model, graphs, unfused):
+                for place in settings:
+                    facts: dict[str, Any] = dict(zip(("pixels", "batch"), place, strict=True))
                     try:
-                        self._keep(row, pixels=pixels, batch=batch, **self._time(row, model, inputs, pixels, batch))
+                        self._measure_at(row, model, graphs, facts | ({"unfused": unfused} if unfused else {}))
                     except Exception as error:  # out of memory is one; the next size is tried all the same
                         traceback.print_exc()
-                        self._keep(row, pixels=pixels, batch=batch, missing=first_line(error))
+                        self._keep(row, **facts, missing=first_line(error))
         except Exception as error:  # whatever a row raises is its result
             traceback.print_exc()
             self._keep(row, missing=first_line(error))
-        if row.mode == "compiled":  # which cannot be taken back
-            self.held = None
         self.machine.release()
+
+    def _measure_at(self, row: Row, model: Callable[..., Any], graphs: Any, facts: dict[str, Any]) -> None:
+        """Time a row at one size, and keep that; then take its step apart, which may fail or never end."""
+        pixels, batch = facts["pixels"], facts["batch"]
+        inputs = step_inputs(self.plain, pixels, batch, self.shape["text"], self.device)
+        calls = {"row": lambda: model(**inputs), "baseline": lambda: self.baseline(**inputs)}
+        if any((pixels, batch) == (lacking["pixels"], lacking["batch"]) for lacking in self.found["baseline"]):
+            del calls["baseline"]
+        facts |= self._time(calls, graphs)
+        if self.device.type == "cuda":
+            facts["modelled"] = self._modelled(row, pixels, batch)
+        withdrawn = [" ".join(cell) for cell in findings.withdrawn()]
+        facts |= {"withdrawn": withdrawn} if withdrawn else {}
+        self._keep(row, **facts)
+        if not self.found["unseen"]:
+            spent = {name: statistics.median(facts[key]) for name, key in SECONDS.items() if name in calls}
+            self.found["rows"].pop()
+            self._keep(row, **facts, **taken_apart(calls, spent))
 
     def _require_proof(self, row: Row) -> None:
         """Raise ValueError for a row with a kernel that was not proven right, where proofs are asked for."""
@@ -222,26 +261,31 @@ class Bench:
             raise ValueError(why)
 
     @contextmanager
-    def _ready(self, row: Row) -> Iterator[Callable[..., Any]]:
-        """The row's model; a graph is taken out of it again."""
+    def _ready(self, row: Row) -> Iterator[tuple[Callable[..., Any], Any, list[str]]]:
+        """Yield the row's model, its graphs (None without) and why parts are not fused; graphs are taken out again."""
         made_for = row.recipe, row.prefer, row.peer
         if self.held is None or self.held[0] != made_for:
             self.held = None  # before the next one is made
             self.held = made_for, self._made(row)
-        model = self.held[1]
+        model, unfused = self.held[1], []
         if row.peer is None:
             fluxq.set_attention(model, row.attention)
             if row.optimized:
-                fluxq.optimize(model, device=self.device)
+                parts = fluxq.optimize(model, device=self.device)
+                unfused = sorted({f"{part.part}: {part.why_not}" for part in parts if part.why_not})
             else:
                 fluxq.restore(model)
-        with fluxq.capture(model, max_graphs=1) if row.graph else nullcontext():
-            yield self._in_mode(model, row.mode)
+        with fluxq.capture(model, max_graphs=1) if row.graph else nullcontext() as graphs:
+            try:
+                yield self._in_mode(model, row.mode), graphs, unfused
+            finally:
+                if row.mode == "compiled":  # which cannot be taken back
+                    self.held = None
 
     def _in_mode(self, model: Any, mode: Mode) -> Callable[..., Any]:
         """The model as it is, or its repeated blocks compiled, which takes minutes less than all of it."""
         if mode == "compiled" and not self.found["uncompiled"]:
-            model.compile_repeated_blocks(fullgraph=True)
+            model.compile_repeated_blocks(fullgraph=True, dynamic=False)
         return model
 
     def _made(self, row: Row) -> nn.Module:
@@ -253,29 +297,30 @@ class Bench:
         fluxq.prepare(model, prefer=row.prefer, device=self.device)
         return model
 
-    def _time(self, row: Row, model: Callable[..., Any], inputs: dict[str, Any], pixels: int, batch: int) -> dict:
-        calls = {"row": lambda: model(**inputs), "baseline": lambda: self.baseline(**inputs)}
+    def _time(self, calls: Mapping[str, Callable[[], Any]], graphs: Any) -> dict[str, Any]:
+        """Seconds of a step and what the GPU was like meanwhile. graphs: of the row, which have to serve every call."""
         for call in calls.values():  # compiles, chooses, records
             call()
         self.machine.wait()
-        begun = time.monotonic()
-        seconds = in_turn(calls, self.rounds, self.machine)
-        ratios = [b / a for a, b in zip(seconds["row"], seconds["baseline"], strict=True)]
-        found: dict[str, Any] = {
-            "seconds": quartiles(seconds["row"]),
-            "baseline_seconds": quartiles(seconds["baseline"]),
-            "over_compiled_16bit": quartiles(ratios),
-        }
-        if self.device.type == "cuda":
-            self.machine.reset_peak()
-            calls["row"]()
-            found |= {"peak_bytes": self.machine.peak(), "modelled": self._modelled(row, pixels, batch)}
-            found |= taken_apart(calls, statistics.median(seconds["row"]))
+        begun, before = time.monotonic(), replays(graphs)
+        seconds, conditions = in_turn(calls, self.rounds, self.machine)
         self.longest = max(self.longest, time.monotonic() - begun)
-        return found
+        asked = (self.rounds + UNCOUNTED) * (1 + STEPS)
+        if graphs is not None and replays(graphs) - before != asked:
+            raise RuntimeError(
+                f"{replays(graphs) - before} of {asked} calls were replays of a graph: fluxq's log says why"
+            )
+        found: dict[str, Any] = {key: quartiles(seconds[name]) for name, key in SECONDS.items() if name in calls}
+        if "baseline" in calls:
+            pairs = zip(seconds["row"], seconds["baseline"], strict=True)
+            found["over_compiled_16bit"] = quartiles([b / a for a, b in pairs])
+        return found | conditions
 
     def _modelled(self, row: Row, pixels: int, batch: int) -> dict[str, float] | None:
-        """Seconds of the step's parts by flux_modelled.py; None for a GPU or a way to compute that it does not know."""
+        """Seconds of a step's PARTS and passes by flux_modelled.py, modulation one of its products, as in a row's step.
+
+        None for a GPU or a way to compute that it does not know.
+        """
         device = device_row(torch.cuda.get_device_name(self.device))
         if device is None or row.peer is not None or row.prefer == "memory":
             return None
@@ -286,49 +331,64 @@ class Bench:
         state = ("both" if compiled else "optimized") if row.optimized else row.mode
         plan = replace(plan_of(self.plain, row.recipe), attention=row.attention)
         work = flux_modelled.work_of(plan, forward, device.chip)
-        return {part: ms / 1e3 for part, ms in flux_modelled.parts_of_step(work, device, state).items()}
+        parts = flux_modelled.parts_of_step(work, device, state)
+        parts["products"] += parts.pop("modulation")
+        return {part: ms / 1e3 for part, ms in parts.items()}
 
     def _keep(self, row: Row, **facts: Any) -> None:
         about = {"mode": row.mode, "optimized": row.optimized, "attention": row.attention, "graph": row.graph}
         self.found["rows"].append({"row": row.name, "recipe": row.recipe, **about, **facts})
-        self.found["goals"] = goals(self.found["rows"], self.found["attention"])
+        self.found["goals"] = goals(self.found["rows"], self.found["attention"], self.found.get("gpu", "none"))
         write_json(self.out, self.found)
-        said = facts.get("missing") or f"{1e3 * facts['seconds'][1]:9.2f} ms, {facts['over_compiled_16bit'][1]:.2f} x"
+        ratio = facts.get("over_compiled_16bit", [None, math.nan])[1]
+        said = facts.get("missing") or f"{1e3 * facts['seconds'][1]:9.2f} ms, {ratio:.2f} x"
         size = f"{facts['pixels']} x {facts['batch']}" if "pixels" in facts else ""
         click.echo(f"{row.name:50} {size:9} {said}")
 
 
-def goals(rows: Sequence[Mapping[str, Any]], attention: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The goals of flux_modelled.py, which are the H200's: the best row for each at 1024², and whether it is met.
+def goals(rows: Sequence[Mapping[str, Any]], attention: Mapping[str, Any], gpu: str) -> list[dict[str, Any]]:
+    """The goals of flux_modelled.py: for each the best row that counts at 1024², and whether it is met.
 
-    attention: of `pinned_attention`. A ratio to a baseline whose attention is not known to be that is no measurement.
+    Where none counts, the best of the others is "refused", which says why. attention: of `pinned_attention`. gpu: name.
     """
     found = []
     for goal, (computed, at_least) in flux_modelled.GOALS.items():
         asked = {"recipe": "fp8", "attention": computed, "pixels": 1024, "batch": 1}
-        timed = [row for row in rows if "seconds" in row and asked.items() <= row.items()]
-        best = max(timed, key=lambda row: row["over_compiled_16bit"][1], default=None)
+        timed = [row for row in rows if row.get("over_compiled_16bit") and asked.items() <= row.items()]
+        counts = [row for row in timed if not refusal(row, attention, gpu)]
+        best = max(counts or timed, key=lambda row: row["over_compiled_16bit"][1], default=None)
         row: dict[str, Any] = {"goal": goal, "at_least": at_least, "measured": None, "row": None, "met": None}
         if best:
             row["row"] = best["row"]
-            if why := another_attention(best.get("attention_kernels", {}).get("baseline", []), attention):
-                row["refused"] = why
-            else:
-                row["measured"] = best["over_compiled_16bit"][1]
-                row["met"] = row["measured"] >= at_least
+        if counts and best:
+            row["measured"] = best["over_compiled_16bit"][1]
+            row["met"] = row["measured"] >= at_least
+        elif best:
+            row["refused"] = refusal(best, attention, gpu)
         found.append(row)
     return found
 
 
-def another_attention(kernels: Sequence[str], attention: Mapping[str, Any]) -> str:
-    """Return why these kernels of the baseline are not known to be the attention that is pinned; empty if they are."""
-    backend = attention["backend"]
-    if backend is None:
+def refusal(row: Mapping[str, Any], attention: Mapping[str, Any], gpu: str) -> str:
+    """Return why a row's ratio does not count for a goal; empty if it does.
+
+    Its GPU is another than the goals', or attention of one side is not known to be what it should.
+    """
+    device = flux_modelled.find_device(flux_modelled.GOALS_GPU)
+    if device_row(gpu) != device:
+        return f"the goals are those of the {device.name}, this is {gpu}"
+    if attention["backend"] is None:
         return f"the baseline's attention is not pinned: {attention['why']}"
-    if not kernels:
-        return "the profiler saw no kernel of the baseline that is attention by its name"
-    others = [name for name in kernels if SDPA_KERNELS[backend] not in name.lower()]
-    return f"the baseline's attention was pinned to {backend}, and {others[0]} ran" if others else ""
+    in_16_bit = SDPA_KERNELS[attention["backend"]]
+    expected = {"baseline": in_16_bit, "row": OWN_ATTENTION if row["attention"] == "fp8" else in_16_bit}
+    for side, words in expected.items():
+        kernels = row.get("attention_kernels", {}).get(side, [])
+        others = [name for name in kernels if not any(word in name.lower() for word in words)]
+        if not kernels:
+            return f"the profiler saw no kernel of the {side} that is attention by its name"
+        if others:
+            return f"the {side}'s attention should be {words[0]}, and {others[0]} ran"
+    return ""
 
 
 def pinned_attention(device: torch.device) -> dict[str, Any]:
@@ -430,38 +490,73 @@ def input_amax(model: nn.Module, names: list[str], inputs: dict[str, Any]) -> di
     return found
 
 
-def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int, machine: Machine) -> dict[str, list[float]]:
-    """Seconds of each call, one after the other and every round begun by another one; two rounds are not counted."""
+def replays(graphs: Any) -> int:
+    """Return how often the graphs that `fluxq.capture` keeps were replayed; 0 for None."""
+    return sum(step.replays for step in graphs.captured) if graphs is not None else 0
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, machine: Machine
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Return seconds of a step of each call, every round begun by another one, and the conditions; some do not count.
+
+    Conditions are of the GPU while it computes: its clock, reasons for a lower one, mean power with what lies between.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds + 2):
+    names, slowdowns, clocks = list(calls), set(), []
+    begun, joules = time.monotonic(), machine.joules()
+    for turn in range(rounds + UNCOUNTED):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            spent = seconds_of(calls[name], machine)
-            if turn >= 2:
+            spent, reasons, clock = seconds_of(calls[name], machine)
+            slowdowns |= reasons
+            if turn >= UNCOUNTED:
                 seconds[name].append(spent)
-    return seconds
+                clocks += [clock] if clock else []
+    used, took = machine.joules(), time.monotonic() - begun
+    watts = None if used is None or joules is None else round((used - joules) / took, 1)
+    megahertz = quartiles(clocks) if len(clocks) > 1 else None
+    return seconds, {"slowdowns": sorted(slowdowns), "megahertz": megahertz, "watts": watts}
 
 
-def seconds_of(call: Callable[[], Any], machine: Machine) -> float:
-    """Of one call that begins when the device has nothing else to do."""
+def seconds_of(call: Callable[[], Any], machine: Machine) -> tuple[float, frozenset[str], float | None]:
+    """Return the seconds of one of STEPS calls behind another one; meanwhile, reasons for a lower clock, and MHz."""
     machine.wait()
+    call()  # on an idle device: what the host takes before its first kernel would count
     start = machine.mark()
-    call()
+    for _ in range(STEPS):
+        call()
     end = machine.mark()
+    reasons, clock = machine.slowdowns(), machine.megahertz()
     machine.wait()
-    return machine.seconds(start, end)
+    return machine.seconds(start, end) / STEPS, reasons, clock
 
 
-def taken_apart(calls: Mapping[str, Callable[[], Any]], step: float) -> dict[str, Any]:
-    """Return the shares of a row's step, of so many seconds, and the attention kernels of both calls by name.
+def taken_apart(calls: Mapping[str, Callable[[], Any]], spent: Mapping[str, float]) -> dict[str, Any]:
+    """Return the shares of steps of so many seconds, and the attention kernels of each call by name.
 
-    calls: "row" and "baseline". Where the profiler does not run, "parts" is None and "unseen" says why.
+    calls: "row" and "baseline". Where the profiler fails, or sees no kernel, "parts" is None and "unseen" says why.
     """
     try:
-        spent = {name: kernels_of(call) for name, call in calls.items()}
-    except RuntimeError as problem:
+        kernels = {name: kernels_of(call) for name, call in calls.items()}
+        if not all(kernels.values()):
+            raise RuntimeError("the profiler saw no kernel")
+    except Exception as problem:  # of another library, which the times do not hang on
         return {"parts": None, "attention_kernels": {}, "unseen": first_line(problem)}
-    return {"parts": shares_of(spent["row"], step), "attention_kernels": {n: attentions(k) for n, k in spent.items()}}
+    shares = {PARTS_OF[name]: shares_of(kernels[name], spent[name]) for name in calls}
+    return shares | {"attention_kernels": {name: attentions(seen) for name, seen in kernels.items()}}
+
+
+def why_unseen() -> str:
+    """Return why the profiler cannot be used here, empty if it can: in a process of its own, as it may hang."""
+    try:
+        return "" if apart(_a_kernel, seconds=PROFILING) else "the profiler saw no kernel"
+    except RuntimeError as problem:
+        return first_line(problem)
+
+
+def _a_kernel() -> dict[str, float]:
+    x = torch.ones(256, 256, device="cuda")
+    return kernels_of(lambda: x @ x)
 
 
 def kernels_of(call: Callable[[], Any]) -> dict[str, float]:
@@ -480,8 +575,8 @@ def attentions(spent: Mapping[str, float]) -> list[str]:
 
 
 def shares_of(spent: Mapping[str, float], step: float) -> dict[str, float]:
-    """Return the share of a step of so many seconds in products, in attention, in all other kernels, and in none."""
-    parts = dict.fromkeys((*PARTS, "elementwise"), 0.0)
+    """Return the share of a step of so many seconds in products, in attention, in passes over memory, and in none."""
+    parts = dict.fromkeys((*PARTS, "passes"), 0.0)
     for name, seconds in spent.items():
         parts[part_of(name)] += seconds
     shares = {part: seconds / step for part, seconds in parts.items()}
@@ -495,8 +590,8 @@ def part_of(kernel: str) -> str:
     """
     name = kernel.lower()
     if name.startswith(("triton_poi_", "triton_per_", "triton_red_")):
-        return "elementwise"
-    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "elementwise")
+        return "passes"
+    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "passes")
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -513,8 +608,6 @@ def modelled_steps() -> dict[str, Any]:
 
 def torchao_fp8(model: nn.Module) -> nn.Module:
     """torchao's dynamic fp8, a scale per row, in every block."""
-    if find_spec("torchao") is None:
-        raise ValueError("torchao is not installed")
     from torchao.quantization import (  # pyright: ignore[reportMissingImports]
         Float8DynamicActivationFloat8WeightConfig,
         PerRow,
@@ -529,12 +622,13 @@ def torchao_fp8(model: nn.Module) -> nn.Module:
     return model
 
 
-PARTS = {  # words in a kernel's name; attention first, since its kernels are products too
-    "attention": ("flash", "attention", "fmha", "sdpa", "cudnn_generated_fort_native_sdpa"),
+OWN_ATTENTION = ("attention_fp8", "quantize_tokens", "quantize_values", "key_statistics")  # its passes too
+PARTS = {  # words in a kernel's name, of the parts that are modelled; attention first: its kernels are products too
+    "attention": ("flash", "attention", "fmha", "sdpa", "cudnn_generated_fort_native_sdpa", *OWN_ATTENTION),
     "products": ("gemm", "gemv", "matmul", "cutlass", "nvjet", "cublas", "wgmma"),
 }
 ON_CPU = {"backend": None, "why": "a CPU has one way to compute it"}
-SDPA_KERNELS = {"cudnn": "cudnn", "flash": "flash_fwd"}  # what the names of a backend's kernels hold
+SDPA_KERNELS = {"cudnn": ("cudnn",), "flash": ("flash_fwd",)}  # what the names of a backend's kernels hold
 FORMATS_OF: dict[str | None, tuple[str, ...]] = {  # that layers of a recipe may have once they are laid out for a GPU
     "fp8": ("fp8",),
     "int8": ("int8",),
@@ -542,6 +636,13 @@ FORMATS_OF: dict[str | None, tuple[str, ...]] = {  # that layers of a recipe may
     None: (),
 }
 VARYING = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # facts of a GPU that change from run to run
+SECONDS = {"row": "seconds", "baseline": "baseline_seconds"}  # of a row in the file
+PARTS_OF = {"row": "parts", "baseline": "baseline_parts"}
+STEPS = 2  # that are timed one behind the other
+UNCOUNTED = 2  # rounds
+PROFILING = 90.0  # seconds that trying the profiler may take
+MOST_COMPILED = 256  # forms of one block
+NOT_INSTALLED = "is not installed"
 PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {"torchao fp8": torchao_fp8}
 BASELINE = "16 bit, compiled"
 MODELLED_FILE, PAGE = ROOT / "benchmarks" / "flux_step_modelled.json", ROOT / "docs" / "speed.md"
@@ -553,8 +654,8 @@ def _rows() -> Iterator[Row]:
     fp8 = {row.name: row for row in first}
     yield Row(BASELINE, "compiled")
     yield from (fp8.pop(name) for name in GOAL_ROWS)
-    yield Row("torchao fp8, compiled", "compiled", peer="torchao fp8")
     yield from fp8.values()
+    yield Row("torchao fp8, compiled", "compiled", peer="torchao fp8")
     for rows in others:
         yield from rows
     yield from _ways("nvfp4 in 4 bits", Row("nvfp4 in 4 bits", "eager", "nvfp4", prefer="memory"))

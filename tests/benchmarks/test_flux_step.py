@@ -20,6 +20,7 @@ from fluxq.recipes.formats import Scheme
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "flux_step.py"
 TINY: dict[str, Any] = {"hidden": 128, "blocks": [1, 1], "text": 16}
+CPU = torch.device("cpu")
 SMALL = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --batch 1 --text 16 --rounds 2".split()
 
 
@@ -44,7 +45,8 @@ def test_every_row_runs_without_a_compiler(script, monkeypatch, tmp_path: Path) 
     done = run(script, tmp_path / "found.json", "--uncompiled")
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["blocks"] == [1, 1] and found["commit"] and found["torch"] == torch.__version__ and found["complete"]
+    assert found["blocks"] == [1, 1] and found["commit"] and found["torch"] == torch.__version__ and found["sources"]
+    assert not found["complete"]  # for want of graphs; what is not installed would not count
     rows = {row["row"]: row for row in found["rows"]}
     assert [row.name for row in script.ROWS if row.name != script.BASELINE] == list(rows)
     assert rows.pop("torchao fp8, compiled")["missing"] == "torchao is not installed"
@@ -66,7 +68,8 @@ def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path
     made, seen = [], []
     for row in script.ROWS:
         if row.recipe == "int8" and not row.graph and row.mode == "eager":
-            with bench._ready(row) as model:
+            with bench._ready(row) as (model, graphs, _):
+                assert graphs is None
                 block = model.transformer_blocks[0]
                 backend = block.attn.processor._attention_backend
                 seen.append((row.optimized, row.attention))
@@ -80,19 +83,27 @@ def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path
 def test_what_is_there_is_kept_and_time_is_kept_too(script, monkeypatch, tmp_path: Path) -> None:
     out, timed = tmp_path / "found.json", []
     took = {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3}
-    monkeypatch.setattr(script.Bench, "_time", lambda self, row, *_: timed.append(row.name) or took)
+    keep = script.Bench._keep
+    monkeypatch.setattr(script.Bench, "_time", lambda *_: dict(took))
+    monkeypatch.setattr(
+        script.Bench, "_keep", lambda self, row, **facts: timed.append(row.name) or keep(self, row, **facts)
+    )
+    monkeypatch.setattr(script, "sources", lambda: "these")
     assert run(script, out, "--row", "fp8").exit_code == 0
     assert run(script, out, "--resume", "--row", "fp8", "--row", "int8").exit_code == 0
     found = json.loads(out.read_text())
     assert timed == ["fp8", "int8"] and [row["row"] for row in found["rows"]] == timed and found["complete"]
-    out.write_text(json.dumps(found | {"commit": "another"}))
-    assert run(script, out, "--resume", "--row", "fp8").exit_code == 0
-    assert timed[2:] == ["fp8"]
+    without = [row | {"over_compiled_16bit": None} for row in found["rows"]]
+    for changed in ({"sources": "others"}, {"rounds": 5}, {"rows": without}):
+        out.write_text(json.dumps(found | changed))
+        del timed[:]
+        assert run(script, out, "--resume", "--row", "fp8").exit_code == 0 and timed == ["fp8"], changed
 
 
 def test_an_earlier_run_counts_whatever_the_clocks_were(script, tmp_path: Path) -> None:
     about = {"uncompiled": True, "attention": {}, "gpu": "NVIDIA H200", "clocks.sm": "345 MHz", "power.draw": "75 W"}
-    earlier = about | {"clocks.sm": "1980 MHz", "power.draw": "690 W", "rows": [{"row": "fp8", "seconds": [1.0]}]}
+    earlier = about | {"clocks.sm": "1980 MHz", "power.draw": "690 W"}
+    earlier |= {"rows": [{"row": "fp8", "over_compiled_16bit": [1.0] * 3}]}
     (tmp_path / "x").write_text(json.dumps(earlier))
     for gpu, rows in {"NVIDIA H200": earlier["rows"], "NVIDIA B200": []}.items():
         bench = script.Bench(torch.device("cpu"), TINY, 1, tmp_path / "x", about | {"gpu": gpu})
@@ -110,12 +121,12 @@ def test_goal_rows_come_first_and_what_is_done_but_once_stops_none(script, monke
     class Clocked(script.Bench):
         def _ready(self, row):
             spend(0 if timed else 60)
-            return script.nullcontext(lambda **_: spend(0) if timed else spend(40))
+            return script.nullcontext((lambda **_: spend(0) if timed else spend(40), None, []))
 
-    def in_turn(calls: dict, *_: Any) -> dict[str, list[float]]:
+    def in_turn(calls: dict, *_: Any) -> tuple[dict[str, list[float]], dict]:
         timed.append(rows[len(timed)].name)
         spend(5)
-        return {name: [1.0, 1.0] for name in calls}
+        return {name: [1.0, 1.0] for name in calls}, {}
 
     monkeypatch.setattr(script.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(script, "in_turn", in_turn)
@@ -123,7 +134,7 @@ def test_goal_rows_come_first_and_what_is_done_but_once_stops_none(script, monke
     bench.baseline = lambda **_: None
     rows = [row for row in script.ROWS if row.name != script.BASELINE]
     bench.run(rows, [(64, 1)], deadline=118.0)
-    assert timed == ["fp8, optimized, graph", "fp8, optimized, attention in fp8, graph", "torchao fp8, compiled"]
+    assert timed == ["fp8, optimized, graph", "fp8, optimized, attention in fp8, graph", "fp8"]
     assert not bench.found["complete"] and now[0] == 115
     bench.run(rows[:3], [(64, 1)], deadline=0.0)  # nothing is left of these
     assert bench.found["complete"]
@@ -137,20 +148,30 @@ def test_every_row_is_there_once(script) -> None:
 
 
 def row(
-    name: str, attention: str, ratio: float, kernel: str = "cudnn_sdpa_sm90_flash_fprop", pixels: int = 1024
+    name: str,
+    attention: str,
+    ratio: float,
+    kernel: str = "cudnn_sdpa_sm90_flash_fprop",
+    pixels: int = 1024,
+    own: str | None = None,
 ) -> dict:
+    """Of a baseline whose attention was this kernel; own: that of the row, by default what it should be."""
     about = {"row": name, "recipe": "fp8", "attention": attention, "pixels": pixels, "batch": 1}
-    kernels = {"row": ["attention_fp8_kernel"], "baseline": [kernel] if kernel else []}
+    own = own or {"fp8": "attention_fp8_kernel", "16bit": kernel}[attention]
+    kernels = {"row": [own] if own else [], "baseline": [kernel] if kernel else []}
     return about | {"seconds": [1.0] * 3, "over_compiled_16bit": [0.0, ratio, 9.0], "attention_kernels": kernels}
 
 
 CUDNN, FLASH = ({"backend": backend, "why": ""} for backend in ("cudnn", "flash"))
 
 
+H200 = "NVIDIA H200"
+
+
 def test_goals_take_the_best_row_of_their_attention(script) -> None:
     rows = [row("a", "16bit", 1.4), row("b", "16bit", 1.6), row("c", "fp8", 1.7), row("d", "fp8", 2.0, pixels=512)]
     missing = {"row": "e", "recipe": "fp8", "attention": "fp8", "missing": "memory"}
-    plain, with_fp8 = script.goals([*rows, missing], CUDNN)
+    plain, with_fp8 = script.goals([*rows, missing], CUDNN, H200)
     assert (plain["row"], plain["measured"], plain["met"]) == ("b", 1.6, True)
     assert (with_fp8["row"], with_fp8["at_least"], with_fp8["met"]) == ("c", 1.8, False)
 
@@ -159,19 +180,37 @@ def test_goals_take_the_best_row_of_their_attention(script) -> None:
     ("kernel", "attention", "why"),
     [
         ("void pytorch_flash::flash_fwd_kernel<Traits>", FLASH, ""),
-        ("void pytorch_flash::flash_fwd_kernel<Traits>", CUDNN, "was pinned to cudnn, and void pytorch_flash"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", FLASH, "was pinned to flash, and cudnn_gen"),
-        ("fmha_cutlassF_bf16_aligned", CUDNN, "was pinned to cudnn, and fmha_cutlassF"),
-        ("", CUDNN, "the profiler saw no kernel"),
+        ("void pytorch_flash::flash_fwd_kernel<Traits>", CUDNN, "should be cudnn, and void pytorch_flash"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", FLASH, "should be flash_fwd, and cudnn_gen"),
+        ("fmha_cutlassF_bf16_aligned", CUDNN, "the baseline's attention should be cudnn, and fmha_cutlassF"),
+        ("", CUDNN, "the profiler saw no kernel of the baseline"),
         ("cudnn_sdpa", {"backend": None, "why": "on cpu"}, "is not pinned: on cpu"),
     ],
 )
 def test_no_ratio_counts_without_the_attention_that_was_pinned(script, kernel, attention, why) -> None:
-    goal, _ = script.goals([row("a", "16bit", 1.6, kernel)], attention)
+    goal, _ = script.goals([row("a", "16bit", 1.6, kernel)], attention, H200)
     assert goal["row"] == "a" and (goal["measured"], goal["met"]) == ((None, None) if why else (1.6, True))
     assert why in goal.get("refused", "")
     unseen = row("a", "16bit", 1.6) | {"attention_kernels": {}}  # where the profiler does not run
-    assert "saw no kernel" in script.goals([unseen], CUDNN)[0]["refused"]
+    assert "saw no kernel" in script.goals([unseen], CUDNN, H200)[0]["refused"]
+
+
+@pytest.mark.parametrize("attention", ["16bit", "fp8"])
+def test_none_counts_whose_own_attention_is_another_and_what_counts_comes_before_what_is_better(
+    script, attention
+) -> None:
+    own = {"16bit": "flash_fwd_kernel", "fp8": "cudnn_sdpa_sm90"}[attention]
+    rows = [row("good", attention, 1.7), row("better", attention, 1.9, own=own)]
+    number = ["16bit", "fp8"].index(attention)
+    assert script.goals(rows, CUDNN, H200)[number]["row"] == "good"
+    refused = script.goals(rows[1:], CUDNN, H200)[number]
+    assert refused["measured"] is None and "the row's attention should be" in refused["refused"]
+    assert own in refused["refused"]
+
+
+def test_the_goals_are_those_of_one_gpu(script) -> None:
+    (goal, _) = script.goals([row("a", "16bit", 1.6)], CUDNN, "NVIDIA H100 80GB HBM3")
+    assert goal["met"] is None and "H200" in goal["refused"] and "H100 80GB" in goal["refused"]
 
 
 def test_attention_is_pinned_to_the_first_library_that_takes_it(script, monkeypatch) -> None:
@@ -187,22 +226,140 @@ def test_attention_is_pinned_to_the_first_library_that_takes_it(script, monkeypa
         script.pinned_attention(torch.device("cuda"))
 
 
-def test_a_profiler_that_does_not_run_takes_no_time_away(script, monkeypatch) -> None:
+def test_a_profiler_that_does_not_run_or_sees_nothing_takes_no_time_away(script, monkeypatch) -> None:
     spent = {"flash_fwd_kernel": 0.25, "nvjet_qqtst": 0.5, "triton_poi": 0.125}
     monkeypatch.setattr(script, "kernels_of", lambda call: call())
-    found = script.taken_apart({"row": lambda: spent, "baseline": lambda: {"cudnn_sdpa": 1.0}}, 1.0)
-    assert found["parts"] == {"attention": 0.25, "products": 0.5, "elementwise": 0.125, "gaps": 0.125}
+    calls = {"row": lambda: spent, "baseline": lambda: {"cudnn_sdpa": 1.0}}
+    found = script.taken_apart(calls, {"row": 1.0, "baseline": 2.0})
+    assert found["parts"] == {"attention": 0.25, "products": 0.5, "passes": 0.125, "gaps": 0.125}
+    assert found["baseline_parts"]["gaps"] == 0.5
     assert found["attention_kernels"] == {"row": ["flash_fwd_kernel"], "baseline": ["cudnn_sdpa"]}
 
     def fails() -> dict:
-        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+        raise AssertionError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
-    found = script.taken_apart({"row": fails, "baseline": fails}, 1.0)
-    assert found["parts"] is None and "CUPTI" in found["unseen"]
+    for call, why in ((fails, "CUPTI"), (dict, "saw no kernel")):
+        found = script.taken_apart({"row": call, "baseline": call}, {"row": 1.0, "baseline": 1.0})
+        assert found["parts"] is None and why in found["unseen"]
+
+
+def bench_of(script: ModuleType, out: Path, uncompiled: bool = True) -> Any:
+    return script.Bench(CPU, TINY, 2, out, {"uncompiled": uncompiled, "attention": script.ON_CPU})
+
+
+def rows_of(script: ModuleType, *names: str) -> list[Any]:
+    return [row for row in script.ROWS if row.name in names]
+
+
+def test_a_row_is_kept_before_it_is_taken_apart(script, monkeypatch, tmp_path: Path) -> None:
+    """A profiler that never ends takes the rest of a run, and no row."""
+
+    class Hung(BaseException):
+        pass
+
+    def taken_apart(*_: Any) -> None:
+        assert json.loads((tmp_path / "x").read_text())["rows"][0]["seconds"]
+        raise Hung
+
+    monkeypatch.setattr(script, "taken_apart", taken_apart)
+    monkeypatch.setattr(script.Bench, "_begin", lambda self, _: self.found.update(unseen=""))
+    with pytest.raises(Hung):
+        bench_of(script, tmp_path / "x").run(rows_of(script, "fp8"), [(64, 1)], float("inf"))
+    assert json.loads((tmp_path / "x").read_text())["rows"][0]["row"] == "fp8"
+    monkeypatch.setattr(script, "taken_apart", lambda *_: {"parts": {"products": 1.0}})
+    bench = bench_of(script, tmp_path / "x")
+    bench.run(rows_of(script, "fp8"), [(64, 1)], float("inf"))
+    assert [row["parts"] for row in bench.found["rows"]] == [{"products": 1.0}]
+
+
+def test_a_row_that_is_to_be_a_graph_is_none_without_one(script, monkeypatch, tmp_path: Path) -> None:
+    from recorder import Recorder
+
+    from fluxq.runtime import graphs
+
+    class Broken(Recorder):
+        def record(self, call, beside):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "why_not", lambda model: "")
+    for device in (Broken, Recorder):
+        monkeypatch.setattr(graphs, "CudaGraphs", device)
+        bench = bench_of(script, tmp_path / "x")
+        bench.run(rows_of(script, "fp8, optimized, graph"), [(64, 1)], float("inf"))
+        (found,) = bench.found["rows"]
+        assert ("seconds" in found) == (device is Recorder), found
+        assert device is Recorder or found["missing"].startswith("0 of 12 calls were replays of a graph")
+        assert bench.found["complete"] == (device is Recorder)
+
+
+def test_a_row_says_what_was_not_fused_and_which_kernels_were_withdrawn(script, monkeypatch, tmp_path: Path) -> None:
+    import fluxq
+    from fluxq.runtime.fused import FusedPart
+
+    own = fluxq.optimize
+    lacking = [FusedPart("single_transformer_blocks.0", "norm", why_not="no kernel for fp8")] * 2
+    monkeypatch.setattr(fluxq, "optimize", lambda *args, **named: [*own(*args, **named), *lacking])
+    monkeypatch.setattr(script.findings, "_withdrawn", {("scaled_matmul", "fp8", "sm_90"): "wrong"})
+    bench = bench_of(script, tmp_path / "x")
+    bench.run(rows_of(script, "fp8", "fp8, optimized"), [(64, 1)], float("inf"))
+    plain, optimized = bench.found["rows"]
+    assert "unfused" not in plain and optimized["unfused"] == ["norm: no kernel for fp8"]
+    assert optimized["withdrawn"] == ["scaled_matmul fp8 sm_90"]
+
+
+def test_without_a_baseline_rows_keep_their_seconds_and_it_is_tried_once(script, monkeypatch, tmp_path: Path) -> None:
+    tried = []
+
+    def fails(**_: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("BackendCompilerFailed")
+
+    bench = bench_of(script, tmp_path / "x")
+    bench.baseline = fails
+    bench.run(rows_of(script, "fp8", "fp8, optimized"), [(64, 1)], float("inf"))
+    assert len(tried) == 1 and not bench.found["complete"]
+    assert bench.found["baseline"] == [{"pixels": 64, "batch": 1, "missing": "BackendCompilerFailed"}]
+    for found in bench.found["rows"]:
+        assert found["seconds"] and "over_compiled_16bit" not in found
+    again = bench_of(script, tmp_path / "x")
+    again.resume()
+    assert not again.found["rows"]  # they are timed again, for the ratio
+
+
+def test_a_package_that_is_not_there_costs_no_model(script, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "find_spec", lambda name: None)
+    bench = bench_of(script, tmp_path / "x")
+    made, own = [], script.Bench._made
+    monkeypatch.setattr(script.Bench, "_made", lambda self, row: made.append(row.name) or own(self, row))
+    peer, *plain = rows_of(script, "torchao fp8, compiled", "fp8", "fp8, optimized")[::-1]
+    bench.run([plain[0], peer, plain[1]], [(64, 1)], float("inf"))
+    assert len(made) == 1 and bench.found["complete"]
+    assert bench.found["rows"][1]["missing"] == "torchao is not installed"
+
+
+@pytest.mark.slow
+def test_every_size_and_row_is_compiled_by_itself(script, monkeypatch, tmp_path: Path) -> None:
+    """No graph has a size that varies, and no row meets a limit that others have used up."""
+    compiled: list[bool] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        sizes = [size for each in inputs for size in (each.shape if isinstance(each, torch.Tensor) else [each])]
+        compiled.append(all(isinstance(size, int) for size in sizes))
+        return graph.forward
+
+    own = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **named: own(self, **named, backend=backend))
+    torch.compiler.reset()
+    bench = bench_of(script, tmp_path / "x", uncompiled=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        bench.run(rows_of(script, "fp8, optimized, compiled"), [(32, 1), (64, 1)], float("inf"))
+    assert [found.get("missing") for found in bench.found["rows"]] == [None] * 2
+    assert len(compiled) >= 8 and all(compiled)  # two kinds of block, of row and baseline, at two sizes
 
 
 def test_a_row_with_a_kernel_that_is_not_proven_is_not_timed(script, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(script.Bench, "_time", lambda *_: {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3})
+    took = {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3}
+    monkeypatch.setattr(script.Bench, "_time", lambda *_: dict(took))
     out, cases = tmp_path / "found.json", [case for _, group in script.workloads.tiny_sweep() for case in group]
 
     def missing(row: str, **wrong: str) -> str:
@@ -245,10 +402,37 @@ def test_the_quantized_model_is_the_recipe_s_and_optimizing_it_changes_no_bit(sc
 
 def test_rounds_take_turns_and_the_first_two_do_not_count(script, monkeypatch) -> None:
     order = []
-    monkeypatch.setattr(script, "seconds_of", lambda call, device: order.append(call()) or float(len(order)))
-    seconds = script.in_turn({"a": lambda: "a", "b": lambda: "b"}, 2, torch.device("cpu"))
+    said = frozenset({"the power limit"})
+    machine = script.machine_of("cpu")
+    monkeypatch.setattr(
+        script, "seconds_of", lambda call, device: order.append(call()) or (float(len(order)), said, 1980.0)
+    )
+    seconds, conditions = script.in_turn({"a": lambda: "a", "b": lambda: "b"}, 2, machine)
     assert "".join(order) == "abbaabba"
     assert seconds == {"a": [5.0, 8.0], "b": [6.0, 7.0]}
+    assert conditions == {"slowdowns": ["the power limit"], "megahertz": [1980.0] * 3, "watts": None}
+
+
+def test_no_step_that_counts_begins_on_an_idle_device(script) -> None:
+    """A device that computes behind the host: a mark is where its work ends, or where it has to wait for the host."""
+    host, device = [0.0], [0.0]
+
+    class Clock(script.Machine):
+        def mark(self) -> float:
+            return max(host[0], device[0])
+
+        def wait(self) -> None:
+            host[0] = max(host[0], device[0])
+
+        def slowdowns(self) -> frozenset[str]:
+            assert device[0] > host[0]  # it computes
+            return frozenset()
+
+    def step() -> None:
+        host[0] += 2.0  # before the first kernel
+        device[0] = max(host[0], device[0]) + 10.0
+
+    assert script.seconds_of(step, Clock(CPU, ""))[0] == 10.0
 
 
 @pytest.mark.parametrize(
@@ -258,12 +442,16 @@ def test_rounds_take_turns_and_the_first_two_do_not_count(script, monkeypatch) -
         ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_TNT", "products"),
         ("scaled_matmul_fp8_kernel", "products"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
-        ("adaln_quantize_kernel", "elementwise"),
+        ("adaln_quantize_kernel", "passes"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
         ("attention_fp8_kernel", "attention"),
         ("attention_warps_kernel", "attention"),
-        ("triton_poi_fused_add_mul_7", "elementwise"),
-        ("triton_poi_fused__scaled_dot_product_cudnn_attention_cat_3", "elementwise"),
+        ("quantize_tokens_kernel", "attention"),
+        ("key_statistics_kernel", "attention"),
+        ("quantize_values_kernel", "attention"),
+        ("quantize_rows_kernel", "passes"),
+        ("triton_poi_fused_add_mul_7", "passes"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_cat_3", "passes"),
     ],
 )
 def test_a_kernel_belongs_to_a_part_by_its_name(script, kernel: str, part: str) -> None:
