@@ -8,7 +8,7 @@ three are what a first call of ten minutes is for: every kernel launched once an
 of, and steps of FLUX.1-dev's shapes, of proven kernels alone. Then come the long proofs, tiles and times. The time is
 shared out by weight; what a stage leaves goes to the next ones, one that runs out of it keeps what it has, and one that
 could not do anything in what is left is not begun. With --resume another call does what is not done yet, of the same
-commit. In DIR, written after each stage:
+sources. In DIR, written after each stage:
 
     results.json    every stage: whether it is right, how long it took, what it found; where all this ran
     rates.json      rates of products, attention and passes over memory
@@ -18,6 +18,9 @@ commit. In DIR, written after each stage:
     report.md       goals and times
     tuned/          kernels/tuned with the best tiles in front
     measured.json   for kernels/measured
+
+With --collect FOLDER the first three are copied there after each stage, with `session.tar.gz` of all of DIR: four
+files, for a machine of which little is brought back. Unpacked, the archive is a DIR to resume.
 
 Result files say what became of the PROOFS. flux_step.json has times of those rows alone whose kernels `first` proved,
 and goes again if a later proof finds something wrong. The last three are only written if all PROOFS ran and found
@@ -34,6 +37,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +53,7 @@ import torch  # noqa: E402
 
 from benchmarks.kernels import tune  # noqa: E402
 from benchmarks.kernels.report import goals, measured, report  # noqa: E402
+from benchmarks.sources import sources  # noqa: E402
 from fluxq.base.devices import commit  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.eval.speed.machine import describe  # noqa: E402
@@ -56,10 +61,11 @@ from fluxq.eval.speed.machine import describe  # noqa: E402
 
 @dataclass(frozen=True)
 class Session:
-    """Settings that stages need: where files go, and whether this is a dry run."""
+    """Settings that stages need: where files go, whether this is a dry run, and where what matters is copied to."""
 
     out: Path
     dry_run: bool
+    collect: Path | None = None
 
     @property
     def shards(self) -> int:
@@ -99,15 +105,16 @@ class Stage:
 @click.option("--minutes", type=float, default=9.25, show_default=True, help="For everything together.")
 @click.option("--dry-run", is_flag=True, help="On the interpreter, tiny: that everything runs.")
 @click.option("--only", multiple=True, help="Only this stage (repeatable); what DIR holds of the others stays.")
-@click.option("--resume", is_flag=True, help="Only what DIR does not hold of this commit yet, or in part.")
-def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...], resume: bool) -> None:
+@click.option("--resume", is_flag=True, help="Only what DIR does not hold of these sources yet, or in part.")
+@click.option("--collect", type=click.Path(file_okay=False, path_type=Path), help="Folder for copies: four files.")
+def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...], resume: bool, collect: Path | None) -> None:
     """Check, measure and tune kernels, fused blocks and whole steps on the GPU at hand."""
     if not dry_run and not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device, or torch does not see it; --dry-run needs none")
     unknown = set(only) - {stage.name for stage in STAGES}
     if unknown:
         raise click.UsageError(f"no stage {', '.join(sorted(unknown))}, only {', '.join(s.name for s in STAGES)}")
-    session = Session(out.resolve(), dry_run)
+    session = Session(out.resolve(), dry_run, collect and collect.resolve())
     stages = [stage for stage in STAGES if not only or stage.name in only]
     if resume:
         stages = unfinished(session, stages)
@@ -120,7 +127,7 @@ def main(out: Path, minutes: float, dry_run: bool, only: tuple[str, ...], resume
 
 
 def unfinished(session: Session, stages: Sequence[Stage]) -> list[Stage]:
-    """Those that an earlier session of this commit did not begin or end, or that crashed."""
+    """Those that an earlier session of these sources did not begin or end, or that crashed."""
     verdicts = {row["stage"]: row["verdict"] for row in _earlier(session)}
     return [stage for stage in stages if verdicts.get(stage.name) not in DONE]
 
@@ -128,7 +135,7 @@ def unfinished(session: Session, stages: Sequence[Stage]) -> list[Stage]:
 def forget(session: Session, stages: Sequence[Stage], resume: bool = False) -> list[dict[str, Any]]:
     """Remove what an earlier session left of these stages, and all that it concluded; its rows of the others.
 
-    resume: files of stages that continue stay. Of another commit nothing is kept.
+    resume: files of stages that continue stay. Of other sources nothing is kept.
     """
     earlier = _earlier(session)
     kept = [row for row in earlier if row["stage"] not in {stage.name for stage in stages}]
@@ -144,9 +151,9 @@ def forget(session: Session, stages: Sequence[Stage], resume: bool = False) -> l
 
 
 def _earlier(session: Session) -> list[dict[str, Any]]:
-    """Rows of the stages that an earlier session of this commit and kind ran."""
+    """Rows of the stages that an earlier session of these sources and this kind ran."""
     found = _read(session.out / "results.json")
-    same = (found.get("commit"), found.get("dry_run")) == (commit(), session.dry_run)
+    same = (found.get("sources"), found.get("dry_run")) == (sources(), session.dry_run)
     return found["stages"] if same else []
 
 
@@ -160,8 +167,8 @@ def run_stages(
     """
     begun = time.monotonic()
     device = torch.device("cpu" if session.dry_run else "cuda")
-    found: dict[str, Any] = {"dry_run": session.dry_run, "commit": commit(), "device": describe(device)}
-    found["stages"] = list(kept)
+    found: dict[str, Any] = {"dry_run": session.dry_run, "commit": commit(), "sources": sources()}
+    found |= {"device": describe(device), "stages": list(kept)}
     conclude(session, found)
     for number, stage in enumerate(stages):
         left = seconds - (time.monotonic() - begun)
@@ -170,6 +177,7 @@ def run_stages(
         click.echo(f"{stage.name:<12} {row['verdict']:<10} {row['seconds']:>6.1f} s  {row['about']}")
         found["stages"].append(row)
         conclude(session, found)
+        collect(session)
     return found
 
 
@@ -247,6 +255,20 @@ def conclude(session: Session, found: dict[str, Any]) -> bool:
     if timed and all_proven and not session.dry_run:
         tune.write_tuned(timed, session.out / "tuned")
     return all_proven and not {"wrong", "crashed"} & set(verdicts.values())
+
+
+def collect(session: Session) -> None:
+    """Copy results to the folder that was asked for, with everything in one archive; each file is there whole."""
+    if session.collect is None:
+        return
+    session.collect.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=session.collect) as folder:
+        made = [Path(shutil.make_archive(str(Path(folder) / "session"), "gztar", session.out))]
+        made += [Path(shutil.copy(file, folder)) for file in map(session.out.joinpath, COLLECTED) if file.exists()]
+        for name in COLLECTED:
+            (session.collect / name).unlink(missing_ok=True)  # what no longer holds
+        for file in made:
+            file.replace(session.collect / file.name)
 
 
 def _put(file: Path, value: Any) -> None:
@@ -463,7 +485,7 @@ def _judge_timed(name: str) -> Callable[[Session], dict[str, Any]]:
 
 
 def _step(session: Session, seconds: float) -> list[Sequence[str]]:
-    """A whole step of proven kernels, with the tiles just found, where there are any."""
+    """A whole step of proven kernels, with the tiles that are there, in whichever call: one file holds its rows."""
     if missing_packages():
         return []
     options = ["--out", str(session.file("step")), "--minutes", f"{seconds / 60:.2f}", "--resume", "--batch", "1"]
@@ -472,8 +494,7 @@ def _step(session: Session, seconds: float) -> list[Sequence[str]]:
     if session.dry_run:
         small = "--device cpu --hidden 128 --blocks 1+1 --pixels 64 --text 16 --rounds 2 --row fp8 --uncompiled"
         return [[*run, *small.split()]]
-    tuned = ["--tuned", str(_tuned(session))] if _read(session.file("time")) else []
-    return [[*run, "--pixels", "1024", *tuned]]
+    return [[*run, "--pixels", "1024"]]
 
 
 def _judge_step(session: Session) -> dict[str, Any]:
@@ -554,6 +575,7 @@ def _counts(counts: dict[str, int]) -> str:
 OUT_OF_TIME = -1000  # no exit code
 OUTCOMES = ("passed", "failed", "skipped", "not run")
 PROOFS = ("first", "tests", "interpreter", "runs")  # without which nothing is concluded of kernels and tiles
+COLLECTED = ("results.json", "rates.json", "flux_step.json")
 CONCLUSIONS = ("rates.json", "flux_step.json", "bench.json", "report.md", "measured.json")  # files in DIR
 DONE = ("right", "wrong", "not here")  # verdicts that another call would not change
 STAGES = (  # the first three get nearly all of a first call, the others of later ones

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks import sources
 from benchmarks.kernels import on_gpu, same_bits, tune, workloads
 from benchmarks.kernels.on_gpu import launching_on
 from fluxq.kernels import tiles
@@ -483,8 +484,52 @@ def test_a_stage_may_run_again_and_the_others_stay(dry) -> None:
         found = session.run_stages(dry, only, 20.0, kept)
     assert {row["stage"]: row["about"] for row in found["stages"]} == {"a": "second", "b": "first"}
     assert dry.file("b").exists() and "second a" in (dry.out / "log.txt").read_text()
-    (dry.out / "results.json").write_text(json.dumps(found | {"commit": "another"}))
+    (dry.out / "results.json").write_text(json.dumps(found | {"sources": "others"}))
     assert session.forget(dry, only) == [] and not dry.file("b").exists()
+
+
+def test_other_sources_or_tiles_are_told_apart_without_git(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "fluxq"
+    for name in ("kernels/tuned/dequantize.json", "kernels/launch.py", "cli.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("[]")
+    monkeypatch.setattr(sources.fluxq, "__file__", str(package / "__init__.py"))
+    seen = [sources.sources.__wrapped__()]
+    for path in (package / "kernels" / "tuned" / "dequantize.json", package / "cli.py"):
+        path.write_text("[1]")
+        seen.append(sources.sources.__wrapped__())
+    (package / "kernels" / "notes.txt").write_text("no code")
+    assert len(set(seen)) == 3 and sources.sources.__wrapped__() == seen[-1]
+
+
+def test_what_is_collected_is_few_files_that_another_call_can_go_on_from(tmp_path) -> None:
+    (tmp_path / "found" / "stages").mkdir(parents=True)
+    dry = session.Session(tmp_path / "found", dry_run=True, collect=tmp_path / "few" / "files")
+    for name in ("rates", "step"):
+        dry.file(name).write_text(json.dumps({"rows": [], "peaks": {}}))
+    seen = stage("seen", f"import os; assert len(os.listdir({str(dry.collect)!r})) == 4", {})
+    found = session.run_stages(dry, [stage("a", "print('a')", {}), seen], 20.0)
+    assert [row["verdict"] for row in found["stages"]] == ["right", "right"]
+    names = {"results.json", "rates.json", "flux_step.json", "session.tar.gz"}
+    assert {path.name for path in dry.collect.iterdir()} == names
+    elsewhere = session.Session(tmp_path / "elsewhere", dry_run=True)
+    session.shutil.unpack_archive(dry.collect / "session.tar.gz", elsewhere.out)
+    stages = [session.Stage(name, 1.0, None, None) for name in ("a", "b")]
+    assert [stage.name for stage in session.unfinished(elsewhere, stages)] == ["b"]
+    assert (elsewhere.out / "stages" / "a.0.log").read_text() == "a\n"
+    dry.file("step").unlink()
+    session.conclude(dry, found)
+    session.collect(dry)
+    assert {path.name for path in dry.collect.iterdir()} == names - {"flux_step.json"}
+
+
+def test_a_step_is_of_the_same_tiles_in_every_call(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(session, "missing_packages", lambda: [])
+    real = session.Session(tmp_path, dry_run=False)
+    (tmp_path / "stages").mkdir()
+    before = session._step(real, 60.0)
+    real.file("time").write_text(json.dumps(timed(Tile(1, 2048, 4), tune.SEARCHES[8])))
+    assert session._step(real, 60.0) == before
 
 
 def test_without_time_a_stage_is_not_begun(dry) -> None:
@@ -512,14 +557,14 @@ def test_what_is_not_done_is_done_by_another_call(dry) -> None:
     rows = [{"stage": name, "verdict": verdict} for name, verdict in verdicts.items()]
     for name in verdicts:
         dry.file(name).write_text("{}")
-    found = {"stages": rows, "commit": session.commit(), "dry_run": True}
+    found = {"stages": rows, "sources": session.sources(), "dry_run": True}
     (dry.out / "results.json").write_text(json.dumps(found))
     left = session.unfinished(dry, stages)
     assert [stage.name for stage in left] == ["b", "c", "d", "g"]
     kept = session.forget(dry, left, resume=True)
     assert [row["stage"] for row in kept] == ["a", "e", "f"]
     assert {file.name for file in (dry.out / "stages").iterdir()} == {"a.0.json", "b.0.json", "e.0.json", "f.0.json"}
-    (dry.out / "results.json").write_text(json.dumps(found | {"commit": "another"}))
+    (dry.out / "results.json").write_text(json.dumps(found | {"sources": "others"}))
     assert session.unfinished(dry, stages) == stages
     session.forget(dry, stages, resume=True)
     assert not any((dry.out / "stages").iterdir())
