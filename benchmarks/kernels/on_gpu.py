@@ -66,7 +66,9 @@ class _Copies:
             return self._tensor(value)
         if isinstance(value, (TensorDescriptor, hopper.TensorDescriptor)):
             return replace(value, base=self._tensor(value.base))
-        return tuple(map(self.of, value)) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):  # a kernel knows the parts of a named one by their names
+            return getattr(value, "_make", tuple)(map(self.of, value))
+        return value
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
