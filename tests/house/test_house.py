@@ -228,17 +228,17 @@ def test_no_function_takes_more_than_eight_arguments() -> None:
     assert seen > 3000 and wide == []
 
 
-MANY_PARAMETERS = {"qk_norm_rope_kernel"}
-
-
 def test_no_kernel_takes_more_than_sixteen_parameters() -> None:
     """Arguments that belong together are one of them, a named tuple."""
-    longer = set()
+    seen, longer = 0, set()
     for path in (ROOT / "kernels").rglob("*.py"):
         for node in nodes(path.read_text(encoding="utf-8")):
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and {"triton.jit", "gluon.jit"} & {
+                *map(ast.unparse, node.decorator_list)
+            }:
+                seen += 1
                 longer |= {node.name} if len(node.args.args) > 16 else set()
-    assert longer == MANY_PARAMETERS
+    assert seen > 60 and longer == set()
 
 
 LOAD = """
