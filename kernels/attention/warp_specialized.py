@@ -179,12 +179,12 @@ def compute(
     if not EVEN_KEYS:
         first = 1
         acc, highest, total = attend_block(
-            0, blocks - 1, rows, keyed, valued, factor, k_scale, acc, highest, total, SKV,
+            0, blocks - 1, rows, keyed, valued, factor, k_scale, (acc, highest, total), SKV,
             True, D, M, BLOCK_N, STAGES, P_EXPONENT,
         )  # fmt: skip
     for turn in range(first, blocks):
         acc, highest, total = attend_block(
-            turn, turn - first, rows, keyed, valued, factor, k_scale, acc, highest, total, SKV,
+            turn, turn - first, rows, keyed, valued, factor, k_scale, (acc, highest, total), SKV,
             False, D, M, BLOCK_N, STAGES, P_EXPONENT,
         )  # fmt: skip
     tokens = tile * (2 * M) + HALF * M + gl.arange(0, M, gl.SliceLayout(1, SUMS))
@@ -196,13 +196,17 @@ def compute(
 
 @gluon.jit
 def attend_block(
-    turn, block, rows, keyed, valued, factor, k_scale, acc, highest, total, SKV,
+    turn, block, rows, keyed, valued, factor, k_scale, sums, SKV,
     MASKED: gl.constexpr, D: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     P_EXPONENT: gl.constexpr,
 ):  # fmt: skip
-    """Return acc (M, D), highest logit and total (M,) with a block of keys, loaded in a turn; MASKED: some are none."""
+    """Return sums, of acc (M, D), highest logit and total (M,), with a block of keys, loaded in a turn.
+
+    MASKED: some of the keys are none.
+    """
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    acc, highest, total = sums
     keys, keys_loaded, keys_free = keyed
     values, values_loaded, values_free = valued
     s = turn % STAGES
