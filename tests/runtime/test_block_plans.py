@@ -19,6 +19,7 @@ from diffusers.hooks import FirstBlockCacheConfig
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from fused_models import BLOCKS, FULL, FUSABLE, LARGE, adapt, fused_calls, ops, output, quantized
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import fluxq
 from fluxq.kernels import findings
@@ -41,6 +42,7 @@ ATTENTION = "transformer_blocks.0.attn"
 def replays(monkeypatch) -> list[int]:
     """Blocks on the CPU have plans; one element for each that was replayed."""
     monkeypatch.setattr(block_plans, "DEVICES", ("cpu",))
+    monkeypatch.setattr(block_plans, "_repeats", lambda *_: True)  # which would count too
     counted: list[int] = []
     run = plans.Plan.__call__
     monkeypatch.setattr(plans.Plan, "__call__", lambda plan, given: counted.append(1) or run(plan, given))
@@ -435,6 +437,18 @@ def test_torch_compile_does_not_see_plans(replays: list[int]) -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(output(compiled), want) and not replays
+
+
+def test_steps_that_give_other_bytes_are_no_plan(monkeypatch, caplog) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(block_plans, "DEVICES", ("cpu",))
+    run = plans.Plan.__call__
+    monkeypatch.setattr(plans.Plan, "__call__", lambda plan, given: tree_map(torch.zeros_like, run(plan, given)))
+    model = optimized()
+    want = unplanned(model)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+    assert "its steps, done again, gave other bytes" in caplog.text
 
 
 @pytest.mark.usefixtures("recorded")

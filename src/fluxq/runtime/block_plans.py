@@ -1,7 +1,8 @@
 """Plans of whole fused blocks: a later call does the steps of an earlier one, and none of the Python between them.
 
 The first call of a kind runs plainly, and what it launches is compiled and compared; the second is watched as
-kernels/plans.py watches an op, with all weights of the block as operands; from the third on its steps are done again:
+kernels/plans.py watches an op, with all weights of the block as operands, and its steps are done once more beside it:
+if they give other bytes there is no plan. From the third on they are done in its place:
 
     kind     shapes, strides, dtypes, device, alignment and shared memory of the arguments, other arguments by value,
              and the settings of the process that choose kernels
@@ -25,8 +26,10 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_leaves
 
 from fluxq.base import settings
+from fluxq.base.console import logger
 from fluxq.kernels import findings
 from fluxq.kernels.op import untraced
 from fluxq.recipes import computing
@@ -69,12 +72,16 @@ class BlockPlans:
                 del state.plans[next(iter(state.plans))]
             state.plans[kind] = ONCE
             return computed(*args, **kwargs)[0]
+        operands = [*given, *weights]
         if plan is ONCE:
+            if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be compared
+                return computed(*args, **kwargs)[0]
             watched = importlib.import_module("fluxq.kernels.plans").watched  # which needs Triton
-            (result, is_fused), plan = watched(lambda: computed(*args, **kwargs), [*given, *weights])
-            state.plans[kind] = None if plan is None or not is_fused else plan._replace(result=plan.result[0])
+            (result, is_fused), plan = watched(lambda: computed(*args, **kwargs), operands)
+            plan = None if plan is None or not is_fused else plan._replace(result=plan.result.values[0])
+            state.plans[kind] = plan if plan is not None and _repeats(plan, operands, result) else None
             return result
-        return plan([*given, *weights])
+        return plan(operands)
 
     def _find(self, block: nn.Module) -> tuple[_State, list[Tensor]]:
         """Return the block's present state, a known one or a new one, and its weights."""
@@ -149,6 +156,17 @@ class _State:
     def _versions_of(self, weights: list[Tensor]) -> list[int]:
         """Return how often numbers were written, which side_by_side.py compares."""
         return [0 if weights[number].is_inference() else weights[number]._version for number in self._scales]
+
+
+def _repeats(plan: Any, operands: list[Tensor], result: Any) -> bool:
+    """Tell whether a plan gives the result of the call that it was made of, byte for byte; warn if it does not."""
+    if settings.verification() == "off":
+        return True
+    pairs = zip(tree_leaves(plan(operands)), tree_leaves(result), strict=True)
+    if all(a is b or torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b))) for a, b in pairs):
+        return True
+    logger.warning("a fused block has no plan: its steps, done again, gave other bytes; please report this")
+    return False
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
