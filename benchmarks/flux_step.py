@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -53,14 +53,16 @@ from fluxq.base.devices import commit, cpu_name  # noqa: E402
 from fluxq.base.files import write_json, write_text  # noqa: E402
 from fluxq.eval.speed.machine import Machine, describe, machine_of  # noqa: E402
 from fluxq.eval.speed.speed import device_row  # noqa: E402
-from fluxq.kernels import findings  # noqa: E402
+from fluxq.kernels import dispatch, findings  # noqa: E402
 from fluxq.kernels.encode import global_scale_for  # noqa: E402
 from fluxq.kernels.linear import QuantLinear  # noqa: E402
 from fluxq.kernels.tensor import QuantizedTensor  # noqa: E402
 from fluxq.kernels.tiles import chip_of  # noqa: E402
 from fluxq.recipes.all_families import FAMILIES  # noqa: E402
-from fluxq.recipes.cost import forward_pass, in_16_bit  # noqa: E402
+from fluxq.recipes.cost import forward_pass, in_16_bit, route  # noqa: E402
+from fluxq.recipes.formats import Scheme  # noqa: E402
 from fluxq.recipes.plan import (  # noqa: E402
+    MODULATION_ROLE,
     LinearShape,
     Plan,
     make_plan,
@@ -255,9 +257,12 @@ class Bench:
         if self.proofs is None or row.peer is not None:
             return
         on_cpu = self.device.type == "cpu"
-        sweep = workloads.tiny_sweep() if on_cpu else workloads.first_sweep()
-        cases = [case for _, group in sweep for case in group if is_part(case, row)]
-        if why := not_proven(cases, self.proofs, DRY_CHIP if on_cpu else chip_of(self.device)):
+        sweep, chip = workloads.tiny_sweep(), DRY_CHIP
+        if not on_cpu:
+            sweep, chip = workloads.first_sweep(), chip_of(self.device)
+        products = products_of(row, plan_of(self.plain, row.recipe), chip)
+        cases = [case for _, group in sweep for case in group if is_part(case, row, products)]
+        if why := not_proven(cases, self.proofs, chip):
             raise ValueError(why)
 
     @contextmanager
@@ -410,11 +415,41 @@ def pinned_attention(device: torch.device) -> dict[str, Any]:
     raise RuntimeError(f"no attention in 16 bit that the baseline could be pinned to: {'; '.join(problems)}")
 
 
-def is_part(case: workloads.Case, row: Row) -> bool:
-    """Tell whether a row's step may launch what a case launches, by the formats that this multiplies or makes."""
-    if case.op in ("attention", "dequantize", "gradient"):
-        return case.op == "attention" and case.scheme == row.attention
-    return {*case.scheme.replace("-", " ").split()} <= {"16bit", "static", "beside", *FORMATS_OF[row.recipe]}
+def products_of(row: Row, plan: Plan, chip: str) -> set[tuple[str, str]]:
+    """Return the (scheme, implementation) that the layers of a row have on a chip, once `fluxq.prepare` is done.
+
+    Layers that it encodes anew may be int8 or fp8, since loading looks at the errors: both count.
+    """
+    found: set[tuple[str, str]] = set()
+    for layer in plan.layers:
+        if layer.scheme is None:
+            continue
+        way = route(layer.scheme, chip, row.prefer)
+        made = ("fp8", "int8") if way.activations else ("16bit",)
+        if way.activations and way.activations == layer.scheme.activations:
+            made = (way.activations.name,)
+        for name in made:
+            weights = name if way.is_collapsed else layer.scheme.weights.name
+            layout = "" if name in ("16bit", weights) else dispatch.ROW_SCALE
+            scheme = Scheme.parse(f"{weights}-{name}")
+            tokens = 1 if layer.role == MODULATION_ROLE else MANY
+            choice = dispatch.choose(scheme, chip, tokens, layer.n, layer.k, torch.bfloat16, layout)
+            found.add((f"{weights}-{name}", choice.implementation))
+    return found
+
+
+def is_part(case: workloads.Case, row: Row, products: Collection[tuple[str, str]]) -> bool:
+    """Tell whether a row's step may launch what a case launches. products: of `products_of`."""
+    if case.op in ("linear", "matmul"):
+        return (case.scheme, case.implementation) in products
+    if case.op == "attention":
+        return case.scheme == row.attention
+    if case.op not in ("quantize_activation", *FUSED_OPS) or (case.op in FUSED_OPS and not row.optimized):
+        return False
+    if case.op == "gated":
+        return case.scheme in {scheme for scheme, _ in products}
+    made = {scheme.partition("-")[2] for scheme, _ in products}
+    return {*case.scheme.split()} <= {"16bit", "static", "beside", *made}
 
 
 def step_inputs(model: Any, pixels: int, batch: int, text: int, device: torch.device) -> dict[str, Any]:
@@ -629,12 +664,8 @@ PARTS = {  # words in a kernel's name, of the parts that are modelled; attention
 }
 ON_CPU = {"backend": None, "why": "a CPU has one way to compute it"}
 SDPA_KERNELS = {"cudnn": ("cudnn",), "flash": ("flash_fwd",)}  # what the names of a backend's kernels hold
-FORMATS_OF: dict[str | None, tuple[str, ...]] = {  # that layers of a recipe may have once they are laid out for a GPU
-    "fp8": ("fp8",),
-    "int8": ("int8",),
-    "nvfp4": ("nvfp4", "fp8", "int8"),
-    None: (),
-}
+FUSED_OPS = ("gated", "adaln_quantize", "qk_norm_rope", "act_quantize")  # that optimized blocks alone launch
+MANY = 4096  # tokens
 VARYING = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # facts of a GPU that change from run to run
 SECONDS = {"row": "seconds", "baseline": "baseline_seconds"}  # of a row in the file
 PARTS_OF = {"row": "parts", "baseline": "baseline_parts"}

@@ -27,6 +27,8 @@ from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
 from fluxq.kernels.library import library_product
+from fluxq.kernels.op import REFERENCES
+from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.qk_norm_rope.kernel import qk_norm_rope
 from fluxq.kernels.qk_norm_rope.kernel import tuned_name as qk_tile_name
@@ -49,6 +51,8 @@ TOLERANCE = 1e-2  # |result - reference| / |reference|: bf16 rounds by .002, a w
 @dataclass(frozen=True)
 class Case:
     """op: "linear" takes 16-bit activations, with quantization and bias; "matmul" takes codes; the others are kernels.
+
+    "gated" is a product's op with bias, gate and residual, as an optimized block calls it.
 
     scheme: of a Linear or product, as recipes spell it; of a gradient the op's formats; of other kernels the format,
     "16bit" for none. implementation:
@@ -102,7 +106,7 @@ def as_matrix(result: Any) -> Tensor:
 
 def why_not(case: Case, chip: str) -> str:
     """Return why a case is not offered on a chip; empty if it is, and for what libraries and torch compute."""
-    if case.op in ("linear", "matmul") and case.implementation.endswith("_matmul"):
+    if case.op in ("linear", "matmul", "gated") and case.implementation.endswith("_matmul"):
         scheme = Scheme.parse(case.scheme)
         weights, activations = scheme.weights.name, scheme.activations and scheme.activations.name
         formats = weights if activations in (weights, None) else f"{weights}-{activations}"
@@ -169,6 +173,26 @@ def _matmul(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
 
     call = MATMULS[case.implementation](q, w, row_scale, bias, chip)
     return _products(case, call, expected, shape, [q, w, bias])
+
+
+def _gated(case: Case, shape: Shape, device: torch.device, chip: str) -> Work:
+    m, n, k = shape
+    weights, _, activations = case.scheme.partition("-")
+    w, row_scale = _layer(case.scheme, n, k, device, chip)
+    q = _quantized(_normal(m, k, device=device), activations)
+    if w.is_swizzled:
+        q = replace(q, scale=swizzle_scales(q.scale))
+    bias, gate, residual = _normal(n, device=device), _normal(1, n, device=device), _normal(m, n, device=device)
+    scales = w.scale, q.scale, w.global_scale, q.global_scale, row_scale
+    tensors = ProductTensors(w.codes, *scales, bias, gate=gate, residual=residual)
+    formats = weights if weights == activations else case.scheme
+    given = q.codes, *pack_named(tensors, formats), False, torch.bfloat16
+
+    def call() -> Tensor:
+        return launch.launcher(case.implementation)(*given, chip=chip)
+
+    read = [q, w, bias, gate, residual]
+    return _products(case, call, lambda: REFERENCES[case.implementation](*given), shape, read)
 
 
 def _scaled(q: QuantizedTensor, w: QuantizedTensor, row_scale: Any, bias: Tensor, chip: str) -> Callable[[], Tensor]:
@@ -415,6 +439,7 @@ def _size(*values: Any) -> int:
 BUILDERS: dict[str, Callable[[Case, Shape, torch.device, str], Work]] = {
     "linear": _linear,
     "matmul": _matmul,
+    "gated": _gated,
     "quantize_activation": _quantize,
     "act_quantize": _quantize,
     "adaln_quantize": _adaln,
@@ -442,8 +467,9 @@ PRODUCTS = (
 LINEARS = (
     BASELINE,
     *(Case(op, *product) for product in PRODUCTS for op in ("matmul", "linear")),
-    *(Case("linear", f"{name}-16bit", "weight_only_matmul") for name in ("nvfp4", "int4", "fp8")),
+    *(Case("linear", f"{name}-16bit", "weight_only_matmul") for name in ("nvfp4", "int4", "fp8", "int8")),
 )
+GATED = (*(Case("gated", *product) for product in reversed(PRODUCTS) if product[1].endswith("_matmul")),)
 SHARED = (
     replace(BASELINE, shared=3),
     *(Case("linear", *product, shared=3) for product in PRODUCTS[:6] if product[1] != "torch._int_mm"),
@@ -470,7 +496,10 @@ ATTENTIONS = (
 APART = Case("attention", "fp8", dispatch.WARPS_APART)
 DECODERS = (*(Case("dequantize", name, "dequantize") for name in KERNEL_FORMATS),)
 GRADIENTS = tuple(Case("gradient", name, "input_gradient") for name in ("fp8-fp8", "int8-int8", "fp8", "int4", "nvfp4"))
-CASES = (*LINEARS, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, APART, *DECODERS, *GRADIENTS)
+CASES = (
+    *(*LINEARS, *GATED, *SHARED, *QUANTIZERS, *ACTS, *BESIDE, *NORMS, *ATTENTIONS, APART),
+    *(*DECODERS, *GRADIENTS),
+)
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}  # the faster first, where both are
 RATED_PRODUCTS = (
     BASELINE,
@@ -497,7 +526,7 @@ def sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     for m in TOKENS:
         yield (m, 3072, 3072), (*LINEARS, *SHARED, *GRADIENTS)
         for n, k in LAYERS[1:]:
-            yield (m, n, k), LINEARS
+            yield (m, n, k), (*LINEARS, *(GATED if k > n else ()))
         for k in (3072, 12288):
             yield (m, k, k), (*QUANTIZERS, *ACTS)
         yield (m, 15360, 15360), BESIDE
@@ -511,6 +540,7 @@ def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     products = (*(case for case in LINEARS if case != BASELINE),)
     sweep = (
         ((4608, 12288, 3072), (*products, *GRADIENTS)),
+        ((4608, 3072, 15360), GATED),
         ((1, 18432, 3072), (*(case for case in products if case.implementation != "torch._int_mm"),)),
         ((4608, 3072, 3072), (*NORMS, ATTENTIONS[1], APART, *QUANTIZERS)),
         ((4608, 12288, 12288), ACTS),
@@ -558,7 +588,7 @@ def tiny_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
 def _kinds() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """One case of each operation and implementation: of products, of the others."""
     products = {(case.op, case.implementation): case for case in reversed(LINEARS) if case != BASELINE}
-    others = {case.op: case for case in (*QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS, *GRADIENTS)}
+    others = {case.op: case for case in (*GATED, *QUANTIZERS, *ACTS, *NORMS, *ATTENTIONS, *DECODERS, *GRADIENTS)}
     return tuple(products.values()), tuple(others.values())
 
 

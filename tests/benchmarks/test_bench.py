@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 from click.testing import CliRunner
+from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels import bench, report, workloads
 from benchmarks.kernels.report import GOALS, Figures
@@ -15,6 +16,7 @@ from benchmarks.kernels.workloads import BASELINE, Case
 from fluxq.base import settings
 from fluxq.eval.speed.machine import describe
 from fluxq.kernels import dispatch, findings, timing
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.tiles import NoTile
 from fluxq.recipes.formats import Scheme
 
@@ -247,6 +249,20 @@ def test_exact_sums_are_asked_for_in_their_case_alone(monkeypatch):
     for name in ("F.scaled_mm exact", "F.scaled_mm"):
         workloads.prepare(Case("matmul", "fp8-fp8", name), (4, 64, 64), CPU, "sm_90").call()
     assert seen == ["exact", "fast"]
+
+
+@pytest.mark.parametrize("case", workloads.GATED[-3:], ids=lambda case: case.name)
+def test_gated_products_are_launched_with_what_follows_them(case, monkeypatch):
+    """`gate_kernel` is behind the library's product of fp8, and ours of int8; of 4-bit codes a kernel adds itself."""
+    monkeypatch.setattr(dispatch, "compiled_with", lambda: "3.6")
+    dispatch.forget()
+    launched = []
+    with interpreting(), pytest.MonkeyPatch.context() as patch:
+        own = JITFunction.run
+        patch.setattr(JITFunction, "run", lambda k, *a, **options: launched.append(k.__name__) or own(k, *a, **options))
+        assert workloads.error(workloads.prepare(case, (130, 64, 128), CPU, "sm_90")) <= workloads.TOLERANCE
+    dispatch.forget()
+    assert ("gate_kernel" in launched) == (case.implementation == "scaled_matmul"), launched
 
 
 def test_a_result_that_is_not_finite_or_of_another_shape_is_wrong():

@@ -370,9 +370,39 @@ def test_a_row_with_a_kernel_that_is_not_proven_is_not_timed(script, monkeypatch
 
     assert missing("fp8") == missing("fp8", attention="boom", dequantize="boom") == ""
     assert missing("fp8, optimized, attention in fp8", attention="boom").endswith("is not proven right: boom")
-    assert missing("fp8", qk_norm_rope="boom") == "qk_norm_rope 16bit qk_norm_rope is not proven right: boom"
+    assert missing("fp8", qk_norm_rope="boom") == ""  # which optimized blocks alone launch
+    assert missing("fp8, optimized", qk_norm_rope="boom") == "qk_norm_rope 16bit qk_norm_rope is not proven right: boom"
     del cases[:]
     assert "is not proven right: it was not tried" in missing("fp8")
+
+
+def test_proofs_are_asked_of_what_a_row_launches(script, monkeypatch) -> None:
+    """On Hopper fp8 is the library's product and int8 ours; the modulation is decoded."""
+    monkeypatch.setattr(script.dispatch, "compiled_with", lambda: "3.6")
+    script.dispatch.forget()
+    model = script.random_model({"hidden": 3072, "blocks": [1, 1]}, torch.device("meta"))
+    swept = [case for _, group in script.workloads.first_sweep() for case in group]
+
+    def launched(name: str, op: str) -> set[str]:
+        (row,) = rows_of(script, name)
+        products = script.products_of(row, script.plan_of(model, row.recipe), "sm_90")
+        cases = [case for case in swept if case.op == op and script.is_part(case, row, products)]
+        assert op != "linear" or {(case.scheme, case.implementation) for case in cases} == products
+        return {f"{case.scheme} {case.implementation}" for case in cases}
+
+    decoded = "int8-16bit weight_only_matmul"
+    goal = script.GOAL_ROWS[0]
+    assert launched(goal, "linear") == {"fp8-fp8 F.scaled_mm", "fp8-16bit weight_only_matmul"}
+    assert launched(goal, "gated") == {"fp8-fp8 scaled_matmul"}  # the op, which takes the library's product here
+    assert launched("fp8", "gated") == launched("fp8", "adaln_quantize") == launched(goal, "dequantize") == set()
+    assert launched(goal, "quantize_activation") == {"fp8 quantize_activation"}
+    assert launched("int8, optimized", "linear") == {"int8-int8 scaled_matmul", decoded}
+    ours = {f"nvfp4-{name} w4a8_matmul" for name in ("fp8", "int8")}
+    assert launched("nvfp4 in 4 bits", "linear") == {*ours, decoded}
+    assert launched("nvfp4", "linear") == {"fp8-fp8 F.scaled_mm", "int8-int8 scaled_matmul", decoded}
+    assert launched("16 bit, optimized", "linear") == set()
+    assert launched("16 bit, optimized", "adaln_quantize") == {"16bit adaln_quantize"}
+    script.dispatch.forget()
 
 
 @pytest.mark.slow  # Inductor
