@@ -8,7 +8,7 @@
 On a GPU (workloads.py says what, timing.py how) correctness comes first: of every case at one shape, then
 again at each shape where it is timed. If one is wrong there is no report. Shares of the roofline are of peaks that were
 measured in the same run. report.py makes tables of the result, and holds what the figures ought to be. `--rates` leaves
-that first shape to `same_bits first`, times one case after the other, and writes the file after each.
+that first shape to `same_bits first`.
 
 On a CPU pairs are timed in turns: other work on a shared machine slows both halves of a pair about equally, so their
 ratio (baseline over ours: above 1 we are faster) is steadier than either time. Its median is reported with quartiles.
@@ -20,7 +20,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,12 +134,12 @@ def run(
         for shape, cases in swept(dry_run, rates):
             if time.monotonic() - begun > seconds:
                 return summary
-            if proofs and (why := not_proven((case for case in cases if not workloads.is_library(case)), proofs, chip)):
-                place = {"case": cases[0].name, "shape": "x".join(map(str, shape))}
-                found = {"left_out": [place | {"reason": why}]}
-            else:
-                found = measure_shape(shape, cases, device, chip, repeats, summary["peaks"])
-            for part, rows in found.items():
+            ours = [case for case in cases if proofs and not workloads.is_library(case)]
+            refused = {case: why for case in ours if proofs and (why := not_proven([case], proofs, chip))}
+            place = {"shape": "x".join(map(str, shape))}
+            summary["left_out"] += [{"case": case.name, **place, "reason": why} for case, why in refused.items()]
+            proven = [case for case in cases if case not in refused]
+            for part, rows in measure_shape(shape, proven, device, chip, repeats, summary["peaks"]).items():
                 summary[part] += rows
             note(summary)
     summary["complete"] = True
@@ -148,9 +148,8 @@ def run(
 
 
 def swept(dry_run: bool, rates: bool) -> Iterable[tuple[Shape, tuple[Case, ...]]]:
-    """Shapes, each with the cases that are timed in turns there: for rates one."""
-    sweep = workloads.tiny_sweep() if dry_run else workloads.rates_sweep() if rates else workloads.sweep()
-    return ((shape, (case,)) for shape, cases in sweep for case in cases) if rates else sweep
+    """Shapes, each with the cases that are timed in turns there."""
+    return workloads.tiny_sweep() if dry_run else workloads.rates_sweep() if rates else workloads.sweep()
 
 
 def gate(device: torch.device, chip: str) -> list[dict[str, str]]:
@@ -183,25 +182,34 @@ def checked(case: Case, shape: Shape, device: torch.device, chip: str) -> tuple[
 
 
 def measure_shape(
-    shape: Shape, cases: Iterable[Case], device: torch.device, chip: str, repeats: int, peaks: dict[str, float]
+    shape: Shape, cases: Sequence[Case], device: torch.device, chip: str, repeats: int, peaks: dict[str, float]
 ) -> dict[str, list[dict]]:
-    """Rows for "results", "left_out" and "wrong": the cases of a shape, timed in turns."""
+    """Rows for "results", "left_out" and "wrong": the cases of a shape, timed in turns; if that fails, each alone."""
+    try:
+        return _in_turns(shape, cases, device, chip, repeats, peaks)
+    except RuntimeError as problem:  # out of memory is one, what cannot be recorded as a graph another
+        why = first_line(problem)
+    if len(cases) == 1:
+        place = {"case": cases[0].name, "shape": "x".join(map(str, shape))}
+        return {"results": [], "left_out": [place | {"reason": why}], "wrong": []}
+    alone = [measure_shape(shape, (case,), device, chip, repeats, peaks) for case in cases]
+    return {part: [row for found in alone for row in found[part]] for part in alone[0]}
+
+
+def _in_turns(
+    shape: Shape, cases: Sequence[Case], device: torch.device, chip: str, repeats: int, peaks: dict[str, float]
+) -> dict[str, list[dict]]:
     outcome: dict[str, list[dict]] = {"results": [], "left_out": [], "wrong": []}
     works: dict[Case, list[workloads.Work]] = {}
-    try:
-        for case in cases:
-            first, verdict = checked(case, shape, device, chip)
-            for part, rows in verdict.items():
-                outcome[part] += rows
-            if first:
-                more = timing.sets_of_operands(first.bytes, device) - 1
-                works[case] = [first, *(workloads.prepare(case, shape, device, chip) for _ in range(more))]
-        calls = {case.name: [work.call for work in sets] for case, sets in works.items()}
-        times = timing.measure(calls, device, repeats) if calls else {}
-    except RuntimeError as problem:  # out of memory is one, what cannot be recorded as a graph another
-        place = "x".join(map(str, shape))
-        outcome["left_out"] += [{"case": case.name, "shape": place, "reason": first_line(problem)} for case in works]
-        return outcome
+    for case in cases:
+        first, verdict = checked(case, shape, device, chip)
+        for part, rows in verdict.items():
+            outcome[part] += rows
+        if first:
+            more = timing.sets_of_operands(first.bytes, device) - 1
+            works[case] = [first, *(workloads.prepare(case, shape, device, chip) for _ in range(more))]
+    calls = {case.name: [work.call for work in sets] for case, sets in works.items()}
+    times = timing.measure(calls, device, repeats) if calls else {}
     outcome["results"] = [_row(case, shape, works[case][0], times[case.name], peaks) for case in works]
     return outcome
 

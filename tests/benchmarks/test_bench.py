@@ -213,9 +213,25 @@ def test_what_is_right_and_cannot_be_timed_is_left_out(monkeypatch):
     assert not found["wrong"] and "stream is capturing" in found["left_out"][0]["reason"]
 
 
-def test_rates_are_written_after_each_and_of_what_is_proven(monkeypatch, tmp_path):
+def test_one_that_cannot_be_timed_takes_no_other_of_its_shape_with_it(monkeypatch):
+    other, own = Case("linear", "16bit", "F.linear", shared=2), timing.measure
+
+    def measure(calls: dict[str, Any], *rest: Any) -> Any:
+        if other.name in calls:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return own(calls, *rest)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    found = bench.measure_shape((4, 8, 8), (BASELINE, other), CPU, "sm_90", 2, {"copy": 1.0, "bf16": 1.0})
+    assert [row["implementation"] for row in found["results"]] == ["F.linear"] and found["results"][0]["shared"] == 1
+    assert [row["case"] for row in found["left_out"]] == [other.name]
+
+
+def test_rates_are_timed_in_turns_written_after_each_shape_and_of_what_is_proven(monkeypatch, tmp_path):
     ours, wrong = workloads.QUANTIZERS[:2]
-    sweep = [((3, 64, 64), (BASELINE, wrong)), ((3, 64, 64), (ours,))]
+    sweep = [((3, 64, 64), (BASELINE, wrong, ours)), ((3, 64, 64), (ours,))]
+    turns, own = [], timing.measure
+    monkeypatch.setattr(timing, "measure", lambda calls, *rest: turns.append([*calls]) or own(calls, *rest))
     monkeypatch.setattr(workloads, "tiny_sweep", lambda: sweep)
     rows = [{"case": ours.name, "ok": True, "error": 0.0}, {"case": wrong.name, "ok": False, "error": 0.5}]
     (tmp_path / "first.0.json").write_text(json.dumps({"cases": rows, "left": []}))
@@ -225,15 +241,16 @@ def test_rates_are_written_after_each_and_of_what_is_proven(monkeypatch, tmp_pat
         notes.append(tuple(len(summary[part]) for part in ("peaks", "results", "left_out")))
 
     summary = bench.run(60, note, dry_run=True, rates=True, proofs=tmp_path)
-    assert [taken[1:] for taken in notes] == [(0, 0), (0, 0), (1, 0), (1, 1), (2, 1)]
+    assert [taken[1:] for taken in notes] == [(0, 0), (0, 0), (2, 1), (3, 1)]
+    assert turns[-2:] == [[BASELINE.name, ours.name], [ours.name]]
     assert not notes[0][0] and notes[1][0] and summary["complete"] and summary["kind"] != report.KIND
     assert summary["left_out"][0]["reason"] == f"{wrong.name} is not proven right: relative error 0.5"
     lines = list(bench.rate_lines(summary))
-    assert "GB/s" in lines[1] and len(lines) == 4
+    assert "GB/s" in lines[1] and len(lines) == 5
 
 
 def test_rates_are_those_that_a_step_is_modelled_by():
-    swept = {(case.name, shape) for shape, (case,) in bench.swept(dry_run=False, rates=True)}
+    swept = {(case.name, shape) for shape, cases in bench.swept(dry_run=False, rates=True) for case in cases}
     for name in ("F.scaled_mm", "F.scaled_mm exact", "scaled_matmul"):
         shapes = {shape for case, shape in swept if case == f"matmul fp8-fp8 {name}"}
         assert shapes == {(8192, 8192, 8192), *(shape for _, shape in workloads.FLUX_STEP if shape[0] > 512)}
