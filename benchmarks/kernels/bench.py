@@ -34,6 +34,7 @@ from benchmarks.kernels.report import CASE_FIELDS, KIND, README, report, with_ta
 from benchmarks.kernels.same_bits import not_proven
 from benchmarks.kernels.tune import tuned_from
 from benchmarks.kernels.workloads import Case, Shape
+from benchmarks.sources import sources
 from fluxq.base.console import first_line
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json, write_text
@@ -121,7 +122,7 @@ def run(
     chip = DRY_CHIP if dry_run else chip_of(device)
     repeats = 2 if dry_run else timing.REPEATS
     summary: dict[str, Any] = {"kind": RATES if rates else KIND, "dry_run": dry_run, "commit": commit(), "chip": chip}
-    summary |= {"device": describe(device), "complete": False}
+    summary |= {"sources": sources(), "device": describe(device), "complete": False}
     summary |= {"peaks": {}, "results": [], "left_out": [], "wrong": []}
     with interpreting() if dry_run else contextlib.nullcontext(), torch.inference_mode():
         torch.manual_seed(0)

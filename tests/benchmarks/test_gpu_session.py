@@ -379,7 +379,7 @@ def test_a_search_that_fails_is_named_and_tried_again_and_those_that_are_done_st
 @pytest.mark.often(2)
 @pytest.mark.parametrize("search", tune.SEARCHES[::-1], ids=lambda s: f"{s.kernel} {s.format} {s.max_m}")
 def test_each_candidate_is_timed_at_its_own_tile(search: tune.Search, monkeypatch) -> None:
-    """What a timed call launches, by sizes of blocks, warps and stages, is told apart for every two tiles."""
+    """Launches of timed calls, by sizes of blocks, warps and stages, are others for every tile."""
     chip = "sm_100" if search.kernel == "block_scaled_matmul" else "sm_90"
     base = tune._base(search, chip)
     fit = list(dict.fromkeys([base, *(tune._changed(base, changes) for changes in search.tiles)]))
