@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -204,14 +205,17 @@ class Bench:
 
     @torch.inference_mode()
     def _begin(self, settings: Sequence[tuple[int, int]]) -> None:
-        """Compile the baseline at every size, and try the profiler; what fails is said, and rows do without."""
-        self.found |= {"baseline": [], "unseen": why_unseen() if self.device.type == "cuda" else ON_CPU["why"]}
-        for pixels, batch in settings:
-            try:
-                self.baseline(**step_inputs(self.plain, pixels, batch, self.shape["text"], self.device))
-            except Exception as error:
-                traceback.print_exc()
-                self.found["baseline"].append({"pixels": pixels, "batch": batch, "missing": first_line(error)})
+        """Compile the baseline at every size, and meanwhile try the profiler; rows do without one that fails."""
+        self.found["baseline"] = []
+        with ThreadPoolExecutor(1) as beside:
+            unseen = beside.submit(why_unseen, self.device)
+            for pixels, batch in settings:
+                try:
+                    self.baseline(**step_inputs(self.plain, pixels, batch, self.shape["text"], self.device))
+                except Exception as error:
+                    traceback.print_exc()
+                    self.found["baseline"].append({"pixels": pixels, "batch": batch, "missing": first_line(error)})
+            self.found["unseen"] = unseen.result()
 
     @torch.inference_mode()
     def measure(self, row: Row, settings: Sequence[tuple[int, int]]) -> None:
@@ -241,6 +245,10 @@ class Bench:
         calls = {"row": lambda: model(**inputs), "baseline": lambda: self.baseline(**inputs)}
         if any((pixels, batch) == (lacking["pixels"], lacking["batch"]) for lacking in self.found["baseline"]):
             del calls["baseline"]
+        for call in calls.values():  # compiles, chooses, records
+            call()
+        self.machine.wait()
+        begun = time.monotonic()
         facts |= self._time(calls, graphs)
         if self.device.type == "cuda":
             facts["modelled"] = self._modelled(row, pixels, batch)
@@ -248,9 +256,10 @@ class Bench:
         facts |= {"withdrawn": withdrawn} if withdrawn else {}
         self._keep(row, **facts)
         if not self.found["unseen"]:
-            spent = {name: statistics.median(facts[key]) for name, key in SECONDS.items() if name in calls}
-            self.found["rows"].pop()
-            self._keep(row, **facts, **taken_apart(calls, spent))
+            spent = {name: facts[key][1] for name, key in SECONDS.items() if name in calls}
+            self.found["rows"][-1] |= taken_apart(calls, spent)
+            self._write()
+        self.longest = max(self.longest, time.monotonic() - begun)
 
     def _require_proof(self, row: Row) -> None:
         """Raise ValueError for a row with a kernel that was not proven right, where proofs are asked for."""
@@ -304,12 +313,8 @@ class Bench:
 
     def _time(self, calls: Mapping[str, Callable[[], Any]], graphs: Any) -> dict[str, Any]:
         """Seconds of a step and what the GPU was like meanwhile. graphs: of the row, which have to serve every call."""
-        for call in calls.values():  # compiles, chooses, records
-            call()
-        self.machine.wait()
-        begun, before = time.monotonic(), replays(graphs)
+        before = replays(graphs)
         seconds, conditions = in_turn(calls, self.rounds, self.machine)
-        self.longest = max(self.longest, time.monotonic() - begun)
         asked = (self.rounds + UNCOUNTED) * (1 + STEPS)
         if graphs is not None and replays(graphs) - before != asked:
             raise RuntimeError(
@@ -343,12 +348,15 @@ class Bench:
     def _keep(self, row: Row, **facts: Any) -> None:
         about = {"mode": row.mode, "optimized": row.optimized, "attention": row.attention, "graph": row.graph}
         self.found["rows"].append({"row": row.name, "recipe": row.recipe, **about, **facts})
-        self.found["goals"] = goals(self.found["rows"], self.found["attention"], self.found.get("gpu", "none"))
-        write_json(self.out, self.found)
+        self._write()
         ratio = facts.get("over_compiled_16bit", [None, math.nan])[1]
         said = facts.get("missing") or f"{1e3 * facts['seconds'][1]:9.2f} ms, {ratio:.2f} x"
         size = f"{facts['pixels']} x {facts['batch']}" if "pixels" in facts else ""
         click.echo(f"{row.name:50} {size:9} {said}")
+
+    def _write(self) -> None:
+        self.found["goals"] = goals(self.found["rows"], self.found["attention"], self.found.get("gpu", "none"))
+        write_json(self.out, self.found)
 
 
 def goals(rows: Sequence[Mapping[str, Any]], attention: Mapping[str, Any], gpu: str) -> list[dict[str, Any]]:
@@ -581,8 +589,10 @@ def taken_apart(calls: Mapping[str, Callable[[], Any]], spent: Mapping[str, floa
     return shares | {"attention_kernels": {name: attentions(seen) for name, seen in kernels.items()}}
 
 
-def why_unseen() -> str:
+def why_unseen(device: torch.device) -> str:
     """Return why the profiler cannot be used here, empty if it can: in a process of its own, as it may hang."""
+    if device.type != "cuda":
+        return "it is for a GPU"
     try:
         return "" if apart(_a_kernel, seconds=PROFILING) else "the profiler saw no kernel"
     except RuntimeError as problem:

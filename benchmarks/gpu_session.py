@@ -504,6 +504,8 @@ def _judge_step(session: Session) -> dict[str, Any]:
     found = _read(session.file("step"))
     timed = [row for row in found["rows"] if "seconds" in row]
     about = [_counts({"rows": len(timed), "missing": len(found["rows"]) - len(timed)})]
+    about += [f"no baseline: {found['baseline'][0]['missing']}"] if found["baseline"] else []
+    about += [f"not taken apart: {found['unseen']}"] if found.get("unseen") else []
     for goal in found["goals"]:
         if goal["measured"] is not None:
             word = "met" if goal["met"] else "not met"

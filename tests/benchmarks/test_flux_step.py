@@ -243,6 +243,21 @@ def test_a_profiler_that_does_not_run_or_sees_nothing_takes_no_time_away(script,
         assert found["parts"] is None and why in found["unseen"]
 
 
+def test_a_profiler_is_tried_before_it_is_needed(script, monkeypatch, tmp_path: Path) -> None:
+    def never(*_: Any, seconds: float) -> None:
+        raise RuntimeError(f"no result after {seconds:g} s")
+
+    for apart, why in ((never, "no result after 90 s"), (lambda *_, seconds: {}, "the profiler saw no kernel")):
+        monkeypatch.setattr(script, "apart", apart)
+        assert script.why_unseen(torch.device("cuda")) == why
+    monkeypatch.setattr(script, "apart", lambda *_, seconds: {"gemm": 1.0})
+    assert script.why_unseen(torch.device("cuda")) == ""
+    monkeypatch.setattr(script, "taken_apart", lambda *_: 1 / 0)
+    bench = bench_of(script, tmp_path / "x")
+    bench.run(rows_of(script, "fp8"), [(64, 1)], float("inf"))
+    assert "GPU" in bench.found["unseen"] and bench.found["rows"][0]["seconds"]
+
+
 def bench_of(script: ModuleType, out: Path, uncompiled: bool = True) -> Any:
     return script.Bench(CPU, TINY, 2, out, {"uncompiled": uncompiled, "attention": script.ON_CPU})
 

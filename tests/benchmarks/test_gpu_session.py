@@ -626,6 +626,7 @@ def test_a_step_is_judged_by_its_rows_and_says_its_goals(dry) -> None:
     goal = {"goal": "fp8", "at_least": 1.5, "measured": 1.44, "met": False, "row": "fp8, optimized"}
     found = {
         "complete": False,
+        "baseline": [],
         "rows": [{"seconds": [1.0]}, {"missing": "memory"}],
         "goals": [goal, goal | {"measured": None}],
     }
@@ -635,6 +636,9 @@ def test_a_step_is_judged_by_its_rows_and_says_its_goals(dry) -> None:
     assert judged["about"] == "1 rows, 1 missing, fp8 1.44x of 1.5x: not met"
     dry.file("step").write_text(json.dumps(found | {"rows": []}))
     assert session._judge_step(dry)["right"] is None
+    lacking = {"baseline": [{"missing": "no compiler"}], "unseen": "CUPTI"}
+    dry.file("step").write_text(json.dumps(found | lacking))
+    assert "no baseline: no compiler, not taken apart: CUPTI" in session._judge_step(dry)["about"]
     refused = goal | {"measured": None, "refused": "pinned to cudnn, and fmha ran"}
     dry.file("step").write_text(json.dumps(found | {"goals": [refused]}))
     assert session._judge_step(dry)["about"].endswith("fp8 refused: pinned to cudnn, and fmha ran")
