@@ -2,7 +2,8 @@
 
     time of a step = max(FLOPs / attained FLOP/s, bytes / attained bytes/s, instructions / begun a second)
 
-Attained is a data sheet's peak times the efficiency of devices.py. Instructions are those of our kernels that make or
+Attained is a data sheet's peak times the efficiency of devices.py; FLOPs outside the matrix units add to the time of
+instructions. Instructions are those of our kernels that make or
 quantize an input, counted in machine code (INSTRUCTIONS); no stall is in them, and none are counted on AMD's chips nor
 for `ideal`. A step is a Linear, an attention, or one of the passes over memory between them, and those can be run in
 three ways, LEVELS:
@@ -260,12 +261,13 @@ def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
             return Route("fp32", None, scheme.weights, False, about)
         return Route("bf16", None, scheme.weights, False, "weight-only: decoded to 16 bit in the kernel")
     weights, activations = _kind(scheme.weights), _kind(scheme.activations)
-    if PROMOTED.get(activations) == scheme.weights.name:
+    beside, rates = PROMOTED.get(activations, ("", {}))
+    if beside == scheme.weights.name:
         activations = weights
     arithmetic = NATIVE[chip].get(activations)
     if arithmetic is not None and weights == activations:
         how = "" if arithmetic == activations else f", by the chip's {arithmetic} instruction"
-        return Route(arithmetic, scheme.activations, scheme.weights, False, f"native{how}")
+        return Route(rates.get(chip, arithmetic), scheme.activations, scheme.weights, False, f"native{how}")
     target = activations if activations in ("fp8", "int8") and arithmetic else EIGHT_BIT[chip]
     arithmetic = NATIVE[chip][target]
     both = "int8 or fp8, timed as " if {"int8", "fp8"} <= NATIVE[chip].keys() else ""  # loading looks at the errors
@@ -576,9 +578,9 @@ REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
 # INSTRUCTIONS of rounding once.
 TWO_SCALES_FLOPS = 20
 
-# Activations with fp32 scales of blocks -> weights beside them. Each block of a sum takes a multiply-add outside the
-# matrix units.
-PROMOTED = {"fp8_1x128": "fp8"}
+# Activations with fp32 scales of blocks -> weights beside them, and arithmetic by chip where it is not that of weights.
+# Each block of a sum takes a multiply-add outside the matrix units, for which Hopper's wait.
+PROMOTED: dict[str, tuple[str, dict[str, str]]] = {"fp8_1x128": ("fp8", {"sm_90": "fp8_1x128"})}
 # Chip -> format of weights and activations -> arithmetic of its matrix units. Missing: no such instruction.
 NATIVE = {
     "sm_80": {"int8": "int8"},

@@ -346,7 +346,7 @@ def test_memory_in_the_checkpoint_and_at_run_time():
         ),  # twice the rate of fp8 there
         ("sm_89", "mxfp8-mxfp8", "int8", "re-encoded at load to int8 or fp8, timed as int8"),
         ("sm_90", "fp8_tensor-fp8_tensor", "fp8", "native"),
-        ("sm_90", "fp8-fp8_1x128", "fp8", "native"),
+        ("sm_90", "fp8-fp8_1x128", "fp8_1x128", "native"),
         ("sm_120", "fp8-fp8_1x128", "mxfp8", "native, by the chip's mxfp8 instruction"),
         ("sm_80", "fp8-fp8_1x128", "int8", "re-encoded at load to int8"),
         ("sm_90", "fp8_1x128-fp8_1x128", "fp8", "re-encoded at load to int8 or fp8"),

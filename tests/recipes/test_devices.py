@@ -43,7 +43,14 @@ def test_peaks_are_dense(device):
     GeForce cards halve bf16 and fp8, because their sums are fp32; block-scaled formats and int8 are not held back.
     """
     halved = 2 if device.name.startswith("RTX") else 1
-    times = {"fp8": 2, "int8": 2 * halved, "mxfp8": 2 * halved, "mxfp4": 4 * halved, "nvfp4": 4 * halved}
+    times = {
+        "fp8": 2,
+        "fp8_1x128": 2,
+        "int8": 2 * halved,
+        "mxfp8": 2 * halved,
+        "mxfp4": 4 * halved,
+        "nvfp4": 4 * halved,
+    }
     times["fp32"] = 1 if device.chip == "apple" else 1 / 2
     for arithmetic, peak in device.peaks.items():
         assert peak == pytest.approx(device.peaks["bf16"] * times.get(arithmetic, 1), rel=0.002), arithmetic

@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 
 from fluxq.kernels.dispatch import PROVEN, accepted_files
-from fluxq.recipes.cost import NATIVE
+from fluxq.recipes.cost import NATIVE, PROMOTED
 from fluxq.recipes.devices import INSTRUCTIONS
 
-ROWS, BLOCKS = ("int8", "fp8", "fp8_tensor"), ("mxfp8", "mxfp4", "nvfp4")
+ROWS, BLOCKS = ("int8", "fp8", "fp8_tensor"), ("fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
 # Pass -> its cell of kernels/compiled, or the nearest one where none is of just that.
 CELLS = {
-    **{("norm", name): f"adaln_quantize_kernel {name} 3072" for name in ("16bit", *ROWS, "mxfp8", "nvfp4")},
+    **{("norm", name): f"adaln_quantize_kernel {name} 3072" for name in ("16bit", *ROWS, *BLOCKS[:2], "nvfp4")},
     ("norm", "mxfp4"): "adaln_quantize_kernel nvfp4 3072",
     **{("quantize", name): f"quantize_rows_kernel {name} plain 3072" for name in ROWS},
     **{("quantize", name): f"quantize_blocks_kernel {name}" for name in BLOCKS},
@@ -20,7 +20,7 @@ CELLS = {
     **{("activation", name): f"quantize_rows_kernel {name} gelu 12288" for name in ROWS},
     **{("activation", name): f"quantize_blocks_kernel {name} gelu" for name in BLOCKS},
     **{("concatenation", name): f"quantize_rows_kernel {name}-beside gelu 15360" for name in ROWS},
-    **{("concatenation", name): f"quantize_blocks_kernel {name} gelu" for name in ("mxfp8", "mxfp4")},
+    **{("concatenation", name): f"quantize_blocks_kernel {name} gelu" for name in BLOCKS[:3]},
     ("concatenation", "nvfp4"): "quantize_blocks_kernel nvfp4-beside gelu 15360 own global",
 }
 
@@ -52,5 +52,5 @@ def test_every_pass_to_codes_that_a_chip_of_nvidia_s_multiplies_is_counted():
     assert INSTRUCTIONS.keys() == CELLS.keys()
     chips = {chip for chip in NATIVE if chip.startswith("sm_")}
     assert all(counts.keys() == chips for counts in INSTRUCTIONS.values())
-    for name in {name for chip in chips for name in NATIVE[chip]}:
+    for name in {*PROMOTED, *(name for chip in chips for name in NATIVE[chip])}:
         assert all((made_by, name) in CELLS for made_by in ("norm", "quantize", "activation", "concatenation"))
