@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fluxq.base.console import first_line, logger
 from fluxq.base.settings import is_strict, verification
 from fluxq.kernels import dispatch, findings, launch, ops
-from fluxq.kernels.all_ops import ATTENTION_FP8, INPUT_GRADIENT, OPS, QUANTIZE_ACTIVATION
+from fluxq.kernels.all_ops import ATTENTION_FP8, INPUT_GRADIENT, OPS, QK_NORM_ROPE, QUANTIZE_ACTIVATION
 from fluxq.kernels.compare import Product, Sample, Verdict, at, near, picked, product, same, taken
 from fluxq.kernels.dispatch import TORCH, Choice
 from fluxq.kernels.epilogue import ROUNDED_WEIGHTS, rounds_weights
 from fluxq.kernels.findings import Cell, Shape
 from fluxq.kernels.op import REFERENCES
+from fluxq.kernels.qk_norm_rope.op import tokens_of
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
 from fluxq.recipes.formats import Scheme
@@ -98,9 +99,11 @@ def _withdraw(cell: Cell, found: Verdict) -> None:
 def shape_of(name: str, arguments: Sequence[Any], cell: Cell) -> Shape:
     """Return (M, N, K) of a cell in a call: tokens, outputs and inputs; of attention tokens, channels and keys."""
     x, *rest = arguments
-    if x.ndim == 4 and name != LINEAR:
+    if name == QK_NORM_ROPE.name:
         width = x.shape[2] * x.shape[3]
-        return x.shape[0] * x.shape[1], width, rest[0].shape[1] if name == ATTENTION_FP8.name else width
+        return tokens_of(x, *rest[1:3]), width, width
+    if name == ATTENTION_FP8.name:
+        return x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], rest[0].shape[1]
     if name == INPUT_GRADIENT.name:  # times W (N, K), a product of N inputs
         w, _ = OPS[name].kernel.operands(*arguments[:5])
         inputs, outputs = w.shape

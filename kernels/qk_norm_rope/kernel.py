@@ -28,7 +28,7 @@ from fluxq.kernels.checks import EXACT, check_device, check_tensor
 from fluxq.kernels.codes import rounded
 from fluxq.kernels.compare import Sample, Verdict, picked, same, within, worst
 from fluxq.kernels.dispatch import require
-from fluxq.kernels.qk_norm_rope.op import OP, Heads, RopeTensors, check_rows, rotate, streams_of
+from fluxq.kernels.qk_norm_rope.op import OP, Heads, RopeTensors, check_rows, rotate, streams_of, tokens_of
 from fluxq.kernels.tensor import unpack_named
 from fluxq.kernels.tiles import Tile, find_memory_tile
 
@@ -94,7 +94,8 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the op on a chip; ValueError where it has no kernel. how: the op's other arguments."""
     require(*CELL, chip)
-    tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, q.shape[0] * q.shape[1] * q.shape[2])
+    heads = tokens_of(q, tensors, names) * q.shape[2]
+    tile = find_memory_tile(OP.file, tuned_name(q.shape[-1]), chip, heads)
     named = dict(zip(("eps", "interleaved", "round_before_weight"), how, strict=True))
     q, k, v = qk_norm_rope(q, k, unpack_named(RopeTensors, tensors, names)[0], **named, tile=tile)
     return q, k, q.new_empty(0) if v is None else v

@@ -113,6 +113,12 @@ def streams_of(q: Tensor, k: Tensor, given: RopeTensors) -> list[Heads]:
     return [first, Heads(given.q2, given.k2, given.v2, given.q2_weight, given.k2_weight)]
 
 
+def tokens_of(q: Tensor, tensors: Sequence[Tensor], names: str) -> int:
+    """Count the tokens of all streams of a call."""
+    second = unpack_named(RopeTensors, tensors, names)[0].q2
+    return q.shape[0] * (q.shape[1] + (0 if second is None else second.shape[1]))
+
+
 def check_rows(given: RopeTensors, tokens: int) -> None:
     """Raise ValueError unless cos and sin are both None, or have a row for each of so many tokens."""
     rows = [None if table is None else table.shape[0] for table in (given.cos, given.sin)]

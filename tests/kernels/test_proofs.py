@@ -15,6 +15,8 @@ from fluxq.kernels import dispatch, findings, launch, proofs
 from fluxq.kernels.compare import Product, Sample, picked, product
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.op import REFERENCES
+from fluxq.kernels.qk_norm_rope.op import RopeTensors
+from fluxq.kernels.tensor import pack_named
 from fluxq.recipes.formats import Scheme
 
 CHIP = "sm_89"  # on which our own kernel multiplies fp8
@@ -253,3 +255,10 @@ def test_a_large_residual_does_not_hide_a_wrong_product(factor: float, wrong: bo
     found = (residual.float() + gate * made.float()).bfloat16()
     given = Product(x, w, gate=gate, residual=residual, terms=2**16)
     assert product("product", found, given).is_wrong is wrong
+
+
+def test_a_comparison_of_two_streams_speaks_of_the_tokens_of_both() -> None:
+    text, image = torch.randn(2, 5, 3, 64), torch.randn(2, 9, 3, 64)
+    for given, tokens in ((RopeTensors(), 10), (RopeTensors(q2=image, k2=image), 28)):
+        arguments = text, text, *pack_named(given), 1e-6, True, False
+        assert proofs.shape_of("qk_norm_rope", arguments, ("qk_norm_rope", "16bit", CHIP)) == (tokens, 192, 192)
