@@ -615,8 +615,7 @@ def test_a_norm_that_also_writes_16_bit_is_counted_with_that():
 def test_a_group_is_one_quantization_and_its_products():
     m, n, k = 4608, 3072, 3072
     shapes = [(n, k)] * 3 + [(4 * n, k)]
-    passed = INSTRUCTIONS["quantize", "nvfp4"]["sm_100"] * m * k / B200.instructions_per_second
-    assert passed > (2 * m * k + FORMATS["nvfp4"].stored_bits(m, k) / 8) / B200.bytes_per_second
+    passed = (2 * m * k + FORMATS["nvfp4"].stored_bits(m, k) / 8) / B200.bytes_per_second
     products = 2 * m * 7 * n * k / B200.flops("nvfp4")
     assert group("nvfp4-nvfp4-static", shapes=shapes) == pytest.approx(passed + products)
     assert group("nvfp4-nvfp4-static", shapes=shapes, made_by="attention") == pytest.approx(passed + products)
@@ -645,15 +644,18 @@ def test_a_stage_is_never_cheaper_than_none_and_all_but_free_where_the_weight_is
 def test_stages_cost_what_their_parts_do():
     m, n, k = 4608, 3072, 3072
     x, plain = 2 * m * k, group("nvfp4-nvfp4")
+    codes = FORMATS["nvfp4"].stored_bits(m, k) / 8
+    quantized = (x + codes) / B200.bytes_per_second
     more = {stage: group(f"nvfp4-nvfp4{stage}") - plain for stage in STAGES}
-    assert more["-center"] == more["-center-smooth"] == 0  # their bytes hide behind the instructions of the pass
-    assert more["-h128"] == 0  # and so does its product on the matrix units
-    assert more["-46"] == pytest.approx(20 * m * k / B200.scalar_flops)
+    assert more["-center"] == pytest.approx(2 * k / B200.bytes_per_second, rel=1e-3)
+    assert more["-center-smooth"] == pytest.approx(2 * more["-center"], rel=1e-3)
+    assert more["-h128"] == 0  # its product on the matrix units hides behind the bytes of the pass
+    assert more["-46"] == pytest.approx(20 * m * k / B200.scalar_flops - quantized)
     branch = max(2 * m * 32 * (n + k) / B200.flops("bf16"), 4 * m * 32 / B200.bytes_per_second)
     matrices = 2 * 32 * (n + k) / B200.bytes_per_second  # counted with the weight, whose bytes hide here
-    assert 0.999999 * branch <= more["-r32"] <= branch + matrices
+    assert branch <= more["-r32"] <= branch + matrices
     t = 2 * m * 32
-    again = (x + t) / B200.bytes_per_second  # x once more and t written; that t is read hides
+    again = (x + t) / B200.bytes_per_second + t / B200.bytes_per_second  # x once more, t written and read
     assert more["-d32"] == pytest.approx(again + 2 * m * 32 * n / B200.flops("bf16"), rel=0.01)
 
 
@@ -664,7 +666,7 @@ def test_deflation_stays_on_chip_only_in_the_ideal_norm():
             for stage in ("", "-d32")
         )
         fused, ideal = (deflated[level] / plain[level] - 1 for level in ("fused", "ideal"))
-        assert fused > 0.1 and (ideal < 0.1) == (made_by == "norm")
+        assert fused > 0.15 and (ideal < 0.1) == (made_by == "norm")
 
 
 def test_a_weight_only_layer_transforms_x_in_a_pass_of_its_own_unless_a_norm_makes_it():
@@ -683,8 +685,9 @@ def test_a_narrow_layer_is_priced_at_3072(k):
     assert group("nvfp4-nvfp4", shapes=[(4096, 4096)]) > group("nvfp4-nvfp4", shapes=[(3072, 3072)])
 
 
-def test_a_finished_plan_counts_its_stages():
-    """`fluxq plan --gpu` and the gate share their arithmetic: a group inside a plan costs more by the same."""
+def test_a_finished_plan_counts_its_stages(monkeypatch):
+    """`fluxq plan --gpu` and the gate share their arithmetic but for instructions: a group in a plan costs more by it."""
+    monkeypatch.setattr("fluxq.recipes.cost.INSTRUCTIONS", {})
     plan = plan_of("nvfp4")
     name = "single_transformer_blocks.0.attn.to_q"
     named = next(layer for layer in plan.layers if layer.name == name)
@@ -708,8 +711,7 @@ def test_linears_that_read_x_in_two_forms_pay_for_both():
     shapes = [(3072, 3072)] * 2
     same = group("nvfp4-nvfp4-smooth", shapes=shapes)
     mixed = group_seconds(shapes, [Scheme.parse("nvfp4-nvfp4-smooth"), Scheme.parse("nvfp4-nvfp4")], B200, 4608)
-    again = INSTRUCTIONS["quantize", "nvfp4"]["sm_100"] * 4608 * 3072 / B200.instructions_per_second
-    assert mixed - same == pytest.approx(again, rel=1e-3)
+    assert mixed - same == pytest.approx(FORMATS["nvfp4"].stored_bits(4608, 3072) / 8 / B200.bytes_per_second, rel=1e-3)
 
 
 def test_decoding_to_8_bits_in_the_kernel_keeps_transforms_but_not_4_over_6():
