@@ -216,8 +216,8 @@ def group_seconds(
 
     A layer that is narrower than 3072 is priced as if it were that wide, because small layers are stand-ins for real
     ones here and cost little but launches: N, K, rank and deflate are all multiplied by 3072 / K. Each scheme takes the
-    device's own `route`. Passes take their bytes' time: with their instructions, stages would need other prices than those
-    that were measured (benchmarks/prices.json).
+    device's own `route`. Passes take their bytes' time: with their instructions, stages would need other prices than
+    those that were measured (benchmarks/prices.json).
 
     shapes: (N, K) of each Linear, with one K.
     schemes: of each Linear.
