@@ -17,6 +17,7 @@ from fluxq.kernels.attention import kernel, warp_specialized
 from fluxq.kernels.attention.op import attention_fp8
 from fluxq.kernels.attention_peers import PEERS, coded, peers_for
 from fluxq.kernels.compare import Sample
+from fluxq.kernels.gluon_interpreter import Fault
 from fluxq.kernels.interpreter import interpreting
 
 GPU = {"gpu": "NVIDIA H200", "chip": "sm_90", "driver": "1", "fluxq": "1", "torch": "1", "triton": "1"}
@@ -303,6 +304,16 @@ def test_doctor_finds_the_kernel_with_warps_apart_wrong(monkeypatch: pytest.Monk
     monkeypatch.setattr(warp_specialized, "attend", lambda *x: attend(*x) * 1.05)
     rows, _ = judged_in_fp8("sm_90")
     assert [(row["op"], bool(row["why"])) for row in rows] == [("attention_fp8", False), (dispatch.WARPS_APART, True)]
+
+
+def test_a_fault_of_the_kernel_with_warps_apart_makes_it_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*operands: Any) -> Tensor:
+        raise Fault("deadlock in program (0, 0)")
+
+    monkeypatch.setattr(warp_specialized, "attend", attend)
+    rows, left_out = judged_in_fp8("sm_90")
+    found = [(dispatch.WARPS_APART, "Fault: deadlock in program (0, 0)")]
+    assert [(row["op"], row["why"]) for row in rows] == [("attention_fp8", ""), *found] and not left_out
 
 
 def judged_as_on_a_gpu(monkeypatch, attend: Any) -> tuple[list[dict[str, Any]], Any]:

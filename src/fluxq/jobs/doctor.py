@@ -329,6 +329,7 @@ class Attempt:
     call: of the op's arguments.
     judge: function of its result -> cells, each with a verdict.
     cells: that are wrong if the call raises; those of the candidate have no format.
+    is_library: whether torch's library computes it, which is left out if it raises on a CPU: it is a GPU's product.
     is_package: whether another package computes it, which is left out if it raises: it may lack a library or a shape.
     """
 
@@ -336,6 +337,7 @@ class Attempt:
     call: Callable[..., Any]
     judge: Callable[[Any], list[tuple[Cell, Verdict]]]
     cells: Sequence[Cell]
+    is_library: bool = False
     is_package: bool = False
 
     @property
@@ -444,8 +446,7 @@ def _verdicts(
         examination.uncompared[place] = first_line(error)
         return []
     except (Exception, SystemExit) as error:  # whatever a kernel raises is its result here
-        is_library = attempt.name not in OPS and not attempt.is_package
-        has_none = isinstance(error, (NoTile, NoKernel)) or (machine.device.type == "cpu" and is_library)
+        has_none = isinstance(error, (NoTile, NoKernel)) or (machine.device.type == "cpu" and attempt.is_library)
         if has_none and not attempt.is_outside:  # no kernel, or a library on another device
             examination.left_out[place] = first_line(error)
             return []
@@ -496,6 +497,7 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
             partial(linear_by, choice, chip=chip),
             partial(proofs.judge_linear, choice, given, chip=chip, sample=_sample()),
             [(*choice.cell, chip)],
+            is_library=choice.implementation not in OPS,
         )
         for choice in offered
     ]
