@@ -316,24 +316,23 @@ def test_a_fault_of_the_kernel_with_warps_apart_makes_it_wrong(monkeypatch: pyte
     assert [(row["op"], row["why"]) for row in rows] == [("attention_fp8", ""), *found] and not left_out
 
 
-def judged_as_on_a_gpu(monkeypatch, attend: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Rows and examination of a launch in int8, with SageAttention as given."""
+def judged_as_on_a_gpu(monkeypatch, codes: str = "int8") -> tuple[list[dict[str, Any]], Any]:
+    """Rows and examination of a launch."""
     from fluxq.jobs import doctor
     from fluxq.runtime.launches import Launch, Machine
 
-    monkeypatch.setattr(sys.modules["sageattention"], "sageattn", attend)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     device: Any = SimpleNamespace(type="cuda", index=0)
     request = doctor.Request(Machine(device, "sm_90", "speed", torch.bfloat16), None, {}, None)
     examination = doctor.Examination({"gpu": findings.INTERPRETER, "chip": "sm_90"})
-    call = Launch("attention_fp8", (Q, K, V, None, "int8"), "here")
+    call = Launch("attention_fp8", (Q, K, V, None, codes), "here")
     with findings.keeping(examination.machine) as keeper, findings.instead(), interpreting():
         dispatch.forget()
         return doctor._judged(call, request, examination, keeper), examination
 
 
 def timed(turns: dict[str, Any], device: Any, repeats: int) -> dict[str, Any]:
-    if SAGE in turns:
+    if {SAGE, dispatch.WARPS_APART} & turns.keys():
         raise RuntimeError("operation not permitted when stream is capturing")
     return {name: SimpleNamespace(us=10.0) for name in turns}
 
@@ -345,19 +344,22 @@ def test_a_package_that_cannot_be_used_is_left_out_and_not_wrong(error: type, in
 
     monkeypatch.setattr(timing, "measure", timed)
     monkeypatch.setattr(timing, "sets_of_operands", lambda size, device: 1)
-    rows, examination = judged_as_on_a_gpu(monkeypatch, attend)
+    monkeypatch.setattr(sys.modules["sageattention"], "sageattn", attend)
+    rows, examination = judged_as_on_a_gpu(monkeypatch)
     assert [(row["op"], row["why"], row["us"]) for row in rows] == [("attention_fp8", "", 10.0)]
     assert examination.left_out == {f"{SAGE} in here": f"{error.__name__}: libcudart.so.12 is not there"}
 
 
-def test_a_package_that_cannot_be_timed_takes_no_times_of_ours(installed, monkeypatch) -> None:
+@pytest.mark.parametrize(("codes", "name"), [("int8", SAGE), ("fp8", dispatch.WARPS_APART)])
+def test_what_cannot_be_timed_takes_no_times_of_the_others(codes: str, name: str, installed, monkeypatch) -> None:
     monkeypatch.setattr(timing, "measure", timed)
     monkeypatch.setattr(timing, "sets_of_operands", lambda size, device: 1)
-    rows, examination = judged_as_on_a_gpu(monkeypatch, sageattn)
-    assert [(row["op"], row["why"], row["us"]) for row in rows] == [("attention_fp8", "", 10.0), (SAGE, "", None)]
-    assert rows[0]["beside"] == {"bf16": 10.0}
+    rows, examination = judged_as_on_a_gpu(monkeypatch, codes)
+    us = {row["op"]: row["us"] for row in rows}
+    assert us.pop(name) is None and us.pop("attention_fp8") == 10.0 and not any(row["why"] for row in rows)
+    assert rows[0]["beside"] == us | {"bf16": 10.0}
     why = "operation not permitted when stream is capturing"
-    assert examination.left_out == {f"timing of {SAGE} in here": why}
+    assert examination.left_out == {f"timing of {name} in here": why}
 
 
 def test_warmup_compiles_our_kernel_beside_the_package_that_is_chosen(installed, monkeypatch) -> None:

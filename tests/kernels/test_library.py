@@ -124,6 +124,15 @@ def test_another_accumulation_is_refused(monkeypatch) -> None:
     assert settings.accumulation() == "fast"
 
 
+@pytest.mark.parametrize(("cuda", "takes"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True)])
+def test_scales_of_128_columns_need_a_torch_built_on_cuda_12_9(cuda: str, takes: bool, monkeypatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    why = library_refusal(library.IN_128S, "", "sm_90", M, N, K, torch.bfloat16)
+    assert takes == (not why)
+    assert takes or f"torch {torch.__version__} is built on CUDA {cuda}" in why and "install one built on 12.9" in why
+    assert not library_refusal("fp8", "", "sm_90", M, N, K, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("format", "layout", "chip", "sizes", "dtype", "why"),
     [

@@ -392,12 +392,13 @@ def _chooser(launch: Launch, chip: str) -> tuple[tuple[int, ...], Callable[[], C
 
 def _judged(launch: Launch, request: Request, examination: Examination, keeper: Keeper) -> list[dict[str, Any]]:
     """Return the rows of a launch; what cannot be judged is noted in the examination."""
+    from fluxq.kernels.dispatch import WARPS_APART
     from fluxq.kernels.findings import told
 
     machine = request.machine
     rows: dict[str, list[dict[str, Any]]] = {}
     calls: dict[str, Callable[..., Any]] = {}
-    foreign: list[str] = []
+    alone: list[str] = []
     for attempt in _attempts(launch, request, examination.left_out):
         what = told(_about(launch, attempt.cells[-1]))
         if keeper.unended.get(what, 0) >= MOST_ENDS:
@@ -412,13 +413,13 @@ def _judged(launch: Launch, request: Request, examination: Examination, keeper: 
         keeper.end()
         if verdicts and not any(why for *_, why in verdicts):
             calls[attempt.name] = attempt.call
-            foreign += [attempt.name] * (attempt.is_outside or attempt.is_package)
+            alone += [attempt.name] * (attempt.is_outside or attempt.is_package or attempt.name == WARPS_APART)
     what = f"timing of {launch.op} in {launch.place}"
     if keeper.unended.get(what, 0) >= MOST_ENDS:
         examination.left_out[what] = _ended(keeper.unended[what])
     elif machine.device.type == "cuda" and calls:
         keeper.begin(what, examination.own)
-        for name, us in _times(launch, calls, foreign, machine.device, examination.left_out).items():
+        for name, us in _times(launch, calls, alone, machine.device, examination.left_out).items():
             for row in rows[name][-1:]:  # a layer's quantizer stands before its product
                 row |= {"us": us["own"], "beside": {other: each for other, each in us.items() if other != "own"}}
         if not _is_lost(machine.device):
@@ -638,13 +639,13 @@ def _mark_chosen(examination: Examination, choosers: dict[tuple[Any, ...], Calla
 def _times(
     launch: Launch,
     calls: dict[str, Callable[..., Any]],
-    foreign: Sequence[str],
+    alone: Sequence[str],
     device: torch.device,
     left_out: dict[str, str],
 ) -> dict[str, dict[str, float]]:
     """Return name of a call -> microseconds of its "own" and of the others, bf16 among them.
 
-    foreign: names of the candidate and of packages. One that cannot be timed is noted, and the others are.
+    alone: names of what is tried by itself first: one of them that cannot be timed is noted, and the others are timed.
     """
     from fluxq.kernels import timing
 
@@ -656,7 +657,7 @@ def _times(
         turns[name] = [partial(call, *operands) for operands in sets]
     if BF16 not in turns and (plain := [call for operands in sets if (call := _in_16_bit(launch, operands))]):
         turns[BF16] = plain
-    for name in foreign:
+    for name in alone:
         try:
             timing.measure({name: turns[name]}, device, 2)
         except (Exception, SystemExit) as error:
