@@ -55,8 +55,13 @@ def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int,
         return "" if m > 16 else f"the library's integer product takes more than 16 tokens, not {m}"
     if dtype == torch.float32 or (format in ("fp8", IN_128S) and dtype != torch.bfloat16):
         return f"the library's product is not for {dtype} tokens"
-    if format == "fp8" and chip != "sm_90" and _torch_version() < ROWS_ON_BLACKWELL:
+    if format == "fp8" and chip != "sm_90" and _numbers(torch.__version__) < ROWS_ON_BLACKWELL:
         return f"torch {torch.__version__} launches the library's product on another stream there"
+    if format == IN_128S and torch.version.cuda and _numbers(torch.version.cuda) < CUDA_IN_128S:
+        return (
+            f"torch {torch.__version__} is built on CUDA {torch.version.cuda}, whose library has no {format} product: "
+            f"install one built on {'.'.join(map(str, CUDA_IN_128S))} or later"
+        )
     if row.scaling.startswith("Block") and format != IN_128S and layout != "swizzled":
         return "the library takes block scales in the 128x4 layout: call fluxq.prepare"
     return ""
@@ -102,8 +107,8 @@ def library_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None,
     return F.scaled_mm(left, right.t(), scales_of_x, recipe, scales_of_w, recipe, **options)
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
@@ -130,3 +135,4 @@ LIBRARY = {
     "nvfp4": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x16"),
 }
 ROWS_ON_BLACKWELL = (2, 12)  # torch before it launched that product on another stream: pytorch/pytorch#177651
+CUDA_IN_128S = (12, 9)  # torch built on one before it raises NotImplementedError
