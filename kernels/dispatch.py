@@ -144,7 +144,7 @@ def choose(
             refused.append(f"not {choice.implementation}: {why_not}")
     if not offered:
         return Choice(TORCH, _activation_name(scheme), "; ".join(refused), fallback=True)
-    best = _fastest(offered, _timed_as(scheme), chip, m, n, k)
+    best = _fastest(offered, findings.timings(_timed_as(scheme), chip), m, n, k)
     is_fallback = best.activations != _activation_name(scheme)
     return replace(best, reason="; ".join([best.reason, *refused]), fallback=is_fallback)
 
@@ -183,14 +183,15 @@ def choose_product(
             _why_not(c, scheme, chip, m, n, k, dtype, layout) for c in candidates if c[0].implementation == op.name
         )
         raise _no_kernel(op.name, formats, chip, why, any(_was_wrong(c[0], chip) for c in candidates))
-    return _fastest(offered, _timed_as(scheme), chip, m, n, k)
+    return _fastest(offered, findings.timings(_timed_as(scheme), chip), m, n, k)
 
 
 @functools.lru_cache(4096)
 def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, dtype: torch.dtype) -> Choice:
     """Choose what computes attention of m tokens, n channels and k keys from codes, in heads of `size` channels.
 
-    Another has to be vouched for by the file of doctor's of this GPU, and to be faster there.
+    Another has to be vouched for by the file of doctor's of this GPU, and to be faster there than our kernel, at the
+    nearest shape that ours was timed at: times of other GPUs do not count.
     """
     form = format_of(codes, size)
     own = Choice(ATTENTION_FP8.name, codes, "attention from codes", format=form)
@@ -202,7 +203,9 @@ def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, d
         for name, reason in reasons.items()
         if findings.vouched(name, form, chip, findings.alike(m, n, k))
     ]
-    return _fastest([own, *others], f"attention {form}", chip, m, n, k) if others else own
+    rows = findings.own_timings(f"attention {form}", chip) if others else []
+    ours = {_shape(row) for row in rows if row["op"] == own.implementation}
+    return _fastest([own, *others], [row for row in rows if _shape(row) in ours], m, n, k)
 
 
 def warps_refusal(codes: str, size: int, chip: str, dtype: torch.dtype) -> str:
@@ -291,23 +294,26 @@ def _timed_as(scheme: Scheme) -> str:
     return f"{scheme.weights.name}-{_activation_name(scheme) or '16bit'}"
 
 
-def _fastest(candidates: list[Choice], scheme: str, chip: str, m: int, n: int, k: int) -> Choice:
-    """Return the first candidate, unless another was measured to be faster on this chip at the nearest shape.
+def _fastest(candidates: list[Choice], rows: list[dict[str, Any]], m: int, n: int, k: int) -> Choice:
+    """Return the first candidate, unless another was measured to be faster at the nearest shape.
 
-    scheme: that findings.py has the times of.
+    rows: of `findings.timings`.
     """
-    rows = findings.timings(scheme, chip)
     if not rows:
         return candidates[0]
-    shapes = {(row["m"], row["n"], row["k"]) for row in rows}
+    shapes = {_shape(row) for row in rows}
     nearest = min(shapes, key=lambda s: sum(abs(math.log2(a / b)) for a, b in zip(s, (m, n, k), strict=True)))
-    timed = {row["op"]: row for row in rows if (row["m"], row["n"], row["k"]) == nearest}
+    timed = {row["op"]: row for row in rows if _shape(row) == nearest}
     ranked = sorted((c for c in candidates if c.implementation in timed), key=lambda c: timed[c.implementation]["us"])
     if not ranked:
         return candidates[0]
     row = timed[ranked[0].implementation]
     measured = f"{row['us']:.0f} us measured on {row['gpu']} at M, N, K = {', '.join(map(str, nearest))}"
     return replace(ranked[0], reason=f"{ranked[0].reason}; {measured}")
+
+
+def _shape(row: dict[str, Any]) -> findings.Shape:
+    return row["m"], row["n"], row["k"]
 
 
 @functools.cache

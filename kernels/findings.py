@@ -85,16 +85,21 @@ def timings(scheme: str, chip: str) -> list[dict[str, Any]]:
 
     They are rows of a file with the name of the gpu, each timed.
     """
-    own, others = (
-        [
-            row | {"gpu": document["machine"]["gpu"]}
-            for document in documents
-            for row in document["rows"]
-            if document["machine"]["chip"] == chip and row["scheme"] == scheme and row["us"]
-        ]
-        for documents in (_here(chip), _shipped())
-    )
-    return own or others
+    return own_timings(scheme, chip) or _timed(_shipped(), scheme, chip)
+
+
+def own_timings(scheme: str, chip: str) -> list[dict[str, Any]]:
+    """Return `timings` of this GPU alone."""
+    return _timed(_here(chip), scheme, chip)
+
+
+def _timed(documents: Iterable[dict[str, Any]], scheme: str, chip: str) -> list[dict[str, Any]]:
+    return [
+        row | {"gpu": document["machine"]["gpu"]}
+        for document in documents
+        for row in document["rows"]
+        if document["machine"]["chip"] == chip and row["scheme"] == scheme and row["us"]
+    ]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Attention of other packages: their calls, by modules of the same signatures, and when the dispatcher takes one."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -192,7 +192,7 @@ def test_without_packages_there_is_none() -> None:
     assert not any(peers_for(codes, "sm_90", torch.bfloat16) for codes in ("fp8", "int8"))
 
 
-def document(us: dict[str, float], why: str = "") -> dict[str, Any]:
+def document(us: Mapping[str, float | None], why: str = "") -> dict[str, Any]:
     """A file of doctor's with the times of attention of a shape, of which the package's may be wrong."""
     row = {"format": "int8-64", "scheme": "attention int8-64", "m": 140, "n": 128, "k": 130, "share": 0.5}
     rows = [row | {"op": op, "us": each, "why": why if op != "attention_fp8" else ""} for op, each in us.items()]
@@ -206,6 +206,7 @@ CASES = {
     "wrong": ({"attention_fp8": 30.0, SAGE: 20.0}, "errors of heads", "attention_fp8"),
     "of another version": ({"attention_fp8": 30.0, "sageattention 2.1.1": 20.0}, "", "attention_fp8"),
     "never measured": ({}, "", "attention_fp8"),
+    "timed without ours": ({"attention_fp8": None, SAGE: 20.0}, "", "attention_fp8"),
 }
 
 
@@ -379,9 +380,10 @@ def test_warmup_compiles_our_kernel_beside_the_package_that_is_chosen(installed,
     dispatch.forget()
 
 
-def test_times_of_other_gpus_alone_choose_no_package(installed, monkeypatch) -> None:
+@pytest.mark.parametrize("here", [{}, {"attention_fp8": None, SAGE: None}], ids=["never judged", "never timed"])
+def test_times_of_other_gpus_choose_no_package(here: dict[str, float | None], installed, monkeypatch) -> None:
     monkeypatch.setattr(findings, "_shipped", lambda: (document({"attention_fp8": 30.0, SAGE: 20.0}),))
-    with findings.instead():
+    with findings.instead(document(here)):
         dispatch.forget()
         assert dispatch.choose_attention("int8", 64, "sm_90", 140, 128, 130, Q.dtype).implementation == "attention_fp8"
 

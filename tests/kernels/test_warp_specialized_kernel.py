@@ -284,6 +284,7 @@ CASES: dict[str, tuple[dict[str, float | None], str, str]] = {
     "wrong": ({OURS: 30.0, WARPS_APART: 20.0}, "errors of heads", OURS),
     "not timed": ({OURS: 30.0, WARPS_APART: None}, "", OURS),
     "never judged": ({}, "", OURS),
+    "timed without ours": ({OURS: None, WARPS_APART: 20.0}, "", OURS),
 }
 
 
@@ -303,9 +304,10 @@ def test_it_is_taken_where_doctor_found_it_right_and_faster(case: str, monkeypat
     dispatch.forget()
 
 
-def test_times_of_other_gpus_alone_do_not_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("here", [{}, {OURS: None, WARPS_APART: None}], ids=["never judged", "never timed"])
+def test_times_of_other_gpus_do_not_choose_it(here: dict[str, float | None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "_shipped", lambda: (document({OURS: 30.0, WARPS_APART: 20.0}),))
-    with findings.instead():
+    with findings.instead(document(here)):
         dispatch.forget()
         assert dispatch.choose_attention("fp8", 64, "sm_90", 140, 128, 130, Q.dtype).implementation == OURS
 
