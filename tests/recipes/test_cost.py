@@ -686,7 +686,7 @@ def test_a_narrow_layer_is_priced_at_3072(k):
 
 
 def test_a_finished_plan_counts_its_stages(monkeypatch):
-    """`fluxq plan --gpu` and the gate share their arithmetic but for instructions: a group costs a plan the same more."""
+    """`fluxq plan --gpu` and the gate share their arithmetic but for instructions."""
     monkeypatch.setattr("fluxq.recipes.cost.INSTRUCTIONS", {})
     plan = plan_of("nvfp4")
     name = "single_transformer_blocks.0.attn.to_q"
