@@ -53,16 +53,17 @@ class ProductTensors(NamedTuple):
     residual: Tensor | None = None
 
 
-def product_op(op: Op, formats: tuple[str, ...], *, plain: bool = False) -> Any:
+def product_op(op: Op, accepted: tuple[str, ...], *, plain: bool = False) -> Any:
     """Register the torch.library op of a product: its torch reference, its fake and its kernel.
 
-    formats: that the reference takes, WEIGHTS or, if they differ, WEIGHTS-ACTIVATIONS. plain: whether x is no codes.
+    accepted: formats that the reference takes, WEIGHTS or, if they differ, WEIGHTS-ACTIVATIONS. plain: whether x is no
+        codes.
     """
 
-    def reference(x: Tensor, tensors: Sequence[Tensor], named: str, gelu: bool, dtype: torch.dtype) -> Tensor:
-        operands, names = unpack_named(ProductTensors, tensors, named)
-        if names not in formats:
-            raise ValueError(f"{op.name}: formats are {names!r}, expected one of {', '.join(formats)}")
+    def reference(x: Tensor, tensors: Sequence[Tensor], formats: str, gelu: bool, dtype: torch.dtype) -> Tensor:
+        operands, names = unpack_named(ProductTensors, tensors, formats)
+        if names not in accepted:
+            raise ValueError(f"{op.name}: formats are {names!r}, expected one of {', '.join(accepted)}")
         w_format, x_format = formats_of(names)
         with no_autocast(x):
             w = QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, w_format).unswizzled()

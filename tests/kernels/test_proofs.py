@@ -61,7 +61,7 @@ FAULTS = {
         "layer",
     ),
     "codes under another scale": (
-        *("adaln_quantize", "amax_bits(modulated, TILES), LARGEST)", "amax_bits(modulated, TILES), 99.0)"),
+        *("adaln_quantize", "amax_bits(modulated, TILES), FORMAT.element.max)", "amax_bits(modulated, TILES), 99.0)"),
         "norm",
     ),
     "the modulation of the first image": ("adaln_quantize", "images = rows // tokens", "images = rows * 0", "norm"),
