@@ -287,6 +287,39 @@ def test_a_call_of_another_kind_is_not_replayed(why: str, replays: list[int], mo
     assert not replays
 
 
+@pytest.fixture
+def float32_settings() -> Iterator[None]:
+    """Set torch's precision of fp32 products back behind a test that sets it in the newer way."""
+    yield
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("float32_settings")
+@pytest.mark.parametrize("place", [torch.backends, torch.backends.cuda.matmul], ids=["all", "products"])
+def test_a_precision_of_fp32_products_set_in_the_newer_way_is_a_kind(place: Any, replays: list[int]) -> None:
+    model = planned(optimized())
+    place.fp32_precision = "tf32"
+    planned(model)
+    assert not replays
+    output(model)
+    assert len(replays) == FLUX
+
+
+@pytest.mark.parametrize("setting", ["order", "reduction"])
+def test_settings_of_attention_that_choose_its_kernel_are_seen(setting: str) -> None:
+    before, order = block_plans.kernel_settings(), torch._C._get_sdp_priority_order()
+    try:
+        if setting == "order":
+            torch._C._set_sdp_priority_order([*reversed(order)])
+        else:
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        assert block_plans.kernel_settings() != before
+    finally:
+        torch._C._set_sdp_priority_order(order)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    assert block_plans.kernel_settings() == before
+
+
 def test_what_a_mode_would_count_is_not_hidden_from_it(replays: list[int]) -> None:
     model = optimized()
     want = ops(model)

@@ -287,10 +287,12 @@ ONCE: Any = object()  # in the place of the plan of a kind that came once
 _HAS_TRITON = find_spec("triton") is not None
 _SETTINGS: tuple[Callable[[], Any], ...] = (
     settings.accumulation,
-    torch.get_float32_matmul_precision,
+    lambda: torch.backends.cuda.matmul.fp32_precision,  # the older getter raises after this was set
     torch.are_deterministic_algorithms_enabled,
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+    lambda: tuple(torch._C._get_sdp_priority_order()),
 )
