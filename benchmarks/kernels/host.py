@@ -23,6 +23,7 @@ import click
 import torch
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
@@ -70,7 +71,12 @@ def stand_ins() -> Iterator[Counter[str]]:
         patches.enter_context(mock.patch.object(block_plans, "DEVICES", ("cpu",)))
         patches.enter_context(mock.patch.object(library.F, "scaled_mm", product))
         patches.enter_context(mock.patch.object(F, "linear", linear))
-        patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        patches.enter_context(
+            mock.patch.dict(_AttentionBackendRegistry._backends, {AttentionBackendName.NATIVE: attention})
+        )
+        patches.enter_context(
+            mock.patch.object(block_plans, "_repeats", lambda *_: True)
+        )  # memory is never written here
         ops = torch.library.Library("fluxq", "IMPL")
         for name in ("quantized_linear", *OPS):
             ops.impl(name, lambda *given, _name=name: launch.run(_name, *given), "CPU", allow_override=True)

@@ -19,6 +19,7 @@ from diffusers.hooks import FirstBlockCacheConfig
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from fused_models import BLOCKS, FULL, FUSABLE, LARGE, adapt, fused_calls, ops, output, quantized
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import fluxq
@@ -325,6 +326,41 @@ def test_what_a_mode_would_count_is_not_hidden_from_it(replays: list[int]) -> No
     want = ops(model)
     planned(model)
     assert ops(model) == want and want["adaln_quantize"] and not replays
+
+
+def test_a_mode_of_functions_is_not_passed_by(replays: list[int]) -> None:
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return 2 * result if func is torch.nn.functional.scaled_dot_product_attention else result
+
+    model = planned(optimized())
+    plain = unplanned(model)
+    with Doubling():
+        want = unplanned(model)
+        assert not torch.equal(want, plain)
+        for _ in range(3):
+            assert torch.equal(output(model), want)
+    assert not replays
+
+
+@pytest.mark.parametrize("planned_before", [True, False])
+def test_attention_that_was_replaced_has_no_plan(planned_before: bool, replays: list[int], monkeypatch) -> None:
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*given: Any, **how: Any) -> Tensor:
+        found = torch.empty_like(own(*given, **how))
+        found.view(torch.int16).numpy()[:] = 1  # unseen
+        return found
+
+    model = optimized()
+    if planned_before:
+        planned(model)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    want = unplanned(model)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+    assert not replays
 
 
 @pytest.mark.parametrize("backend", ["sage", "flex", "_native_npu"])

@@ -10,8 +10,8 @@ if they give other bytes there is no plan. From the third on they are done in it
              weights. Another state has plans of its own, and a state goes when the block holds its modules no more.
 
 A plan holds no tensor: weights are looked up at each call. Where something could be computed that a watch does not see,
-no plan is made (`_why_not`), and calls with gradients, autocast, verify="always", under a dispatch mode or on another
-GPU than the current one are computed plainly.
+no plan is made (`_why_not`), and calls with gradients, autocast, verify="always", under a mode of torch (a default
+device is one), with torch's attention replaced or on another GPU than the current one are computed plainly.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import importlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
@@ -171,10 +173,12 @@ def _repeats(plan: Any, operands: list[Tensor], result: Any) -> bool:
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
     """Return the kind of a call, hashable, and add its tensors to `given`; None for a call without a plan."""
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or settings.verification() == "always":
+    if torch.is_grad_enabled() or settings.verification() == "always":
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return None
     chosen = kernel_settings()
-    if chosen[0] not in WATCHABLE_BACKENDS:
+    if chosen[0] not in WATCHABLE_BACKENDS or type(chosen[1]) is not BuiltinFunctionType:
         return None
     try:
         kinds = _kinds((*args, *kwargs, *kwargs.values()), given)
@@ -194,8 +198,9 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) ->
 
 
 def kernel_settings() -> tuple[Any, ...]:
-    """Return the settings of the process that choose kernels: first diffusers' attention backend."""
-    return _AttentionBackendRegistry.get_active_backend()[0], *(setting() for setting in _SETTINGS)
+    """Return the settings of the process that choose kernels: first diffusers' attention backend, and torch's own."""
+    backend = _AttentionBackendRegistry.get_active_backend()[0]
+    return backend, F.scaled_dot_product_attention, *(setting() for setting in _SETTINGS)
 
 
 def _kinds(values: tuple[Any, ...], given: list[Tensor]) -> tuple[Any, ...]:
