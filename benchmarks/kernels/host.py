@@ -71,12 +71,9 @@ def stand_ins() -> Iterator[Counter[str]]:
         patches.enter_context(mock.patch.object(block_plans, "DEVICES", ("cpu",)))
         patches.enter_context(mock.patch.object(library.F, "scaled_mm", product))
         patches.enter_context(mock.patch.object(F, "linear", linear))
-        patches.enter_context(
-            mock.patch.dict(_AttentionBackendRegistry._backends, {AttentionBackendName.NATIVE: attention})
-        )
-        patches.enter_context(
-            mock.patch.object(block_plans, "_repeats", lambda *_: True)
-        )  # memory is never written here
+        backends = _AttentionBackendRegistry._backends
+        patches.enter_context(mock.patch.dict(backends, {AttentionBackendName.NATIVE: attention}))
+        patches.enter_context(mock.patch.object(block_plans, "_repeats", lambda *_: True))  # nothing writes results
         ops = torch.library.Library("fluxq", "IMPL")
         for name in ("quantized_linear", *OPS):
             ops.impl(name, lambda *given, _name=name: launch.run(_name, *given), "CPU", allow_override=True)

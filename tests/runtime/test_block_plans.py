@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,7 +185,8 @@ CHANGES = {each.__name__: each for each in (
     another_weight, another_layer, another_place, another_scheme, an_eps, a_step_in_16_bit, an_adapter, a_hook,
     a_hook_of_a_block, a_forward, a_backend,
 )}  # fmt: skip
-STAY = ("a_hook_of_a_block", "another_layer", "another_scheme")  # the first is around the forward; others are let go
+STAY = ("a_hook_of_a_block", "a_step_in_16_bit", "another_layer", "another_scheme")
+# the first is around the forward, the second has no state, and the others' states are let go
 
 
 @pytest.mark.often(3)
@@ -245,7 +247,8 @@ def test_steps_in_16_bit_between_others_leave_their_plans(replays: list[int]) ->
     model = planned(optimized())
     want = output(model)
     a_step_in_16_bit(model)
-    output(model)
+    for _ in range(block_plans.MOST_MISSES + 1):
+        output(model)
     for module in model.modules():
         if isinstance(module, QuantLinear):
             del module.instead
@@ -488,15 +491,71 @@ def test_two_models_in_two_threads(replays: list[int]) -> None:
     assert len(replays) == 2 * 2 * FLUX
 
 
-def test_a_block_whose_weights_always_move_is_not_looked_at_for_ever(replays: list[int]) -> None:
+def test_a_block_that_always_changes_rests_and_is_looked_at_again(replays: list[int]) -> None:
     model = optimized()
     block, before = model.transformer_blocks[0], []
-    for _ in range(block_plans.MOST_MISSES + 3):
-        before.append(model.get_submodule(f"{ATTENTION}.to_q").weight.data)
-        another_place(model)
+    for _ in range(block_plans.MOST_MISSES):
+        before.append(model.get_submodule(f"{ATTENTION}.to_q").weight)  # or another would get its place
+        another_weight(model)
         output(model)
-    assert plans_of(block)._misses == block_plans.MOST_MISSES
-    assert len(plans_of(block)._states) == block_plans.MOST_STATES
+    assert 0 < len(plans_of(block)._states) <= block_plans.MOST_STATES
+    for _ in range(block_plans.REST):
+        output(model)
+        assert not plans_of(block)._states
+    planned(model)
+    replays.clear()
+    output(model)
+    assert len(replays) == FLUX
+
+
+def test_adapters_that_were_taken_out_are_let_go() -> None:
+    model = planned(optimized())
+    an_adapter(model)
+    planned(model)
+    kept = [weakref.ref(each) for name, each in model.named_parameters() if "lora" in name and "transformer_b" in name]
+    model.delete_adapters("a")
+    model.unload_lora()
+    output(model)
+    gc.collect()
+    assert kept and not any(each() is not None for each in kept)
+
+
+@pytest.mark.parametrize("of", ["a step", "a list", "a tuple", "a block"])
+def test_what_attributes_hold_is_not_kept(of: str, replays: list[int]) -> None:
+    """No later call has to see that it was taken out."""
+    model = planned(optimized())
+    layer = model.get_submodule(f"{ATTENTION}.to_q")
+    held = nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16)
+    place, name, value = {
+        "a step": (layer, "instead", partial(lambda held, layer, x: held(x), held)),
+        "a list": (layer, "others", [held]),
+        "a tuple": (layer, "others", (held.weight,)),
+        "a block": (model.transformer_blocks[0], "others", {"a": held}),
+    }[of]
+    setattr(place, name, value)
+    replays.clear()
+    for _ in range(3):
+        output(model)
+    assert len(replays) == 3 * (FLUX - 1)
+    gone = weakref.ref(held.weight)
+    delattr(place, name)
+    del held, value
+    gc.collect()
+    assert gone() is None
+    output(model)
+    assert len(replays) == 3 * (FLUX - 1) + FLUX
+
+
+def test_a_state_without_plans_is_let_go_at_the_next_change() -> None:
+    model = planned(optimized())
+    a_forward(model)
+    output(model)
+    layer = model.get_submodule("transformer_blocks.0.ff.net.2")
+    gone = weakref.ref(layer.forward)
+    del layer.forward
+    output(model)
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.slow

@@ -7,11 +7,14 @@ if they give other bytes there is no plan. From the third on they are done in it
     kind     shapes, strides, dtypes, device, alignment and shared memory of the arguments, other arguments by value,
              and the settings of the process that choose kernels
     state    what the forward reads beside them: modules, their classes and attributes, the places and layouts of
-             weights. Another state has plans of its own, and a state goes when the block holds its modules no more.
+             weights. Another state has plans of its own. The last four are kept; at a change of the block those go
+             that have no plans, or whose modules the block holds no more.
 
-A plan holds no tensor: weights are looked up at each call. Where something could be computed that a watch does not see,
-no plan is made (`_why_not`), and calls with gradients, autocast, verify="always", under a mode of torch (a default
-device is one), with torch's attention replaced or on another GPU than the current one are computed plainly.
+A plan holds no tensor: weights are looked up at each call. A block with tensors or modules in plain attributes, or with
+a layer in 16 bit at this step, has neither plans nor a state. After `MOST_MISSES` changes in a row a block is not looked
+at for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_why_not`), and calls
+with gradients, autocast, verify="always", under a mode of torch (a default device is one), with torch's attention
+replaced or on another GPU than the current one are computed plainly.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class BlockPlans:
 
     def __init__(self) -> None:
         self._states: list[_State] = []  # the one that was found last first
-        self._misses = 0  # states in a row that were not found again
+        self._misses = 0  # states in a row that were not found again, and the calls since that was too often
 
     def __reduce__(self) -> tuple[type[BlockPlans], tuple[()]]:
         return BlockPlans, ()
@@ -62,10 +65,11 @@ class BlockPlans:
     ) -> Any:
         """Compute a call of the block by its plan, or by `computed`, which also tells whether by the fused form."""
         given: list[Tensor] = []
-        kind = _kind(args, kwargs, given) if self._misses < MOST_MISSES else None
-        if kind is None:
+        kind = None if self._rests() else _kind(args, kwargs, given)
+        found = None if kind is None else self._find(block)
+        if found is None:
             return computed(*args, **kwargs)[0]
-        state, weights = self._find(block)
+        state, weights = found
         plan = None if state.why_not else state.plans.get(kind, UNSEEN)
         if plan is None:
             return computed(*args, **kwargs)[0]
@@ -85,21 +89,41 @@ class BlockPlans:
             return result
         return plan(operands)
 
-    def _find(self, block: nn.Module) -> tuple[_State, list[Tensor]]:
-        """Return the block's present state, a known one or a new one, and its weights."""
+    def _rests(self) -> bool:
+        """Tell whether this call is not looked at, as the state changed too often."""
+        if self._misses < MOST_MISSES:
+            return False
+        self._states = []
+        self._misses += 1
+        if self._misses == MOST_MISSES + REST:
+            self._misses = MOST_MISSES - 2  # two calls tell whether it stays
+        return True
+
+    def _find(self, block: nn.Module) -> tuple[_State, list[Tensor]] | None:
+        """Return the block's present state, a known one or a new one, and its weights; None where it has no plans."""
         for state in self._states:
             weights = state.weights_if_present(block)
             if weights is not None:
                 if state is not self._states[0]:
-                    self._states = [state, *(other for other in self._states if other is not state)]
+                    self._put_first(state, block)
                 self._misses = 0
                 return state, weights
-        present = {*map(id, block.modules())}
-        known = [state for state in self._states if present.issuperset(map(id, state.modules))]
+        if _is_not_kept(block):
+            return None
         state = _State(block)
-        self._states = [state, *known[: MOST_STATES - 1]]
+        self._put_first(state, block)
         self._misses += 1
         return state, state.weights()
+
+    def _put_first(self, state: _State, block: nn.Module) -> None:
+        """Put the present state first; let go those without plans, and of modules that the block holds no more."""
+        present = {*map(id, block.modules())}
+        others = [
+            other
+            for other in self._states
+            if other is not state and not other.why_not and present.issuperset(map(id, other.modules))
+        ]
+        self._states = [state, *others[: MOST_STATES - 1]]
 
 
 class _State:
@@ -120,12 +144,11 @@ class _State:
         ]
         self._is_hooked = any(self._hooks)
         hooked = "a module has a hook, which may decide at each call what to do" if self._is_hooked else ""
-        self.why_not = hooked or _why_not(self.modules, self._own)
-        processors = (vars(module).get("processor") for module in self.modules)
-        attributes = [vars(each) for each in (*self.modules, *processors) if hasattr(each, "__dict__")]
+        self.why_not = hooked or _why_not(self.modules)
+        attributes = _attributes(self.modules)
         children = [module._modules for module in (block, *self.modules) if module._modules]
         self._read = [*children, *chain.from_iterable(map(_containers, attributes))]
-        self._copies = [each.copy() for each in self._read]
+        self._copies = [each if isinstance(each, tuple) else each.copy() for each in self._read]
         self._owners = [
             owner for module in (block, *self.modules) for owner in (module._parameters, module._buffers) if owner
         ]
@@ -221,10 +244,17 @@ def _kinds(values: tuple[Any, ...], given: list[Tensor]) -> tuple[Any, ...]:
     return tuple(kinds)
 
 
-def _why_not(modules: list[nn.Module], own: dict[str, Any]) -> str:
-    """Return the reason why calls of a block of these modules and own attributes have no plan; empty if they have."""
-    if any(isinstance(value, Tensor) for value in own.values()):
-        return "it has a tensor that is no parameter"
+def _is_not_kept(block: nn.Module) -> bool:
+    """Tell whether attributes hold what a state would keep in memory: tensors, modules, weights of a step in 16 bit."""
+    modules = [*block.modules()][1:]
+    if any("instead" in vars(module) for module in modules):
+        return True
+    read = chain(_containers(_own(block)), chain.from_iterable(map(_containers, _attributes(modules))))
+    return any(isinstance(value, (Tensor, nn.Module)) for each in read for value in _values(each))
+
+
+def _why_not(modules: list[nn.Module]) -> str:
+    """Return the reason why calls of a block of these modules have no plan; empty if they have."""
     for module in modules:
         name = type(module).__name__
         if type(module).__module__.split(".")[0] not in WATCHABLE_PACKAGES:
@@ -235,8 +265,6 @@ def _why_not(modules: list[nn.Module], own: dict[str, Any]) -> str:
             return f"a {name} is compiled"
         if any(type(each) not in (*PLAIN, type(None)) for each in chain(*map(dict.values, _owned(module)))):
             return f"a {name} has a weight of another class"
-        if any(isinstance(value, Tensor) for each in _containers(vars(module)) for value in _values(each)):
-            return f"a {name} has a tensor that is no parameter"
         processor = vars(module).get("processor")
         backend = getattr(processor, "_attention_backend", None)
         if backend is not None and backend not in WATCHABLE_BACKENDS:
@@ -246,15 +274,20 @@ def _why_not(modules: list[nn.Module], own: dict[str, Any]) -> str:
     return ""
 
 
+def _attributes(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """Return the attributes of modules and of their processors."""
+    processors = (vars(module).get("processor") for module in modules)
+    return [vars(each) for each in (*modules, *processors) if hasattr(each, "__dict__")]
+
+
 def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
     """Yield a module's attributes, without torch's own registries, and the containers in them that may be changed."""
     yield attributes
     waiting = [value for name, value in attributes.items() if name not in UNREAD]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, (list, dict, set)):
-            yield value
         if isinstance(value, (list, dict, set, tuple)):
+            yield value
             waiting += _values(value)
 
 
@@ -278,7 +311,7 @@ def _layout(weight: Tensor) -> tuple[Any, ...]:
 FUSION_ATTRIBUTE = "fluxq_fusion"  # of a fused block: its `Fusion`
 DEVICES = ("cuda",)
 MOST_STATES, MOST_KINDS = 4, 8
-MOST_MISSES = 16  # of a block whose state is another at each call, as that of one which is offloaded
+MOST_MISSES, REST = 16, 64  # of a block whose state is another at each call, as that of one which is offloaded
 PLAIN = (Tensor, nn.Parameter)
 VALUES = (type(None), bool, int, float, str)
 UNREAD = frozenset(vars(nn.Module())) - {"training"}  # torch's registries; the weights in them are compared by layout
