@@ -224,6 +224,41 @@ def test_adapters_are_replayed_as_they_are_now(how: str, replays: list[int]) -> 
     assert len(replays) == 2 * FLUX
 
 
+@pytest.mark.parametrize("what", ["a backend", "a processor", "a forward"])
+def test_changes_of_classes_are_seen(what: str, replays: list[int], monkeypatch) -> None:
+    model = planned(optimized("int4-16bit"))
+    before, forward = output(model), QuantLinear.forward
+    place, name, value = {
+        "a backend": (FluxAttnProcessor, "_attention_backend", "_native_math"),
+        "a processor": (FluxAttnProcessor, "__call__", lambda *given: None),
+        "a forward": (QuantLinear, "forward", lambda layer, x: 2 * forward(layer, x)),
+    }[what]
+    monkeypatch.setattr(place, name, value)
+    want = unplanned(model)
+    assert torch.equal(want, before) == (what == "a processor")
+    replays.clear()
+    assert torch.equal(output(model), want) and len(replays) == 0
+    for _ in range(2):
+        assert torch.equal(output(model), want)
+    assert bool(replays) == (what != "a forward")  # of which nothing is known
+
+
+@pytest.mark.parametrize("what", ["a copy", "the block"])
+def test_other_registries_of_a_block_are_seen(what: str, replays: list[int]) -> None:
+    model = planned(optimized())
+    block = model.transformer_blocks[0]
+    other = copy.copy(block) if what == "a copy" else block
+    other._modules = {**block._modules, "ff": copy.deepcopy(block.ff)}
+    other.ff.net[2].bias.mul_(2)
+    model.transformer_blocks[0] = other
+    want = unplanned(model)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+    model.transformer_blocks[0] = block
+    want = unplanned(model)
+    assert torch.equal(output(model), want)
+
+
 def test_weights_written_in_place_are_read(replays: list[int]) -> None:
     model = planned(optimized())
     model.get_submodule(f"{ATTENTION}.to_out.0").bias.mul_(2)

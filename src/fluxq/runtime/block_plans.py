@@ -11,8 +11,8 @@ if they give other bytes there is no plan. From the third on they are done in it
              that have no plans, or whose modules the block holds no more.
 
 A plan holds no tensor: weights are looked up at each call. A block with tensors or modules in plain attributes, or with
-a layer in 16 bit at this step, has neither plans nor a state. After `MOST_MISSES` changes in a row a block is not looked
-at for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_why_not`), and calls
+a layer in 16 bit at this step, has neither plans nor a state. After `MOST_MISSES` changes in a row a block is let alone
+for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_why_not`), and calls
 with gradients, autocast, verify="always", under a mode of torch (a default device is one), with torch's attention
 replaced or on another GPU than the current one are computed plainly.
 """
@@ -129,6 +129,7 @@ class BlockPlans:
 class _State:
     """State of all that a block's forward reads beside its arguments, and the plans of calls in it, by their kind.
 
+    A shallow copy of a block has the same `BlockPlans`, and finds a state only while its registries are the same too.
     The block's own attributes are looked up in it at each comparison: kept here, they would keep the block.
     """
 
@@ -136,7 +137,11 @@ class _State:
         self.plans: dict[Any, Any] = {}
         self.modules = [*block.modules()][1:]
         self._own = _own(block)
+        self._registries = _registries(block)
         self._classes = [*map(type, self.modules)]
+        self._kinds = [*dict.fromkeys(self._classes)]
+        self._processors = [*filter(None, map(_processor_of, self.modules))]
+        self._code = self._present_code()
         self._hooks = [
             *(getattr(module, name) for module in self.modules for name in ("_forward_hooks", "_forward_pre_hooks")),
             torch_modules._global_forward_hooks,
@@ -162,6 +167,8 @@ class _State:
         """Return the weights if the block is in this state, else None."""
         if any(self._hooks) != self._is_hooked or self._classes != [*map(type, self.modules)]:
             return None
+        if [*map(id, self._registries)] != [*map(id, _registries(block))] or self._code != self._present_code():
+            return None
         try:
             is_alike = self._own == _own(block) and self._read == self._copies
         except (RuntimeError, ValueError):  # a tensor stands where a number was, and is neither true nor false
@@ -177,6 +184,12 @@ class _State:
         """Return the block's weights as they are now."""
         every = chain.from_iterable(map(dict.values, self._owners))
         return [weight for weight in every if weight is not None]
+
+    def _present_code(self) -> list[Any]:
+        """Return what the classes of modules and processors say, whose own attributes do not show it."""
+        names = ("__class__", "__call__", "_attention_backend", "_parallel_config")
+        said = [getattr(type(each), name, None) for each in self._processors for name in names]
+        return [*(kind.forward for kind in self._kinds), *said]
 
     def _versions_of(self, weights: list[Tensor]) -> list[int]:
         """Return how often numbers were written, which side_by_side.py compares."""
@@ -257,7 +270,7 @@ def _why_not(modules: list[nn.Module]) -> str:
     """Return the reason why calls of a block of these modules have no plan; empty if they have."""
     for module in modules:
         name = type(module).__name__
-        if type(module).__module__.split(".")[0] not in WATCHABLE_PACKAGES:
+        if not _is_watchable(type(module)) or not _is_watchable(type(module).forward):
             return f"a {name} may compute what is not seen"
         if "forward" in vars(module):
             return f"the forward of a {name} was replaced"
@@ -265,7 +278,7 @@ def _why_not(modules: list[nn.Module]) -> str:
             return f"a {name} is compiled"
         if any(type(each) not in (*PLAIN, type(None)) for each in chain(*map(dict.values, _owned(module)))):
             return f"a {name} has a weight of another class"
-        processor = vars(module).get("processor")
+        processor = _processor_of(module)
         backend = getattr(processor, "_attention_backend", None)
         if backend is not None and backend not in WATCHABLE_BACKENDS:
             return f"attention of {backend} may launch what is not seen"
@@ -274,10 +287,18 @@ def _why_not(modules: list[nn.Module]) -> str:
     return ""
 
 
+def _is_watchable(code: Any) -> bool:
+    """Tell whether a class or function is of a package whose modules call torch, and kernels through launch.py."""
+    return str(code.__module__).split(".")[0] in WATCHABLE_PACKAGES
+
+
+def _processor_of(module: nn.Module) -> Any:
+    return vars(module).get("processor")
+
+
 def _attributes(modules: list[nn.Module]) -> list[dict[str, Any]]:
     """Return the attributes of modules and of their processors."""
-    processors = (vars(module).get("processor") for module in modules)
-    return [vars(each) for each in (*modules, *processors) if hasattr(each, "__dict__")]
+    return [vars(each) for each in (*modules, *map(_processor_of, modules)) if hasattr(each, "__dict__")]
 
 
 def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
@@ -300,6 +321,10 @@ def _own(block: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(block).items() if name not in UNREAD and name != FUSION_ATTRIBUTE}
 
 
+def _registries(block: nn.Module) -> tuple[dict[str, Any], ...]:
+    return block._modules, block._parameters, block._buffers
+
+
 def _owned(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
@@ -315,7 +340,7 @@ MOST_MISSES, REST = 16, 64  # of a block whose state is another at each call, as
 PLAIN = (Tensor, nn.Parameter)
 VALUES = (type(None), bool, int, float, str)
 UNREAD = frozenset(vars(nn.Module())) - {"training"}  # torch's registries; the weights in them are compared by layout
-WATCHABLE_PACKAGES = ("torch", "diffusers", "fluxq", "peft")  # whose modules call torch, and kernels through launch.py
+WATCHABLE_PACKAGES = ("torch", "diffusers", "fluxq", "peft")
 WATCHABLE_BACKENDS = (  # of diffusers' attention: those of torch and ours
     *("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"),
     *computing.BACKENDS.values(),
