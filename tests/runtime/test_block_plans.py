@@ -330,7 +330,8 @@ def test_a_call_of_another_kind_is_not_replayed(why: str, replays: list[int], mo
 def float32_settings() -> Iterator[None]:
     """Set torch's precision of fp32 products back behind a test that sets it in the newer way."""
     yield
-    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+    everything: Any = torch.backends
+    everything.fp32_precision = everything.cuda.matmul.fp32_precision = "none"
 
 
 @pytest.mark.usefixtures("float32_settings")
