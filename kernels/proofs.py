@@ -24,7 +24,6 @@ from fluxq.kernels.dispatch import TORCH, Choice
 from fluxq.kernels.epilogue import ROUNDED_WEIGHTS, rounds_weights
 from fluxq.kernels.findings import Cell, Shape
 from fluxq.kernels.op import REFERENCES
-from fluxq.kernels.qk_norm_rope.op import tokens_of
 from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, pack_named, unpack_named
 from fluxq.recipes.formats import Scheme
@@ -101,7 +100,7 @@ def shape_of(name: str, arguments: Sequence[Any], cell: Cell) -> Shape:
     x, *rest = arguments
     if name == QK_NORM_ROPE.name:
         width = x.shape[2] * x.shape[3]
-        return tokens_of(x, *rest[1:3]), width, width
+        return OPS[name].kernel.tokens_of(x, *rest[1:3]), width, width
     if name == ATTENTION_FP8.name:
         return x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], rest[0].shape[1]
     if name == INPUT_GRADIENT.name:  # times W (N, K), a product of N inputs
