@@ -8,10 +8,29 @@ from types import ModuleType
 
 def sibling(name: str, prefix: str = "beside") -> ModuleType:
     """Execute a test file of tests/kernels anew, as the module PREFIX_NAME; its tests are then plain functions."""
-    file = Path(__file__).parent / "kernels" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{prefix}_{name}", file)
+    return executed(f"{prefix}_{name}", Path(__file__).parent / "kernels" / f"{name}.py")
+
+
+def with_fault(kernel: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
+    """Return a kernel's file as a module of its own, with one text replaced."""
+    source = Path(str(kernel.__file__))
+    text = source.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{source.name} does not hold {old!r} once"
+    return load_module(f"faulty_{source.stem}", text.replace(old, new), folder)
+
+
+def load_module(name: str, text: str, folder: Path) -> ModuleType:
+    """Write a text into a folder, and execute it as the module NAME."""
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    return executed(name, path)
+
+
+def executed(name: str, file: Path) -> ModuleType:
+    """Execute a file as the module NAME."""
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module  # imports and dataclasses look there
     spec.loader.exec_module(module)
     return module

@@ -3,8 +3,6 @@
 Each check takes the kernel file as an argument: the tests hand it the real one, the last test one with a fault.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_tests import with_fault
 from poison import poisoned
 from rounding import norm_steps, steps
 from torch import Tensor
@@ -454,21 +453,6 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]
-    faulty = with_fault(old, new, tmp_path)
+    faulty = with_fault(adaln_quantize, old, new, tmp_path)
     with pytest.raises((AssertionError, InterpreterError), match=r"differ|outside every argument tensor"):
         check(faulty)
-
-
-def with_fault(old: str, new: str, folder: Path) -> ModuleType:
-    """The kernel file as a module of its own, with one text replaced."""
-    source = Path(adaln_quantize.__file__)
-    text = source.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{source.name} does not hold {old!r} once"
-    path = folder / source.name
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"faulty_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

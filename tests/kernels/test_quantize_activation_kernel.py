@@ -3,10 +3,8 @@
 Each check takes the kernel file as an argument: the tests hand it the real one, the last test one with a fault.
 """
 
-import importlib.util
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_tests import load_module
 from poison import poisoned
 from rounding import packed, steps
 from torch import Tensor
@@ -745,14 +744,3 @@ def with_fault(file: str, old: str, new: str, folder: Path) -> ModuleType:
     return load_module(
         "above_faulty_codes", above.replace("from fluxq.kernels.codes", f"from {faulty.__name__}"), folder
     )
-
-
-def load_module(name: str, text: str, folder: Path) -> ModuleType:
-    path = folder / f"{name}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # imports and dataclasses look there
-    spec.loader.exec_module(module)
-    return module

@@ -4,8 +4,6 @@ No GPU has run the kernel. The interpreter runs its partitions in many orders an
 planted in the kernel show that it does.
 """
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_bounds import bounds
-from kernel_tests import sibling
+from kernel_tests import sibling, with_fault
 from torch import Tensor
 
 from benchmarks.kernels import aot
@@ -201,25 +199,10 @@ FAULTS: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, message = FAULTS[fault]
-    faulty = with_fault(old, new, tmp_path)
+    faulty = with_fault(warp_specialized, old, new, tmp_path)
     for seed in range(3):
         with pytest.raises((AssertionError, Fault, IndexError), match=message):
             check(faulty, monkeypatch, seed=seed)
-
-
-def with_fault(old: str, new: str, folder: Path) -> ModuleType:
-    """The kernel's file as a module of its own, with one text replaced."""
-    source = Path(warp_specialized.__file__)
-    text = source.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{source.name} does not hold {old!r} once"
-    path = folder / source.name
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"faulty_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("version", PROVEN)
