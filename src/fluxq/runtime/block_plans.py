@@ -187,9 +187,10 @@ class _State:
 
     def _present_code(self) -> list[Any]:
         """Return what the classes of modules and processors say, whose own attributes do not show it."""
-        names = ("__class__", "__call__", "_attention_backend", "_parallel_config")
-        said = [getattr(type(each), name, None) for each in self._processors for name in names]
-        return [*(kind.forward for kind in self._kinds), *said]
+        classes = [*map(type, self._processors)]
+        names = ("__call__", "_attention_backend", "_parallel_config")
+        attributes = [getattr(kind, name, None) for kind in classes for name in names]
+        return [*(kind.forward for kind in self._kinds), *classes, *attributes]
 
     def _versions_of(self, weights: list[Tensor]) -> list[int]:
         """Return how often numbers were written, which side_by_side.py compares."""
