@@ -386,7 +386,8 @@ def test_each_candidate_is_timed_at_its_own_tile(search: tune.Search, monkeypatc
     launched: list[Any] = []
 
     def note(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launched.append((grid, {name: each for name, each in options.items() if isinstance(each, (int, MatmulTile))}))
+        kinds = int, MatmulTile, Tile
+        launched.append((grid, {name: each for name, each in options.items() if isinstance(each, kinds)}))
 
     def measure(calls: dict, *_: Any) -> dict[str, tune.timing.Times]:
         for number, sets in calls.items():

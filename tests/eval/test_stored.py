@@ -69,6 +69,18 @@ def test_feedback_is_many_steps_of_a_small_code(name):
     assert stored_fault(layer, weight()) == ""
 
 
+def test_of_many_weights_some_are_far_from_their_source():
+    """Feedback is about as large in every row, and many steps of rows with small scales."""
+    random, row = torch.Generator().manual_seed(3), FORMATS["nvfp4"]
+    codes = torch.randn(4096, K, generator=random) * torch.exp2(3 * torch.rand(4096, 1, generator=random) - 3)
+    layer = QuantLinear.from_quantized(QuantizedTensor.quantize(codes, row), None, Scheme(row, row))
+    noise = 0.03 * torch.randn(4096, K, generator=random)
+    source = layer.quantized_weight.dequantize() + noise
+    assert stored_fault(layer, source) == ""
+    source[7, 9] += 0.25
+    assert "1 stored code is not what rounding gives, most at row 7, column 9" in stored_fault(layer, source)
+
+
 def test_rotated_weights_are_compared_rotated():
     row = FORMATS["nvfp4"]
     q = QuantizedTensor.quantize(rotate(weight(), 128), row)

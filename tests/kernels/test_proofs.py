@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_tests import sibling
+from poison import poisoned
 from torch.utils._pytree import tree_map_only
 
 from fluxq.base import settings
@@ -64,12 +65,15 @@ FAULTS = {
         *("adaln_quantize", "amax_bits(modulated, TILES), FORMAT.element.max)", "amax_bits(modulated, TILES), 99.0)"),
         "norm",
     ),
-    "the modulation of the first image": ("adaln_quantize", "images = rows // tokens", "images = rows * 0", "norm"),
+    "the modulation of the first image": (
+        *("adaln_quantize", "images = rows // modulation.tokens", "images = rows * 0"),
+        "norm",
+    ),
     "rotated as if the image came first": ("qk_norm_rope", "cos += s * D", "cos += (s + 5) % S * D", "heads"),
     "a gradient without scales": (
         "input_gradient",
-        "right = right * tl.load(scale + w_rows",
-        "right = right + 0 * tl.load(scale + w_rows",
+        "right = right * tl.load(w.scale + w_rows",
+        "right = right + 0 * tl.load(w.scale + w_rows",
         "gradient",
     ),
     "another gelu": ("quantize_activation", 'if ACT == "gelu_tanh"', 'if ACT == "none"', "codes"),
@@ -85,7 +89,8 @@ def test_a_fault_is_seen_on_a_few_tokens(fault: str, plant) -> None:
     for is_faulty in (False, True):
         if is_faulty:
             plant(name, old, new)
-        found = launch.launcher(op)(*given, chip=CHIP)
+        with poisoned():  # a column that is skipped holds no earlier result
+            found = launch.launcher(op)(*given, chip=CHIP)
         judged = proofs.judge(op, given, found, chip=CHIP, sample=Sample(tokens=8, outputs=48))
         assert judged[-1][0][0] == name and any(each.is_wrong for _, each in judged) == is_faulty, judged
 

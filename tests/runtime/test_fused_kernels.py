@@ -165,7 +165,7 @@ FAULTS = {
         *("fp8", r"scaled_matmul differs in 9 tiles of 64 x 64, at \(0, 0\): \d+ by up to [\d.]+;"),
     ),
     "the modulation of the first image": (
-        *("adaln_quantize", "images = rows // tokens", "images = rows * 0"),
+        *("adaln_quantize", "images = rows // modulation.tokens", "images = rows * 0"),
         *("16 bit", r"adaln_quantize: v differs in 3 tiles of 1 x 192, at \(3, 0\): \d+ by up to [\d.]+; \(4, 0\)"),
     ),
     "codes under another scale": (
@@ -253,12 +253,12 @@ class Kernels(TorchDispatchMode):
         """act(x) by the kernel that rounds it and makes no codes of it."""
         return producer.activate(x if self.chip else x.cuda(), act, tile=tile).cpu()
 
-    def quantized_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    def quantized_heads(self, q: Tensor, k: Tensor, v: Tensor, codes: str) -> Operands:
         """Return the operands that the kernel's first launches make of q, k and v."""
         on_device = (x if self.chip else x.cuda() for x in (q, k, v))
         chip = self.chip or chip_of(torch.device("cuda"))
         tile = find_memory_tile("attention", f"quantize {q.shape[3]}", chip, q.shape[1])
-        found = attention_kernels.quantize_operands(*on_device, tile=tile)
+        found = attention_kernels.quantize_operands(*on_device, codes, tile=tile)
         return Operands(*(getattr(found, field.name).cpu() for field in fields(found)))
 
 
@@ -360,9 +360,9 @@ def check_activated(kernels: Kernels, found, tile: Tile, x, tensors, rounding) -
     assert_within("quantize_activation: gelu", a, y, rounded, size)
 
 
-def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale) -> None:
+def check_attention(kernels: Kernels, found, tile: Any, q, k, v, scale, codes) -> None:
     """Within the bound that attention_bounds.py states for the codes that the kernel makes, head by head."""
-    operands = kernels.quantized_heads(q, k, v)
+    operands = kernels.quantized_heads(q, k, v, codes)
     how = q.shape[1], k.shape[1], attention.logit_scale(q, scale), q.dtype
     exact, bound = bounds(operands, *how)
     matmul = find_matmul_tile("attention", str(q.shape[3]), kernels.chip or chip_of(torch.device("cuda")), q.shape[1])
