@@ -34,7 +34,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves
 
 from fluxq.base import settings
-from fluxq.base.console import logger
+from fluxq.base.console import first_line, logger
 from fluxq.kernels import findings
 from fluxq.kernels.op import untraced
 from fluxq.recipes import computing
@@ -67,27 +67,19 @@ class BlockPlans:
         given: list[Tensor] = []
         kind = None if self._rests() else _kind(args, kwargs, given)
         found = None if kind is None else self._find(block)
-        if found is None:
+        if found is None or found[0].why_not:
             return computed(*args, **kwargs)[0]
-        state, weights = found
-        plan = None if state.why_not else state.plans.get(kind, UNSEEN)
-        if plan is None:
-            return computed(*args, **kwargs)[0]
+        plans, operands = found[0].plans, [*given, *found[1]]
+        plan = plans.get(kind, UNSEEN)
         if plan is UNSEEN:
-            if len(state.plans) >= MOST_KINDS:
-                del state.plans[next(iter(state.plans))]
-            state.plans[kind] = ONCE
-            return computed(*args, **kwargs)[0]
-        operands = [*given, *weights]
-        if plan is ONCE:
-            if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be compared
-                return computed(*args, **kwargs)[0]
-            watched = importlib.import_module("fluxq.kernels.plans").watched  # which needs Triton
-            (result, is_fused), plan = watched(lambda: computed(*args, **kwargs), operands)
-            plan = None if plan is None or not is_fused else plan._replace(result=plan.result.values[0])
-            state.plans[kind] = plan if plan is not None and _repeats(plan, operands, result) else None
+            if len(plans) >= MOST_KINDS:
+                oldest, *_ = plans
+                plans.pop(oldest, None)  # another thread may do so too
+            plans[kind] = ONCE
+        elif plan is ONCE and not (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            result, plans[kind] = _planned(lambda: computed(*args, **kwargs), operands)
             return result
-        return plan(operands)
+        return plan(operands) if callable(plan) else computed(*args, **kwargs)[0]
 
     def _rests(self) -> bool:
         """Tell whether this call is not looked at, as the state changed too often."""
@@ -101,10 +93,11 @@ class BlockPlans:
 
     def _find(self, block: nn.Module) -> tuple[_State, list[Tensor]] | None:
         """Return the block's present state, a known one or a new one, and its weights; None where it has no plans."""
-        for state in self._states:
+        states = self._states  # other threads put another list there
+        for state in states:
             weights = state.weights_if_present(block)
             if weights is not None:
-                if state is not self._states[0]:
+                if state is not states[0]:
                     self._put_first(state, block)
                 self._misses = 0
                 return state, weights
@@ -197,14 +190,26 @@ class _State:
         return [0 if weights[number].is_inference() else weights[number]._version for number in self._scales]
 
 
+def _planned(call: Callable[[], tuple[Any, bool]], operands: list[Tensor]) -> tuple[Any, Any]:
+    """Return the result of a call and its plan; None without one."""
+    watched = importlib.import_module("fluxq.kernels.plans").watched  # which needs Triton
+    (result, is_fused), plan = watched(call, operands)
+    plan = None if plan is None or not is_fused else plan._replace(result=plan.result.values[0])
+    return result, plan if plan is not None and _repeats(plan, operands, result) else None
+
+
 def _repeats(plan: Any, operands: list[Tensor], result: Any) -> bool:
     """Tell whether a plan gives the result of the call that it was made of, byte for byte; warn if it does not."""
     if settings.verification() == "off":
         return True
-    pairs = zip(tree_leaves(plan(operands)), tree_leaves(result), strict=True)
-    if all(a is b or torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b))) for a, b in pairs):
-        return True
-    logger.warning("a fused block has no plan: its steps, done again, gave other bytes; please report this")
+    try:
+        pairs = zip(tree_leaves(plan(operands)), tree_leaves(result), strict=True)
+        if all(a is b or torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b))) for a, b in pairs):
+            return True
+        why = "gave other bytes; please report this"
+    except Exception as error:  # as out of memory, where the call itself was not
+        why = f"raised {type(error).__name__}: {first_line(error)}"
+    logger.warning("a fused block has no plan: its steps, done again, %s", why)
     return False
 
 
