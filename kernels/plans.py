@@ -147,20 +147,6 @@ def _plan(steps: Sequence[Step], result: Any, operands: int, made: int) -> Plan:
     return Plan(kept, result, made)
 
 
-def kind_of(arguments: Sequence[Any], operands: list[Tensor]) -> tuple[Any, ...]:
-    """Return what a plan depends on of arguments, tensors also in lists, hashable; add the tensors to `operands`."""
-    kinds: list[Any] = []
-    for value in arguments:
-        if isinstance(value, Tensor):
-            kinds += value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16
-            operands.append(value)
-        elif type(value) is list or (isinstance(value, tuple) and type(value) is not torch.Size):
-            kinds.append((type(value), kind_of(value, operands)))
-        else:
-            kinds.append(value)
-    return tuple(kinds)
-
-
 class _Watch(TorchDispatchMode):
     """Notes the steps of a call.
 

@@ -383,6 +383,27 @@ def test_a_mode_of_functions_is_not_passed_by(replays: list[int]) -> None:
     assert not replays
 
 
+@pytest.mark.parametrize("how", ["negated", "functionalized", "differentiated"])
+def test_tensors_that_are_more_than_their_memory_have_no_plan(how: str, replays: list[int]) -> None:
+    model = planned(optimized("16 bit", "qwen_image"))
+    x = torch.randn(1, 7, 16).bfloat16()
+    call = partial(output, model, hidden_states=x)
+    if how == "negated":
+        negated = lambda given: given | {"temb": torch._neg_view(given["temb"])}  # noqa: E731
+        for block in model.transformer_blocks:
+            block.register_forward_pre_hook(lambda block, args, given: (args, negated(given)), with_kwargs=True)
+    elif how == "functionalized":
+        call = partial(torch.func.functionalize(lambda x: output(model, hidden_states=x)), x)
+    else:
+        call = partial(torch.func.jvp, lambda x: output(model, hidden_states=x), (x,), (x,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_plans, "DEVICES", ())
+        want = call()
+    for _ in range(3):
+        assert all(map(torch.equal, call(), want))
+    assert not replays
+
+
 @pytest.mark.parametrize("planned_before", [True, False])
 def test_attention_that_was_replaced_has_no_plan(planned_before: bool, replays: list[int], monkeypatch) -> None:
     own = torch.nn.functional.scaled_dot_product_attention

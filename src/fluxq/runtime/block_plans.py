@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from fluxq.base import settings
 from fluxq.base.console import first_line, logger
 from fluxq.kernels import findings
-from fluxq.kernels.op import untraced
+from fluxq.kernels.op import kind_of, untraced
 from fluxq.recipes import computing
 
 
@@ -223,11 +223,11 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) ->
     if chosen[0] not in WATCHABLE_BACKENDS or type(chosen[1]) is not BuiltinFunctionType:
         return None
     try:
-        kinds = _kinds((*args, *kwargs, *kwargs.values()), given)
-    except TypeError:
+        kinds = kind_of((*args, *kwargs, *kwargs.values()), given)
+    except (TypeError, RuntimeError):  # what cannot be compared, and tensors without memory of their own
         return None
     device = given[0].device if given else torch.device("meta")
-    if not are_planned(device.type) or len({*map(id, given)}) < len(given):
+    if not are_planned(device.type) or len({*map(id, given)}) < len(given) or any(map(_is_unusual, given)):
         return None
     if torch.is_autocast_enabled(device.type) or (
         device.type == "cuda" and device.index != torch.cuda.current_device()
@@ -245,22 +245,9 @@ def kernel_settings() -> tuple[Any, ...]:
     return backend, F.scaled_dot_product_attention, *(setting() for setting in _SETTINGS)
 
 
-def _kinds(values: tuple[Any, ...], given: list[Tensor]) -> tuple[Any, ...]:
-    """Return the kinds of arguments, and add their tensors to `given`. TypeError for what cannot be compared."""
-    kinds: list[Any] = []
-    for value in values:
-        if type(value) in PLAIN:
-            kinds += value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16
-            given.append(value)
-        elif type(value) in (list, tuple):
-            kinds.append((type(value), _kinds(value, given)))
-        elif type(value) in VALUES:
-            kinds.append((type(value), value))
-        elif type(value) is dict and not value:
-            kinds.append(dict)
-        else:
-            raise TypeError(f"an argument is a {type(value).__name__}")
-    return tuple(kinds)
+def _is_unusual(tensor: Tensor) -> bool:
+    """Tell whether a tensor is of a subclass, or more than its memory shows: negated, or part of a transform."""
+    return type(tensor) not in PLAIN or bool(torch._C._dispatch_keys(tensor).raw_repr() & UNUSUAL)
 
 
 def _is_not_kept(block: nn.Module) -> bool:
@@ -344,7 +331,11 @@ DEVICES = ("cuda",)
 MOST_STATES, MOST_KINDS = 4, 8
 MOST_MISSES, REST = 16, 64  # of a block whose state is another at each call, as that of one which is offloaded
 PLAIN = (Tensor, nn.Parameter)
-VALUES = (type(None), bool, int, float, str)
+_KEYS = torch._C.DispatchKey
+UNUSUAL = sum(
+    torch._C.DispatchKeySet(key).raw_repr()
+    for key in (_KEYS.Negative, _KEYS.Conjugate, _KEYS.ZeroTensor, _KEYS.Functionalize)
+)
 UNREAD = frozenset(vars(nn.Module())) - {"training"}  # torch's registries; the weights in them are compared by layout
 WATCHABLE_PACKAGES = ("torch", "diffusers", "fluxq", "peft")
 WATCHABLE_BACKENDS = (  # of diffusers' attention: those of torch and ours
