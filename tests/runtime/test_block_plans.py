@@ -278,6 +278,32 @@ def test_a_global_scale_written_in_place_takes_layers_apart(replays: list[int]) 
     assert torch.equal(output(model), want) and len(replays) == FLUX - 1
 
 
+def test_weights_at_their_places_that_are_no_longer_one_memory_are_seen(replays: list[int]) -> None:
+    """As when they come back to a GPU: their product was one."""
+    model = optimized("int8-int8")
+    layers = [model.get_submodule(f"{ATTENTION}.to_{each}") for each in "qkv"]
+    assert lay_side_by_side(layers)
+    planned(model)
+    for weight in (weight for layer in layers for weight in layer.parameters()):
+        weight.data = torch.from_numpy(weight.data.view(torch.uint8).numpy()).view(weight.dtype)
+    want = unplanned(model)
+    assert torch.equal(output(model), want) and len(replays) == FLUX - 1
+
+
+@pytest.mark.parametrize("backend", ["native", "_native_math"])
+def test_attention_that_a_context_chooses_is_planned_as_chosen(backend: str, replays: list[int]) -> None:
+    """In inference mode torch chooses behind a watch, by settings that diffusers makes for this call alone."""
+    model = optimized()
+    model.get_submodule(ATTENTION).processor._attention_backend = backend
+    with torch.inference_mode():
+        want = unplanned(model)
+        assert all(torch.equal(output(model), want) for _ in range(3))
+    (plan,) = plans_of(model.transformer_blocks[0])._states[0].plans.values()
+    names = [step.function._schema.name for step in plan.steps if hasattr(step.function, "_schema")]
+    is_fused = "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert is_fused == (backend == "native") and "aten::scaled_dot_product_attention" not in names
+
+
 def test_steps_in_16_bit_between_others_leave_their_plans(replays: list[int]) -> None:
     model = planned(optimized())
     want = output(model)

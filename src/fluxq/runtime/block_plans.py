@@ -323,7 +323,8 @@ def _owned(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _layout(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.shape, weight.dtype, weight.is_contiguous() or weight.stride()
+    place = weight.data_ptr(), weight.storage_offset()  # of neighbours that are one memory, as side_by_side.py sees it
+    return *place, weight.shape, weight.dtype, weight.is_contiguous() or weight.stride()
 
 
 FUSION_ATTRIBUTE = "fluxq_fusion"  # of a fused block: its `Fusion`
