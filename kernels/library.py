@@ -20,6 +20,7 @@ from fluxq.base.settings import accumulation
 from fluxq.kernels.ops import INT_MM, scaled_int8_product
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import rows_are_at
+from fluxq.recipes.formats import FORMATS
 
 
 class LibraryProduct(NamedTuple):
@@ -62,7 +63,7 @@ def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int,
             f"torch {torch.__version__} is built on CUDA {torch.version.cuda}, whose library has no {format} product: "
             f"install one built on {'.'.join(map(str, CUDA_IN_128S))} or later"
         )
-    if row.scaling.startswith("Block") and format != IN_128S and layout != "swizzled":
+    if FORMATS[format.partition("-")[0]].has_byte_scales and layout != "swizzled":
         return "the library takes block scales in the 128x4 layout: call fluxq.prepare"
     return ""
 

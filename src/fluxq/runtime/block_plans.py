@@ -2,7 +2,7 @@
 
 The first call of a kind runs plainly, and what it launches is compiled and compared; the second is watched as
 kernels/plans.py watches an op, with all weights of the block as operands, and its steps are done once more beside it:
-if they give other bytes there is no plan. From the third on they are done in its place:
+if they give other bytes, or fail, there is no plan. From the third on they are done in its place:
 
     kind     shapes, strides, dtypes, device, alignment and shared memory of the arguments, other arguments by value,
              and the settings of the process that choose kernels
@@ -12,9 +12,9 @@ if they give other bytes there is no plan. From the third on they are done in it
 
 A plan holds no tensor: weights are looked up at each call. A block with tensors or modules in plain attributes, or with
 a layer in 16 bit at this step, has neither plans nor a state. After `MOST_MISSES` changes in a row a block is let alone
-for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_why_not`), and calls
-with gradients, autocast, verify="always", under a mode of torch (a default device is one), with torch's attention
-replaced or on another GPU than the current one are computed plainly.
+for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_is_seen`), and calls
+with gradients, autocast, verify="always", under a mode of torch (a default device is one) or in one of its transforms,
+with torch's attention replaced or on another GPU than the current one are computed plainly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BlockPlans:
 
     def __init__(self) -> None:
         self._states: list[_State] = []  # the one that was found last first
-        self._misses = 0  # states in a row that were not found again, and the calls since that was too often
+        self._misses = 0  # changes in a row; from MOST_MISSES on, calls of the rest are added
 
     def __reduce__(self) -> tuple[type[BlockPlans], tuple[()]]:
         return BlockPlans, ()
@@ -67,7 +67,7 @@ class BlockPlans:
         given: list[Tensor] = []
         kind = None if self._rests() else _kind(args, kwargs, given)
         found = None if kind is None else self._find(block)
-        if found is None or found[0].why_not:
+        if found is None or not found[0].is_seen:
             return computed(*args, **kwargs)[0]
         plans, operands = found[0].plans, [*given, *found[1]]
         plan = plans.get(kind, UNSEEN)
@@ -114,7 +114,7 @@ class BlockPlans:
         others = [
             other
             for other in self._states
-            if other is not state and not other.why_not and present.issuperset(map(id, other.modules))
+            if other is not state and other.is_seen and present.issuperset(map(id, other.modules))
         ]
         self._states = [state, *others[: MOST_STATES - 1]]
 
@@ -129,7 +129,7 @@ class _State:
     def __init__(self, block: nn.Module) -> None:
         self.plans: dict[Any, Any] = {}
         self.modules = [*block.modules()][1:]
-        self._own = _own(block)
+        self._plain = _plain(block)
         self._registries = _registries(block)
         self._classes = [*map(type, self.modules)]
         self._kinds = [*dict.fromkeys(self._classes)]
@@ -140,16 +140,13 @@ class _State:
             torch_modules._global_forward_hooks,
             torch_modules._global_forward_pre_hooks,
         ]
-        self._is_hooked = any(self._hooks)
-        hooked = "a module has a hook, which may decide at each call what to do" if self._is_hooked else ""
-        self.why_not = hooked or _why_not(self.modules)
+        self._is_hooked = any(self._hooks)  # a hook may decide at each call what to do
+        self.is_seen = not self._is_hooked and all(map(_is_seen, self.modules))
         attributes = _attributes(self.modules)
         children = [module._modules for module in (block, *self.modules) if module._modules]
         self._read = [*children, *chain.from_iterable(map(_containers, attributes))]
         self._copies = [each if isinstance(each, tuple) else each.copy() for each in self._read]
-        self._owners = [
-            owner for module in (block, *self.modules) for owner in (module._parameters, module._buffers) if owner
-        ]
+        self._owners = [owner for module in (block, *self.modules) for owner in _owned(module) if owner]
         self._names = [*chain.from_iterable(self._owners)]
         weights = self.weights()
         self._layouts = [*map(_layout, weights)]
@@ -163,7 +160,7 @@ class _State:
         if [*map(id, self._registries)] != [*map(id, _registries(block))] or self._code != self._present_code():
             return None
         try:
-            is_alike = self._own == _own(block) and self._read == self._copies
+            is_alike = self._plain == _plain(block) and self._read == self._copies
         except (RuntimeError, ValueError):  # a tensor stands where a number was, and is neither true nor false
             return None
         weights = self.weights()
@@ -255,34 +252,22 @@ def _is_not_kept(block: nn.Module) -> bool:
     modules = [*block.modules()][1:]
     if any("instead" in vars(module) for module in modules):
         return True
-    read = chain(_containers(_own(block)), chain.from_iterable(map(_containers, _attributes(modules))))
+    read = chain(_containers(_plain(block)), chain.from_iterable(map(_containers, _attributes(modules))))
     return any(isinstance(value, (Tensor, nn.Module)) for each in read for value in _values(each))
 
 
-def _why_not(modules: list[nn.Module]) -> str:
-    """Return the reason why calls of a block of these modules have no plan; empty if they have."""
-    for module in modules:
-        name = type(module).__name__
-        if not _is_watchable(type(module)) or not _is_watchable(type(module).forward):
-            return f"a {name} may compute what is not seen"
-        if "forward" in vars(module):
-            return f"the forward of a {name} was replaced"
-        if module._compiled_call_impl is not None:
-            return f"a {name} is compiled"
-        if any(type(each) not in (*PLAIN, type(None)) for each in chain(*map(dict.values, _owned(module)))):
-            return f"a {name} has a weight of another class"
-        processor = _processor_of(module)
-        backend = getattr(processor, "_attention_backend", None)
-        if backend is not None and backend not in WATCHABLE_BACKENDS:
-            return f"attention of {backend} may launch what is not seen"
-        if getattr(processor, "_parallel_config", None) is not None:
-            return "attention is context parallel"
-    return ""
-
-
-def _is_watchable(code: Any) -> bool:
-    """Tell whether a class or function is of a package whose modules call torch, and kernels through launch.py."""
-    return str(code.__module__).split(".")[0] in WATCHABLE_PACKAGES
+def _is_seen(module: nn.Module) -> bool:
+    """Tell whether a watch sees all that a module computes: it is of a package that calls torch, and launch.py."""
+    code, processor = (type(module), type(module).forward), _processor_of(module)
+    weights = chain(*map(dict.values, _owned(module)))
+    return (
+        all(str(each.__module__).split(".")[0] in WATCHABLE_PACKAGES for each in code)
+        and "forward" not in vars(module)
+        and module._compiled_call_impl is None
+        and all(type(each) in (*PLAIN, type(None)) for each in weights)
+        and getattr(processor, "_attention_backend", None) in (None, *WATCHABLE_BACKENDS)
+        and getattr(processor, "_parallel_config", None) is None
+    )
 
 
 def _processor_of(module: nn.Module) -> Any:
@@ -309,13 +294,13 @@ def _values(container: Any) -> Iterator[Any]:
     yield from container.values() if isinstance(container, dict) else container
 
 
-def _own(block: nn.Module) -> dict[str, Any]:
-    """Return a block's own attributes, without torch's registries and what fused.py keeps there."""
+def _plain(block: nn.Module) -> dict[str, Any]:
+    """Return a block's attributes, without torch's registries and what fused.py keeps there."""
     return {name: value for name, value in vars(block).items() if name not in UNREAD and name != FUSION_ATTRIBUTE}
 
 
 def _registries(block: nn.Module) -> tuple[dict[str, Any], ...]:
-    return block._modules, block._parameters, block._buffers
+    return block._modules, *_owned(block)
 
 
 def _owned(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
