@@ -259,6 +259,37 @@ def test_other_registries_of_a_block_are_seen(what: str, replays: list[int]) -> 
     assert torch.equal(output(model), want)
 
 
+class Doubling(nn.Parameter):
+    """A weight of which F.linear makes twice what it would."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return 2 * result if func is torch.nn.functional.linear else result
+
+
+@pytest.mark.parametrize("what", ["another class", "no memory", "another name", "called otherwise"])
+def test_weights_that_are_not_what_they_were_are_seen(what: str, monkeypatch) -> None:
+    model = optimized("16 bit").float()
+    block = model.transformer_blocks[0]
+    layer, norm = block.ff.net[2], block.norm2
+    norm.bias = nn.Parameter(2 * torch.ones(model.inner_dim), requires_grad=False)
+    output(planned(model))
+    if what == "another class":
+        layer.weight = Doubling(layer.weight.data, requires_grad=False)
+    elif what == "no memory":
+        layer.weight = nn.Parameter((2 * layer.weight.data).to_sparse(), requires_grad=False)
+    elif what == "another name":
+        norm.weight, norm.bias = norm.bias, None
+    else:
+        call = nn.Linear.__call__
+        monkeypatch.setattr(nn.Linear, "__call__", lambda layer, x: 2 * call(layer, x))
+    want = unplanned(model)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+
+
 def test_weights_written_in_place_are_read(replays: list[int]) -> None:
     model = planned(optimized())
     model.get_submodule(f"{ATTENTION}.to_out.0").bias.mul_(2)

@@ -23,6 +23,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -141,15 +142,17 @@ class _State:
             torch_modules._global_forward_pre_hooks,
         ]
         self._is_hooked = any(self._hooks)  # a hook may decide at each call what to do
-        self.is_seen = not self._is_hooked and all(map(_is_seen, self.modules))
         attributes = _attributes(self.modules)
         children = [module._modules for module in (block, *self.modules) if module._modules]
         self._read = [*children, *chain.from_iterable(map(_containers, attributes))]
         self._copies = [each if isinstance(each, tuple) else each.copy() for each in self._read]
         self._owners = [owner for module in (block, *self.modules) for owner in _owned(module) if owner]
         self._names = [*chain.from_iterable(self._owners)]
+        self._types = [*map(type, self._slots())]
         weights = self.weights()
-        self._layouts = [*map(_layout, weights)]
+        self._layouts = _layouts(weights)
+        are_plain = self._layouts is not None and {*self._types} <= {*PLAIN, type(None)}
+        self.is_seen = are_plain and not self._is_hooked and all(map(_is_seen, self.modules))
         self._scales = [number for number, weight in enumerate(weights) if weight.ndim == 0]
         self._versions = self._versions_of(weights)
 
@@ -166,21 +169,23 @@ class _State:
         weights = self.weights()
         if not is_alike or self._names != [*chain.from_iterable(self._owners)]:
             return None
-        if self._layouts != [*map(_layout, weights)] or self._versions != self._versions_of(weights):
+        if self._types != [*map(type, self._slots())] or self._layouts != _layouts(weights):
             return None
-        return weights
+        return weights if self._versions == self._versions_of(weights) else None
 
     def weights(self) -> list[Tensor]:
         """Return the block's weights as they are now."""
-        every = chain.from_iterable(map(dict.values, self._owners))
-        return [weight for weight in every if weight is not None]
+        return [weight for weight in self._slots() if weight is not None]
+
+    def _slots(self) -> Iterator[Tensor | None]:
+        """Return what stands under the names of weights."""
+        return chain.from_iterable(map(dict.values, self._owners))
 
     def _present_code(self) -> list[Any]:
         """Return what the classes of modules and processors say, whose own attributes do not show it."""
-        classes = [*map(type, self._processors)]
-        names = ("__call__", "_attention_backend", "_parallel_config")
-        attributes = [getattr(kind, name, None) for kind in classes for name in names]
-        return [*(kind.forward for kind in self._kinds), *classes, *attributes]
+        classes = [*self._kinds, *map(type, self._processors)]
+        names = ("forward", "__call__", "_attention_backend", "_parallel_config")
+        return [*classes, *(getattr(each, name, None) for each in classes for name in names)]
 
     def _versions_of(self, weights: list[Tensor]) -> list[int]:
         """Return how often numbers were written, which side_by_side.py compares."""
@@ -258,13 +263,11 @@ def _is_not_kept(block: nn.Module) -> bool:
 
 def _is_seen(module: nn.Module) -> bool:
     """Tell whether a watch sees all that a module computes: it is of a package that calls torch, and launch.py."""
-    code, processor = (type(module), type(module).forward), _processor_of(module)
-    weights = chain(*map(dict.values, _owned(module)))
+    kind, processor = type(module), _processor_of(module)
     return (
-        all(str(each.__module__).split(".")[0] in WATCHABLE_PACKAGES for each in code)
+        all(str(each.__module__).split(".")[0] in WATCHABLE_PACKAGES for each in (kind, kind.forward, kind.__call__))
         and "forward" not in vars(module)
         and module._compiled_call_impl is None
-        and all(type(each) in (*PLAIN, type(None)) for each in weights)
         and getattr(processor, "_attention_backend", None) in (None, *WATCHABLE_BACKENDS)
         and getattr(processor, "_parallel_config", None) is None
     )
@@ -307,13 +310,20 @@ def _owned(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def _layout(weight: Tensor) -> tuple[Any, ...]:
-    place = weight.data_ptr(), weight.storage_offset()  # of neighbours that are one memory, as side_by_side.py sees it
-    return *place, weight.shape, weight.dtype, weight.is_contiguous() or weight.stride()
+def _layouts(weights: list[Tensor]) -> list[list[Any]] | None:
+    """Return where weights lie and how, and at what place of their storage: by that, neighbours are one tensor.
+
+    None where one has no memory of its own.
+    """
+    try:
+        return [[*map(part, weights)] for part in LAYOUT]
+    except RuntimeError:
+        return None
 
 
 FUSION_ATTRIBUTE = "fluxq_fusion"  # of a fused block: its `Fusion`
 DEVICES = ("cuda",)
+LAYOUT: Any = (Tensor.data_ptr, Tensor.storage_offset, Tensor.stride, attrgetter("shape", "dtype"))
 MOST_STATES, MOST_KINDS = 4, 8
 MOST_MISSES, REST = 16, 64  # of a block whose state is another at each call, as that of one which is offloaded
 PLAIN = (Tensor, nn.Parameter)
