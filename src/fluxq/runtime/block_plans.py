@@ -183,9 +183,10 @@ class _State:
 
     def _present_code(self) -> list[Any]:
         """Return what the classes of modules and processors say, whose own attributes do not show it."""
-        classes = [*self._kinds, *map(type, self._processors)]
-        names = ("forward", "__call__", "_attention_backend", "_parallel_config")
-        return [*classes, *(getattr(each, name, None) for each in classes for name in names)]
+        classes = [*map(type, self._processors)]
+        names = ("__call__", "_attention_backend", "_parallel_config")
+        attributes = [getattr(kind, name, None) for kind in classes for name in names]
+        return [*map(attrgetter("forward", "__call__"), self._kinds), *classes, *attributes]
 
     def _versions_of(self, weights: list[Tensor]) -> list[int]:
         """Return how often numbers were written, which side_by_side.py compares."""
