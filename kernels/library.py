@@ -72,12 +72,8 @@ def library_takes(x: QuantizedTensor, w: QuantizedTensor) -> bool:
     """Tell whether the library's product knows the scales of these operands, and their place."""
     if not (rows_are_at(x.codes, 16) and rows_are_at(w.codes, 16)):
         return False
-    scales = {x.scale.ndim, w.scale.ndim}
-    if x.format.name == "fp8_tensor":
-        return scales == {0}
-    if x.format.name == "fp8_1x128":
-        return (x.scale.ndim, w.scale.ndim) == (2, 1)
-    return scales == {1} and (x.global_scale is None or x.global_scale.ndim == 0)
+    axes = {"fp8_tensor": (0, 0), "fp8_1x128": (2, 1)}.get(x.format.name, (1, 1))
+    return (x.scale.ndim, w.scale.ndim) == axes and (x.global_scale is None or x.global_scale.ndim == 0)
 
 
 def library_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
