@@ -88,11 +88,6 @@ class Epilogue:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def is_plain(self) -> bool:
-        """Tell whether a bias is all that follows."""
-        return self.is_rounded_first and not self.is_gated
-
-    @property
     def is_rounded_first(self) -> bool:
         """Tell whether what follows a bias, if anything, comes after the rounding: gate and residual."""
         return not self.gelu and self.low_rank is None
@@ -235,9 +230,7 @@ def compare_product(
     if not in_16_bit:
         left = taken(_codes(x, given, names), rows)
         w = as_multiplied(w, left.format, None if given.row_scale is None else given.row_scale[outputs])
-    low_rank = None
-    if given.h is not None and given.up is not None:
-        low_rank = given.h[rows], given.up[outputs]
+    low_rank = None if given.h is None or given.up is None else (given.h[rows], given.up[outputs])
     what = Product(
         left,
         w,

@@ -26,8 +26,8 @@ from fluxq.kernels.all_ops import OPS
 from fluxq.kernels.dispatch import TORCH, Choice, NoKernel, choose, layout_of
 from fluxq.kernels.epilogue import LARGEST_RANK, Epilogue
 from fluxq.kernels.library import library_product
-from fluxq.kernels.op import REFERENCES
-from fluxq.kernels.plans import Plan, kind_of, watched, watching
+from fluxq.kernels.op import REFERENCES, kind_of
+from fluxq.kernels.plans import Plan, watched, watching
 from fluxq.kernels.quantize_activation.kernel import quantize_tuned
 from fluxq.kernels.quantize_activation.op import Rounding, RoundingTensors
 from fluxq.kernels.tensor import QuantizedTensor, read_named, unpack_named
@@ -57,21 +57,18 @@ def _planned(name: str, arguments: Sequence[Any], chip: str) -> Any:
         with watch.within():
             result = computed_by(name, arguments, chip)
         return _proofs().verified(name, arguments, result, chip)
-    if torch.is_autocast_enabled(arguments[0].device.type):  # which would change the steps of a plan
-        return _proofs().verified(name, arguments, computed_by(name, arguments, chip), chip)
     operands: list[Tensor] = []
     key = name, chip, arguments[0].get_device(), settings.changes(), kind_of(arguments, operands)
     plan = PLANS.get(key, UNSEEN)
-    if plan is UNSEEN and len({*map(id, operands)}) < len(operands):
-        return launcher(name)(*arguments, chip=chip)  # one tensor for two would be one of a plan for good
+    is_twice = plan is UNSEEN and len({*map(id, operands)}) < len(operands)  # one tensor for two would stay one
+    if plan is None or is_twice or torch.is_autocast_enabled(arguments[0].device.type):  # which changes the steps
+        return _proofs().verified(name, arguments, computed_by(name, arguments, chip), chip)
     if plan is UNSEEN:
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
         result, plan = watched(functools.partial(computed_by, name, arguments, chip), operands)
         PLANS[key] = None if settings.verification() == "always" else plan  # a plan compares nothing
         return _proofs().verified(name, arguments, result, chip)
-    if plan is None:
-        return _proofs().verified(name, arguments, computed_by(name, arguments, chip), chip)
     return plan(operands)
 
 

@@ -20,6 +20,7 @@ from fluxq.base.settings import accumulation
 from fluxq.kernels.ops import INT_MM, scaled_int8_product
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.tiles import rows_are_at
+from fluxq.recipes.formats import FORMATS
 
 
 class LibraryProduct(NamedTuple):
@@ -62,7 +63,7 @@ def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int,
             f"torch {torch.__version__} is built on CUDA {torch.version.cuda}, whose library has no {format} product: "
             f"install one built on {'.'.join(map(str, CUDA_IN_128S))} or later"
         )
-    if row.scaling.startswith("Block") and format != IN_128S and layout != "swizzled":
+    if FORMATS[format.partition("-")[0]].has_byte_scales and layout != "swizzled":
         return "the library takes block scales in the 128x4 layout: call fluxq.prepare"
     return ""
 
@@ -71,12 +72,8 @@ def library_takes(x: QuantizedTensor, w: QuantizedTensor) -> bool:
     """Tell whether the library's product knows the scales of these operands, and their place."""
     if not (rows_are_at(x.codes, 16) and rows_are_at(w.codes, 16)):
         return False
-    scales = {x.scale.ndim, w.scale.ndim}
-    if x.format.name == "fp8_tensor":
-        return scales == {0}
-    if x.format.name == "fp8_1x128":
-        return (x.scale.ndim, w.scale.ndim) == (2, 1)
-    return scales == {1} and (x.global_scale is None or x.global_scale.ndim == 0)
+    axes = {"fp8_tensor": (0, 0), "fp8_1x128": (2, 1)}.get(x.format.name, (1, 1))
+    return (x.scale.ndim, w.scale.ndim) == axes and (x.global_scale is None or x.global_scale.ndim == 0)
 
 
 def library_product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

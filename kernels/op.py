@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,27 @@ def launches_on_gpu(name: str, op: Any) -> None:
         _LIBRARY.impl(name, untraced(functools.partial(_launch, name)), "CUDA")
 
 
+def kind_of(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Return what a plan depends on of arguments, tensors also in lists, hashable; add the tensors to `tensors`.
+
+    Raises TypeError for an argument that cannot be compared.
+    """
+    kinds: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            kinds += value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16
+            tensors.append(value)
+        elif type(value) in (list, tuple):
+            kinds.append((type(value), kind_of(value, tensors)))
+        elif type(value) in VALUES:
+            kinds.append((type(value), value))
+        elif type(value) is dict and not value:
+            kinds.append(dict)
+        else:
+            raise TypeError(f"an argument is a {type(value).__name__}")
+    return tuple(kinds)
+
+
 def untraced(function: Any) -> Any:
     """Return the function, hidden from Dynamo, which is not imported before the first call."""
     return torch._disable_dynamo(function)
@@ -69,5 +91,6 @@ def _launch(name: str, *arguments: Any) -> Any:
     return importlib.import_module("fluxq.kernels.launch").run(name, *arguments)
 
 
+VALUES = (type(None), bool, int, float, str, torch.dtype)  # that arguments are compared by
 REFERENCES: dict[str, Callable[..., Any]] = {}  # name of an op -> its torch reference, for tensors on every device
 _LIBRARY = torch.library.Library("fluxq", "IMPL")  # what it registers lasts as long as it does

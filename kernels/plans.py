@@ -147,20 +147,6 @@ def _plan(steps: Sequence[Step], result: Any, operands: int, made: int) -> Plan:
     return Plan(kept, result, made)
 
 
-def kind_of(arguments: Sequence[Any], operands: list[Tensor]) -> tuple[Any, ...]:
-    """Return what a plan depends on of arguments, tensors also in lists, hashable; add the tensors to `operands`."""
-    kinds: list[Any] = []
-    for value in arguments:
-        if isinstance(value, Tensor):
-            kinds += value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16
-            operands.append(value)
-        elif type(value) is list or (isinstance(value, tuple) and type(value) is not torch.Size):
-            kinds.append((type(value), kind_of(value, operands)))
-        else:
-            kinds.append(value)
-    return tuple(kinds)
-
-
 class _Watch(TorchDispatchMode):
     """Notes the steps of a call.
 
@@ -179,6 +165,9 @@ class _Watch(TorchDispatchMode):
         self.repeatable = len(self.places) == self.operands
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is CHOOSING:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         seen = self.seen_within
         result = func(*args, **(kwargs or {}))
         if self.seen_within != seen:  # an op's launches, one by one
@@ -327,6 +316,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 _ONE_AT_A_TIME = threading.RLock()  # a watch puts its own launcher in the place of Triton's
 _HERE = threading.local()  # watch: of the present call
+CHOOSING = torch.ops.aten.scaled_dot_product_attention.default  # by settings of a context that plans do not enter
 READS_OR_DRAWS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 QUICK: dict[str, Callable[..., Any]] = {  # quicker than the ops behind them, and of the same arguments
     **{

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.jit import JITFunction
 
 from fluxq.base import settings
-from fluxq.kernels import launch, op, ops, plans
+from fluxq.kernels import dispatch, launch, op, ops, plans
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.op import untraced
 from fluxq.kernels.products import ProductTensors
@@ -173,11 +173,22 @@ def test_one_tensor_for_two_operands_makes_no_plan() -> None:
     assert len(launch.PLANS) == 1
 
 
+def test_one_tensor_for_two_has_the_reference_where_the_kernel_was_wrong(monkeypatch) -> None:
+    x, (scale, _, *rest), *how = norm(1)
+    given = x, [scale, scale, *rest], *how
+
+    def withdrawn(name: str) -> Any:
+        raise dispatch.NoKernel("it was wrong", was_wrong=True)
+
+    monkeypatch.setattr(launch, "launcher", withdrawn)
+    assert_same(launch.run("adaln_quantize", *given), op.REFERENCES["adaln_quantize"](*given))
+
+
 def test_operands_on_another_device_are_of_another_kind() -> None:
     x = tokens(1)
-    here = plans.kind_of([[x]], [])
+    here = op.kind_of([[x]], [])
     with mock.patch.object(Tensor, "get_device", lambda tensor: 1):
-        assert plans.kind_of([[x]], []) != here
+        assert op.kind_of([[x]], []) != here
 
 
 def test_a_plan_lets_go_of_what_is_read_no_more_and_makes_nothing_in_vain() -> None:

@@ -259,6 +259,37 @@ def test_other_registries_of_a_block_are_seen(what: str, replays: list[int]) -> 
     assert torch.equal(output(model), want)
 
 
+class Doubling(nn.Parameter):
+    """A weight of which F.linear makes twice what it would."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return 2 * result if func is torch.nn.functional.linear else result
+
+
+@pytest.mark.parametrize("what", ["another class", "no memory", "another name", "called otherwise"])
+def test_weights_that_are_not_what_they_were_are_seen(what: str, monkeypatch) -> None:
+    model = optimized("16 bit").float()
+    block = model.transformer_blocks[0]
+    layer, norm = block.ff.net[2], block.norm2
+    norm.bias = nn.Parameter(2 * torch.ones(model.inner_dim), requires_grad=False)
+    output(planned(model))
+    if what == "another class":
+        layer.weight = Doubling(layer.weight.data, requires_grad=False)
+    elif what == "no memory":
+        layer.weight = nn.Parameter((2 * layer.weight.data).to_sparse(), requires_grad=False)
+    elif what == "another name":
+        norm.weight, norm.bias = norm.bias, None
+    else:
+        call = nn.Linear.__call__
+        monkeypatch.setattr(nn.Linear, "__call__", lambda layer, x: 2 * call(layer, x))
+    want = unplanned(model)
+    for _ in range(3):
+        assert torch.equal(output(model), want)
+
+
 def test_weights_written_in_place_are_read(replays: list[int]) -> None:
     model = planned(optimized())
     model.get_submodule(f"{ATTENTION}.to_out.0").bias.mul_(2)
@@ -276,6 +307,32 @@ def test_a_global_scale_written_in_place_takes_layers_apart(replays: list[int]) 
     layers[1].weight_scale_2.mul_(2)
     want = unplanned(model)
     assert torch.equal(output(model), want) and len(replays) == FLUX - 1
+
+
+def test_weights_at_their_places_that_are_no_longer_one_memory_are_seen(replays: list[int]) -> None:
+    """As when they come back to a GPU: their product was one."""
+    model = optimized("int8-int8")
+    layers = [model.get_submodule(f"{ATTENTION}.to_{each}") for each in "qkv"]
+    assert lay_side_by_side(layers)
+    planned(model)
+    for weight in (weight for layer in layers for weight in layer.parameters()):
+        weight.data = torch.from_numpy(weight.data.view(torch.uint8).numpy()).view(weight.dtype)
+    want = unplanned(model)
+    assert torch.equal(output(model), want) and len(replays) == FLUX - 1
+
+
+@pytest.mark.parametrize("backend", ["native", "_native_math"])
+def test_attention_that_a_context_chooses_is_planned_as_chosen(backend: str, replays: list[int]) -> None:
+    """In inference mode torch chooses behind a watch, by settings that diffusers makes for this call alone."""
+    model = optimized()
+    model.get_submodule(ATTENTION).processor._attention_backend = backend
+    with torch.inference_mode():
+        want = unplanned(model)
+        assert all(torch.equal(output(model), want) for _ in range(3))
+    (plan,) = plans_of(model.transformer_blocks[0])._states[0].plans.values()
+    names = [step.function._schema.name for step in plan.steps if hasattr(step.function, "_schema")]
+    is_fused = "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert is_fused == (backend == "native") and "aten::scaled_dot_product_attention" not in names
 
 
 def test_steps_in_16_bit_between_others_leave_their_plans(replays: list[int]) -> None:
@@ -380,6 +437,27 @@ def test_a_mode_of_functions_is_not_passed_by(replays: list[int]) -> None:
         assert not torch.equal(want, plain)
         for _ in range(3):
             assert torch.equal(output(model), want)
+    assert not replays
+
+
+@pytest.mark.parametrize("how", ["negated", "functionalized", "differentiated"])
+def test_tensors_that_are_more_than_their_memory_have_no_plan(how: str, replays: list[int]) -> None:
+    model = planned(optimized("16 bit", "qwen_image"))
+    x = torch.randn(1, 7, 16).bfloat16()
+    call = partial(output, model, hidden_states=x)
+    if how == "negated":
+        negated = lambda given: given | {"temb": torch._neg_view(given["temb"])}  # noqa: E731
+        for block in model.transformer_blocks:
+            block.register_forward_pre_hook(lambda block, args, given: (args, negated(given)), with_kwargs=True)
+    elif how == "functionalized":
+        call = partial(torch.func.functionalize(lambda x: output(model, hidden_states=x)), x)
+    else:
+        call = partial(torch.func.jvp, lambda x: output(model, hidden_states=x), (x,), (x,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_plans, "DEVICES", ())
+        want = call()
+    for _ in range(3):
+        assert all(map(torch.equal, call(), want))
     assert not replays
 
 
@@ -527,6 +605,18 @@ def test_two_models_in_two_threads(replays: list[int]) -> None:
     assert len(replays) == 2 * 2 * FLUX
 
 
+def test_another_thread_may_let_go_of_the_states(replays: list[int], monkeypatch) -> None:
+    model = planned(optimized())
+    want, compare = output(model), block_plans._State.weights_if_present
+
+    def interrupted(state: Any, block: nn.Module) -> Any:
+        plans_of(block)._states = []
+        return compare(state, block)
+
+    monkeypatch.setattr(block_plans._State, "weights_if_present", interrupted)
+    assert torch.equal(output(model), want)
+
+
 def test_a_block_that_always_changes_rests_and_is_looked_at_again(replays: list[int]) -> None:
     model = optimized()
     block, before = model.transformer_blocks[0], []
@@ -603,16 +693,23 @@ def test_torch_compile_does_not_see_plans(replays: list[int]) -> None:
     assert torch.equal(output(compiled), want) and not replays
 
 
-def test_steps_that_give_other_bytes_are_no_plan(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("how", ["gave other bytes", "raised OutOfMemoryError"])
+def test_steps_that_do_not_give_the_same_are_no_plan(how: str, monkeypatch, caplog) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(block_plans, "DEVICES", ("cpu",))
     run = plans.Plan.__call__
-    monkeypatch.setattr(plans.Plan, "__call__", lambda plan, given: tree_map(torch.zeros_like, run(plan, given)))
+
+    def again(plan: plans.Plan, given: Any) -> Any:
+        if "raised" in how:
+            raise torch.OutOfMemoryError("for the second time")
+        return tree_map(torch.zeros_like, run(plan, given))
+
+    monkeypatch.setattr(plans.Plan, "__call__", again)
     model = optimized()
     want = unplanned(model)
     for _ in range(3):
         assert torch.equal(output(model), want)
-    assert "its steps, done again, gave other bytes" in caplog.text
+    assert f"its steps, done again, {how}" in caplog.text
 
 
 @pytest.mark.usefixtures("recorded")

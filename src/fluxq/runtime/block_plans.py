@@ -2,7 +2,7 @@
 
 The first call of a kind runs plainly, and what it launches is compiled and compared; the second is watched as
 kernels/plans.py watches an op, with all weights of the block as operands, and its steps are done once more beside it:
-if they give other bytes there is no plan. From the third on they are done in its place:
+if they give other bytes, or fail, there is no plan. From the third on they are done in its place:
 
     kind     shapes, strides, dtypes, device, alignment and shared memory of the arguments, other arguments by value,
              and the settings of the process that choose kernels
@@ -12,9 +12,9 @@ if they give other bytes there is no plan. From the third on they are done in it
 
 A plan holds no tensor: weights are looked up at each call. A block with tensors or modules in plain attributes, or with
 a layer in 16 bit at this step, has neither plans nor a state. After `MOST_MISSES` changes in a row a block is let alone
-for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_why_not`), and calls
-with gradients, autocast, verify="always", under a mode of torch (a default device is one), with torch's attention
-replaced or on another GPU than the current one are computed plainly.
+for `REST` calls. Where something could be computed that a watch does not see, no plan is made (`_is_seen`), and calls
+with gradients, autocast, verify="always", under a mode of torch (a default device is one) or in one of its transforms,
+with torch's attention replaced or on another GPU than the current one are computed plainly.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -34,9 +35,9 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves
 
 from fluxq.base import settings
-from fluxq.base.console import logger
+from fluxq.base.console import first_line, logger
 from fluxq.kernels import findings
-from fluxq.kernels.op import untraced
+from fluxq.kernels.op import kind_of, untraced
 from fluxq.recipes import computing
 
 
@@ -50,7 +51,7 @@ class BlockPlans:
 
     def __init__(self) -> None:
         self._states: list[_State] = []  # the one that was found last first
-        self._misses = 0  # states in a row that were not found again, and the calls since that was too often
+        self._misses = 0  # changes in a row; from MOST_MISSES on, calls of the rest are added
 
     def __reduce__(self) -> tuple[type[BlockPlans], tuple[()]]:
         return BlockPlans, ()
@@ -67,27 +68,19 @@ class BlockPlans:
         given: list[Tensor] = []
         kind = None if self._rests() else _kind(args, kwargs, given)
         found = None if kind is None else self._find(block)
-        if found is None:
+        if found is None or not found[0].is_seen:
             return computed(*args, **kwargs)[0]
-        state, weights = found
-        plan = None if state.why_not else state.plans.get(kind, UNSEEN)
-        if plan is None:
-            return computed(*args, **kwargs)[0]
+        plans, operands = found[0].plans, [*given, *found[1]]
+        plan = plans.get(kind, UNSEEN)
         if plan is UNSEEN:
-            if len(state.plans) >= MOST_KINDS:
-                del state.plans[next(iter(state.plans))]
-            state.plans[kind] = ONCE
-            return computed(*args, **kwargs)[0]
-        operands = [*given, *weights]
-        if plan is ONCE:
-            if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be compared
-                return computed(*args, **kwargs)[0]
-            watched = importlib.import_module("fluxq.kernels.plans").watched  # which needs Triton
-            (result, is_fused), plan = watched(lambda: computed(*args, **kwargs), operands)
-            plan = None if plan is None or not is_fused else plan._replace(result=plan.result.values[0])
-            state.plans[kind] = plan if plan is not None and _repeats(plan, operands, result) else None
+            if len(plans) >= MOST_KINDS:
+                oldest, *_ = plans
+                plans.pop(oldest, None)  # another thread may do so too
+            plans[kind] = ONCE
+        elif plan is ONCE and not (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            result, plans[kind] = _planned(lambda: computed(*args, **kwargs), operands)
             return result
-        return plan(operands)
+        return plan(operands) if callable(plan) else computed(*args, **kwargs)[0]
 
     def _rests(self) -> bool:
         """Tell whether this call is not looked at, as the state changed too often."""
@@ -101,10 +94,11 @@ class BlockPlans:
 
     def _find(self, block: nn.Module) -> tuple[_State, list[Tensor]] | None:
         """Return the block's present state, a known one or a new one, and its weights; None where it has no plans."""
-        for state in self._states:
+        states = self._states  # other threads put another list there
+        for state in states:
             weights = state.weights_if_present(block)
             if weights is not None:
-                if state is not self._states[0]:
+                if state is not states[0]:
                     self._put_first(state, block)
                 self._misses = 0
                 return state, weights
@@ -121,7 +115,7 @@ class BlockPlans:
         others = [
             other
             for other in self._states
-            if other is not state and not other.why_not and present.issuperset(map(id, other.modules))
+            if other is not state and other.is_seen and present.issuperset(map(id, other.modules))
         ]
         self._states = [state, *others[: MOST_STATES - 1]]
 
@@ -136,7 +130,7 @@ class _State:
     def __init__(self, block: nn.Module) -> None:
         self.plans: dict[Any, Any] = {}
         self.modules = [*block.modules()][1:]
-        self._own = _own(block)
+        self._plain = _plain(block)
         self._registries = _registries(block)
         self._classes = [*map(type, self.modules)]
         self._kinds = [*dict.fromkeys(self._classes)]
@@ -147,19 +141,18 @@ class _State:
             torch_modules._global_forward_hooks,
             torch_modules._global_forward_pre_hooks,
         ]
-        self._is_hooked = any(self._hooks)
-        hooked = "a module has a hook, which may decide at each call what to do" if self._is_hooked else ""
-        self.why_not = hooked or _why_not(self.modules)
+        self._is_hooked = any(self._hooks)  # a hook may decide at each call what to do
         attributes = _attributes(self.modules)
         children = [module._modules for module in (block, *self.modules) if module._modules]
         self._read = [*children, *chain.from_iterable(map(_containers, attributes))]
         self._copies = [each if isinstance(each, tuple) else each.copy() for each in self._read]
-        self._owners = [
-            owner for module in (block, *self.modules) for owner in (module._parameters, module._buffers) if owner
-        ]
+        self._owners = [owner for module in (block, *self.modules) for owner in _owned(module) if owner]
         self._names = [*chain.from_iterable(self._owners)]
+        self._types = [*map(type, self._slots())]
         weights = self.weights()
-        self._layouts = [*map(_layout, weights)]
+        self._layouts = _layouts(weights)
+        are_plain = self._layouts is not None and {*self._types} <= {*PLAIN, type(None)}
+        self.is_seen = are_plain and not self._is_hooked and all(map(_is_seen, self.modules))
         self._scales = [number for number, weight in enumerate(weights) if weight.ndim == 0]
         self._versions = self._versions_of(weights)
 
@@ -170,41 +163,56 @@ class _State:
         if [*map(id, self._registries)] != [*map(id, _registries(block))] or self._code != self._present_code():
             return None
         try:
-            is_alike = self._own == _own(block) and self._read == self._copies
+            is_alike = self._plain == _plain(block) and self._read == self._copies
         except (RuntimeError, ValueError):  # a tensor stands where a number was, and is neither true nor false
             return None
         weights = self.weights()
         if not is_alike or self._names != [*chain.from_iterable(self._owners)]:
             return None
-        if self._layouts != [*map(_layout, weights)] or self._versions != self._versions_of(weights):
+        if self._types != [*map(type, self._slots())] or self._layouts != _layouts(weights):
             return None
-        return weights
+        return weights if self._versions == self._versions_of(weights) else None
 
     def weights(self) -> list[Tensor]:
         """Return the block's weights as they are now."""
-        every = chain.from_iterable(map(dict.values, self._owners))
-        return [weight for weight in every if weight is not None]
+        return [weight for weight in self._slots() if weight is not None]
+
+    def _slots(self) -> Iterator[Tensor | None]:
+        """Return what stands under the names of weights."""
+        return chain.from_iterable(map(dict.values, self._owners))
 
     def _present_code(self) -> list[Any]:
         """Return what the classes of modules and processors say, whose own attributes do not show it."""
         classes = [*map(type, self._processors)]
         names = ("__call__", "_attention_backend", "_parallel_config")
         attributes = [getattr(kind, name, None) for kind in classes for name in names]
-        return [*(kind.forward for kind in self._kinds), *classes, *attributes]
+        return [*map(attrgetter("forward", "__call__"), self._kinds), *classes, *attributes]
 
     def _versions_of(self, weights: list[Tensor]) -> list[int]:
         """Return how often numbers were written, which side_by_side.py compares."""
         return [0 if weights[number].is_inference() else weights[number]._version for number in self._scales]
 
 
+def _planned(call: Callable[[], tuple[Any, bool]], operands: list[Tensor]) -> tuple[Any, Any]:
+    """Return the result of a call and its plan; None without one."""
+    watched = importlib.import_module("fluxq.kernels.plans").watched  # which needs Triton
+    (result, is_fused), plan = watched(call, operands)
+    plan = None if plan is None or not is_fused else plan._replace(result=plan.result.values[0])
+    return result, plan if plan is not None and _repeats(plan, operands, result) else None
+
+
 def _repeats(plan: Any, operands: list[Tensor], result: Any) -> bool:
     """Tell whether a plan gives the result of the call that it was made of, byte for byte; warn if it does not."""
     if settings.verification() == "off":
         return True
-    pairs = zip(tree_leaves(plan(operands)), tree_leaves(result), strict=True)
-    if all(a is b or torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b))) for a, b in pairs):
-        return True
-    logger.warning("a fused block has no plan: its steps, done again, gave other bytes; please report this")
+    try:
+        pairs = zip(tree_leaves(plan(operands)), tree_leaves(result), strict=True)
+        if all(a is b or torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b))) for a, b in pairs):
+            return True
+        why = "gave other bytes; please report this"
+    except Exception as error:  # as out of memory, where the call itself was not
+        why = f"raised {type(error).__name__}: {first_line(error)}"
+    logger.warning("a fused block has no plan: its steps, done again, %s", why)
     return False
 
 
@@ -218,11 +226,11 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) ->
     if chosen[0] not in WATCHABLE_BACKENDS or type(chosen[1]) is not BuiltinFunctionType:
         return None
     try:
-        kinds = _kinds((*args, *kwargs, *kwargs.values()), given)
-    except TypeError:
+        kinds = kind_of((*args, *kwargs, *kwargs.values()), given)
+    except (TypeError, RuntimeError):  # what cannot be compared, and tensors without memory of their own
         return None
     device = given[0].device if given else torch.device("meta")
-    if not are_planned(device.type) or len({*map(id, given)}) < len(given):
+    if not are_planned(device.type) or len({*map(id, given)}) < len(given) or any(map(_is_unusual, given)):
         return None
     if torch.is_autocast_enabled(device.type) or (
         device.type == "cuda" and device.index != torch.cuda.current_device()
@@ -240,22 +248,9 @@ def kernel_settings() -> tuple[Any, ...]:
     return backend, F.scaled_dot_product_attention, *(setting() for setting in _SETTINGS)
 
 
-def _kinds(values: tuple[Any, ...], given: list[Tensor]) -> tuple[Any, ...]:
-    """Return the kinds of arguments, and add their tensors to `given`. TypeError for what cannot be compared."""
-    kinds: list[Any] = []
-    for value in values:
-        if type(value) in PLAIN:
-            kinds += value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16
-            given.append(value)
-        elif type(value) in (list, tuple):
-            kinds.append((type(value), _kinds(value, given)))
-        elif type(value) in VALUES:
-            kinds.append((type(value), value))
-        elif type(value) is dict and not value:
-            kinds.append(dict)
-        else:
-            raise TypeError(f"an argument is a {type(value).__name__}")
-    return tuple(kinds)
+def _is_unusual(tensor: Tensor) -> bool:
+    """Tell whether a tensor is of a subclass, or more than its memory shows: negated, or part of a transform."""
+    return type(tensor) not in PLAIN or bool(torch._C._dispatch_keys(tensor).raw_repr() & UNUSUAL)
 
 
 def _is_not_kept(block: nn.Module) -> bool:
@@ -263,34 +258,20 @@ def _is_not_kept(block: nn.Module) -> bool:
     modules = [*block.modules()][1:]
     if any("instead" in vars(module) for module in modules):
         return True
-    read = chain(_containers(_own(block)), chain.from_iterable(map(_containers, _attributes(modules))))
+    read = chain(_containers(_plain(block)), chain.from_iterable(map(_containers, _attributes(modules))))
     return any(isinstance(value, (Tensor, nn.Module)) for each in read for value in _values(each))
 
 
-def _why_not(modules: list[nn.Module]) -> str:
-    """Return the reason why calls of a block of these modules have no plan; empty if they have."""
-    for module in modules:
-        name = type(module).__name__
-        if not _is_watchable(type(module)) or not _is_watchable(type(module).forward):
-            return f"a {name} may compute what is not seen"
-        if "forward" in vars(module):
-            return f"the forward of a {name} was replaced"
-        if module._compiled_call_impl is not None:
-            return f"a {name} is compiled"
-        if any(type(each) not in (*PLAIN, type(None)) for each in chain(*map(dict.values, _owned(module)))):
-            return f"a {name} has a weight of another class"
-        processor = _processor_of(module)
-        backend = getattr(processor, "_attention_backend", None)
-        if backend is not None and backend not in WATCHABLE_BACKENDS:
-            return f"attention of {backend} may launch what is not seen"
-        if getattr(processor, "_parallel_config", None) is not None:
-            return "attention is context parallel"
-    return ""
-
-
-def _is_watchable(code: Any) -> bool:
-    """Tell whether a class or function is of a package whose modules call torch, and kernels through launch.py."""
-    return str(code.__module__).split(".")[0] in WATCHABLE_PACKAGES
+def _is_seen(module: nn.Module) -> bool:
+    """Tell whether a watch sees all that a module computes: it is of a package that calls torch, and launch.py."""
+    kind, processor = type(module), _processor_of(module)
+    return (
+        all(str(each.__module__).split(".")[0] in WATCHABLE_PACKAGES for each in (kind, kind.forward, kind.__call__))
+        and "forward" not in vars(module)
+        and module._compiled_call_impl is None
+        and getattr(processor, "_attention_backend", None) in (None, *WATCHABLE_BACKENDS)
+        and getattr(processor, "_parallel_config", None) is None
+    )
 
 
 def _processor_of(module: nn.Module) -> Any:
@@ -317,29 +298,41 @@ def _values(container: Any) -> Iterator[Any]:
     yield from container.values() if isinstance(container, dict) else container
 
 
-def _own(block: nn.Module) -> dict[str, Any]:
-    """Return a block's own attributes, without torch's registries and what fused.py keeps there."""
+def _plain(block: nn.Module) -> dict[str, Any]:
+    """Return a block's attributes, without torch's registries and what fused.py keeps there."""
     return {name: value for name, value in vars(block).items() if name not in UNREAD and name != FUSION_ATTRIBUTE}
 
 
 def _registries(block: nn.Module) -> tuple[dict[str, Any], ...]:
-    return block._modules, block._parameters, block._buffers
+    return block._modules, *_owned(block)
 
 
 def _owned(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def _layout(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.shape, weight.dtype, weight.is_contiguous() or weight.stride()
+def _layouts(weights: list[Tensor]) -> list[list[Any]] | None:
+    """Return where weights lie and how, and at what place of their storage: by that, neighbours are one tensor.
+
+    None where one has no memory of its own.
+    """
+    try:
+        return [[*map(part, weights)] for part in LAYOUT]
+    except RuntimeError:
+        return None
 
 
 FUSION_ATTRIBUTE = "fluxq_fusion"  # of a fused block: its `Fusion`
 DEVICES = ("cuda",)
+LAYOUT: Any = (Tensor.data_ptr, Tensor.storage_offset, Tensor.stride, attrgetter("shape", "dtype"))
 MOST_STATES, MOST_KINDS = 4, 8
 MOST_MISSES, REST = 16, 64  # of a block whose state is another at each call, as that of one which is offloaded
 PLAIN = (Tensor, nn.Parameter)
-VALUES = (type(None), bool, int, float, str)
+_KEYS = torch._C.DispatchKey
+UNUSUAL = sum(
+    torch._C.DispatchKeySet(key).raw_repr()
+    for key in (_KEYS.Negative, _KEYS.Conjugate, _KEYS.ZeroTensor, _KEYS.Functionalize)
+)
 UNREAD = frozenset(vars(nn.Module())) - {"training"}  # torch's registries; the weights in them are compared by layout
 WATCHABLE_PACKAGES = ("torch", "diffusers", "fluxq", "peft")
 WATCHABLE_BACKENDS = (  # of diffusers' attention: those of torch and ours
