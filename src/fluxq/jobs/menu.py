@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Menu:
+class Offer:
     """Units, and what each may be.
 
     options: names, the base recipe's main format first.
@@ -96,8 +96,14 @@ class Menu:
         """Return layer -> scheme, of the layers of all units in `choice`."""
         return {name: self.layers[option][name].scheme for unit, option in choice.items() for name in self.units[unit]}
 
+    @property
+    def weights(self) -> dict[str, int]:
+        """Number of weights of each unit."""
+        layers = next(iter(self.layers.values()))
+        return {unit: sum(layers[name].n * layers[name].k for name in names) for unit, names in self.units.items()}
 
-def menu_of(job: Job, names: Sequence[str], dialect: str | None) -> Menu:
+
+def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
     """Return the units of a job's transformers and their options.
 
     names: formats and "16bit"; by default the recipe's main one, one of 8 bits and 16 bit.
@@ -133,7 +139,7 @@ def _require_format(name: str) -> None:
         raise ValueError(f"--menu: unknown format {name!r}{hint}; formats: {', '.join(FORMATS)}, 16bit") from None
 
 
-def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None) -> Menu:
+def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None) -> Offer:
     """Return the menu; ValueError for an option that no unit can take, with the first reason."""
     units = _units(parts, dialect)
     shapes = {f"{name}.{linear.name}": linear for name, part in parts.items() for linear in part.linears}
@@ -170,7 +176,7 @@ def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | No
             raise ValueError(f"--menu: no unit can be {option}: {why}; leave it out of the menu")
     choices = {unit: tuple(option for option in options if unit not in refused[option]) for unit in units}
     kept = {unit: names for unit, names in units.items() if choices[unit]}  # the others follow the base recipe
-    return Menu(options, parts, kept, {unit: choices[unit] for unit in kept}, plans, layers)
+    return Offer(options, parts, kept, {unit: choices[unit] for unit in kept}, plans, layers)
 
 
 def _units(parts: Mapping[str, Part], dialect: str | None) -> dict[str, Unit]:
@@ -228,7 +234,7 @@ class Costs:
     fixed: float
 
 
-def stored_bits(job: Job, menu: Menu, plain: int = _BITS) -> Costs:
+def stored_bits(job: Job, offer: Offer, plain: int = _BITS) -> Costs:
     """Return the bits of all Linears. plain: those of a weight that is not quantized."""
 
     def bits(layer: LayerPlan) -> int:
@@ -237,15 +243,15 @@ def stored_bits(job: Job, menu: Menu, plain: int = _BITS) -> Costs:
         return layer.stored_bits if job.recipe.compat == "portable" else layer.most_stored_bits
 
     numbers = {
-        unit: {option: sum(bits(menu.layers[option][name]) for name in menu.units[unit]) for option in options}
-        for unit, options in menu.choices.items()
+        unit: {option: sum(bits(offer.layers[option][name]) for name in offer.units[unit]) for option in options}
+        for unit, options in offer.choices.items()
     }
-    chosen = {name for layers in menu.units.values() for name in layers}
+    chosen = {name for layers in offer.units.values() for name in layers}
     others = (la for plan in job.plans for la in plan.layers if f"{plan.component}.{la.name}" not in chosen)
     return Costs(numbers, sum(map(bits, others)))
 
 
-def stored_size(job: Job, menu: Menu) -> Costs:
+def stored_size(job: Job, offer: Offer) -> Costs:
     """Return the bits of all weights of the checkpoint, whose other components are copied as they are."""
     itemsize = getattr(torch, job.options.dtype).itemsize
     planned = {plan.component: plan for plan in job.plans}
@@ -254,11 +260,11 @@ def stored_size(job: Job, menu: Menu) -> Costs:
         source, linears = job.weights(component), {f"{layer.name}.weight" for layer in plan.layers}
         for stored, stays in ((source.stored(n), source.stays_fp32(n)) for n in source.names if n not in linears):
             others += 8 * (stored.nbytes if stays else prod(stored.shape) * itemsize)
-    costs = stored_bits(job, menu, 8 * itemsize)
+    costs = stored_bits(job, offer, 8 * itemsize)
     return replace(costs, fixed=costs.fixed + others)
 
 
-def modelled_ms(job: Job, menu: Menu, gpu: str) -> Costs:
+def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
     """Return the modelled milliseconds of a forward pass of every transformer with one image, fused."""
     frames = frames_in(job.call) if {*FRAMES} & job.call.keys() else None
     forwards = {name: cost.forward for name, cost in model_costs(job, gpu, "speed", frames, 1).items()}
@@ -268,17 +274,17 @@ def modelled_ms(job: Job, menu: Menu, gpu: str) -> Costs:
             for component, plan in plans.items()
             for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu)).items()
         }
-        for option, plans in menu.plans.items()
+        for option, plans in offer.plans.items()
     }
-    layers = menu.layers[menu.options[0]]
+    layers = offer.layers[offer.options[0]]
     groups = {
         unit: dict.fromkeys((name.partition(".")[0], layers[name].group) for name in names)
-        for unit, names in menu.units.items()
+        for unit, names in offer.units.items()
     }
     numbers = {
         unit: {option: sum(of_option[option][group] for group in groups[unit]) for option in options}
-        for unit, options in menu.choices.items()
+        for unit, options in offer.choices.items()
     }
     changing = {group for of_unit in groups.values() for group in of_unit}
-    rest = of_option[menu.options[0]]
+    rest = of_option[offer.options[0]]
     return Costs(numbers, sum(ms for group, ms in rest.items() if group not in changing))
