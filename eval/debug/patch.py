@@ -25,8 +25,9 @@ from typing import Any
 
 from torch import nn
 
+from fluxq.calibrate.stand_ins import module_of
 from fluxq.eval.debug.damage import Damages, locate
-from fluxq.eval.debug.trace import decibels, module_of
+from fluxq.eval.debug.trace import decibels
 from fluxq.eval.metrics.schema import Patch
 from fluxq.eval.speed.served import stored_bits
 from fluxq.kernels.linear import QuantLinear, in_place_of
