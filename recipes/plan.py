@@ -301,7 +301,7 @@ def make_plan(
     require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
     included = list(include)
-    require_matches([*recipe.exclude, *included, *(o.match for o in recipe.overrides if o.match)], names)
+    require_matches([*recipe.exclude, *included, *(p for o in recipe.overrides for p in o.patterns)], names)
     notes = [*family.notes, *_absent_roles(family, recipe)]
     layers = []
     for linear in linears:
@@ -619,7 +619,7 @@ def _scheme(weights: Operand | None, activations: Operand | None, static_inputs:
 def override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override | None:
     """Return the override that decides about a layer, None without one."""
     for override in reversed(overrides):
-        if override.role == layer.role or (override.match and matches(override.match, layer.name)):
+        if override.role == layer.role or any(matches(pattern, layer.name) for pattern in override.patterns):
             return override
     return None
 

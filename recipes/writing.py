@@ -42,7 +42,7 @@ def recipe_with(
     return f"# {name}, {about}.\n{body}"
 
 
-def override_of(selector: Mapping[str, str], scheme: Scheme | None, reason: str) -> dict[str, Any]:
+def override_of(selector: Mapping[str, str | list[str]], scheme: Scheme | None, reason: str) -> dict[str, Any]:
     """Return an entry of `Override` for the layers of {"role": …} or {"match": …}; None keeps 16 bit."""
     override: dict[str, Any] = dict(selector)
     if scheme is not None:

@@ -15,11 +15,10 @@ A gate is met by the cheapest plan whose predicted error is p, run after run: p 
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,7 +45,7 @@ from fluxq.jobs.requirements import reads_of, require_steps
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.recipes.budget import Choice, Numbers, best, extremes, front, improved_together, paying_moves, total
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.plan import LayerPlan, component_recipe
+from fluxq.recipes.plan import component_recipe
 from fluxq.recipes.recipe import load_recipe, parse_gate
 from fluxq.recipes.writing import recipe_with
 
@@ -164,12 +163,11 @@ class Search:
 
 def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = True, ranks: Ranks = ALONE) -> Search:
     """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
-    kind, value = options.budget
     _require_sound(options)
     job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options))
-    place = plain_path(job_options.output or f"{Path(job.folder.name).name}-{_named(kind, value)}.yaml")
+    place = plain_path(job_options.output or recipe_file(job.folder.name, options))
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
     output = Output(place, True, (".json",))
@@ -220,11 +218,11 @@ def _dialect(options: AutoOptions) -> str | None:
     return dialect
 
 
-def _named(kind: Kind, value: Any) -> str:
-    """Return a budget as a part of a file's name."""
-    if kind == "gate":
-        return f"{parse_gate(value).bounds[0][1]:g}dB"
-    return {"bits": f"{value:g}bits", "size": f"{value / 1e9:g}GB", "ms": f"{value:g}ms"}[kind]
+def recipe_file(model: str, options: AutoOptions) -> str:
+    """Return the name of the file that a search writes unless told where."""
+    kind, value = options.budget
+    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind == "size" else value
+    return f"{Path(model).name}-{bound:g}{ {'gate': 'dB', 'size': 'GB'}.get(kind, kind) }.yaml"
 
 
 def _with_budget(search: Search) -> Search:
@@ -249,8 +247,8 @@ def _with_budget(search: Search) -> Search:
         )
     if limit > largest:
         raise ValueError(
-            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}, so there is nothing to choose; give less, "
-            "or a --menu with a larger format"
+            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}, so there is no choice; give less, or a "
+            "--menu with a larger format"
         )
     return replace(search, limit=limit)
 
@@ -302,40 +300,47 @@ def _require_own_tables(search: Search) -> None:
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan that ran. proposed_by: its measures. errors: NMSE of each image."""
+    """A plan that ran.
+
+    proposed_by: its measures.
+    squares: squared error of each image's final latents.
+    signals: squared norm of each image's latents in 16 bit.
+    """
 
     proposed_by: tuple[str, ...]
     choice: Choice
-    errors: tuple[float, ...]
     cost: float
+    squares: tuple[float, ...]
+    signals: tuple[float, ...]
+
+    @property
+    def errors(self) -> list[float]:
+        """Squared error of each image by the mean signal: their mean is the NMSE of all."""
+        mean = math.fsum(self.signals) / len(self.signals)
+        return [square / mean for square in self.squares]
 
     @property
     def error(self) -> float:
-        """Mean NMSE."""
-        return math.fsum(self.errors) / len(self.errors)
+        """NMSE of the final latents of all images."""
+        return math.fsum(self.squares) / math.fsum(self.signals)
 
     @property
     def decibels(self) -> float:
-        """Mean SQNR of the final latents of images."""
-        each = [-10 * math.log10(error) if error > 0 else math.inf for error in self.errors]
-        return math.fsum(each) / len(each)
+        """Mean SQNR of the final latents of images, as the metric `latent_sqnr` has it."""
+        pairs = zip(self.signals, self.squares, strict=True)
+        return math.fsum(10 * math.log10(z / e) if e > 0 else math.inf for z, e in pairs) / len(self.squares)
 
 
-@dataclass
 class _Bench:
-    """Runs of plans with a pipeline, each once; what was measured is kept in a file of the work folder."""
+    """Runs of plans with a pipeline, each once; squared errors are kept in a file of the work folder."""
 
-    search: Search
-    pipe: Any
-    file: Path
-    tried: list[Tried] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Read what an interrupted search measured."""
-        self.originals = {name: module_of(self.pipe, name) for names in self.search.offer.units.values() for name in names}
+    def __init__(self, search: Search, pipe: Any, file: Path) -> None:
+        self.search, self.pipe, self.file = search, pipe, file
+        self.originals = {name: module_of(pipe, name) for names in search.offer.units.values() for name in names}
+        self.tried: list[Tried] = []
         self.kept: dict[str, list[float | None]] = {}
         try:
-            self.kept = read_sealed_json(self.file) if self.file.is_file() else {}
+            self.kept = read_sealed_json(file) if file.is_file() else {}
         except ValueError as error:
             logger.warning("%s: run again", without_cure(error))
 
@@ -349,19 +354,23 @@ class _Bench:
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
         """Return the plan with its errors, run once."""
         key = sha256_json(sorted(choice.items()))
-        if key not in self.kept:
-            self.kept[key] = [error if math.isfinite(error) else None for error in self._errors(choice)]
-            write_sealed_json(self.file, self.kept)
-        errors = tuple(math.inf if error is None else error for error in self.kept[key])
-        self.tried.append(Tried(proposed_by, choice, errors, self.search.cost(choice)))
+        signals = self._kept("signals", lambda: [float(z.square().sum()) for z in self.reference])
+        squares = self._kept(key, lambda: self._squares(choice))
+        self.tried.append(Tried(proposed_by, choice, self.search.cost(choice), squares, signals))
         return self.tried[-1]
 
-    def _errors(self, choice: Choice) -> list[float]:
-        layers = {n: la for u, o in choice.items() if o != SIXTEEN_BIT for n, la in self.layers(u, o).items()}
+    def _kept(self, key: str, measured: Callable[[], list[float]]) -> tuple[float, ...]:
+        if key not in self.kept:
+            self.kept[key] = [value if math.isfinite(value) else None for value in measured()]
+            write_sealed_json(self.file, self.kept)
+        return tuple(math.inf if value is None else value for value in self.kept[key])
+
+    def _squares(self, choice: Choice) -> list[float]:
         plain = self.reference
+        layers = {n: la for u, o in choice.items() if o != SIXTEEN_BIT for n, la in self.layers(u, o).items()}
         with replaced(self.pipe, layers):
             latents = self._latents()
-        return [float((q - z).square().sum() / z.square().sum()) for q, z in zip(latents, plain, strict=True)]
+        return [float((q - z).square().sum()) for q, z in zip(latents, plain, strict=True)]
 
     @cached_property
     def reference(self) -> list[Tensor]:
@@ -446,7 +455,9 @@ def _errors(search: Search, table: ErrorTable) -> Numbers:
     }
     for unit, options in errors.items():
         if not any(map(math.isfinite, options.values())):
-            raise RuntimeError(f"{unit}: the latents are not finite in any of {', '.join(options)}; add 16bit to --menu")
+            raise RuntimeError(
+                f"{unit}: the latents are not finite in any of {', '.join(options)}; add 16bit to --menu"
+            )
     return errors
 
 
@@ -462,7 +473,11 @@ def _weight_error(bench: _Bench, unit: str, option: str) -> float:
     if option == SIXTEEN_BIT:
         return 0.0
     return math.fsum(
-        float((layer.quantized_weight.dequantize().double() - bench.originals[name].weight.flatten(1).double()).square().sum())
+        float(
+            (layer.quantized_weight.dequantize().double() - bench.originals[name].weight.detach().flatten(1).double())
+            .square()
+            .sum()
+        )
         for name, layer in bench.layers(unit, option).items()
     )
 
@@ -521,7 +536,9 @@ def _decide(search: Search, bench: _Bench, tables: Mapping[str, ErrorTable]) -> 
 def better_of(tried: Sequence[Tried]) -> Tried:
     """Return the plan of least error; of those whose difference from it may be 0 (95 %), the cheapest."""
     least = min(tried, key=lambda each: each.error)
-    return min((each for each in tried if each is least or _is_level(each, least)), key=lambda each: (each.cost, each.error))
+    return min(
+        (each for each in tried if each is least or _is_level(each, least)), key=lambda each: (each.cost, each.error)
+    )
 
 
 def _is_level(one: Tried, least: Tried) -> bool:
@@ -554,38 +571,40 @@ def _hold(search: Search, bench: _Bench, tables: Mapping[str, ErrorTable]) -> Tr
 
 
 def _recipe(search: Search, choice: Choice, errors: Numbers) -> str:
-    """Return the recipe of a choice: an override for each role, and for the layers of it that differ."""
-    job, offer = search.job, search.offer
+    """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest."""
+    job, parts = search.job, search.offer.parts
+    overrides = {component: _overrides(search, component, choice, errors) for component in parts}
+    families = {component: part.family for component, part in parts.items()}
+    budget = search.options.gate or search.in_words(search.limit)
+    about = f"with formats chosen for {budget}"
+    return recipe_with(job.recipe_name, job.recipe, {c: o for c, o in overrides.items() if o}, families, about)
+
+
+def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) -> list[dict[str, Any]]:
+    """Return the overrides that make the choice of the base recipe's plan of a component."""
+    offer, part = search.offer, search.offer.parts[component]
     option_of = {name: option for unit, option in choice.items() for name in offer.units[unit]}
     unit_of = {name: unit for unit, names in offer.units.items() for name in names}
-    overrides: dict[str, list[dict[str, Any]]] = {}
-    for component, part in offer.parts.items():
-        roles: dict[str, list[LayerPlan]] = {}
-        for layer in part.base.quantized:
-            roles.setdefault(layer.role, []).append(layer)
-        added: list[dict[str, Any]] = []
-        for role, layers in roles.items():
-            options = {la.name: option_of.get(f"{component}.{la.name}") for la in layers}
-            changed = {
-                la.name: str(options[la.name])
-                for la in layers
-                if options[la.name] and offer.layers[str(options[la.name])][f"{component}.{la.name}"].scheme != la.scheme
-            }
-            units = [unit_of[f"{component}.{name}"] for name in changed]
-            if len(set(options.values())) == 1 and len(changed) == len(layers):
-                option = next(iter(changed.values()))
-                added.append(part.override({"role": role}, option, _reason(search, units, option, errors)))
-                continue
-            added += [
-                part.override({"match": name}, option, _reason(search, [unit], option, errors))
-                for (name, option), unit in zip(changed.items(), units, strict=True)
-            ]
-        if added:
-            overrides[component] = added
-    families = {component: part.family for component, part in offer.parts.items()}
-    kind, _ = search.options.budget
-    about = f"with formats chosen for {search.options.gate if kind == 'gate' else search.in_words(search.limit)}"
-    return recipe_with(job.recipe_name, job.recipe, overrides, families, about)
+    roles: dict[str, dict[str, str]] = {}  # role -> layer -> option, "" for a layer that may not change
+    for layer in part.base.quantized:
+        name = f"{component}.{layer.name}"
+        option = option_of.get(name, "")
+        is_changed = option and offer.layers[option][name].scheme != layer.scheme
+        roles.setdefault(layer.role, {})[name] = option if is_changed else ""
+    added, rest = [], dict[str, list[str]]()
+    for role, options in roles.items():
+        first, *others = dict.fromkeys(options.values())
+        if first and not others:
+            reason = _reason(search, (unit_of[name] for name in options), first, errors)
+            added.append(part.override({"role": role}, first, reason))
+            continue
+        for name, option in options.items():
+            rest.setdefault(option, []).append(name)
+    rest.pop("", None)
+    for option, names in rest.items():
+        reason = _reason(search, (unit_of[name] for name in names), option, errors)
+        added.append(part.override({"match": [name.partition(".")[2] for name in names]}, option, reason))
+    return added
 
 
 def _reason(search: Search, units: Iterable[str], option: str, errors: Numbers) -> str:
@@ -706,4 +725,5 @@ def outline(search: Search) -> Outline:
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
         seconds = sum(passes.values()) * (extremes(plain.numbers)[1] + plain.fixed) / 1e3
-    return Outline(*(search.in_words(c + search.costs.fixed) for c in (low, high)), passes, runs, seconds)
+    least, largest = (search.in_words(cost + search.costs.fixed) for cost in (low, high))
+    return Outline(least, largest, passes, runs, seconds)

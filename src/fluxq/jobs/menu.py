@@ -57,7 +57,7 @@ class Part:
         entry = self.entry.model_copy(update={"overrides": [*self.entry.overrides, *added]})
         return plan_of(self.family, self.base.component, self.linears, self.recipe, entry)
 
-    def override(self, selector: Mapping[str, str], option: str, reason: str) -> dict[str, Any]:
+    def override(self, selector: Mapping[str, str | list[str]], option: str, reason: str) -> dict[str, Any]:
         """Return an entry of `Override` that gives an option to the layers of {"role": …} or {"match": …}."""
         named = zip(("weights", "activations"), self.operands(option), strict=True)
         said = {name: each.model_dump(exclude_defaults=True) for name, each in named if each is not None}
