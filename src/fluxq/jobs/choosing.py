@@ -8,9 +8,8 @@
 
 Layers in runs are rounded to nearest; `fluxq quantize` fits those of the recipe.
 
-A gate is met by the cheapest plan whose predicted error is p, run after run: p is corrected by what was measured,
-
-    p <- p · error of the gate / measured error
+A gate is met by the cheapest plan whose predicted error is at most p, run after run; p is corrected by what was
+measured: p <- p · error of the gate / measured error.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.recipes.budget import Choice, Numbers, best, extremes, front, improved_together, paying_moves, total
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import component_recipe
-from fluxq.recipes.recipe import load_recipe, parse_gate
+from fluxq.recipes.recipe import gate_holds, load_recipe, parse_gate
 from fluxq.recipes.writing import recipe_with
 
 Kind = Literal["bits", "size", "ms", "gate"]
@@ -104,7 +103,6 @@ class Search:
     job: of which the base recipe is; its output is the recipe's file.
     costs: of options, in the unit of the budget: bits, bytes · 8 or milliseconds.
     limit: of the cost, infinite under a gate.
-    most_error: of the final latents under a gate, infinite without one.
     """
 
     job: Job
@@ -112,7 +110,6 @@ class Search:
     offer: Offer
     costs: Costs
     limit: float
-    most_error: float
 
     @cached_property
     def measuring(self) -> Sequence[Item]:
@@ -171,7 +168,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
     output = Output(place, True, (".json",))
-    search = _with_budget(Search(replace(job, output=place), options, offer, Costs({}, 0), math.inf, math.inf))
+    search = _with_budget(Search(replace(job, output=place), options, offer, Costs({}, 0), math.inf))
     output.require(reads_of(job.folder.path, vars(job_options)), overwrite=job_options.overwrite, exists_ok=True)
     if not writes:
         return search
@@ -238,14 +235,14 @@ def _with_budget(search: Search) -> Search:
     else:
         search, limit = replace(search, costs=stored_size(job, offer)), 8 * value if kind == "size" else 0
     if kind == "gate":
-        return replace(search, most_error=10 ** (-parse_gate(value).bounds[0][1] / 10))
+        return search
     least, largest = (cost + search.costs.fixed for cost in extremes(search.costs.numbers))
     if limit < least:
         raise ValueError(
             f"--{kind}: the smallest plan takes {search.in_words(least, 4)}; give at least that, or a --menu with a "
             "smaller format"
         )
-    if limit > largest:
+    if limit > largest and len(offer.options) > 1:
         raise ValueError(
             f"--{kind}: the largest plan takes {search.in_words(largest, 4)}, so there is no choice; give less, or a "
             "--menu with a larger format"
@@ -400,7 +397,7 @@ def choose(search: Search) -> dict[str, Any] | None:
             return None
         table = next(iter(tables.values()))
         errors = _errors(search, table)
-        winner = (_hold if search.most_error < math.inf else _decide)(search, bench, tables)
+        winner = (_hold if search.options.gate else _decide)(search, bench, tables)
         text = _recipe(search, winner.choice, errors)
         _require_same_plan(search, winner.choice, text, work)
         result = _result(search, bench, tables, winner, round(time.perf_counter() - started, 1))
@@ -549,23 +546,24 @@ def _is_level(one: Tried, least: Tried) -> bool:
 
 def _hold(search: Search, bench: _Bench, tables: Mapping[str, ErrorTable]) -> Tried:
     """Return the cheapest plan that holds the gate, by runs; RuntimeError if none of those tried does."""
-    costs, predicted = search.costs.numbers, dict.fromkeys(tables, search.most_error)
+    gate = str(search.options.gate)
+    costs, bound = search.costs.numbers, parse_gate(gate).bounds[0][1]
     for measure, table in tables.items():
-        errors = _errors(search, table)
+        errors, most = _errors(search, table), 10 ** (-bound / 10)
         for _ in range(MOST_PLANS):
-            choice = best(costs, errors, predicted[measure])
+            choice = best(costs, errors, most)
             if choice is None or choice in [each.choice for each in bench.tried]:
                 break
-            tried = bench.run(choice, measure)
-            if not 0 < tried.error < math.inf:
+            decibels = bench.run(choice, measure).decibels
+            if not math.isfinite(decibels):
                 break
-            predicted[measure] *= search.most_error / tried.error
-    holding = [each for each in bench.tried if each.error <= search.most_error]
+            most *= 10 ** ((decibels - bound) / 10)
+    holding = [each for each in bench.tried if gate_holds(gate, {"latent_sqnr": each.decibels})]
     if not holding:
-        most = max((each.decibels for each in bench.tried), default=-math.inf)
+        highest = max((each.decibels for each in bench.tried), default=-math.inf)
         raise RuntimeError(
-            f"no plan that was tried holds {search.options.gate} (the best has {most:.1f} dB); lower the gate, or add "
-            "16bit to --menu"
+            f"no plan that was tried holds {gate} (the best has {highest:.1f} dB); lower the gate, or add 16bit to "
+            "--menu"
         )
     return min(holding, key=lambda each: (each.cost, each.error))
 
