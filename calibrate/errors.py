@@ -30,6 +30,7 @@ from fluxq.base.console import logger, progress, without_cure
 from fluxq.base.files import atomic_path, require_no_pipe, sha256_json
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.base.tensors import TensorFile, save_sealed, save_weights
+from fluxq.calibrate.adjoint import AdjointErrors
 from fluxq.calibrate.capture import Item, Sampling, trajectory_of
 from fluxq.calibrate.stand_ins import Menu
 from fluxq.calibrate.statistics import parsed_header
@@ -37,6 +38,7 @@ from fluxq.calibrate.velocity import VelocityErrors
 
 SIXTEEN_BIT = "16bit"  # in choices: the layers as they are, without an error
 Measure = Literal["velocity", "adjoint"]
+_Measurement = VelocityErrors | AdjointErrors
 _HEADER = "fluxq_errors"
 _PART = "fluxq_errors_part"
 _FORMAT_VERSION = 1
@@ -188,7 +190,7 @@ def _folder(folder: Path | None) -> Iterator[Path]:
         yield Path(place)
 
 
-def _parts(measurement: VelocityErrors, folder: Path, digest: str, ranks: Ranks) -> list[dict[str, Tensor]]:
+def _parts(measurement: _Measurement, folder: Path, digest: str, ranks: Ranks) -> list[dict[str, Tensor]]:
     """Return all parts in their order, those that are missing in the folder made by the processes together."""
     files = [folder / f"errors-{digest[:16]}-{index:04}.safetensors" for index in range(measurement.parts)]
     missing = ranks.agree([i for i, file in enumerate(files) if not _is_measured(file)] if ranks.leads else [])
@@ -225,7 +227,11 @@ def _require_sound(pipe: Any, menu: Menu, items: Sequence[Item], measure: str) -
     missing = [name for name in menu.components if getattr(pipe, name, None) is None]
     if missing:
         raise ValueError(f"{missing[0]}: the pipeline has no such component; name layers 'component.path'")
+    unit_of: dict[str, str] = {}
+    for unit, name in ((unit, name) for unit, names in menu.units.items() for name in names):
+        if unit_of.setdefault(name, unit) != unit:
+            raise ValueError(f"{name} is in the units {unit_of[name]} and {unit}; a layer can be in one alone")
 
 
 # measure -> its class, made as (pipe, menu, options of the table, items, sampling)
-MEASURES = {"velocity": VelocityErrors}
+MEASURES: dict[str, type[_Measurement]] = {"velocity": VelocityErrors, "adjoint": AdjointErrors}

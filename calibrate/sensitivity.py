@@ -68,8 +68,7 @@ def noise_level_effects(
     models = [getattr(pipe, component) for component in components]
     plain = _Run()
     undisturbed = _latents(pipe, models, items, call, plain)
-    if not torch.isfinite(undisturbed).all():
-        raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
+    require_finite(undisturbed)
     effects = torch.zeros(len(steps), dtype=torch.float64)
     for at in progress(ranks.share(range(len(steps))), "Weighing noise levels"):
         step = steps[at]
@@ -79,9 +78,14 @@ def noise_level_effects(
             raise ValueError(f"step {step}: no call of {', '.join(components)}, or only zeros come out of it")
         effects[at] = change / disturbed.noise
     effects = ranks.sum(effects)
-    if not torch.isfinite(effects).all():
-        raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
+    require_finite(effects)
     return dict(zip(steps, effects.tolist(), strict=True))
+
+
+def require_finite(latents: Tensor) -> None:
+    """Raise ValueError for final latents, or what was computed from them, that are not finite."""
+    if not torch.isfinite(latents).all():
+        raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
 
 
 class _Run:

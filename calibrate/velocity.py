@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import Item, Sampling, noise_levels, number_of_steps, run_pipeline, spread
-from fluxq.calibrate.sensitivity import IMAGES, noise_level_effects
+from fluxq.calibrate.sensitivity import IMAGES, noise_level_effects, require_finite
 from fluxq.calibrate.stand_ins import Menu, replaced, replaced_forwards
 
 
@@ -137,12 +137,11 @@ def _recorded(
     signal, sigmas = 0.0, ()
     with replaced_forwards({model: recording(model, model.forward) for model in models}):
         for _, latents in run_pipeline(pipe, items, sampling.call, batch_size=sampling.batch_size, on_step=at_step):
+            require_finite(latents)
             signal += float(_wide(latents).square().sum())
             sigmas = sigmas or tuple(noise_levels(pipe)[step] for step in steps)
     if not calls:
         raise ValueError(f"{', '.join(components)}: not called at the steps looked at; look at more steps")
-    if not (signal > 0 and math.isfinite(signal)):
-        raise ValueError("the latents of the 16-bit model hold NaN or infinity, or zeros alone; choose another --dtype")
     return _Run(calls, signal, sigmas)
 
 

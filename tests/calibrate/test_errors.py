@@ -10,10 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fluxq import tiny
+from fluxq.calibrate import adjoint as adjoint_module
 from fluxq.calibrate import errors
-from fluxq.calibrate.capture import Sampling
+from fluxq.calibrate.capture import Sampling, run_pipeline
 from fluxq.calibrate.errors import ErrorTable, measure_errors
-from fluxq.calibrate.stand_ins import Menu, module_of
+from fluxq.calibrate.stand_ins import Menu, module_of, replaced
+from fluxq.kernels.linear import QuantLinear, in_place_of
+from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.recipes.formats import FORMATS, Scheme
 
 LENGTHS = (0.5, 0.2, 0.25, 0.05)
 ITEMS = [(f"{index}", index) for index in range(3)]
@@ -21,26 +26,27 @@ SAMPLING = Sampling({"num_inference_steps": 4}, 4, {"transformer": "m"})
 
 
 class Field(nn.Module):
-    """A velocity v = c that no latent changes, from two Linears that read the latent and a constant."""
+    """A velocity v = c that no latent changes, from three Linears that read constants."""
 
     dtype = torch.float32
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Linear(8, 8) for _ in range(2))
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.first(torch.zeros_like(x)) + self.second(torch.ones_like(x)),)
+        return (self.first(torch.zeros_like(x)) + self.second(torch.ones_like(x)) + self.third(torch.ones_like(x)),)
 
 
 class Euler:
     """Steps of given length along the transformer's velocity; nothing else moves the latent."""
 
     def __init__(self, transformer: nn.Module) -> None:
-        self.transformer = transformer
+        self.transformer, self.components = transformer, {"transformer": transformer}
         self.scheduler = SimpleNamespace(config={}, sigmas=torch.linspace(1, 0, 5))
         self.runs = 0
 
+    @torch.no_grad()
     def __call__(self, *, prompt, generator, output_type, callback_on_step_end, num_inference_steps=4):
         self.runs += 1
         latents = torch.stack([torch.randn(8, generator=g) for g in generator])
@@ -69,7 +75,37 @@ def pipe():
     return Euler(Field())
 
 
-UNITS = {"one": ("transformer.first",), "both": ("transformer.first", "transformer.second")}
+class Linear(nn.Module):
+    """A velocity v = C B A x: the latents change in proportion to a small change of a layer's output."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.third(self.second(self.first(x))),)
+
+
+def scaled(pipe: Euler, units: dict[str, tuple[str, ...]], by: dict[str, float]) -> Menu:
+    """Options whose layers return their output times 1 + a number."""
+
+    def layers(unit: str, option: str) -> dict[str, nn.Linear]:
+        made = {}
+        for name in units[unit]:
+            made[name] = nn.Linear(8, 8, bias=False)
+            made[name].load_state_dict({"weight": module_of(pipe, name).weight * (1 + by[option])})
+        return made
+
+    return Menu(units, dict.fromkeys(units, tuple(by)), layers)
+
+
+def final(pipe: Euler, items) -> Tensor:
+    return torch.cat([latents for _, latents in run_pipeline(pipe, items, SAMPLING.call)]).double()
+
+
+UNITS = {"one": ("transformer.first",), "both": ("transformer.second", "transformer.third")}
 
 
 def signal(pipe) -> float:
@@ -80,6 +116,10 @@ def signal(pipe) -> float:
 
 def velocity(pipe, menu, sampling=SAMPLING, items=ITEMS, **how):
     return measure_errors(pipe, menu, items, sampling, measure="velocity", **how)
+
+
+def adjoint(pipe, menu, items=ITEMS, **how):
+    return measure_errors(pipe, menu, items, SAMPLING, measure="adjoint", **how)
 
 
 def test_a_shift_of_the_velocity_shifts_the_latents_by_the_lengths_of_the_steps(pipe):
@@ -131,18 +171,160 @@ def test_finished_parts_are_kept_and_damaged_ones_measured_again(pipe, tmp_path,
     assert done == [1, 0] and "measured again" in caplog.text
 
 
-def test_the_pipeline_is_left_as_it_was(pipe):
-    before = {name: id(module) for name, module in pipe.transformer.named_modules()}
-    velocity(pipe, shifted(pipe, UNITS, {"a": 0.1}))
-    assert {name: id(module) for name, module in pipe.transformer.named_modules()} == before
-    assert "forward" not in vars(pipe.transformer)
+# By the adjoint
+
+
+def test_a_residual_is_the_change_of_the_latents_along_its_probe(monkeypatch):
+    """A probe along each axis of the latents in place of a Gaussian one: residuals are the change itself, signs too."""
+    torch.manual_seed(0)
+    pipe = Euler(Linear())
+    monkeypatch.setattr(adjoint_module, "PROBES", 8)
+    menu = scaled(pipe, UNITS, {"a": 1e-3, "b": -1e-3})
+    with monkeypatch.context() as patch:
+        patch.setattr(adjoint_module, "_probes", lambda latents, _: torch.eye(8)[:, None])
+        table = adjoint(pipe, menu)
+    plain = final(pipe, ITEMS)
+    for row, unit in zip(table.residuals, UNITS, strict=True):
+        for values, option in zip(row, ("a", "b"), strict=True):
+            with replaced(pipe, menu.layers(unit, option)):
+                change = final(pipe, ITEMS) - plain
+            expected = change.flatten() / plain.square().sum(-1).mean().sqrt()
+            torch.testing.assert_close(values, expected, rtol=2e-2, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(table.residuals[:, 0], -table.residuals[:, 1])
+
+
+def test_gaussian_probes_give_the_norm_of_the_change():
+    """64 images of 8 probes: 6 % is a standard deviation where every image's change has one direction."""
+    torch.manual_seed(0)
+    pipe = Euler(Linear())
+    items = [(str(index), index) for index in range(64)]
+    menu = scaled(pipe, UNITS, {"a": 1e-3})
+    table, plain = adjoint(pipe, menu, items), final(pipe, items)
+    for unit, (error,) in zip(UNITS, table.error, strict=True):
+        with replaced(pipe, menu.layers(unit, "a")):
+            true = (final(pipe, items) - plain).square().sum() / plain.square().sum()
+        assert float(error / true) == pytest.approx(1, abs=0.2)
+    torch.testing.assert_close(table.error, table.residuals.square().mean(-1))
+
+
+def test_residuals_of_layers_add_up_to_those_of_their_unit():
+    torch.manual_seed(0)
+    pipe = Euler(Linear())
+    units = {name: (f"transformer.{name}",) for name in ("second", "third")}
+    apart = adjoint(pipe, scaled(pipe, units, {"a": 0.1, "b": 0.2}))
+    together = adjoint(pipe, scaled(pipe, {"both": UNITS["both"]}, {"a": 0.1, "b": 0.2}))
+    torch.testing.assert_close(apart.residuals.sum(0), together.residuals[0], rtol=1e-5, atol=1e-7)
+    choice = dict.fromkeys(units, "a")
+    assert apart.predicted_together(choice) == pytest.approx(together.predicted({"both": "a"}), rel=1e-5)
+    assert apart.predicted_together(choice) > 1.5 * apart.predicted(choice)  # both scale the same velocity
+
+
+class Detached(Euler):
+    """Latents without the gradient of what made them."""
+
+    def __init__(self, transformer: nn.Module, place: str) -> None:
+        super().__init__(transformer)
+        self.place = place
+
+    def __call__(self, *, prompt, generator, output_type, callback_on_step_end, num_inference_steps=4):
+        latents = torch.stack([torch.randn(8, generator=g) for g in generator])
+        for step in range(num_inference_steps):
+            v = self.transformer(latents)[0]
+            latents = latents + LENGTHS[step] * (v.detach() if self.place == "scheduler" else v)
+            callback_on_step_end(self, step, None, {"latents": latents})
+            latents = latents.detach() if self.place == "pipeline" else latents
+
+
+class Frozen(Linear):
+    """A transformer that computes without gradients."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return super().forward(x)
+
+
+class Numb(Linear):
+    """A transformer whose outputs do not depend on those of its layers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x + 0 * super().forward(x)[0],)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Detached(Linear(), "pipeline"), "transformer: its input at step 1 has no gradient"),
+        (lambda: Detached(Linear(), "scheduler"), "transformer: its input at step 1 has no gradient"),
+        (lambda: Euler(Frozen()), "transformer: its input at step 1 has no gradient"),
+        (lambda: Euler(Numb()), "no layer has a gradient of the final latents other than zero"),
+    ],
+)
+def test_a_graph_that_is_cut_is_named_with_the_cure(make, message):
+    pipe = make()
+    with pytest.raises(ValueError, match=rf"{message}.*measure the errors by velocity instead"):
+        adjoint(pipe, scaled(pipe, UNITS, {"a": 0.1}))
+    assert all(parameter.requires_grad for parameter in pipe.transformer.parameters())
+    assert not any("forward" in vars(module) for module in pipe.transformer.modules())
+
+
+# Both
+
+
+@pytest.mark.parametrize("measure", ["velocity", "adjoint"])
+def test_the_pipeline_is_left_as_it_was(measure):
+    pipe = tiny.load(dtype="float32")
+    model = pipe.transformer
+    frozen = model.proj_out.weight.requires_grad_(False)
+    before = state_of(pipe)
+    call = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
+    menu = rounded(pipe, {"out": ("transformer.transformer_blocks.0.attn.to_out.0",)}, ("int8",))
+    items = [(tiny.PROMPTS[0], 1)]
+    table = measure_errors(pipe, menu, items, Sampling(call, 2, {"transformer": "m"}), measure=measure)
+    assert 0 < float(table.error) < 1e-2 and not frozen.requires_grad
+    assert state_of(pipe) == before
+    assert torch.is_grad_enabled() and not any(p.grad is not None for p in model.parameters())
+
+
+def state_of(pipe) -> list:
+    """Modules, attributes that a measurement sets meanwhile, parameters, and whether these need gradients."""
+    names = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func", "training")
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    modules = [module for part in parts for module in part.modules()]
+    return [
+        (id(module), {n: v for n, v in vars(module).items() if n in names}, *map(len, hooks_of(module)))
+        for module in modules
+    ] + [(id(p), p.requires_grad, p._version) for part in parts for p in part.parameters()]
+
+
+def hooks_of(module: nn.Module) -> tuple:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+
+
+def rounded(pipe, units: dict[str, tuple[str, ...]], options: tuple[str, ...]) -> Menu:
+    """Layers rounded to nearest."""
+
+    def layers(unit: str, option: str) -> dict[str, nn.Module]:
+        made = {}
+        for name in units[unit]:
+            plain, form = module_of(pipe, name), FORMATS[option]
+            weight = QuantizedTensor.quantize(plain.weight.detach().flatten(1), form)
+            bias = None if plain.bias is None else plain.bias.detach()
+            made[name] = in_place_of(plain, QuantLinear.from_quantized(weight, bias, Scheme(form, form)))
+        return made
+
+    return Menu(units, dict.fromkeys(units, options), layers)
 
 
 @pytest.mark.parametrize(
     ("change", "how", "message"),
     [
-        ({}, {"measure": "fisher"}, "measure 'fisher': expected one of velocity"),
+        ({}, {"measure": "fisher"}, "measure 'fisher': expected one of velocity, adjoint"),
         ({"options": {}}, {}, "no unit has an option"),
+        (
+            {"units": {**UNITS, "two": UNITS["one"]}},
+            {},
+            "transformer.first is in the units one and two; a layer can be in one",
+        ),
         ({"units": {"one": ("unet.first",)}}, {}, "unet: the pipeline has no such component"),
         ({}, {"items": []}, "no images to measure errors on"),
     ],
