@@ -27,7 +27,15 @@ from torch import Tensor
 
 import fluxq
 from fluxq.base.console import logger, progress, without_cure
-from fluxq.base.files import read_json, read_sealed_json, sha256_json, write_json, write_sealed_json, write_text
+from fluxq.base.files import (
+    clear_parts,
+    read_json,
+    read_sealed_json,
+    sha256_json,
+    write_json,
+    write_sealed_json,
+    write_text,
+)
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
@@ -431,6 +439,7 @@ def _tables(search: Search, bench: _Bench, work: Path) -> dict[str, ErrorTable]:
             logger.warning("%s; %s is measured alone", without_cure(error), search.measures[-1])
             continue
         if ranks.leads:
+            clear_parts(file.parent, file.name)  # of a killed process
             tables[measure].save(file, search.table_digest(measure))
     return tables
 
