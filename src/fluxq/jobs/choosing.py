@@ -703,7 +703,7 @@ def _result(
 
 @dataclass(frozen=True)
 class Outline:
-    """What a search will take.
+    """Cost of a search, and bounds of its budget.
 
     least, largest: cost of the smallest and the largest plan, in words.
     passes: name of a part -> forward passes of the transformers with one image; of the adjoint about, with backward.
@@ -719,7 +719,7 @@ class Outline:
 
 
 def outline(search: Search) -> Outline:
-    """Return what a search will take, without computing anything."""
+    """Return the cost of a search, without computing anything."""
     low, high = extremes(search.costs.numbers)
     steps = number_of_steps(search.job.folder.pipeline_class, search.job.call)
     images = len(search.measuring)
