@@ -337,3 +337,24 @@ def test_of_all_plans_hardly_one_is_better(model, here) -> None:
     mine = next(each for each in every if each.choice == chosen(result))
     assert 10 * math.log10(mine.error / min(each.error for each in every)) < 0.2
     assert result["agrees"]
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_no_larger_than_the_budget(model, here) -> None:
+    from fluxq.base.tensors import TensorFile
+    from fluxq.jobs.making import job_of as making_job
+    from fluxq.jobs.making import quantize
+
+    (here / "prompts.txt").write_text("a red three on black\na blue seven on white\n")
+    result = run(model, replace(VELOCITY, bits=None, size=1_800_000), prompts="prompts.txt")
+    assert result["cost_unit"] == "GB" and result["cost"] <= 1_800_000 / 1e9
+    options = JobOptions(
+        str(model), "small-0.0018GB.yaml", "fast", "out", prompts="prompts.txt", call=CALL, check=False
+    )
+    quantize(making_job(options))
+    files = [TensorFile(file) for file in (here / "out").rglob("*.safetensors")]
+    quantized = sum(
+        stored.nbytes for file in files if "transformer" in str(file.path) for stored in file.stored.values()
+    )
+    copied = sum(file.path.stat().st_size for file in files if "transformer" not in str(file.path))
+    assert 0.95 * result["cost"] <= (quantized + copied) / 1e9 <= result["cost"]

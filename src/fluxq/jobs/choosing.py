@@ -70,8 +70,8 @@ _RUNS, _KIND = "runs.json", "fluxq auto"
 class AutoOptions:
     """Options of a search beside those of its job.
 
-    bits: most bits per weight, over the Linears whose format is chosen.
-    size: most bytes of all weights of the checkpoint.
+    bits: most bits per weight, over the Linears whose format is chosen, before fitting.
+    size: most bytes of all weights of the checkpoint, whatever fitting keeps.
     ms: most modelled milliseconds of a forward pass on `gpu`.
     gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
     menu: formats, and "16bit"; () for the usual ones.
@@ -235,7 +235,7 @@ def _with_budget(search: Search) -> Search:
     job, offer, options = search.job, search.offer, search.options
     kind, value = options.budget
     if kind == "bits":
-        search = replace(search, costs=replace(stored_bits(job, offer), fixed=0))
+        search = replace(search, costs=stored_bits(offer))
         limit = math.floor(value * search.unit[1])
     elif kind == "ms" or (kind == "gate" and options.gpu):
         search = replace(search, costs=modelled_ms(job, offer, str(options.gpu)))
