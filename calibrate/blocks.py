@@ -34,6 +34,7 @@ from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate import nested
 from fluxq.calibrate.calls import Call, Calls
 from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
+from fluxq.calibrate.stand_ins import replaced_forwards
 from fluxq.kernels.linear import channels_last, linear_size
 from fluxq.recipes.family import Family, matches
 
@@ -169,21 +170,6 @@ class Replay:
     def _kept_for(self, index: int) -> set[int]:
         """Return the blocks before `index` whose outputs it or a later one needs."""
         return {i for needed in self.needs[index:] for i in needed if i < index}
-
-
-@contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace `forward` of each module meanwhile; that of an instance (hooks of accelerate set one) is put back."""
-    instance_forwards = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
-    try:
-        for module, forward in forwards.items():
-            module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module in forwards:
-            del module.__dict__["forward"]
-            if module in instance_forwards:
-                module.__dict__["forward"] = instance_forwards[module]
 
 
 class LiveBlock:

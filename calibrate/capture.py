@@ -75,6 +75,7 @@ def run_pipeline(
     batch_size: int | None = None,
     on_step: Callable[[int], None] | None = None,
     on_latents: Callable[[int, Tensor], None] | None = None,
+    is_differentiable: bool = False,
 ) -> Iterator[tuple[Any, Tensor]]:
     """Generate one image, or one video, per (prompt, seed); yields (pipeline output, final latents) batch by batch.
 
@@ -86,7 +87,9 @@ def run_pipeline(
     on_step: called as on_step(i) before denoising step i; every batch starts at 0 again. Of a pipeline that does not
         tell of its steps (PixArt, HunyuanVideo 1.5), its scheduler does.
     on_latents: called as on_latents(i, latents) after the step.
+    is_differentiable: whether tensors have the gradients that the caller enables; pipelines switch them off.
     """
+    generate = functools.partial(inspect.unwrap(type(pipe).__call__), pipe) if is_differentiable else pipe
     for batch in batches(items, batch_size, call):
         final: dict[str, Tensor] = {}
 
@@ -101,7 +104,7 @@ def run_pipeline(
             on_step(0)
         rows = [_row(prompt) for prompt, _ in batch]
         with _steps_told(pipe, after_step) as telling, _calling(pipe, call):
-            output = pipe(
+            output = generate(
                 prompt=[row.prompt for row in rows],
                 generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
                 output_type=output_type,

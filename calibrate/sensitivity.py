@@ -1,8 +1,9 @@
-"""Weights of noise levels: the effect of an error of the transformer at each level on the final latent.
+"""Noise levels: the effect of an error of the transformer at each of them on the final latent.
 
-    w_t ∝ ‖latent(v + e at step t) − latent(v)‖² / ‖e‖²        e: Gaussian noise, 10 % of the transformer's output v
+    W_t = ‖latent(v + e at step t) − latent(v)‖² / ‖e‖²        e: Gaussian noise, 10 % of the transformer's output v
 
-so that Σ w_t x xᵀ, over the tokens x of step t, weighs a layer's error as the final latent does. Measured on a few
+so that Σ W_t ‖δ_t‖² estimates the error of the final latent for errors δ_t of the outputs, and Σ w_t x xᵀ over the
+tokens x of step t, with weights w_t ∝ W_t of mean 1, weighs a layer's error as the final latent does. Measured on a few
 images. Steps before t are as in the undisturbed run, and its outputs are used again.
 
 10 % is about what four bits cost, and on the embedded pipeline in fp32 it gives the weights that 1 % gives. In
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.base.ranks import ALONE, Ranks
-from fluxq.calibrate.blocks import replaced_forwards
 from fluxq.calibrate.capture import Item, run_pipeline
+from fluxq.calibrate.stand_ins import replaced_forwards
 
 IMAGES = 4
 _RELATIVE_NOISE = 0.1
@@ -29,7 +30,6 @@ _SEED = 5
 _SMALLEST = 1e-3  # of the mean: a step never counts for nothing
 
 
-@torch.no_grad()
 def noise_level_weights(
     pipe: Any,
     components: Sequence[str],
@@ -38,7 +38,26 @@ def noise_level_weights(
     steps: Sequence[int],
     ranks: Ranks = ALONE,
 ) -> dict[int, float]:
-    """Return the weight of each of `steps`, positive, mean 1.
+    """Return the weight of each of `steps`, positive, mean 1: its effect by the mean of all.
+
+    Arguments and errors are those of `noise_level_effects`.
+    """
+    measured = noise_level_effects(pipe, components, items, call, steps, ranks)
+    effects = torch.tensor(list(measured.values()), dtype=torch.float64)
+    weights = torch.maximum(effects, _SMALLEST * effects.mean())
+    return dict(zip(steps, (weights / weights.mean()).tolist(), strict=True))
+
+
+@torch.no_grad()
+def noise_level_effects(
+    pipe: Any,
+    components: Sequence[str],
+    items: Sequence[Item],
+    call: Mapping[str, Any],
+    steps: Sequence[int],
+    ranks: Ranks = ALONE,
+) -> dict[int, float]:
+    """Return W_t of each of `steps`: the squared change of the final latents by the squared norm of the noise.
 
     ValueError if the final latents are not finite, or if no transformer is called at a step.
 
@@ -49,8 +68,7 @@ def noise_level_weights(
     models = [getattr(pipe, component) for component in components]
     plain = _Run()
     undisturbed = _latents(pipe, models, items, call, plain)
-    if not torch.isfinite(undisturbed).all():
-        raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
+    require_finite(undisturbed)
     effects = torch.zeros(len(steps), dtype=torch.float64)
     for at in progress(ranks.share(range(len(steps))), "Weighing noise levels"):
         step = steps[at]
@@ -59,11 +77,15 @@ def noise_level_weights(
         if not disturbed.noise > 0:
             raise ValueError(f"step {step}: no call of {', '.join(components)}, or only zeros come out of it")
         effects[at] = change / disturbed.noise
-    weights = ranks.sum(effects)
-    if not torch.isfinite(weights).all():
+    effects = ranks.sum(effects)
+    require_finite(effects)
+    return dict(zip(steps, effects.tolist(), strict=True))
+
+
+def require_finite(latents: Tensor) -> None:
+    """Raise ValueError for final latents, or what was computed from them, that are not finite."""
+    if not torch.isfinite(latents).all():
         raise ValueError("the latents of the 16-bit model hold NaN or infinity; choose another --dtype")
-    weights = torch.maximum(weights, _SMALLEST * weights.mean())
-    return dict(zip(steps, (weights / weights.mean()).tolist(), strict=True))
 
 
 class _Run:

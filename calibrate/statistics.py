@@ -129,7 +129,7 @@ class Statistics:
     def stored_job(path: Path) -> str:
         """Return the job that `save` was given; "" without one."""
         with TensorFile(path) as stream:
-            return str(_parsed(stream.metadata().get(_HEADER, "{}")).get("job", ""))
+            return str(parsed_header(stream.metadata().get(_HEADER, "{}")).get("job", ""))
 
     @classmethod
     def load(cls, path: Path, job: str | None = None) -> Statistics:
@@ -138,7 +138,7 @@ class Statistics:
         if not path.is_file():
             raise FileNotFoundError(f"statistics file {path} does not exist; `fluxq calibrate` writes one")
         with TensorFile(path) as stream:
-            header = _parsed(stream.metadata().get(_HEADER, "{}"))
+            header = parsed_header(stream.metadata().get(_HEADER, "{}"))
             if header.get("version") != _FORMAT_VERSION:
                 raise ValueError(f"{path}: not a statistics file of this version of fluxq; run `fluxq calibrate` again")
             if job is not None and header.get("job") != job:
@@ -170,7 +170,8 @@ def _require_sound(sums: GroupSums, where: str) -> None:
         raise ValueError(f"{where}: holds numbers that no activation gives; run `fluxq calibrate` again")
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def parsed_header(text: str) -> dict[str, Any]:
+    """Return the JSON object of a file's header; an empty one where the text is no such object."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, nesting

@@ -241,6 +241,19 @@ def group_seconds(
     return sum(replace(step, instructions={}).seconds(device, level) for step in group_steps)
 
 
+def seconds_of_groups(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> dict[str, float]:
+    """Return input group, or layer without one, -> modelled time of its steps in a forward pass, fused.
+
+    Steps of no Linear are under "". The sum is that of `cost`; a group's time depends on its own layers alone.
+    """
+    groups = {layer.name: layer.group or layer.name for layer in plan.layers}
+    seconds: dict[str, float] = {}
+    for step in steps(plan, forward, device.chip, prefer):
+        group = groups.get(step.name, "")
+        seconds[group] = seconds.get(group, 0.0) + step.seconds(device, "fused")
+    return seconds
+
+
 def in_16_bit(plan: Plan) -> Plan:
     """Return the plan with none of its layers quantized, and attention in 16 bit."""
     return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers), attention="16bit")

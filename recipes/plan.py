@@ -301,7 +301,7 @@ def make_plan(
     require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
     included = list(include)
-    require_matches([*recipe.exclude, *included, *(o.match for o in recipe.overrides if o.match)], names)
+    require_matches([*recipe.exclude, *included, *(p for o in recipe.overrides for p in o.patterns)], names)
     notes = [*family.notes, *_absent_roles(family, recipe)]
     layers = []
     for linear in linears:
@@ -377,7 +377,7 @@ def _located(family: Family, linear: LinearShape) -> LayerPlan:
 
 def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: bool) -> LayerPlan:
     """Return the scheme and the reason, before include and exclude."""
-    override = _override_for(layer, recipe.overrides)
+    override = override_for(layer, recipe.overrides)
     if override is not None:
         scheme = _scheme(override.weights, override.activations, static_inputs and layer.is_observed)
         return replace(layer, scheme=scheme, reason=override.reason)
@@ -578,7 +578,7 @@ def _operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | N
 
 
 def _recipe_operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Operand | None]:
-    override = _override_for(layer, recipe.overrides)
+    override = override_for(layer, recipe.overrides)
     if override is not None and override.weights is not None:
         return override.weights, override.activations
     if layer.role == MODULATION_ROLE and recipe.modulation is not None:
@@ -616,9 +616,10 @@ def _scheme(weights: Operand | None, activations: Operand | None, static_inputs:
     return Scheme(weights.row, row, static_input=bool(row and row.has_tensor_scale and static_inputs))
 
 
-def _override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override | None:
+def override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override | None:
+    """Return the override that decides about a layer, None without one."""
     for override in reversed(overrides):
-        if override.role == layer.role or (override.match and matches(override.match, layer.name)):
+        if override.role == layer.role or any(matches(pattern, layer.name) for pattern in override.patterns):
             return override
     return None
 

@@ -108,10 +108,13 @@ class LowRank(Strict):
 
 
 class Override(Strict):
-    """Other formats for the layers of a role, or whose path matches a pattern; the last one that matches wins."""
+    """Other formats for the layers of a role, or whose path matches a pattern; the last one that matches wins.
+
+    match: a pattern, or a list of some.
+    """
 
     role: str | None = None
-    match: str | None = None
+    match: str | list[str] | None = None
     weights: Operand | None = None
     activations: Operand | None = None
     reason: str
@@ -123,6 +126,11 @@ class Override(Strict):
         if self.weights is None and self.activations is not None:
             raise ValueError("activations cannot be quantized where the weights stay in 16 bit")
         return self
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of `match`, none where it names a role."""
+        return [self.match] if isinstance(self.match, str) else self.match or []
 
 
 class Component(Strict):

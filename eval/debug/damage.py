@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fluxq.base.console import progress
-from fluxq.eval.debug.trace import module_of, moved
+from fluxq.calibrate.stand_ins import module_of, replaced
 from fluxq.quantize.structure import model_family
 
 Unit = tuple[str, ...]  # layers that are quantized, or kept, together
@@ -161,20 +161,6 @@ def locate(pipe: Any, name: str) -> tuple[str, str, str]:
         return "other", name, name
     group, block = position
     return group.role, f"{component}.{block}", f"{component}.{block}.{group.members[0]}"
-
-
-@contextmanager
-def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator[None]:
-    """Put other modules into a pipeline for a while, on the devices of those that they replace."""
-    originals = {name: module_of(pipe, name) for name in layers}
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            component, _, path = name.partition(".")
-            device = next(originals[name].parameters()).device
-            model = getattr(pipe, component)
-            stack.callback(model.set_submodule, path, originals[name])
-            model.set_submodule(path, stack.enter_context(moved(layer, device)))
-        yield
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxq.base.console import progress
 from fluxq.calibrate.capture import frames_in, images_per_batch, noise_levels, number_of_steps, spread
+from fluxq.calibrate.stand_ins import module_of, moved, replaced
 from fluxq.eval.debug.arithmetic import KERNEL_TOLERANCE, multiplies_integers
-from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, replaced, squared_error
+from fluxq.eval.debug.damage import Damages, Unit, blocks_of, locate, measure_damage, placed, squared_error
 from fluxq.eval.debug.findings import findings, listed
 from fluxq.eval.debug.patch import make_patch
 from fluxq.eval.debug.stored import stored_fault
-from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, module_of, moved, watch
+from fluxq.eval.debug.trace import Health, Local, Outputs, Powers, decibels, watch
 from fluxq.eval.images.sides import Side, quantized_layers
 from fluxq.eval.metrics.schema import Debug, LayerDamage, number
 from fluxq.kernels.linear import QuantLinear

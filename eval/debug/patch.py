@@ -23,19 +23,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from torch import nn
 
+from fluxq.calibrate.stand_ins import module_of
 from fluxq.eval.debug.damage import Damages, locate
-from fluxq.eval.debug.trace import decibels, module_of
+from fluxq.eval.debug.trace import decibels
 from fluxq.eval.metrics.schema import Patch
 from fluxq.eval.speed.served import stored_bits
 from fluxq.kernels.linear import QuantLinear, in_place_of
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.structure import model_family
+from fluxq.recipes.budget import best
 from fluxq.recipes.formats import FORMATS, Scheme
-from fluxq.recipes.plan import component_recipe
-from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
+from fluxq.recipes.recipe import Recipe
+from fluxq.recipes.writing import override_of, recipe_with
 
 BETTER = FORMATS["fp8"]  # for layers of less than 8 bits; its input scales follow from each token: nothing to calibrate
 SIXTEEN_BIT = "16 bit"
@@ -123,20 +124,11 @@ def better_scheme(layer: QuantLinear) -> Scheme | None:
 
 def choose(groups: Sequence[Promotion], bits: float) -> list[Promotion]:
     """Choose the groups that together do most damage and add at most `bits`; the most damage per bit comes first."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
     groups = _worthwhile(groups)
-    if not groups:
-        return []
-    solution = milp(
-        [-group.damage for group in groups],
-        integrality=[1] * len(groups),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint([[group.extra_bits / bits for group in groups]], ub=1.0),
-        options={"mip_rel_gap": 0.0},
-    )
-    chosen = [group for group, value in zip(groups, solution.x, strict=True) if value > 0.5]
-    return sorted(chosen, key=_worth, reverse=True)
+    damages = {str(index): {"kept": group.damage, "better": 0.0} for index, group in enumerate(groups)}
+    added = {str(index): {"kept": 0, "better": group.extra_bits} for index, group in enumerate(groups)}
+    choice = best(damages, added, bits) or {}
+    return sorted((groups[int(index)] for index, is_ in choice.items() if is_ == "better"), key=_worth, reverse=True)
 
 
 def _worthwhile(groups: Sequence[Promotion]) -> list[Promotion]:
@@ -206,36 +198,14 @@ def patched_recipe(
 ) -> str:
     """Return the recipe in YAML, with an override and its reason for each layer ("component.path").
 
-    about: end of its first line. It extends a shipped recipe where the checkpoint's is one, and is complete otherwise.
-        ValueError if it cannot hold such layers.
+    about: as `recipe_with` has it, and ValueError too.
     """
-    is_shipped = recipe_name in shipped_recipes() and load_recipe(recipe_name)[1].digest == recipe.digest
-    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
-    entries: dict[str, Any] = {}
-    for component in dict.fromkeys(layer.partition(".")[0] for layer in schemes):
-        family = model_family(getattr(pipe, component))
-        entry = component_recipe(recipe, component, family).model_dump(mode="json", exclude_defaults=True)
-        layers = [layer for layer in schemes if layer.startswith(f"{component}.")]
-        overrides = [
-            *entry.get("overrides", ()),
-            *(_override(layer, schemes[layer], reasons[layer]) for layer in layers),
-        ]
-        is_named = component in recipe.components
-        entries[component] = {"overrides": overrides} if is_shipped and is_named else entry | {"overrides": overrides}
-    whole["components"] |= {c: whole["components"].get(c, {}) | entry for c, entry in entries.items()}
-    Recipe.model_validate(whole)
-    document = {"extends": recipe_name, "components": entries} if is_shipped else whole
-    body = yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None)
-    return f"# {recipe_name}, {about}.\n{body}"
-
-
-def _override(layer: str, scheme: Scheme | None, reason: str) -> dict[str, Any]:
-    override: dict[str, Any] = {"match": layer.partition(".")[2]}
-    if scheme is not None:
-        override["weights"] = {"format": scheme.weights.name}
-        if scheme.activations is not None:
-            override["activations"] = {"format": scheme.activations.name}
-    return override | {"reason": reason}
+    overrides: dict[str, list[dict[str, Any]]] = {}
+    for layer, scheme in schemes.items():
+        component, _, path = layer.partition(".")
+        overrides.setdefault(component, []).append(override_of({"match": path}, scheme, reasons[layer]))
+    families = {component: model_family(getattr(pipe, component)) for component in overrides}
+    return recipe_with(recipe_name, recipe, overrides, families, about)
 
 
 def _bits(layer: nn.Linear, scheme: Scheme | None) -> int:

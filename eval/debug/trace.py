@@ -11,20 +11,18 @@ of them would be terabytes for 57 blocks of FLUX.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fluxq.calibrate.capture import batches, run_pipeline
+from fluxq.calibrate.stand_ins import module_of, moved
 from fluxq.eval.debug.arithmetic import health, kernel_error
 from fluxq.eval.images.denoiser import hooked
 from fluxq.kernels.linear import QuantLinear, channels_last
-
-L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
 
 ROWS = 32  # of each image's output that are kept
 
@@ -74,12 +72,6 @@ def watch(
     with torch.no_grad(), hooked(layers, after=see):
         run = run_pipeline(pipe, items, call, batch_size=batch_size, on_step=on_step)
         return torch.cat([latents.double().cpu() for _, latents in run])
-
-
-def module_of(pipe: Any, name: str) -> Any:
-    """Return the module `component.path` of a pipeline."""
-    component, _, path = name.partition(".")
-    return getattr(pipe, component).get_submodule(path)
 
 
 class Powers:
@@ -171,16 +163,6 @@ class Health:
         """Return kind -> its share at each step."""
         kinds = dict.fromkeys(kind for step in steps for kind in self.counts.get((name, step), {}))
         return {kind: tuple(self.counts.get((name, step), {}).get(kind, 0.0) for step in steps) for kind in kinds}
-
-
-@contextmanager
-def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """Move a layer to another device for a while."""
-    home = layer.weight.device
-    try:
-        yield layer.to(device)
-    finally:
-        layer.to(home)
 
 
 def _some_rows(y: Tensor, images: int) -> Tensor:

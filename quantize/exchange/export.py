@@ -35,6 +35,7 @@ from fluxq.quantize.exchange.dialect import Unit, Units
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.layer import Encoded, QuantTensors, all_equal, join
 from fluxq.quantize.exchange.layouts import in_order, padded
+from fluxq.quantize.exchange.limits import misfit
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.rows import Row, row_for
 from fluxq.quantize.structure import denoisers_of
@@ -389,12 +390,12 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
         if any(value is not None and values[0] is not None and not torch.equal(value, values[0]) for value in values):
             return f"the file joins layers whose {suffix} differ"
     shape = _shape(source, unit)
-    why = _misfit(schemes[0], shape, dialect)
+    why = misfit(schemes[0], shape, dialect)
     if not why and unit.own.chunks and schemes[0].activations:
         return f"a modulation, which has 16-bit activations there and here is {schemes[0]}"
     if not why and unit.own.parts and not unit.own.chunks and not schemes[0].activations:
         return f"{dialect} computes it with rounded activations, not as {schemes[0]}"
-    if why and not _misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
+    if why and not misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
         kept = source.why_not_folded.get(unit.parts[0], "")
         return f"{why}; it was not folded: {re.sub(r'[.][0-9]+[.]', '.*.', kept)}"
     return why
@@ -403,15 +404,6 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
 def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
     n, k = sum(source.shapes[name][0] for name in unit.parts), source.shapes[unit.parts[0]][1]
     return n, {"": k, "first": n, "rest": k - n}[unit.own.columns]
-
-
-def _misfit(scheme: Scheme, shape: tuple[int, int], dialect: str, rows: Sequence[Row] = ()) -> str:
-    """Return the reason why no format of the dialect, or none of `rows`, holds a layer; empty if one does."""
-    try:
-        row, _ = row_for(QuantTensors({}, shape, scheme), rows or DIALECTS[dialect].rows, dialect)
-    except ValueError as error:
-        return str(error)
-    return row.unread
 
 
 def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
@@ -453,7 +445,7 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
         if own.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
-        if k % (scheme.weights.group_size or 1) == 0 and not _misfit(scheme, (n, k), dialect, [row]):
+        if k % (scheme.weights.group_size or 1) == 0 and not misfit(scheme, (n, k), dialect, [row]):
             found.append(scheme)
     return tuple(found)
 
@@ -598,7 +590,7 @@ def _recipes_that_fit(dialect: str, main: tuple[str, str | None]) -> list[str]:
     for name in shipped_recipes():
         schemes = _schemes_of(load_recipe(name)[1])
         element = schemes[0].weights.element
-        if element.bits == own.bits and not any(_misfit(scheme, (3072, 3072), dialect) for scheme in schemes):
+        if element.bits == own.bits and not any(misfit(scheme, (3072, 3072), dialect) for scheme in schemes):
             found.append((element != own, name))
     return [name for _, name in sorted(found)]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fluxq.runtime.optimize import optimize, restore
     from fluxq.runtime.prepare import prepare
     from fluxq.runtime.steps import keep_steps
-    from fluxq.verbs import Checkpoint, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
+    from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
 
 __all__ = [
     "FAMILIES",
@@ -37,6 +37,7 @@ __all__ = [
     "QuantLinear",
     "QuantizedTensor",
     "__version__",
+    "auto",
     "calibrate_pipeline",
     "capture",
     "configure",
@@ -59,6 +60,7 @@ _HOMES = {
     "FluxqConfig": "fluxq.integrations.loading",
     "QuantLinear": "fluxq.kernels.linear",
     "QuantizedTensor": "fluxq.kernels.tensor",
+    "auto": "fluxq.verbs",
     "calibrate_pipeline": "fluxq.verbs",
     "capture": "fluxq.runtime.graphs",
     "configure": "fluxq.base.settings",

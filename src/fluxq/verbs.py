@@ -1,4 +1,4 @@
-"""Python's forms of `fluxq quantize`, `fluxq calibrate` and `fluxq eval`.
+"""Python's forms of `fluxq quantize`, `fluxq auto`, `fluxq calibrate` and `fluxq eval`.
 
 Each verb checks its arguments as its command does, shows the same progress and returns a value. Errors are
 ValueError and FileNotFoundError for requests that cannot work, RuntimeError and OSError for work that failed.
@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fluxq.calibrate.statistics import Statistics
     from fluxq.eval.metrics.schema import Report
     from fluxq.quantize.record import Record
+    from fluxq.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,60 @@ def quantize_pipeline(
     return Checkpoint(job.output.absolute(), record)
 
 
+def auto(
+    pipeline: str | PathLike[str] | DiffusionPipeline,
+    recipe: str | PathLike[str] = "nvfp4",
+    *,
+    bits: float | None = None,
+    size: int | None = None,
+    ms: float | None = None,
+    gate: str | None = None,
+    gpu: str | None = None,
+    menu: Sequence[str] = (),
+    dialect: str | None = None,
+    measure: Literal["velocity", "adjoint"] | None = None,
+    count: int = 8,
+    output: str | PathLike[str] | None = None,
+    prompts: str | PathLike[str] | None = None,
+    call: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> Recipe:
+    """Choose a format for every input group of a pipeline under a budget, write a recipe for it and return that.
+
+    Exactly one budget is given. What ran and what was measured is in a JSON file beside the recipe, errors of formats,
+    which another budget uses again, in .safetensors files.
+
+    pipeline: as `quantize_pipeline` has it.
+    recipe: the base; layers that it sets apart stay as it has them.
+    bits: most bits per weight of what is chosen.
+    size: most bytes of the checkpoint's weights.
+    ms: most modelled milliseconds of a step on `gpu`.
+    gate: of the final latents, as "latent_sqnr>=30", for the cheapest plan that holds it.
+    menu: formats to choose from, and "16bit".
+    dialect: format of `fluxq export` that has to hold the plan.
+    measure: the only way to measure errors; by default all that the model allows.
+    count: images that errors are measured on; twice as many decide.
+    output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
+    prompts, call, overwrite: as `quantize_pipeline` has them.
+    options: device, dtype, seed, revision and local_files_only.
+    """
+    from fluxq.jobs import choosing
+    from fluxq.jobs.job import JobOptions
+    from fluxq.recipes.recipe import load_recipe
+
+    if unknown := options.keys() - _OF_AUTO:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
+    arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
+    auto_options = choosing.AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    if output is None and not isinstance(pipeline, (str, PathLike)):
+        output = choosing.recipe_file(_require_plain(pipeline), auto_options)
+    with _on_disk(pipeline, output, arguments, is_file=True) as where:
+        search = choosing.search_of(JobOptions(**arguments, **where), auto_options)
+        choosing.choose(search)
+    return load_recipe(str(search.job.output))[1]
+
+
 def calibrate_pipeline(
     pipeline: str | PathLike[str] | DiffusionPipeline,
     recipe: str | PathLike[str] = "nvfp4",
@@ -176,6 +231,7 @@ def evaluate_pipeline(
     return report
 
 
+_OF_AUTO = {"device", "dtype", "seed", "revision", "local_files_only"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

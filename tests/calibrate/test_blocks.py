@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from fluxq import tiny
 from fluxq.calibrate import calls as calls_module
-from fluxq.calibrate.blocks import Replay, block_names, replaced_forwards
+from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import Sampling
 from fluxq.calibrate.sensitivity import noise_level_weights
+from fluxq.calibrate.stand_ins import replaced_forwards
 from fluxq.kernels.linear import linears_of
 from fluxq.recipes.all_families import FAMILIES
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fluxq import tiny
-from fluxq.eval.debug.damage import Damages, blocks_of, locate, measure_damage, replaced, squared_error
+from fluxq.calibrate.stand_ins import replaced
+from fluxq.eval.debug.damage import Damages, blocks_of, locate, measure_damage, squared_error
 from fluxq.eval.images.sides import Side, quantized_layers
 
 X = torch.tensor([[1.0, 2.0]])

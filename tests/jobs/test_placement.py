@@ -160,7 +160,7 @@ def test_a_demand_says_what_needs_most():
 
 def test_a_pipeline_to_judge_fits_or_takes_turns_or_is_computed_by_the_cpu(monkeypatch, caplog):
     folder = resolve_model("tiny")
-    parts, whole = memory._part_bytes(folder), memory.stored_bytes(folder)
+    parts, whole = memory.part_bytes(folder), memory.stored_bytes(folder)
     assert whole == sum(parts.values()) and memory.weight_bytes(folder, "bfloat16") == pytest.approx(whole, rel=0.05)
 
     def placed(device: str, asked: str = "auto", **free: int) -> tuple[str, bool]:

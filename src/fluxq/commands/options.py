@@ -86,14 +86,15 @@ model_options = option_group(
     click.option("--revision", help="Branch, tag or commit of a hub model."),
     click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
 )
+recipe_option = click.option(
+    "--recipe",
+    default="nvfp4",
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"A recipe file, or a shipped recipe: {', '.join(RECIPES)}.",
+)
 recipe_options = option_group(
-    click.option(
-        "--recipe",
-        default="nvfp4",
-        show_default=True,
-        metavar="NAME|FILE",
-        help=f"A recipe file, or a shipped recipe: {', '.join(RECIPES)}.",
-    ),
+    recipe_option,
     click.option(
         "--profile",
         type=click.Choice(["rtn", "fast", "balanced", "best"]),

@@ -1,4 +1,4 @@
-"""Commands that make a checkpoint: plan, calibrate, quantize."""
+"""Commands that make a checkpoint: plan, auto, calibrate, quantize."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from typing import Any
 import click
 
 from fluxq.commands import show
+from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     bytes_in,
     common_options,
+    finite_in,
     fitting_options,
     model_options,
+    names_in,
     output_option,
     overwrite_option,
+    recipe_option,
     recipe_options,
+    run_options,
     size_options,
     statistics_option,
 )
@@ -76,6 +81,70 @@ def plan(
                 every_layer=every_layer,
             ),
         )
+
+
+@click.command(short_help="Choose a format for every layer under a budget of bits, size or time; write a recipe.")
+@model_options
+@recipe_option
+@click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
+@click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
+@click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")
+@click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
+@click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
+@click.option(
+    "--menu",
+    callback=names_in,
+    metavar="FORMAT,…",
+    help="Formats to choose from, 16bit too; by default the recipe's, one of 8 bits and 16bit.",
+)
+@click.option(
+    "--for", "dialect", type=click.Choice(EXPORTS), help="Choose only what this format of `fluxq export` can hold."
+)
+@click.option(
+    "--measure",
+    type=click.Choice(["velocity", "adjoint"]),
+    help="Measure errors in this way only; velocity needs no backward passes.",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Images that errors are measured on; twice as many decide.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
+@run_options
+@output_option("<model>-<budget>.yaml")
+@overwrite_option
+@common_options
+def auto(dry_run: bool, **arguments: Any) -> None:
+    """Choose a format for every group of layers of MODEL that reads one input, and write a recipe for it.
+
+    Errors of formats at the final latents propose plans, runs of the model decide between them. Layers that the recipe
+    sets apart stay as it has them. `fluxq quantize --recipe FILE` then fits the layers.
+
+    \b
+    Example:
+      fluxq auto tiny --bits 5.5
+      fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
+    """
+    names = ("bits", "size", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
+    given = {name: arguments.pop(name) for name in names}
+    with session_of(arguments) as session, session.together() as ranks:
+        session.announce()
+        from fluxq.jobs import choosing, forecast
+
+        search = choosing.search_of(session.options, choosing.AutoOptions(**given), writes=not dry_run, ranks=ranks)
+        outline = choosing.outline(search)
+        if dry_run:
+            session.print(show.outline_json(search, outline), lambda: show.outline(search, outline))
+            return
+        session.start_work(None if search.job.finished else forecast.of_choosing(search.job, outline.passes))
+        result = choosing.choose(search)
+        if result is not None:
+            output = str(search.job.output)
+            session.print({**result, "output": output}, lambda: show.chosen(result, output))
 
 
 @click.command(short_help="Gather statistics of a model's activations, for wider input scales.")
@@ -153,4 +222,4 @@ def quantize(**arguments: Any) -> None:
             click.echo(f"uploaded: {push(job.output, record, repo, private)}", err=True)
 
 
-COMMANDS = (plan, calibrate, quantize)
+COMMANDS = (plan, auto, calibrate, quantize)

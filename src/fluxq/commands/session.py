@@ -114,7 +114,10 @@ class Session:
         model = arguments["model"] or recipe.model
         self.requirements.require_files(arguments)
         folder = self.requirements.require_model(
-            model or DEFAULT_MODEL, arguments["revision"], arguments["local_files_only"], arguments["components"]
+            model or DEFAULT_MODEL,
+            arguments["revision"],
+            arguments["local_files_only"],
+            arguments.get("components", ()),
         )
         if writes:
             is_file = writes == "file"

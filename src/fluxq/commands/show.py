@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
+    from fluxq.jobs.choosing import Outline, Search
     from fluxq.jobs.doctor import Examination
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
@@ -128,6 +129,70 @@ def forecast(of_job: Forecast) -> None:
     """Print the time and memory of a job; nothing for one that only rounds, as fast as files are copied."""
     if of_job.parts:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
+
+
+def outline_json(search: Search, outline: Outline) -> dict[str, Any]:
+    """Return as JSON what may be chosen and what the search will take."""
+    units = {
+        unit: {"layers": list(names), "options": list(search.offer.choices[unit])}
+        for unit, names in search.offer.units.items()
+    }
+    return {
+        "menu": list(search.offer.options),
+        "units": units,
+        "least": outline.least,
+        "largest": outline.largest,
+        "passes": dict(outline.passes),
+        "runs": outline.runs,
+        "modelled_seconds": outline.seconds,
+    }
+
+
+def outline(search: Search, outline: Outline) -> None:
+    """Print what may be chosen and what the search will take."""
+    offer, weights = search.offer, search.offer.weights
+    rows = [
+        (unit, str(len(names)), f"{weights[unit] / sum(weights.values()):.1%}", ", ".join(offer.choices[unit]))
+        for unit, names in offer.units.items()
+    ]
+    print_table(("input group", "Linears", "of the weights", "options"), rows)
+    echo(f"least budget {outline.least}, largest {outline.largest}")
+    passes = ", ".join(f"{count} of {name}" for name, count in outline.passes.items())
+    modelled = "" if outline.seconds is None else f"; modelled on {search.options.gpu}: {_duration(outline.seconds)}"
+    echo(f"at most {outline.runs} runs; forward passes of one image, at most: {passes}{modelled}")
+
+
+def chosen(result: dict[str, Any], output: str) -> None:
+    """Print the plans that ran, the front, and how far prediction and measurement agree."""
+    unit = result["cost_unit"]
+    rows = [
+        (
+            ", ".join(each["proposed_by"]) + (" (chosen)" if each["chosen"] else ""),
+            f"{each['cost']:.4g}",
+            _nmse_db(each["predicted_nmse"]),
+            _nmse_db(each["nmse"]),
+        )
+        for each in result["tried"]
+    ]
+    print_table(("proposed by", unit, "predicted, dB", "measured, dB"), rows, right=True)
+    counts: dict[str, int] = {}
+    for each in result["units"]:
+        counts[each["option"]] = counts.get(each["option"], 0) + each["weights"]
+    shares = ", ".join(f"{option} {count / sum(counts.values()):.1%}" for option, count in sorted(counts.items()))
+    echo(f"of the weights in {len(result['units'])} input groups: {shares}")
+    rows = [(f"{each['cost']:.4g}", _nmse_db(each["predicted_nmse"])) for each in result["front"]]
+    print_table((f"least error for {unit}", "predicted, dB"), rows, right=True)
+    if not result["agrees"]:
+        echo("predicted and measured error differ by more than a factor of 1.5: choose by the measured ones")
+    echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")
+    echo(f"recipe: {output}")
+
+
+def _nmse_db(error: float | None) -> str:
+    """Return the SQNR of the final latents for a normalised squared error."""
+    import math
+
+    return "–" if error is None else "exact" if not error else f"{-10 * math.log10(error):.2f}"
 
 
 def calibrated(job: Job, path: Path) -> None:

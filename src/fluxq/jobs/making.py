@@ -324,7 +324,8 @@ def quantized_components(output: str) -> dict[str, torch.nn.Module]:
     return models
 
 
-def _sampling(job: Job, pipe: Any, components: Iterable[str]) -> Sampling:
+def sampling_of(job: Job, pipe: Any, components: Iterable[str]) -> Sampling:
+    """Return how calibration runs the pipeline and which steps it looks at."""
     steps = steps_to_see(job.calibration.steps, number_of_steps(pipe, job.call))
     return Sampling(job.call, steps, {name: job.digest(name) for name in components})
 
@@ -338,7 +339,7 @@ def _calibrate(job: Job, pipe: Any, work: Path) -> Statistics:
                 for component, plan in job.calibrated.items()
             },
             job.calibration_items,
-            _sampling(job, pipe, job.calibrated),
+            sampling_of(job, pipe, job.calibrated),
             folder=work / _SHARES,
             ranks=job.run.ranks,
         )
@@ -360,7 +361,7 @@ def _fittings(job: Job, pipe: Any, statistics: Statistics | None) -> dict[str, F
             blocks,
             items[: len(items) - held_out],
             items[len(items) - held_out :],
-            _sampling(job, pipe, plans),
+            sampling_of(job, pipe, plans),
             folder=folder / "calls",
             most=MOST_CALLS,
             ranks=job.run.ranks,

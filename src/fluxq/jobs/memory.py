@@ -199,7 +199,7 @@ def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, device_option
         raise ValueError(f"{needs}: it does not fit on this machine; evaluate it on one with more memory")
     if device_option != AUTO:
         raise ValueError(f"{needs}; leave out --device: its parts then take turns on the GPU")
-    if max(_part_bytes(folder).values(), default=0) <= FREE * free:
+    if max(part_bytes(folder).values(), default=0) <= FREE * free:
         logger.warning("%s: its parts take turns there (offload), which takes longer", needs)
         return device, True
     logger.warning("%s, too little even for its largest part: the CPU is used", needs)
@@ -208,10 +208,10 @@ def settle_pipeline(folder: ModelFolder, device: str, nbytes: int, device_option
 
 def stored_bytes(folder: ModelFolder) -> int:
     """Return the bytes of all weights of a pipeline as they are stored."""
-    return sum(_part_bytes(folder).values())
+    return sum(part_bytes(folder).values())
 
 
-def _part_bytes(folder: ModelFolder) -> dict[str, int]:
+def part_bytes(folder: ModelFolder) -> dict[str, int]:
     """Return the bytes of each component's weights as they are stored."""
     return {
         name: sum(path.stat().st_size for path in folder.weight_files(name))

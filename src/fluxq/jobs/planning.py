@@ -41,9 +41,9 @@ from fluxq.jobs.requirements import (
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of, list_linears
-from fluxq.recipes.family import matches
+from fluxq.recipes.family import Family, matches
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
-from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
+from fluxq.recipes.recipe import Calibration, Component, Recipe, load_recipe
 from fluxq.runtime.steps import require_followed
 
 
@@ -159,27 +159,16 @@ def _components(folder: ModelFolder, recipe: Recipe, options: JobOptions) -> tup
 def _plan(
     folder: ModelFolder, component: str, linears: Sequence[LinearShape], recipe: Recipe, options: JobOptions
 ) -> Plan:
-    family = component_family(folder, component)
-    entry = component_recipe(recipe, component, family)
     include, exclude = (
         [p for p in patterns if _matches_any(p, linears)] for patterns in (options.include, options.exclude)
     )
     if options.include and not include:
         raise ValueError(f"{component}: no --include pattern matches a Linear of it; leave it out of --components")
-    plan = make_plan(
-        family,
-        component,
-        entry.without(exclude),
-        linears,
-        static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or options.statistics is not None),
-        profile=recipe.profile,
-        compat=recipe.compat,
-        include=include,
-    )
+    family = component_family(folder, component)
+    entry = component_recipe(recipe, component, family).without(exclude)
+    plan = plan_of(family, component, linears, recipe, entry, include, options.statistics is not None)
     for note in plan.notes:
         logger.warning(note)
-    if family.kind == "transformer":
-        plan = replace(plan, steps=recipe.steps)
     if family.kind == "vae":
         saved = sum(16 * layer.n * layer.k - layer.stored_bits for layer in plan.quantized) / 8
         logger.warning(
@@ -189,6 +178,29 @@ def _plan(
             100 * saved / SourceWeights(folder, component).nbytes,
         )
     return plan
+
+
+def plan_of(
+    family: Family,
+    component: str,
+    linears: Sequence[LinearShape],
+    recipe: Recipe,
+    entry: Component,
+    include: Sequence[str] = (),
+    is_calibrated: bool = False,
+) -> Plan:
+    """Return the plan of a component under an entry of the recipe. is_calibrated: there are statistics already."""
+    plan = make_plan(
+        family,
+        component,
+        entry,
+        linears,
+        static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or is_calibrated),
+        profile=recipe.profile,
+        compat=recipe.compat,
+        include=include,
+    )
+    return replace(plan, steps=recipe.steps) if family.kind == "transformer" else plan
 
 
 def _loras(

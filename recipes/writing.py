@@ -1,0 +1,52 @@
+"""Write a recipe as a YAML file that extends a shipped one, or is complete where it comes from another file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from fluxq.recipes.family import Family
+from fluxq.recipes.formats import Scheme
+from fluxq.recipes.plan import component_recipe
+from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
+
+
+def recipe_with(
+    name: str,
+    recipe: Recipe,
+    overrides: Mapping[str, Sequence[Mapping[str, Any]]],
+    families: Mapping[str, Family],
+    about: str,
+) -> str:
+    """Return a recipe in YAML with further overrides.
+
+    overrides: component -> its entries of `Override`, from `override_of`.
+    families: component -> its family.
+    about: end of the first line, which begins with the recipe's name.
+
+    ValueError if the recipe cannot hold such overrides.
+    """
+    is_shipped = name in shipped_recipes() and load_recipe(name)[1].digest == recipe.digest
+    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
+    entries: dict[str, Any] = {}
+    for component, added in overrides.items():
+        entry = component_recipe(recipe, component, families[component]).model_dump(mode="json", exclude_defaults=True)
+        both = {"overrides": [*entry.get("overrides", ()), *added]}
+        entries[component] = both if is_shipped and component in recipe.components else entry | both
+    whole["components"] |= {c: whole["components"].get(c, {}) | entry for c, entry in entries.items()}
+    Recipe.model_validate(whole)
+    document = {"extends": name, "components": entries} if is_shipped else whole
+    body = yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None)
+    return f"# {name}, {about}.\n{body}"
+
+
+def override_of(selector: Mapping[str, str | list[str]], scheme: Scheme | None, reason: str) -> dict[str, Any]:
+    """Return an entry of `Override` for the layers of {"role": …} or {"match": …}; None keeps 16 bit."""
+    override: dict[str, Any] = dict(selector)
+    if scheme is not None:
+        override["weights"] = {"format": scheme.weights.name}
+        if scheme.activations is not None:
+            override["activations"] = {"format": scheme.activations.name}
+    return override | {"reason": reason}

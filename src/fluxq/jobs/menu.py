@@ -1,0 +1,299 @@
+"""Units of a search, the options that each may take, and their costs.
+
+A unit is all Linears that read one input, and, for another program's files, those that share a tensor there. What the
+base recipe says otherwise stays: layers that it keeps in 16 bit or that an override of it names, modulation, and other
+components. An option is a format of the menu, computed as the shipped recipe of its name computes it; the base recipe's
+main format is computed as that recipe says. Options that a plan or the dialect refuses are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from fluxq.base.console import did_you_mean
+from fluxq.calibrate.capture import FRAMES, frames_in
+from fluxq.jobs import memory
+from fluxq.jobs.job import Job
+from fluxq.jobs.making import model_costs
+from fluxq.jobs.planning import plan_of
+from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
+from fluxq.quantize.structure import component_family, list_linears
+from fluxq.recipes.budget import Numbers
+from fluxq.recipes.cost import seconds_of_groups
+from fluxq.recipes.devices import find_device
+from fluxq.recipes.family import Family
+from fluxq.recipes.formats import FORMATS, Scheme, find_format
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for
+from fluxq.recipes.recipe import Component, Operand, Override, Recipe
+
+SIXTEEN_BIT = "16bit"
+_EIGHT_BITS = ("fp8", "fp8_tensor", "mxfp8", "int8")  # the first that a dialect takes is on the usual menu
+_WEIGHT_ONLY = ("int4",)  # elements whose shipped recipe leaves activations in 16 bit
+
+Unit = tuple[str, ...]  # layers, "component.path"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A transformer before any choice: its family, its Linears, the base recipe's entry for it, and that plan."""
+
+    family: Family
+    linears: Sequence[LinearShape]
+    recipe: Recipe
+    entry: Component
+    base: Plan
+
+    def plan(self, overrides: Sequence[Mapping[str, Any]]) -> Plan:
+        """Return the plan with further overrides."""
+        added = [Override.model_validate(override) for override in overrides]
+        entry = self.entry.model_copy(update={"overrides": [*self.entry.overrides, *added]})
+        return plan_of(self.family, self.base.component, self.linears, self.recipe, entry)
+
+    def override(self, selector: Mapping[str, str | list[str]], option: str, reason: str) -> dict[str, Any]:
+        """Return an entry of `Override` that gives an option to the layers of {"role": …} or {"match": …}."""
+        named = zip(("weights", "activations"), self.operands(option), strict=True)
+        said = {name: each.model_dump(exclude_defaults=True) for name, each in named if each is not None}
+        return {**selector, **said, "reason": reason}
+
+    def operands(self, option: str) -> tuple[Operand | None, Operand | None]:
+        """Return weights and activations of an option, None for 16 bit."""
+        if option == SIXTEEN_BIT:
+            return None, None
+        if option == self.entry.weights.row.name:
+            return self.entry.weights, self.entry.activations
+        operand = Operand(format=option)
+        return operand, None if operand.row.element.name in _WEIGHT_ONLY else operand
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Units, and what each may be.
+
+    options: names, the base recipe's main format first.
+    parts: component -> what is there before any choice.
+    units: name of the unit, "component.group" -> its layers.
+    choices: unit -> options that it may take.
+    plans: option -> component -> plan with every unit in that option that can be.
+    layers: option -> layer "component.path" -> its plan there.
+    """
+
+    options: tuple[str, ...]
+    parts: Mapping[str, Part]
+    units: Mapping[str, Unit]
+    choices: Mapping[str, tuple[str, ...]]
+    plans: Mapping[str, Mapping[str, Plan]]
+    layers: Mapping[str, Mapping[str, LayerPlan]]
+
+    def schemes(self, choice: Mapping[str, str]) -> dict[str, Scheme | None]:
+        """Return layer -> scheme, of the layers of all units in `choice`."""
+        return {name: self.layers[option][name].scheme for unit, option in choice.items() for name in self.units[unit]}
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Number of weights of each unit."""
+        layers = next(iter(self.layers.values()))
+        return {unit: sum(layers[name].n * layers[name].k for name in names) for unit, names in self.units.items()}
+
+
+def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
+    """Return the units of a job's transformers and their options.
+
+    names: formats and "16bit"; by default the recipe's main one, one of 8 bits and 16 bit.
+    dialect: a key of WRITERS, None for fluxq's own checkpoints.
+
+    ValueError for a format that is unknown, or that no unit can take.
+    """
+    if not job.calibrated:
+        raise ValueError(f"recipe {job.recipe_name} quantizes no transformer of {job.folder.name}; give another one")
+    parts = {component: _part(job, plan) for component, plan in job.calibrated.items()}
+    main = next(iter(parts.values())).entry.weights.row.name
+    for name in names:
+        _require_format(name)
+    if names:
+        return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect)
+    for eight in _EIGHT_BITS:
+        with suppress(ValueError):
+            return _menu(parts, tuple(dict.fromkeys((main, eight, SIXTEEN_BIT))), dialect)
+    return _menu(parts, (main, SIXTEEN_BIT), dialect)
+
+
+def _part(job: Job, plan: Plan) -> Part:
+    family = component_family(job.folder, plan.component)
+    entry = component_recipe(job.recipe, plan.component, family)
+    return Part(family, list_linears(job.folder, plan.component), job.recipe, entry, plan)
+
+
+def _require_format(name: str) -> None:
+    try:
+        _ = name == SIXTEEN_BIT or find_format(name)
+    except ValueError:
+        hint = did_you_mean(name, (*FORMATS, SIXTEEN_BIT))
+        raise ValueError(f"--menu: unknown format {name!r}{hint}; formats: {', '.join(FORMATS)}, 16bit") from None
+
+
+def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None) -> Offer:
+    """Return the menu; ValueError for an option that no unit can take, with the first reason."""
+    units = _units(parts, dialect)
+    shapes = {f"{name}.{linear.name}": linear for name, part in parts.items() for linear in part.linears}
+    refused = {
+        option: {unit: why for unit, names in units.items() if (why := _too_odd(parts, option, names, shapes))}
+        for option in options
+    }
+    plans = {
+        option: {
+            component: part.plan(
+                [
+                    part.override({"match": name.partition(".")[2]}, option, option)
+                    for unit in units.keys() - refused[option].keys()
+                    for name in units[unit]
+                    if name.startswith(f"{component}.")
+                ]
+            )
+            for component, part in parts.items()
+        }
+        for option in options
+    }
+    layers = {
+        option: {f"{component}.{layer.name}": layer for component, plan in of_option.items() for layer in plan.layers}
+        for option, of_option in plans.items()
+    }
+    for option in options if dialect else ():
+        for unit in units.keys() - refused[option].keys():
+            of_layers = [{each: layers[each][name] for each in options} for name in units[unit]]
+            why = _no_room(str(dialect), option, of_layers)
+            refused[option] |= {unit: why} if why else {}
+    for option in options:
+        if len(refused[option]) == len(units):
+            why = next(iter(refused[option].values()), "no Linear may change its format")
+            raise ValueError(f"--menu: no unit can be {option}: {why}; leave it out of the menu")
+    choices = {unit: tuple(option for option in options if unit not in refused[option]) for unit in units}
+    kept = {unit: names for unit, names in units.items() if choices[unit]}  # the others follow the base recipe
+    return Offer(options, parts, kept, {unit: choices[unit] for unit in kept}, plans, layers)
+
+
+def _units(parts: Mapping[str, Part], dialect: str | None) -> dict[str, Unit]:
+    """Return unit -> layers that may change their format, in the model's order."""
+    home: dict[str, str] = {}  # layer -> unit
+    for component, part in parts.items():
+        free = [la for la in part.base.quantized if la.is_observed and override_for(la, part.entry.overrides) is None]
+        home |= {f"{component}.{layer.name}": f"{component}.{layer.group}" for layer in free}
+        names = [linear.name for linear in part.linears]
+        for joined in joined_modules(dialect, part.family.name, names) if dialect else ():
+            tied = [home[name] for path in joined if (name := f"{component}.{path}") in home]
+            home |= {name: tied[0] for name, unit in home.items() if unit in tied}
+    units: dict[str, Unit] = {}
+    for name, unit in home.items():
+        units[unit] = (*units.get(unit, ()), name)
+    return units
+
+
+def _too_odd(parts: Mapping[str, Part], option: str, names: Unit, shapes: Mapping[str, LinearShape]) -> str:
+    """Return why a format cannot hold the shape of a layer; "" if it holds all."""
+    for name in names:
+        for operand in parts[name.partition(".")[0]].operands(option):
+            try:
+                if operand is not None:
+                    operand.row.check_shape(shapes[name].n, shapes[name].k, name)
+            except ValueError as error:
+                return str(error).partition(";")[0]
+    return ""
+
+
+def _no_room(dialect: str, option: str, plans: Sequence[Mapping[str, LayerPlan]]) -> str:
+    """Return why a dialect does not hold a unit in an option, beside the options before it; "" if it does.
+
+    plans: option -> plan, of each layer.
+    """
+    if option == SIXTEEN_BIT and DIALECTS[dialect].units:
+        return f"{dialect} has blocks of its own, without Linears in 16 bit"
+    for of_layer in plans:
+        layer, scheme = of_layer[option], of_layer[option].scheme
+        why = misfit(scheme, (layer.n, layer.k), dialect) if scheme else ""
+        before = (of_layer[other].scheme for other in list(of_layer)[: list(of_layer).index(option)])
+        for main in before:
+            if scheme and main and not why and not misfit(main, (layer.n, layer.k), dialect):
+                why = misfit_beside(scheme, main, (layer.n, layer.k), dialect)
+        if why:
+            return why
+    return ""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of the options of each unit, and of all that no unit changes."""
+
+    numbers: Numbers
+    fixed: float
+
+
+def stored_bits(offer: Offer) -> Costs:
+    """Return the bits of the Linears of all units before fitting, as `fluxq plan` says them."""
+    return Costs(_sums(offer, lambda layer: layer.stored_bits), 0)
+
+
+def _sums(offer: Offer, bits: Callable[[LayerPlan], int]) -> Numbers:
+    return {
+        unit: {option: sum(bits(offer.layers[option][name]) for name in offer.units[unit]) for option in options}
+        for unit, options in offer.choices.items()
+    }
+
+
+def stored_size(job: Job, offer: Offer) -> Costs:
+    """Return the bits of all weights of the checkpoint at most, if fitting keeps all that it may try.
+
+    Components that are not planned are copied as they are.
+    """
+    itemsize = getattr(torch, job.options.dtype).itemsize
+
+    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+
+    def bits(layer: LayerPlan) -> int:
+        if layer.scheme is None:
+            return 8 * itemsize * layer.n * layer.k
+        # Formats of other layers decide whether mean and factors are tried.
+        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
+        most = replace(layer.scheme, rank=layer.method.rank, **vectors).stored_bits(layer.n, layer.k)
+        return max(most, layer.most_stored_bits)
+
+    planned = {plan.component: plan for plan in job.plans}
+    chosen = {name for layers in offer.units.values() for name in layers}
+    fixed = 8 * sum(size for name, size in memory.part_bytes(job.folder).items() if name not in planned)
+    fixed += sum(bits(la) for plan in job.plans for la in plan.layers if f"{plan.component}.{la.name}" not in chosen)
+    for component, plan in planned.items():
+        source, linears = job.weights(component), {f"{layer.name}.weight" for layer in plan.layers}
+        for stored, stays in ((source.stored(n), source.stays_fp32(n)) for n in source.names if n not in linears):
+            fixed += 8 * (stored.nbytes if stays else prod(stored.shape) * itemsize)
+    return Costs(_sums(offer, bits), fixed)
+
+
+def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
+    """Return the modelled milliseconds of a forward pass of every transformer with one image, fused."""
+    frames = frames_in(job.call) if {*FRAMES} & job.call.keys() else None
+    forwards = {name: cost.forward for name, cost in model_costs(job, gpu, "speed", frames, 1).items()}
+    of_option = {
+        option: {
+            (component, group): 1e3 * seconds
+            for component, plan in plans.items()
+            for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu)).items()
+        }
+        for option, plans in offer.plans.items()
+    }
+    layers = offer.layers[offer.options[0]]
+    groups = {
+        unit: dict.fromkeys((name.partition(".")[0], layers[name].group) for name in names)
+        for unit, names in offer.units.items()
+    }
+    numbers = {
+        unit: {option: sum(of_option[option][group] for group in groups[unit]) for option in options}
+        for unit, options in offer.choices.items()
+    }
+    changing = {group for of_unit in groups.values() for group in of_unit}
+    rest = of_option[offer.options[0]]
+    return Costs(numbers, sum(ms for group, ms in rest.items() if group not in changing))

@@ -1,0 +1,360 @@
+"""Tests of `fluxq auto`: what is chosen, what is written, and requests that cannot work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluxq import tiny
+from fluxq.jobs import choosing
+from fluxq.jobs.choosing import AutoOptions, Search, Tried, better_of, choose, outline, search_of
+from fluxq.jobs.job import JobOptions
+from fluxq.jobs.planning import job_of
+from fluxq.recipes.budget import extremes
+from fluxq.recipes.recipe import load_recipe
+
+CALL = {"num_inference_steps": 1}
+DOUBLE, SINGLE = "transformer.transformer_blocks.0", "transformer.single_transformer_blocks.0"
+VELOCITY = AutoOptions(bits=5.5, measure="velocity", count=1)
+
+
+def small(folder: Path, changed: Callable[[str, Tensor], Tensor] = lambda _, weight: weight) -> Path:
+    """The embedded pipeline with one block of each kind: 10 units."""
+    from diffusers import FluxTransformer2DModel
+
+    shutil.copytree(tiny.path(), folder, ignore=shutil.ignore_patterns("transformer"))
+    whole: Any = FluxTransformer2DModel.from_pretrained(tiny.path(), subfolder="transformer")
+    cut: Any = FluxTransformer2DModel.from_config({**whole.config, "num_single_layers": 1})
+    weights = whole.state_dict()
+    cut.load_state_dict({name: changed(name, weights[name]) for name in cut.state_dict()})
+    cut.to(torch.bfloat16).save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return small(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def once(model, tmp_path_factory) -> Path:
+    """A folder in which a search was made."""
+    place = tmp_path_factory.mktemp("once")
+    run(model, output=str(place / "small-5.5bits.yaml"))
+    return place
+
+
+@pytest.fixture
+def done(once, here) -> dict[str, Any]:
+    """The result of a search in the current folder."""
+    shutil.copytree(once, here, dirs_exist_ok=True)
+    return json.loads((here / "small-5.5bits.json").read_text())
+
+
+def search(model: Path, options: AutoOptions = VELOCITY, **job: Any) -> Search:
+    return search_of(JobOptions(**{"model": str(model), "call": CALL, **job}), options)
+
+
+def run(model: Path, options: AutoOptions = VELOCITY, **job: Any) -> dict[str, Any]:
+    result = choose(search(model, options, **job))
+    assert result is not None
+    return result
+
+
+def chosen(result: Mapping[str, Any]) -> dict[str, str]:
+    return {each["unit"]: each["option"] for each in result["units"]}
+
+
+def schemes(recipe: str, model: Path) -> dict[str, str]:
+    """Layer -> scheme, as `fluxq plan` has it."""
+    job = job_of(JobOptions(model=str(model), recipe=recipe, call=CALL), writes=False, runs=False)
+    return {layer.name: str(layer.scheme) for plan in job.plans for layer in plan.layers}
+
+
+def test_the_recipe_gives_the_plan_within_the_budget(model, here, done) -> None:
+    result = done
+    assert sorted(path.name for path in here.iterdir()) == [
+        "small-5.5bits.json",
+        "small-5.5bits.yaml",
+        "small-velocity-errors.safetensors",
+    ]
+    assert (
+        result["kind"] == "fluxq auto"
+        and len(result["units"]) == 10
+        and {"nvfp4", "fp8"} <= set(chosen(result).values())
+    )
+    before, after = schemes("nvfp4", model), schemes("small-5.5bits.yaml", model)
+    bits = weights = 0
+    job = job_of(JobOptions(model=str(model), recipe="small-5.5bits.yaml", call=CALL), writes=False, runs=False)
+    for each in result["units"]:
+        for name in each["layers"]:
+            layer = next(la for la in job.plans[0].layers if f"transformer.{la.name}" == name)
+            assert str(layer.scheme).partition("-")[0].replace("None", "16bit") == each["option"]
+            bits, weights = bits + layer.stored_bits, weights + layer.n * layer.k
+    assert bits == pytest.approx(result["cost"] * weights) and bits <= 5.5 * weights
+    units = {name.partition(".")[2] for each in result["units"] for name in each["layers"]}
+    assert {n: s for n, s in before.items() if n not in units} == {n: s for n, s in after.items() if n not in units}
+    overrides = load_recipe("small-5.5bits.yaml")[1].components["transformer"].overrides
+    assert overrides and all("% of the error" in each.reason and "of the weights" in each.reason for each in overrides)
+
+
+def test_another_budget_takes_the_table_as_it_is_and_the_same_search_nothing(model, here, done, monkeypatch) -> None:
+    made = (here / "small-5.5bits.yaml").stat().st_mtime_ns
+    monkeypatch.setattr(choosing, "measure_errors", lambda *_, **__: pytest.fail("measured again"))
+    assert run(model, replace(VELOCITY, bits=8.0))["cost"] > done["cost"]
+    monkeypatch.setattr(choosing, "_Bench", lambda *_: pytest.fail("run again"))
+    assert run(model) == done and (here / "small-5.5bits.yaml").stat().st_mtime_ns == made
+
+
+def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:
+    squares, ran = choosing._Bench._squares, []
+
+    def interrupted(bench: Any, choice: Any) -> list[float]:
+        ran.append(choice)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return squares(bench, choice)
+
+    monkeypatch.setattr(choosing._Bench, "_squares", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, output="two/small-5.5bits.yaml")
+    assert sorted(path.name for path in (here / "two").glob("[!.]*")) == ["small-velocity-errors.safetensors"]
+    monkeypatch.setattr(choosing, "measure_errors", lambda *_, **__: pytest.fail("measured again"))
+    result = run(model, output="two/small-5.5bits.yaml")
+    assert ran.count(ran[0]) == 1 and ran.count(ran[1]) == 2
+    for name in ("small-5.5bits.yaml", "small-velocity-errors.safetensors"):
+        assert (here / name).read_bytes() == (here / "two" / name).read_bytes()
+    assert {**done, "seconds": 0} == {**result, "seconds": 0}
+    assert not list((here / "two").glob(".*"))
+
+
+def test_a_menu_of_one_is_the_recipe(model, here) -> None:
+    result = run(model, replace(VELOCITY, menu=("nvfp4",), bits=4.6))
+    assert set(chosen(result).values()) == {"nvfp4"} and len(result["tried"]) == 1
+    assert schemes("small-4.6bits.yaml", model) == schemes("nvfp4", model)
+
+
+@pytest.mark.slow
+def test_a_gate_is_held_by_the_cheapest_plan_that_was_tried(model, here) -> None:
+    result = run(model, replace(VELOCITY, bits=None, gate="latent_sqnr>=40", gpu="b200"))
+    (winner,) = (each for each in result["tried"] if each["chosen"])
+    holding = [each for each in result["tried"] if each["nmse"] <= 1e-4]
+    assert winner["cost"] == min(each["cost"] for each in holding) and result["cost_unit"] == "ms"
+    assert winner["sqnr_db"] >= 40 and "nvfp4" in chosen(result).values()
+
+
+@pytest.mark.slow
+def test_layers_that_the_recipe_sets_apart_stay(model, here) -> None:
+    (here / "mine.yaml").write_text(
+        "extends: nvfp4\n"
+        "components: {transformer: {exclude: ['**.proj_out'], overrides: [\n"
+        "  {role: ff_down, weights: {format: int8}, activations: {format: int8}, reason: mine}]}}\n"
+    )
+    result = run(model, recipe="mine.yaml")
+    assert not [unit for unit in chosen(result) if unit.endswith(("0.ff.net.2", "proj_out"))]
+    found = schemes("small-5.5bits.yaml", model)
+    assert found["transformer_blocks.0.ff.net.2"] == "int8-int8"
+    assert found["single_transformer_blocks.0.proj_out"] == "None"
+
+
+@pytest.mark.slow
+def test_what_is_loud_gets_the_better_format_and_what_is_silent_nothing(here) -> None:
+    """Two units are four times as loud, all else an eighth; weights of one are large, and nothing reads its output."""
+    loud = ("transformer_blocks.0.attn.to_out.0", "single_transformer_blocks.0.proj_out")
+    ends = (*loud, "transformer_blocks.0.attn.to_add_out", "ff.net.2", "ff_context.net.2")
+
+    def changed(name: str, weight: Tensor) -> Tensor:
+        if "ff_context.net.0.proj" in name:
+            return weight * 64
+        if "ff_context.net.2" in name:
+            return weight * 0
+        layer = name.removesuffix(".weight").removesuffix(".bias")
+        return weight * (4 if layer.endswith(loud) else 1 / 8 if layer.endswith(ends) else 1)
+
+    planted = small(here / "planted", changed)
+    options = replace(VELOCITY, menu=("nvfp4", "fp8"))
+    asked = search(planted, replace(options, bits=4.6))
+    sizes, units = asked.costs.numbers, [f"transformer.{name}" for name in loud]
+    spent = extremes(sizes)[0] + sum(sizes[unit]["fp8"] - sizes[unit]["nvfp4"] for unit in units)
+    bits = spent / sum(asked.offer.weights.values()) + 1e-6
+    result = run(planted, replace(options, bits=bits, count=2), call={"num_inference_steps": 2})
+    assert {unit for unit, option in chosen(result).items() if option == "fp8"} == set(units)
+    proposals = {name: each["changes"] for each in result["tried"] for name in each["proposed_by"]}
+    assert proposals["weight error"][f"{DOUBLE}.ff_context.net.0.proj"] == "fp8"  # the measure that sees no output
+
+
+def test_the_cheapest_of_plans_that_cannot_be_told_apart_is_taken() -> None:
+    def tried(name: str, cost: float, *squares: float) -> Tried:
+        return Tried((name,), {}, cost, squares, (1.0,) * len(squares))
+
+    good, level = tried("good", 9, 1.0, 2.0, 3.0, 4.0), tried("level", 7, 1.2, 1.9, 3.2, 3.9)
+    worse, broken = tried("worse", 5, 2.0, 3.1, 4.2, 5.0), tried("broken", 1, 1.0, 2.0, 3.0, float("inf"))
+    assert better_of([good, worse, broken]) is good
+    assert better_of([good, level, worse]) is level
+
+
+def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
+    assert search(model, replace(VELOCITY, dialect="comfy")).offer.options == ("nvfp4", "fp8_tensor", "16bit")
+    with pytest.raises(ValueError, match=r"no unit can be fp8: comfy has no format for fp8 weights.*leave it out"):
+        search(model, replace(VELOCITY, dialect="comfy", menu=("nvfp4", "fp8")))
+    with pytest.raises(ValueError, match="no reader of modelopt takes FP8_PER_CHANNEL_PER_TOKEN beside NVFP4"):
+        search(model, replace(VELOCITY, dialect="modelopt", menu=("nvfp4", "fp8")))
+
+
+def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None:
+    asked = search_of(JobOptions(model=str(model), call=CALL), replace(VELOCITY, gpu="h200"), writes=False)
+    found = outline(asked)
+    assert (found.least, found.largest, found.runs) == ("4.51 bits", "16.00 bits", 17)
+    assert found.passes == {"velocity": 1 + 20, "runs": 17 * 2} and (found.seconds or 0) > 0
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": None}, "no budget: give one of --bits"),
+        ({"size": 10**9}, "--bits and --size are 2 budgets: give one"),
+        ({"bits": 4.0}, r"the smallest plan takes 4\.50\d\d bits; give at least that"),
+        ({"bits": 17.0}, r"the largest plan takes 16\.0000 bits"),
+        ({"bits": None, "size": 1000}, r"the smallest plan takes 0\.00\d\d GB"),
+        ({"bits": None, "ms": 5.0}, "give --gpu too"),
+        ({"bits": None, "ms": 5.0, "gpu": "h20000"}, "unknown|no GPU"),
+        ({"bits": float("nan")}, "expected a number above 0"),
+        ({"bits": None, "gate": "psnr>=30"}, "write 'latent_sqnr>=30'"),
+        ({"bits": None, "gate": "latent_sqnr<=30"}, "write 'latent_sqnr>=30'"),
+        ({"menu": ("nvfp4", "fp9")}, "unknown format 'fp9'"),
+        ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
+        ({"dialect": "comfi"}, "expected one of bfl"),
+        ({"count": 0}, "at least one image"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        search(model, replace(VELOCITY, **options))
+    assert not list(here.iterdir())
+
+
+def test_prompts_are_needed(model, here) -> None:
+    (here / "none.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"none\.txt.*no prompt"):
+        search(model, prompts="none.txt")
+    assert [path.name for path in here.iterdir()] == ["none.txt"]
+
+
+def test_other_files_are_not_replaced(model, here, done) -> None:
+    table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
+    before = table.read_bytes()
+    with pytest.raises(ValueError, match="errors of another model, menu, call or set of prompts; give an --output"):
+        search(model, replace(VELOCITY, bits=6.0), call=two)
+    with pytest.raises(ValueError, match=r"output small-5\.5bits\.yaml exists; give another --output, or --overwrite"):
+        search(model, replace(VELOCITY, gpu="h200"))
+    with pytest.raises(ValueError, match=r"a recipe is a \.yaml file; call it out\.yaml"):
+        search(model, output="out.json")
+    assert table.read_bytes() == before
+    run(model, replace(VELOCITY, bits=6.0), call=two, overwrite=True)
+    assert table.read_bytes() != before
+
+
+@pytest.mark.slow
+def test_a_damaged_table_is_measured_again(model, here, done, caplog) -> None:
+    table = here / "small-velocity-errors.safetensors"
+    whole = table.read_bytes()
+    table.write_bytes(whole[:-8] + bytes(8))
+    run(model, replace(VELOCITY, bits=6.0))
+    assert "damaged since it was written: measured again" in caplog.text and table.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_python_has_it_too(model, here) -> None:
+    from diffusers import FluxPipeline
+
+    import fluxq
+
+    pipe = FluxPipeline.from_pretrained(model, dtype=torch.bfloat16)
+    (here / "prompts.txt").write_text("a red three on black\na blue seven on white\n")
+    call = {"num_inference_steps": 1, "height": 16, "width": 16, "max_sequence_length": 16}
+    options: dict[str, Any] = {"measure": "velocity", "count": 1, "call": call, "prompts": "prompts.txt"}
+    recipe = fluxq.auto(pipe, bits=6.0, **options)
+    assert recipe == load_recipe("small-6bits.yaml")[1] and recipe.components["transformer"].overrides
+    assert {path.name for path in here.glob("small*")} == {
+        "small-6bits.json",
+        "small-6bits.yaml",
+        "small-velocity-errors.safetensors",
+    }
+    assert fluxq.auto(pipe, bits=6.0, **options) == recipe and not list(here.glob(".*"))
+    with pytest.raises(TypeError, match="lora: no such option"):
+        fluxq.auto(str(model), bits=6.0, lora=["x.safetensors"])
+
+
+@pytest.mark.slow
+def test_a_model_whose_graph_is_cut_is_measured_by_the_velocity_alone(model, here, monkeypatch, caplog) -> None:
+    measure_errors = choosing.measure_errors
+
+    def refused(*arguments: Any, measure: Any, **options: Any) -> Any:
+        if measure == "adjoint":
+            raise ValueError("no gradient reaches the latents; use the velocity measure")
+        return measure_errors(*arguments, measure=measure, **options)
+
+    monkeypatch.setattr(choosing, "measure_errors", refused)
+    assert run(model, replace(VELOCITY, measure=None))["measures"] == ["velocity"]
+    assert "velocity is measured alone" in caplog.text
+    with pytest.raises(ValueError, match="no gradient reaches the latents"):
+        run(model, replace(VELOCITY, measure="adjoint", bits=6.0))
+
+
+@pytest.mark.slow
+def test_of_all_plans_hardly_one_is_better(model, here) -> None:
+    """8 units of 2 options, on the images that decide."""
+    (here / "mine.yaml").write_text(
+        "extends: nvfp4\n"
+        "components: {transformer: {exclude: ['**.to_add_out', 'single_transformer_blocks.0.proj_out']}}\n"
+    )
+    how: dict[str, Any] = {"recipe": "mine.yaml", "call": {"num_inference_steps": 2}, "dtype": "float32"}
+    options = AutoOptions(bits=6.0, menu=("nvfp4", "fp8"), count=4)
+    asked = search(model, options, **how)
+    bench = choosing._Bench(asked, asked.job.load_reference(), here / "every.json")
+    units = asked.offer.units
+    choices = [dict(zip(units, each, strict=True)) for each in itertools.product(options.menu, repeat=len(units))]
+    every = [bench.run(choice) for choice in choices if asked.cost(choice) <= asked.limit]
+    assert len(units) == 8 and len(every) > 80
+    result = run(model, options, **how)
+    mine = next(each for each in every if each.choice == chosen(result))
+    assert 10 * math.log10(mine.error / min(each.error for each in every)) < 0.2
+    assert result["agrees"]
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_no_larger_than_the_budget(model, here) -> None:
+    from fluxq.base.tensors import TensorFile
+    from fluxq.jobs.making import job_of as making_job
+    from fluxq.jobs.making import quantize
+
+    (here / "prompts.txt").write_text("a red three on black\na blue seven on white\n")
+    result = run(model, replace(VELOCITY, bits=None, size=1_800_000), prompts="prompts.txt")
+    assert result["cost_unit"] == "GB" and result["cost"] <= 1_800_000 / 1e9
+    options = JobOptions(
+        str(model), "small-0.0018GB.yaml", "fast", "out", prompts="prompts.txt", call=CALL, check=False
+    )
+    quantize(making_job(options))
+    files = [TensorFile(file) for file in (here / "out").rglob("*.safetensors")]
+    quantized = sum(
+        stored.nbytes for file in files if "transformer" in str(file.path) for stored in file.stored.values()
+    )
+    copied = sum(file.path.stat().st_size for file in files if "transformer" not in str(file.path))
+    assert 0.95 * result["cost"] <= (quantized + copied) / 1e9 <= result["cost"]

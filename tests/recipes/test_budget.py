@@ -1,0 +1,101 @@
+"""Tests of the solver: against every choice, to the last bit, and with errors that add up and cancel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from fluxq.recipes.budget import best, extremes, front, improved_together, paying_moves, total
+
+OPTIONS = ("4", "8", "16")
+
+
+def drawn(seed: int, units: int = 6) -> tuple[dict, dict]:
+    """Errors that fall and costs that rise from option to option."""
+    random = np.random.default_rng(seed)
+    errors, costs = {}, {}
+    for unit in map(str, range(units)):
+        size, scale = int(random.integers(1000, 9000)), 10 ** random.uniform(-6, -2)
+        errors[unit] = {"4": scale, "8": scale / 200, "16": 0.0}
+        costs[unit] = {"4": 4 * size + 7, "8": 8 * size + 1, "16": 16 * size}
+    return errors, costs
+
+
+def choices(numbers: dict) -> list[dict]:
+    return [dict(zip(numbers, each, strict=True)) for each in itertools.product(*numbers.values())]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_within_the_budget_has_less_error(seed: int) -> None:
+    errors, costs = drawn(seed)
+    every = choices(errors)
+    low, high = extremes(costs)
+    spent = sorted(total(costs, choice) for choice in every)
+    for budget in (low, *spent[50::150], *(size - 1 for size in spent[100::200]), high):
+        found = best(errors, costs, budget)
+        assert found is not None and total(costs, found) <= budget
+        least = min(total(errors, choice) for choice in every if total(costs, choice) <= budget)
+        assert total(errors, found) == pytest.approx(least, rel=1e-6, abs=1e-15)
+    assert best(errors, costs, low - 1) is None
+
+
+def test_a_budget_of_a_byte_less_takes_another_choice() -> None:
+    """Sums of 10¹² bits, of which a solver's tolerance is millions."""
+    costs = {unit: {"4": 4 * 10**11, "8": 8 * 10**11 + bits} for unit, bits in (("a", 8), ("b", 16))}
+    errors = {"a": {"4": 3.0, "8": 0.0}, "b": {"4": 2.0, "8": 0.0}}
+    budget = 12 * 10**11 + 8
+    assert best(errors, costs, budget) == {"a": "8", "b": "4"}
+    assert best(errors, costs, budget - 1) == {"a": "4", "b": "4"}
+    assert best(errors, costs, 16 * 10**11 + 23) == {"a": "8", "b": "4"}
+
+
+def test_what_brings_nothing_costs_nothing() -> None:
+    errors = {"silent": {"4": 0.0, "8": 0.0}, "loud": {"4": 1.0, "8": 0.5}}
+    costs = {unit: {"4": 4, "8": 8} for unit in errors}
+    assert best(errors, costs, 16) == {"silent": "4", "loud": "8"}
+    assert best(costs, errors, 0.7) == {"silent": "4", "loud": "8"}  # the cheapest of so little error
+
+
+def test_an_option_that_was_not_measured_is_not_taken() -> None:
+    errors = {"a": {"4": math.inf, "8": 0.1}}
+    costs = {"a": {"4": 4, "8": 8}}
+    assert best(errors, costs, 8) == {"a": "8"} and best(errors, costs, 7) is None
+
+
+def test_the_front_goes_from_the_least_cost_to_the_least_error() -> None:
+    errors, costs = drawn(0)
+    points = [(total(costs, choice), total(errors, choice)) for choice in front(errors, costs)]
+    assert points == sorted(points) and len(points) == len(set(points)) > 6
+    assert [error for _, error in points] == sorted((error for _, error in points), reverse=True)
+    assert points[0][0] == extremes(costs)[0] and points[-1][1] == 0.0
+
+
+def test_errors_that_cancel_are_worth_keeping_together() -> None:
+    """Alone each is as bad as the other; a and b cancel, c does not."""
+    residuals = {"a": [1.0, 2.0], "b": [-1.0, -2.0], "c": [2.0, -1.0]}
+    rows = np.array([row for unit in residuals for row in (residuals[unit], [0.0, 0.0])])
+    gram = rows @ rows.T / 2
+    costs = {unit: {"4": 4, "16": 16} for unit in residuals}
+    start = {"a": "16", "b": "4", "c": "4"}
+    assert paying_moves(gram, costs, 24, start)[0] == {"a": "4", "c": "16"}
+    assert improved_together(gram, costs, 24, start) == {"a": "4", "b": "4", "c": "16"}
+    assert improved_together(gram, costs, 23, dict.fromkeys(costs, "4")) == dict.fromkeys(costs, "4")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_change_of_two_units_improves_what_is_found(seed: int) -> None:
+    _, costs = drawn(seed, 5)
+    random = np.random.default_rng(seed)
+    pairs = [(unit, option) for unit in costs for option in costs[unit]]
+    rows = random.normal(size=(len(pairs), 7)) * [[{"4": 1.0, "8": 0.2, "16": 0.0}[o]] for _, o in pairs]
+    limit = sum(extremes(costs)) / 2
+    found = improved_together(rows @ rows.T / 7, costs, limit, {unit: "4" for unit in costs})
+
+    def error(choice: dict) -> float:
+        return float((rows[[pairs.index(pair) for pair in choice.items()]].sum(0) ** 2).mean())
+
+    near = [c for c in choices(costs) if sum(c[u] != found[u] for u in c) <= 2 and total(costs, c) <= limit]
+    assert total(costs, found) <= limit and error(found) <= min(map(error, near)) * (1 + 1e-9)
