@@ -1,4 +1,4 @@
-"""What a call takes, counted without weights, against a counter that watches the call itself."""
+"""Tests of what a call takes, counted without weights, against a counter that watches the call itself."""
 
 import gc
 from collections.abc import Callable

@@ -153,7 +153,7 @@ class Session:
         needing |= {name: self.arguments[name] for name in ("height", "width")}
         flags = [f"--{name}" for name, value in needing.items() if value is not None]
         if flags:
-            raise ValueError(f"{', '.join(flags)}: only the cost on a GPU depends on it; give --gpu too")
+            raise ValueError(f"{', '.join(flags)}: only the cost on a GPU depends on it; give --gpu too, or --vram")
 
     def fit(self, vram: int, frames: int | None, others: dict[str, Any]) -> Any:
         """Return the best recipe and placement in so much memory; ValueError for options that mean nothing there."""
