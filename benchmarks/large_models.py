@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any
 
 from fluxq.base.console import digits
-from fluxq.jobs.catalogue import CatalogueModel
+from fluxq.jobs.catalogue import CatalogueModel, beside
 from fluxq.jobs.memory import decoding
-from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import PUBLISHED, find_published
 from fluxq.recipes.cards import CONTEXT, GIB, PartSize, holding, weights_on
 from fluxq.recipes.cost import Prefer, Route, route
@@ -40,10 +39,10 @@ def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: 
         yield PartSize(f"transformer{f'_{number + 1}' if number else ''}", weights, model.activation_bytes)
     height, width, _ = WORKLOADS[model.row.family].size
     for other in model.row.beside:
-        if other not in _NAMES or _model(other).family.kind == "vae":
-            vae: Any = _model(other).module if other in _NAMES else _vae(other)
-            nbytes = _OF_16_BIT * sum(parameter.numel() for parameter in vae.parameters())
-            yield PartSize("vae", nbytes, decoding(vae.config, height * width, _OF_16_BIT))
+        module, family = beside(other)
+        if family is None:
+            nbytes = _OF_16_BIT * sum(parameter.numel() for parameter in module.parameters())
+            yield PartSize("vae", nbytes, decoding(module.config, height * width, _OF_16_BIT))
         else:
             yield PartSize(
                 other, _weights(other, recipe, device.chip, prefer) if encoders else _model(other).bytes_16bit
@@ -141,11 +140,6 @@ def _model(name: str) -> CatalogueModel:
     return CatalogueModel(find_published(name)[0])
 
 
-@cache
-def _vae(name: str) -> Any:
-    return build_on_meta("diffusers", name, {})
-
-
 def _memory(cards: Sequence[Device]) -> str:
     least, *_, most = sorted(card.memory for card in (*cards, *cards))
     return f"{least:g} GB" if least == most else f"{least:g} to {most:g} GB"
@@ -162,7 +156,6 @@ def _lines(header: Sequence[str], rows: Any) -> list[str]:
 _OF_16_BIT = 2  # bytes
 _MEMORIES = (8, 12, 16, 24, 32, 48)
 _KEPT = ("fp8", "nvfp4", "int4-svd")  # of the table of models, 4 bits in 4 bits
-_NAMES = frozenset(row.name for row in PUBLISHED)
 _WAYS: tuple[tuple[str, Prefer], ...] = (
     ("fp8", "speed"),
     ("int8", "speed"),

@@ -64,6 +64,14 @@ CHROMA = Family(
         special=_special,
     ),
     originals=_ORIGINALS,
-    published=(Published("Chroma1-HD", "chroma", {"num_layers": 19, "num_single_layers": 38}, also=("Chroma1-Base",)),),
+    published=(
+        Published(
+            "Chroma1-HD",
+            "chroma",
+            {"num_layers": 19, "num_single_layers": 38},
+            also=("Chroma1-Base",),
+            beside=("T5-XXL", "FLUX.1 VAE"),
+        ),
+    ),
     hub_owner="lodestones",
 )

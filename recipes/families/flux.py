@@ -111,6 +111,7 @@ _ORIGINALS = rows(
     SWAPPED_FINAL,
 )
 
+_BESIDE = ("CLIP-L", "T5-XXL", "FLUX.1 VAE")
 
 FLUX = Family(
     name="flux",
@@ -145,15 +146,18 @@ FLUX = Family(
             "flux",
             {"guidance_embeds": True},
             also=("FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"),
-            beside=("CLIP-L", "T5-XXL", "FLUX.1 VAE"),
+            beside=_BESIDE,
         ),
-        Published("FLUX.1-schnell", "flux", {"guidance_embeds": False}),
-        Published("FLUX.1-Fill-dev", "flux", {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}),
+        Published("FLUX.1-schnell", "flux", {"guidance_embeds": False}, beside=_BESIDE),
+        Published(
+            "FLUX.1-Fill-dev", "flux", {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}, beside=_BESIDE
+        ),
         Published(
             "FLUX.1-Depth-dev",
             "flux",
             {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},
             also=("FLUX.1-Canny-dev",),
+            beside=_BESIDE,
         ),
     ),
     hub_owner="black-forest-labs",

@@ -157,7 +157,12 @@ FLUX2 = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("FLUX.2-dev", "flux2", {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48}),
+        Published(
+            "FLUX.2-dev",
+            "flux2",
+            {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48},
+            beside=("Mistral-Small-3.2-24B", "AutoencoderKLFlux2"),
+        ),
         Published(
             "FLUX.2-klein-4B",
             "flux2",
@@ -168,6 +173,7 @@ FLUX2 = Family(
                 "joint_attention_dim": 7680,
                 "guidance_embeds": False,
             },
+            beside=("Qwen3-4B for causal LM", "AutoencoderKLFlux2"),
         ),
         Published(
             "FLUX.2-klein-9B",
@@ -179,6 +185,7 @@ FLUX2 = Family(
                 "joint_attention_dim": 12288,
                 "guidance_embeds": False,
             },
+            beside=("Qwen3-8B for causal LM", "AutoencoderKLFlux2"),
         ),
     ),
     hub_owner="black-forest-labs",

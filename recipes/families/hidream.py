@@ -88,6 +88,7 @@ HIDREAM = Family(
                 "llama_layers": [*range(32), *[31] * 16],
             },
             also=("HiDream-I1-Dev", "HiDream-I1-Fast"),
+            beside=("CLIP-L with projection", "CLIP-G with projection", "T5-XXL", "Llama-3.1-8B", "FLUX.1 VAE"),
         ),
     ),
     hub_owner="HiDream-ai",

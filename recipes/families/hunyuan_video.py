@@ -63,6 +63,8 @@ _ORIGINALS = rows(
     SWAPPED_FINAL,
 )
 
+_BESIDE = ("LLaVA-Llama-3-8B, its language model", "CLIP-L", "AutoencoderKLHunyuanVideo")
+
 HUNYUAN_VIDEO = Family(
     name="hunyuan_video",
     model="HunyuanVideoTransformer3DModel",
@@ -88,7 +90,7 @@ HUNYUAN_VIDEO = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("HunyuanVideo", "hunyuan_video", {"guidance_embeds": True}),
+        Published("HunyuanVideo", "hunyuan_video", {"guidance_embeds": True}, beside=_BESIDE),
         Published(
             "HunyuanVideo-I2V",
             "hunyuan_video",

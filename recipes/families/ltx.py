@@ -25,6 +25,8 @@ _ORIGINALS = rows(
     }
 )
 
+_BESIDE = ("T5-XXL", "AutoencoderKLLTXVideo")
+
 LTX = Family(
     name="ltx",
     model="LTXVideoTransformer3DModel",
@@ -53,8 +55,18 @@ LTX = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("LTX-Video-2B", "ltx", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}),
-        Published("LTX-Video-13B", "ltx", {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
+        Published(
+            "LTX-Video-2B",
+            "ltx",
+            {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048},
+            beside=_BESIDE,
+        ),
+        Published(
+            "LTX-Video-13B",
+            "ltx",
+            {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096},
+            beside=_BESIDE,
+        ),
     ),
     hub_ids={
         "LTX-Video-2B": ("Lightricks/LTX-Video",),

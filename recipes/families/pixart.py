@@ -62,7 +62,11 @@ PIXART = Family(
         ),
     ),
     originals=_ORIGINALS,
-    published=(Published("PixArt-Sigma-XL-2", "pixart", {"sample_size": 128, "caption_channels": 4096}),),
+    published=(
+        Published(
+            "PixArt-Sigma-XL-2", "pixart", {"sample_size": 128, "caption_channels": 4096}, beside=("T5-XXL", "SDXL VAE")
+        ),
+    ),
     hub_ids={
         "PixArt-Sigma-XL-2": ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",),
     },

@@ -55,6 +55,7 @@ _ORIGINALS = rows(
     *NOT_HELD,
 )
 
+_BESIDE = ("Gemma-2-2B", "AutoencoderDC")
 
 SANA = Family(
     name="sana",
@@ -85,12 +86,12 @@ SANA = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("SANA-0.6B", "sana", _SANA_0_6B),
-        Published("SANA-1.6B", "sana", _SANA_1_6B),
-        Published("SANA1.5-1.6B", "sana", {**_SANA_1_6B, **_QK_NORM}),
-        Published("SANA1.5-4.8B", "sana", {**_SANA_1_6B, **_QK_NORM, "num_layers": 60}),
-        Published("SANA-Sprint-0.6B", "sana", {**_SANA_0_6B, **_QK_NORM, "guidance_embeds": True}),
-        Published("SANA-Sprint-1.6B", "sana", {**_SANA_1_6B, **_QK_NORM, "guidance_embeds": True}),
+        Published("SANA-0.6B", "sana", _SANA_0_6B, beside=_BESIDE),
+        Published("SANA-1.6B", "sana", _SANA_1_6B, beside=_BESIDE),
+        Published("SANA1.5-1.6B", "sana", {**_SANA_1_6B, **_QK_NORM}, beside=_BESIDE),
+        Published("SANA1.5-4.8B", "sana", {**_SANA_1_6B, **_QK_NORM, "num_layers": 60}, beside=_BESIDE),
+        Published("SANA-Sprint-0.6B", "sana", {**_SANA_0_6B, **_QK_NORM, "guidance_embeds": True}, beside=_BESIDE),
+        Published("SANA-Sprint-1.6B", "sana", {**_SANA_1_6B, **_QK_NORM, "guidance_embeds": True}, beside=_BESIDE),
     ),
     hub_ids={
         "SANA-0.6B": ("Efficient-Large-Model/Sana_600M_1024px_diffusers",),

@@ -113,6 +113,7 @@ _ORIGINALS = rows(
     SWAPPED_FINAL,
 )
 
+_BESIDE = ("CLIP-L with projection", "CLIP-G with projection", "T5-XXL", "FLUX.1 VAE")
 
 SD3 = Family(
     name="sd3",
@@ -144,7 +145,7 @@ SD3 = Family(
     originals=_ORIGINALS,
     embedded_timestep=lambda t, dtype: t.to(dtype),
     published=(
-        Published("Stable Diffusion 3 medium", "sd3", {**_MEDIUM, "pos_embed_max_size": 192}),
+        Published("Stable Diffusion 3 medium", "sd3", {**_MEDIUM, "pos_embed_max_size": 192}, beside=_BESIDE),
         Published(
             "Stable Diffusion 3.5 medium",
             "sd3",
@@ -154,6 +155,7 @@ SD3 = Family(
                 "qk_norm": "rms_norm",
                 "dual_attention_layers": [*range(13)],
             },
+            beside=_BESIDE,
         ),
         Published(
             "Stable Diffusion 3.5 large",
@@ -166,6 +168,7 @@ SD3 = Family(
                 "qk_norm": "rms_norm",
             },
             also=("Stable Diffusion 3.5 large turbo",),
+            beside=_BESIDE,
         ),
     ),
     hub_ids={

@@ -150,12 +150,14 @@ UNET = Family(
                 projection_class_embeddings_input_dim=2816,
             ),
             also=("SDXL", "SDXL-Turbo"),
+            beside=("CLIP-L", "CLIP-G with projection", "SDXL VAE"),
         ),
         Published(
             "Stable Diffusion 1.5",
             "unet",
             _config((320, 640, 1280, 1280), (True, True, True, False), sample_size=64, cross_attention_dim=768),
             also=("SD1.5",),
+            beside=("CLIP-L", "SDXL VAE"),
         ),
     ),
     hub_ids={

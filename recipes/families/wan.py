@@ -86,6 +86,8 @@ _ORIGINALS = rows(
     }
 )
 
+_BESIDE = ("UMT5-XXL", "AutoencoderKLWan")
+
 WAN = Family(
     name="wan",
     model="WanTransformer3DModel",
@@ -111,16 +113,24 @@ WAN = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("Wan2.1-T2V-1.3B", "wan", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+        Published(
+            "Wan2.1-T2V-1.3B", "wan", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, beside=_BESIDE
+        ),
         Published(
             "Wan2.1-T2V-14B",
             "wan",
             {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-            beside=("UMT5-XXL", "AutoencoderKLWan"),
+            beside=_BESIDE,
         ),
         Published("Wan2.1-I2V-14B", "wan", _I2V),
-        Published("Wan2.2-T2V-A14B", "wan", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, count=2),
-        Published("Wan2.2-I2V-A14B", "wan", {"in_channels": 36}, count=2),
+        Published(
+            "Wan2.2-T2V-A14B",
+            "wan",
+            {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+            count=2,
+            beside=_BESIDE,
+        ),
+        Published("Wan2.2-I2V-A14B", "wan", {"in_channels": 36}, count=2, beside=_BESIDE),
         Published(
             "Wan2.2-TI2V-5B",
             "wan",

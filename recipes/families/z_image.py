@@ -65,6 +65,8 @@ Z_IMAGE = Family(
         ),
     ),
     originals=_ORIGINALS,
-    published=(Published("Z-Image-Turbo", "z_image", {"n_layers": 30, "dim": 3840}),),
+    published=(
+        Published("Z-Image-Turbo", "z_image", {"n_layers": 30, "dim": 3840}, beside=("Qwen3-4B", "FLUX.1 VAE")),
+    ),
     hub_owner="Tongyi-MAI",
 )

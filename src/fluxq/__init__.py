@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fluxq.runtime.graphs import capture
     from fluxq.runtime.modulation import hoist_modulation
     from fluxq.runtime.optimize import optimize, restore
+    from fluxq.runtime.place import place
     from fluxq.runtime.prepare import prepare
     from fluxq.runtime.steps import keep_steps
     from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
@@ -45,6 +46,7 @@ __all__ = [
     "hoist_modulation",
     "keep_steps",
     "optimize",
+    "place",
     "prepare",
     "quantize_linear",
     "quantize_pipeline",
@@ -68,6 +70,7 @@ _HOMES = {
     "hoist_modulation": "fluxq.runtime.modulation",
     "keep_steps": "fluxq.runtime.steps",
     "optimize": "fluxq.runtime.optimize",
+    "place": "fluxq.runtime.place",
     "prepare": "fluxq.runtime.prepare",
     "quantize_linear": "fluxq.quantize.run",
     "quantize_pipeline": "fluxq.verbs",

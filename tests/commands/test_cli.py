@@ -129,7 +129,7 @@ RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "-
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
 BUDGET = {"--bits", "--size", "--ms", "--gate", "--gpu", "--menu", "--for", "--measure", "--count", "--dry-run"}
-GPU = {"--layers", "--gpu", "--prefer", "--batch"} | SIZE
+GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,35 @@ def test_the_cost_as_json_and_what_prefer_does(fluxq):
 )
 def test_a_cost_that_cannot_be_modelled_is_refused(fluxq, arguments, words):
     assert_refused(fluxq("plan", "-q", *arguments), 2, *words)
+
+
+def test_plan_says_what_fits_a_card(fluxq):
+    """Here everything does, in 16 bit; under a recipe that is asked for, in fewer bytes."""
+    peaks = []
+    for recipe in ((), ("--recipe", "fp8")):
+        result = fluxq("plan", "tiny", "--vram", "8GB", *recipe)
+        assert result.code == 0 and result.err == "" and result.left == []
+        rows = {line.split()[0]: line for line in result.out.splitlines() if line}
+        assert rows["transformer"].split()[1:3] == ["16", "bit"] and 'pipe.to("cuda")' in result.out
+        told = json.loads(fluxq("plan", "tiny", "--vram", "602.5MB", "--json", *recipe).out)
+        peaks.append((told["recipes"]["transformer"], told["peak_gb"], told["placement"]))
+    assert peaks[0][0] != "16 bit" and peaks[1][0] == "fp8" and peaks[0][2] == "each component in its turn"
+    assert all(peak <= 0.6025 for _, peak, _ in peaks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["8"], ["write a size with its unit, as in 5GB or 800MB"]),
+        (["500MB"], ["vram is 500 MB, and a GPU's driver and libraries alone keep 600 MB"]),
+        (["600.5MB"], ["tiny: nothing fits into 600 MB; the least is 57", "smaller --height and --width"]),
+        (["8GB", "--gpu", "h200", "--layers"], ["--vram chooses recipes", "leave out --gpu, --layers"]),
+        (["8GB", "--frames", "5"], ["a FluxPipeline makes images, which have no frames: leave out --frames"]),
+        (["8GB", "--recipe", "fp9"], ["fp9"]),
+    ],
+)
+def test_a_card_that_nothing_fits_is_refused_with_the_least(fluxq, arguments, words):
+    assert_refused(fluxq("plan", "-q", "tiny", "--vram", *arguments), 2, *words)
 
 
 def test_plan_tells_of_a_role_that_the_family_lacks(fluxq, tmp_path, caplog):

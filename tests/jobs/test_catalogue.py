@@ -20,6 +20,7 @@ from fluxq.jobs import catalogue
 from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, find_published
+from fluxq.recipes.cards import CONTEXT
 from fluxq.recipes.cost import activation_bytes, cost
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.plan import component_recipe, make_plan
@@ -307,6 +308,34 @@ def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
     )
     forward = forward_pass(row.family, dict(model.config), convolutions=convolutions_of(model))
     assert 0.65 < activation_bytes(plan, forward) / live.peak < 1.1
+
+
+# Cards
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("FLUX.1-dev", ["nvfp4-max / nvfp4-max / turns, hoisted", "mxfp8 / 16 bit / turns, hoisted"]),
+        ("Stable Diffusion 1.5", ["16 bit / 16 bit / everything"] * 2),
+        ("Wan2.2-T2V-A14B", ["16 bit / mxfp8 / blocks", "int4 / 16 bit / turns"]),
+    ],
+)
+def test_the_best_that_fits_eight_and_twelve_gigabytes(name, cells):
+    assert [named(name).fits(card) for card in catalogue.CARDS[:2]] == cells
+    assert named(name).fits(CONTEXT + 1) == "no" and named("T5-XXL").fits(8e9) == "–"
+
+
+def test_hoisted_flux_takes_of_a_card_what_it_takes_by_hand():
+    """FLUX.1-dev under nvfp4-max: its checkpoint without 3.2 G of modulation in fp8, and tables of 256 rows."""
+    model = named("FLUX.1-dev")
+    choice = next(one for one in model.choices if one.recipes["transformer"] == "nvfp4-max")
+    [part] = [part for part in choice.parts if part.name == "transformer"]
+    assert part.weights == pytest.approx(model.size("nvfp4-max").checkpoint_bytes, rel=1e-3)
+    rows, columns = 38 * 18432 + 38 * 9216 + 2 * 3072, 3072
+    by_hand = part.weights - (rows - 2 * 3072) * columns - 2 * 2 * 3072 * columns + 18432 * columns + 2 * 256 * rows
+    assert part.hoisted == pytest.approx(by_hand, rel=0.01)
 
 
 # The command and the page

@@ -166,7 +166,7 @@ def test_a_model_of_two_halves_counts_them_both():
     names = [
         piece.name for piece in large_models.pieces("Wan2.2-T2V-A14B", "fp8", DEVICES["a100"], "speed", encoders=False)
     ]
-    assert names == ["transformer", "transformer_2"]
+    assert names == ["transformer", "transformer_2", "UMT5-XXL", "vae"]
 
 
 @pytest.mark.slow

@@ -187,6 +187,12 @@ def size(nbytes: float) -> str:
     return _scaled(nbytes, 1, _SIZES)
 
 
+def bytes_of(text: str) -> int:
+    """Read `5GB` as 5000000000; with an i, as in 5GiB, powers of 1024. Return 0 for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", text.strip().upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)) if match else 0
+
+
 def duration(seconds: float) -> str:
     """Return seconds, as in "694 ns", "1.2 ms", "3 min 5 s" or "2 h 5 min"."""
     if seconds >= 120:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from fluxq.base.console import bytes_of
+
 MAX_SEED = (1 << 63) - 1  # torch takes 64 bits, and images count up from here
 DTYPES = ("bfloat16", "float16", "float32")
 RECIPES = (
@@ -57,8 +59,7 @@ def bytes_in(_context: click.Context, _option: click.Parameter, value: str | Non
     """Read `5GB` as 5000000000; with an i, as in 5GiB, powers of 1024."""
     if value is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(I?)B", value.strip().upper())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1)) if match else 0
+    size = bytes_of(value)
     if not size:
         raise click.BadParameter("write a size with its unit, as in 5GB or 800MB")
     return size

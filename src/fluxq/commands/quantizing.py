@@ -36,9 +36,15 @@ from fluxq.commands.session import session_of
     type=click.Choice(["speed", "memory"]),
     help="With --gpu: weights that it cannot multiply in 4 bits become 8 bits (speed) or stay 4 (memory).",
 )
+@click.option(
+    "--vram",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Print the best recipe and placement for a card of this memory instead, as in 12GB; --recipe takes one.",
+)
 @click.option("--layers", "every_layer", is_flag=True, help="Print every layer by its name.")
 @size_options
-@click.option("--frames", type=click.IntRange(min=1), metavar="N", help="With --gpu: frames of a video.")
+@click.option("--frames", type=click.IntRange(min=1), metavar="N", help="With --gpu or --vram: frames of a video.")
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
@@ -51,6 +57,7 @@ def plan(
     prefer: str | None,
     frames: int | None,
     batch: int | None,
+    vram: int | None,
     every_layer: bool,
     **arguments: Any,
 ) -> None:
@@ -58,12 +65,21 @@ def plan(
 
     Nothing is computed and nothing is written.
 
+    With --vram: the best shipped recipe for the denoiser and the text encoders, and the fastest placement, with which a
+    whole call fits into a card of that memory, by bytes. Exits with 2 where nothing fits.
+
     \b
     Example:
       fluxq plan tiny --recipe fp8
       fluxq plan tiny --recipe nvfp4 --gpu h200
+      fluxq plan tiny --vram 12GB
     """
     with session_of(arguments) as session:
+        if vram is not None:
+            others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
+            found = session.fit(vram, frames, others)
+            session.print(found.describe(), lambda: show.fit(found))
+            return
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
         job = session.job(writes=False, runs=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from fluxq.base.console import visible
 from fluxq.base.ranks import launched
@@ -155,7 +156,29 @@ class Session:
         needing |= {name: self.arguments[name] for name in ("height", "width")}
         flags = [f"--{name}" for name, value in needing.items() if value is not None]
         if flags:
-            raise ValueError(f"{', '.join(flags)}: only the cost on a GPU depends on it; give --gpu too")
+            raise ValueError(f"{', '.join(flags)}: only the cost on a GPU depends on it; give --gpu too, or --vram")
+
+    def fit(self, vram: int, frames: int | None, others: dict[str, Any]) -> Any:
+        """Return the best recipe and placement in so much memory; ValueError for options that mean nothing there."""
+        from fluxq.base.model import DEFAULT_MODEL
+        from fluxq.runtime.place import room_of
+
+        needless = ("profile", "components", "include", "exclude", "statistics")
+        others |= {name: self.arguments[name] or None for name in needless}
+        flags = [f"--{name}" for name, value in others.items() if value is not None]
+        if flags:
+            raise ValueError(f"--vram chooses recipes for whole components, by bytes: leave out {', '.join(flags)}")
+        room, recipe = room_of(vram), self.arguments["recipe"]
+        model = self.arguments["model"] or DEFAULT_MODEL
+        folder = self.requirements.require_model(model, self.arguments["revision"], self.arguments["local_files_only"])
+        self.say(f"model {model}")
+        from fluxq.jobs import fits
+
+        given = self._with_call()["call"] | ({} if frames is None else {"num_frames": frames})
+        call = self.requirements.call_of(folder, folder.generation_defaults, given)
+        self.requirements.require_call(folder, call, given)
+        is_chosen = click.get_current_context().get_parameter_source("recipe") is not ParameterSource.DEFAULT
+        return fits.best_fit(folder, room, call, (recipe,) if is_chosen else ())
 
     def job(self, **how: Any) -> Any:
         return self.jobs.job_of(self.options, **how)

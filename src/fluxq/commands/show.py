@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.choosing import Outline, Search
     from fluxq.jobs.doctor import Examination
+    from fluxq.jobs.fits import Fit
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
@@ -123,6 +124,17 @@ def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
     return {**plans, "pipeline": holdings[0].describe()} if holdings else plans
+
+
+def fit(found: Fit) -> None:
+    """Print the recipe of each component, what it takes on the card, and how to make and place the pipeline."""
+    peaks = found.placement.peaks
+    rows = [(name, recipe, _size(peaks[name])) for name, recipe in found.recipes.items()]
+    print_table(("component", "recipe", "on the card while it runs"), rows)
+    echo(f"{found.placement.sentence}\n")
+    if found.command:
+        echo(found.command)
+    echo(found.placement.code)
 
 
 def forecast(of_job: Forecast) -> None:
@@ -416,7 +428,8 @@ def families(models: Sequence[CatalogueModel], recipes: Sequence[str], *, in_det
 
     if not in_detail:
         header, rows = catalogue.table(models, recipes)
-        echo(f"under a recipe: {catalogue.CELL}\n")
+        echo(f"under a recipe: {catalogue.CELL}")
+        echo(f"in a card: {catalogue.FIT}\n")
         print_table(tuple(f"{name}: bits / GB / GB" if name in recipes else name for name in header), rows)
         echo("`fluxq families NAME` shows a model, a family or a class under every recipe; --recipe picks some")
         return
@@ -460,7 +473,11 @@ def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
     print_table(("recipe", "bits per weight", "checkpoint", "to serve", "to quantize"), rows, right=True)
     if model.activation_bytes:
         echo(f"to serve: weights as stored, and {_size(model.activation_bytes)} of activations, estimated")
-    echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB\n")
+    echo("to quantize: what rounding to nearest holds of the weights; the program itself takes another 0.7 GB")
+    if model.choices:
+        echo(f"{catalogue.FIT}:")
+        print_table(("memory", "fits"), [(catalogue.card(each), model.fits(each)) for each in catalogue.CARDS])
+    echo()
 
 
 def environment(report: dict[str, Any]) -> None:

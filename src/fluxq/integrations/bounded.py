@@ -61,6 +61,14 @@ def load_bounded(
     return load_pipeline(folder, dtype, models=models)
 
 
+def load_empty(folder: ModelFolder, dtype: str) -> DiffusionPipeline:
+    """Load the pipeline that `load_pipeline` loads, its weights on the meta device: none is read."""
+    check_weights(folder)
+    components = [component for component in folder.components if is_model(folder, component)]
+    models = {name: (_quantized(folder, name, dtype) or _plain(folder, name, dtype))[0] for name in components}
+    return load_pipeline(folder, dtype, models=models)
+
+
 def _plain(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Module, _Tensors]:
     source = SourceWeights(folder, component)
     model = _built(folder, component, dtype, source)

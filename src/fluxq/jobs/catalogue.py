@@ -7,6 +7,7 @@ and at most all that it may try; a single number is the latter. Memory is:
 
     to serve     the weights as they are stored, and the activations of one forward pass at the family's usual size,
                  which are estimated. Where 4 bits are re-encoded to 8, weights take as much as an 8-bit recipe's
+    in 8 GB, …   the whole pipeline: the best recipe of denoiser and text encoders, and the placement, by fits.py
     to quantize  the weights that rounding to nearest has in memory at once, in up to four workers; the program itself
                  takes another 0.7 GB
 """
@@ -19,25 +20,31 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fluxq.base.console import digits
 from fluxq.base.tensors import Stored
+from fluxq.jobs.fits import IN_16_BIT, Choice, Component, best, choices, plan_under, recipe_of
+from fluxq.jobs.memory import decoding
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta
 from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of
 from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
+from fluxq.recipes.cards import STAYS
 from fluxq.recipes.cost import activation_bytes, forward_pass
 from fluxq.recipes.family import Family
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, make_plan
-from fluxq.recipes.recipe import load_recipe, shipped_recipes
-from fluxq.recipes.workloads import CallSize
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan
+from fluxq.recipes.recipe import shipped_recipes
+from fluxq.recipes.workloads import WORKLOADS, CallSize
 
 CELL = (
     "bits per weight / GB of the checkpoint / GB to serve, all at most: of this model alone, its codes as stored; what "
     "a card makes of them, and whole pipelines: docs/large-models.md"
 )
+CARDS = (8e9, 12e9, 16e9, 24e9)  # bytes
+FIT = "recipe of the denoiser / of the text encoders / placement of a pipeline that fits: docs/large-models.md"
 TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: others of as many bits differ by a few percent
 
 
@@ -106,7 +113,7 @@ class CatalogueModel:
     def __init__(self, row: Published) -> None:
         self.row = row
         self.family: Family = FAMILIES[row.family]
-        self.module = build_on_meta(self.family.library, self.family.model, dict(row.config))
+        self.module = in_16_bit(build_on_meta(self.family.library, self.family.model, dict(row.config)))
         self.linears: list[LinearShape] = shapes_of(self.module)
         self.weights = ImpliedWeights(self.module)
         self._plans: dict[str, Plan] = {}
@@ -137,19 +144,41 @@ class CatalogueModel:
         forward = forward_pass(self.family.name, dict(config), size, vae=self.row.vae, convolutions=convolutions)
         return activation_bytes(self.plan("fp8"), forward)
 
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """Choices of recipes for the whole pipeline, in the order of quality; none where its other parts are not known.
+
+        Activations of the denoiser are the estimate, those of a VAE as memory.py has them, of text encoders none.
+        """
+        if not self.row.beside:
+            return []
+        name = "unet" if self.family.model.startswith("UNet") else "transformer"
+        names = [f"{name}_{number}" if number > 1 else name for number in range(1, self.row.count + 1)]
+        parts = [Component(each, self.module, self.family, self.activation_bytes) for each in names]
+        height, width, _ = WORKLOADS[self.family.name].size
+        size = CallSize(**self.row.size)
+        pixels = (size.height or height) * (size.width or width)
+        for other in self.row.beside:
+            module, family = beside(other)
+            took = decoding(module.config, pixels, 2) if family is None else 0
+            parts.append(Component(STAYS if family is None else other, module, family, took))
+        return choices(parts, shipped_recipes())
+
+    def fits(self, card: float) -> str:
+        """Return recipe of the denoiser / of the text encoders / placement in words, or "no", on a card of bytes."""
+        found = best(self.choices, card)
+        if found is None:
+            return "no" if self.choices else "–"
+        choice, way, _ = found
+        recipes = list(choice.recipes.items())
+        denoiser = recipes[0][1]
+        encoders = next((recipe for name, recipe in recipes[self.row.count :] if name != STAYS), IN_16_BIT)
+        return f"{denoiser} / {encoders} / {way.word}"
+
     def plan(self, recipe_name: str) -> Plan:
         """Return the plan of one copy; ValueError for a recipe that this kind of model cannot have."""
         if recipe_name not in self._plans:
-            recipe, component = _recipe(recipe_name)[1], self.family.kind
-            self._plans[recipe_name] = make_plan(
-                self.family,
-                component,
-                component_recipe(recipe, component, self.family),
-                self.linears,
-                static_inputs=recipe.calibration is not None and recipe.profile != "rtn",
-                profile=recipe.profile,
-                compat=recipe.compat,
-            )
+            self._plans[recipe_name] = plan_under(recipe_name, self.family, self.family.kind, self.linears)
         return self._plans[recipe_name]
 
     def size(self, recipe_name: str) -> ModelSize:
@@ -158,7 +187,7 @@ class CatalogueModel:
         saved = sum(16 * layer.n * layer.k - layer.most_stored_bits for layer in plan.quantized) / 8
         checkpoint = count * (self.weights.nbytes - saved)
         return ModelSize(
-            _recipe(recipe_name)[0],
+            recipe_of(recipe_name)[0],
             plan.bits_per_weight,
             plan.most_bits_per_weight,
             checkpoint,
@@ -224,6 +253,7 @@ class CatalogueModel:
             "activations_gb": round(self.activation_bytes / 1e9, 3),
             "linears": [role.describe() for role in self.roles()],
             "recipes": [self.size(recipe).describe() for recipe in recipes],
+            "fits": {card(nbytes): self.fits(nbytes) for nbytes in CARDS},
         }
 
 
@@ -252,7 +282,19 @@ class ImpliedWeights(SourceWeights):
         return sum(stored.nbytes for stored in self._stored.values())
 
 
-_recipe = cache(load_recipe)
+@cache
+def beside(name: str) -> tuple[Any, Family | None]:
+    """Return the model of a part beside the denoiser, on the meta device, and its family; None for a VAE's."""
+    row = next((row for row in PUBLISHED if row.name == name), None)
+    family = FAMILIES[row.family] if row else None
+    library, model = (family.library, family.model) if family else ("diffusers", name)
+    module = in_16_bit(build_on_meta(library, model, dict(row.config) if row else {}))
+    return module, None if family is None or family.kind == "vae" else family
+
+
+def in_16_bit(module: nn.Module) -> nn.Module:
+    """Return a model on the meta device, its numbers of 16 bit; its library's own cast would warn."""
+    return nn.Module.to(module, torch.bfloat16)
 
 
 def models(name: str | None = None) -> Iterator[CatalogueModel]:
@@ -267,11 +309,20 @@ def recipes_for(names: Sequence[str], all_of_them: bool) -> tuple[str, ...]:
 
 def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the header and a row for each model, with three numbers for each recipe."""
-    header = ("model", "family", "parameters, B", "quantized", "16 bit, GB", *recipes, "to quantize, GB")
+    header = (
+        "model",
+        "family",
+        "parameters, B",
+        "quantized",
+        "16 bit, GB",
+        *recipes,
+        "to quantize, GB",
+        *map(card, CARDS),
+    )
     rows = []
     for model in published:
-        sizes = [model.size(recipe) for recipe in recipes]
-        quantizing_bytes = max(size.quantizing_bytes for size in sizes)
+        found = [model.size(recipe) for recipe in recipes]
+        quantizing_bytes = max(size.quantizing_bytes for size in found)
         rows.append(
             (
                 model.row.name + (f", {model.row.count} of them" if model.row.count > 1 else ""),
@@ -279,11 +330,17 @@ def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[
                 digits(model.parameters / 1e9),
                 f"{model.quantized_share:.0%}",
                 digits(model.bytes_16bit / 1e9),
-                *(cell(size) for size in sizes),
+                *map(cell, found),
                 digits(quantizing_bytes / 1e9),
+                *map(model.fits, CARDS),
             )
         )
     return header, rows
+
+
+def card(nbytes: float) -> str:
+    """Return the title of a card's column."""
+    return f"in {nbytes / 1e9:g} GB"
 
 
 def cell(size: ModelSize) -> str:

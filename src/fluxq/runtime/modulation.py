@@ -36,10 +36,12 @@ from fluxq.base.console import logger
 from fluxq.recipes.all_families import FAMILIES, family_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import MODULATION_ROLE
-from fluxq.runtime.placed import Handle, Placed
+from fluxq.runtime.placed import Handle, Placed, is_offloaded
+
+MAX_ROWS = 256  # of tables, by default
 
 
-def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -> HoistedModulation:
+def hoist_modulation(pipe: Any, *, max_rows: int = MAX_ROWS, offload: bool = False) -> HoistedModulation:
     """Let a pipeline's transformer make the modulation of all steps at the first step of each call.
 
     Stays until `remove()` of what is returned, or the end of its `with` block. Works with quantized and 16-bit layers,
@@ -47,9 +49,10 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
 
     max_rows: rows that tables may hold at once; a call takes steps x images, and as many again for each further prompt
     that guidance needs. A row of FLUX.1-dev is 1,056,768 numbers: 59 MB for 28 steps in 16 bit, 541 MB for 256 rows. A
-    prompt whose rows find no room is computed plainly. offload: keep these Linears' weights on the CPU; each comes to
-    the device for its one product a call, and for every row that is computed plainly. Weights that are edited by hand,
-    through `.data`, in the middle of a call are seen by the next one; merged adapters are seen at once.
+    prompt whose rows find no room is computed plainly. offload: keep these Linears' weights on the CPU, wherever the
+    model goes; each comes to its device for one product a call, and for every row that is computed plainly. Weights
+    that are edited by hand, through `.data`, in the middle of a call are seen by the next one; merged adapters are seen
+    at once.
 
     A transformer that is compiled while this is in place computes plainly. Under `fluxq.capture` each graph has tables
     of its own, of max_rows at most; a call whose rows find no room, or whose timestep is none of the scheduler's, has a
@@ -64,19 +67,29 @@ def hoist_modulation(pipe: Any, *, max_rows: int = 256, offload: bool = False) -
     if max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}, expected at least 1")
     _require_eager(transformer)
+    layers, embedded_timestep = modulation_of(transformer)
+    if any(_is_hoisted(linear) for linear, _ in layers.values()):
+        raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")
+    if offload:
+        _require_not_offloaded(transformer, [linear for linear, _ in layers.values()])
+    return HoistedModulation(pipe, layers, embedded_timestep, max_rows, offload)
+
+
+def modulation_of(
+    transformer: nn.Module,
+) -> tuple[dict[str, tuple[nn.Linear, nn.SiLU]], Callable[[Tensor, torch.dtype], Tensor]]:
+    """Return the modulation that can be hoisted, path -> (Linear, silu), and what its embedder gets for a timestep.
+
+    Raises ValueError for a model whose modulation cannot be hoisted.
+    """
     family = family_of(type(transformer).__name__)
-    layers = dict(_modulations(transformer, family))
     if family.embedded_timestep is None:
         families = ", ".join(name for name, row in FAMILIES.items() if row.embedded_timestep)
         raise ValueError(
             f"the modulation of a {type(transformer).__name__} cannot be hoisted, only that of "
             f"{families}: all its blocks share it, or what its embedder gets is not known here"
         )
-    if any(_is_hoisted(linear) for linear, _ in layers.values()):
-        raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")
-    if offload:
-        _require_not_offloaded(transformer, [linear for linear, _ in layers.values()])
-    return HoistedModulation(pipe, layers, family.embedded_timestep, max_rows, offload)
+    return dict(_modulations(transformer, family)), family.embedded_timestep
 
 
 class HoistedModulation(Handle):
@@ -103,11 +116,12 @@ class HoistedModulation(Handle):
         self._logged: set[str] = set()
         self._embedder: nn.Module = transformer.time_text_embed
         self._hook = self._embedder.register_forward_hook(self._at_step, with_kwargs=True)
-        self._placed: list[_Activation | _Modulation] = []
+        self._placed: list[_Activation | _Modulation | _Stay] = []
         for path, (linear, activation) in layers.items():
             self._placed += [_Activation(self, activation), _Modulation(self, linear, transformer, path)]
             if offload:
                 _move(linear, torch.device("cpu"))
+                self._placed.append(_Stay(linear, "_apply"))
 
     def remove(self) -> None:
         """Give every module its own forward again, and weights that were moved to the CPU the model's device."""
@@ -365,6 +379,15 @@ class _Step:
         return slice(start, start + len(x)) if fits else None
 
 
+class _Stay(Placed):
+    """Lets a Linear stay where it is when the model around it is moved; casts go on to it."""
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        weight: Any = self.module.weight
+        is_move = fn(weight.new_empty(0)).dtype == weight.dtype
+        return self.module if is_move else self.plain(fn, recurse)
+
+
 class _Activation(Placed):
     """silu in front of a modulation: of this step's embedding it gives the table's rows. Copies of it get copies."""
 
@@ -458,10 +481,7 @@ def _require_eager(transformer: nn.Module) -> None:
 
 
 def _require_not_offloaded(transformer: nn.Module, linears: list[nn.Linear]) -> None:
-    grouped = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
-    moved = any(hook and hook.get_hook("group_offloading") for hook in grouped)
-    moved = moved or any(hasattr(module, "_hf_hook") for module in transformer.modules())
-    if moved or any(linear.weight.is_meta for linear in linears):
+    if is_offloaded(transformer) or any(linear.weight.is_meta for linear in linears):
         raise ValueError(
             f"this {type(transformer).__name__} is offloaded already, and two would move the same weights: hoist its "
             "modulation with offload=False, which works with it"

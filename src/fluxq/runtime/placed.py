@@ -15,6 +15,13 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     return {name: getattr(part, "_orig_mod", part) for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Tell whether accelerate or diffusers moves a model's weights: as a whole, by layer or in groups."""
+    hooks = [getattr(module, "_diffusers_hook", None) for module in model.modules()]
+    grouped = any(hook and hook.get_hook("group_offloading") for hook in hooks)
+    return grouped or any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
 def target_device(present: torch.device, device: str | torch.device | None) -> torch.device:
     """Return the device that will compute: as it was asked for, else the present one, or of the CPU the first GPU."""
     if device is not None:
