@@ -30,7 +30,7 @@ def counted(monkeypatch):
 
 
 def at(folder, room: float, *recipes: str):
-    return best_fit(folder, room, CALL, recipes)
+    return best_fit(folder, room, CALL, recipes, model="tiny")
 
 
 @pytest.fixture(scope="module")

@@ -166,10 +166,10 @@ class CatalogueModel:
 
     def fits(self, card: float) -> str:
         """Return recipe of the denoiser / of the text encoders / placement in words, or "no", on a card of bytes."""
-        found = best(self.choices, card)
-        if found is None:
+        answer = best(self.choices, card)
+        if answer is None:
             return "no" if self.choices else "–"
-        choice, way, _ = found
+        choice, way, _ = answer
         recipes = list(choice.recipes.items())
         denoiser = recipes[0][1]
         encoders = next((recipe for name, recipe in recipes[self.row.count :] if name != STAYS), IN_16_BIT)
@@ -321,8 +321,8 @@ def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[
     )
     rows = []
     for model in published:
-        found = [model.size(recipe) for recipe in recipes]
-        quantizing_bytes = max(size.quantizing_bytes for size in found)
+        under = [model.size(recipe) for recipe in recipes]
+        quantizing_bytes = max(size.quantizing_bytes for size in under)
         rows.append(
             (
                 model.row.name + (f", {model.row.count} of them" if model.row.count > 1 else ""),
@@ -330,7 +330,7 @@ def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[
                 digits(model.parameters / 1e9),
                 f"{model.quantized_share:.0%}",
                 digits(model.bytes_16bit / 1e9),
-                *map(cell, found),
+                *map(cell, under),
                 digits(quantizing_bytes / 1e9),
                 *map(model.fits, CARDS),
             )

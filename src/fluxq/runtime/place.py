@@ -93,13 +93,13 @@ def place(pipe: Any, *, vram: str | float, device: str | torch.device = "cuda", 
     _require_plain(pipe)
     _require_card(card, room)
     parts = parts_of(pipe, call)
-    found = fit(parts, room)
-    if found is None:
+    fitting = fit(parts, room)
+    if fitting is None:
         raise ValueError(
             f"{type(pipe).__name__} takes at least {console.size(least(parts))}, more than vram={vram!r}: quantize it "
             "(`fluxq plan MODEL --vram SIZE` says by which recipe), or make smaller images"
         )
-    way, most = found
+    way, most = fitting
     _apply(pipe, way, card)
     return Placement(way, room, most, type(pipe).__name__, str(pipe.config.get("_name_or_path", "")))
 
@@ -175,8 +175,8 @@ def _sizes(model: nn.Module, stored: Mapping[str, float]) -> dict[str, float]:
     seen: set[int] = set()
     sizes: dict[str, float] = {}
     for path, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        new = {name: tensor for name, tensor in own if id(tensor) not in seen}
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        new = {name: tensor for name, tensor in tensors if id(tensor) not in seen}
         seen |= {id(tensor) for tensor in new.values()}
         bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in new.items()}
         sizes[path] = sum(bytes_of.values())
