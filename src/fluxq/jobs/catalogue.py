@@ -26,14 +26,13 @@ from torch import nn
 from fluxq.base.console import digits
 from fluxq.base.tensors import Stored
 from fluxq.jobs.fits import IN_16_BIT, Choice, Component, best, choices, plan_under, recipe_of
-from fluxq.jobs.memory import decoding
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta
 from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of
 from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
 from fluxq.recipes.cards import STAYS
-from fluxq.recipes.cost import activation_bytes, forward_pass
+from fluxq.recipes.cost import activation_bytes, decoding, forward_pass
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan
 from fluxq.recipes.recipe import shipped_recipes

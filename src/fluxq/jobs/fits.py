@@ -22,8 +22,6 @@ from torch import nn
 
 from fluxq.base import console
 from fluxq.base.model import ModelFolder
-from fluxq.integrations.bounded import load_empty
-from fluxq.jobs.memory import in_words
 from fluxq.quantize.structure import component_family, shapes_of
 from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, least
 from fluxq.recipes.family import Family
@@ -102,6 +100,9 @@ def best_fit(
 
     Raises ValueError that names the least bytes where nothing fits.
     """
+    from fluxq.integrations.bounded import load_empty  # these import diffusers' pipelines
+    from fluxq.jobs.memory import in_words
+
     pipe = load_empty(folder, "bfloat16")
     components = _components(folder, pipe, call)
     options = choices(components, tuple(recipes) or tuple(shipped_recipes()))

@@ -18,7 +18,6 @@ from torch import nn
 
 from fluxq.base import console
 from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, least
-from fluxq.runtime.graphs import hoisted_in, step_of
 from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
 from fluxq.runtime.placed import is_offloaded, models_of
@@ -211,6 +210,8 @@ def _hoisted(model: nn.Module, sizes: Mapping[str, float], rows: int) -> float |
 
 def _require_plain(pipe: Any) -> None:
     """Raise ValueError for what is no pipeline, and for one whose weights or steps something holds already."""
+    from fluxq.runtime.graphs import hoisted_in, step_of  # which imports diffusers
+
     if not hasattr(pipe, "components") or not hasattr(pipe, "enable_model_cpu_offload"):
         raise ValueError(f"place needs a pipeline of diffusers, got {type(pipe).__name__}")
     for name, model in models_of(pipe).items():
