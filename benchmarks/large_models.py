@@ -12,10 +12,9 @@ from typing import Any
 
 from fluxq.base.console import digits
 from fluxq.jobs.catalogue import CatalogueModel, beside
-from fluxq.jobs.memory import decoding
 from fluxq.recipes.all_families import PUBLISHED, find_published
 from fluxq.recipes.cards import CONTEXT, GIB, PartSize, holding, weights_on
-from fluxq.recipes.cost import Prefer, Route, route
+from fluxq.recipes.cost import Prefer, Route, decoding, route
 from fluxq.recipes.devices import DEVICES, Device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan

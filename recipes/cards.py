@@ -74,8 +74,9 @@ class Way:
         if self.moves == "turns":
             return part.hoisted if self.hoisted and part.hoisted is not None else part.weights
         staying = sum(each.weights for each in parts if each.name == STAYS)
-        own = part.weights if part.in_blocks is None else part.in_blocks
-        return staying + own * (part.name != STAYS)
+        if part.name == STAYS:
+            return staying
+        return staying + (part.weights if part.in_blocks is None else part.in_blocks)
 
     def _activations(self, part: PartSize) -> float:
         return part.in_tiles if self.tiled and part.in_tiles is not None else part.activations

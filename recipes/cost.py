@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from fluxq.recipes.computing import Attention
 from fluxq.recipes.devices import INSTRUCTIONS, Device, Efficiency, is_decoded
@@ -345,6 +345,13 @@ def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
     return 2 * forward.batch * (widest + kept)
 
 
+def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
+    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels."""
+    halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
+    outer = [channels for half in halves for channels in (half or ())[:2]]
+    return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
+
+
 def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
     """Yield every step of one forward pass on a chip."""
     groups: dict[str, list[LayerPlan]] = {}
@@ -587,6 +594,7 @@ def _part(layer: LayerPlan) -> str:
 
 
 _PLAIN = _Input()
+_CHANNELS = 256  # at full size, of a VAE whose configuration has none
 REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
 # 4-over-6, for an element: twice scaled, clamped, rounded, decoded, subtracted, squared and summed; on top of the
 # INSTRUCTIONS of rounding once.

@@ -8,6 +8,7 @@ import pytest
 from fluxq.base import console
 from fluxq.base.model import resolve_model
 from fluxq.base.tensors import TensorFile
+from fluxq.integrations.bounded import load_empty
 from fluxq.jobs import fits
 from fluxq.jobs.fits import AS_STORED, IN_16_BIT, Choice, best, best_fit
 from fluxq.recipes.cards import CONTEXT, PartSize
@@ -30,7 +31,7 @@ def counted(monkeypatch):
 
 
 def at(folder, room: float, *recipes: str):
-    return best_fit(folder, room, CALL, recipes)
+    return best_fit(folder, room, CALL, recipes, model="tiny")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def stored(plain_checkpoint):
 
 @pytest.fixture
 def options(folder) -> list[Choice]:
-    pipe = fits.load_empty(folder, "bfloat16")
+    pipe = load_empty(folder, "bfloat16")
     return fits.choices(fits._components(folder, pipe, CALL), shipped_recipes())
 
 

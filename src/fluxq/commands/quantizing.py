@@ -77,8 +77,8 @@ def plan(
     with session_of(arguments) as session:
         if vram is not None:
             others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
-            found = session.fit(vram, frames, others)
-            session.print(found.describe(), lambda: show.fit(found))
+            answer = session.fit(vram, frames, others)
+            session.print(answer.describe(), lambda: show.fit(answer))
             return
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()

@@ -178,7 +178,7 @@ class Session:
         call = self.requirements.call_of(folder, folder.generation_defaults, given)
         self.requirements.require_call(folder, call, given)
         is_chosen = click.get_current_context().get_parameter_source("recipe") is not ParameterSource.DEFAULT
-        return fits.best_fit(folder, room, call, (recipe,) if is_chosen else ())
+        return fits.best_fit(folder, room, call, (recipe,) if is_chosen else (), model=model)
 
     def job(self, **how: Any) -> Any:
         return self.jobs.job_of(self.options, **how)

@@ -126,15 +126,15 @@ def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()
     return {**plans, "pipeline": holdings[0].describe()} if holdings else plans
 
 
-def fit(found: Fit) -> None:
+def fit(answer: Fit) -> None:
     """Print the recipe of each component, what it takes on the card, and how to make and place the pipeline."""
-    peaks = found.placement.peaks
-    rows = [(name, recipe, _size(peaks[name])) for name, recipe in found.recipes.items()]
+    peaks = answer.placement.peaks
+    rows = [(name, recipe, _size(peaks[name])) for name, recipe in answer.recipes.items()]
     print_table(("component", "recipe", "on the card while it runs"), rows)
-    echo(f"{found.placement.sentence}\n")
-    if found.command:
-        echo(found.command)
-    echo(found.placement.code)
+    echo(f"{answer.placement.sentence}\n")
+    if answer.command:
+        echo(answer.command)
+    echo(answer.placement.code)
 
 
 def forecast(of_job: Forecast) -> None:

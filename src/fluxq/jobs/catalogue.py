@@ -26,14 +26,13 @@ from torch import nn
 from fluxq.base.console import digits
 from fluxq.base.tensors import Stored
 from fluxq.jobs.fits import IN_16_BIT, Choice, Component, best, choices, plan_under, recipe_of
-from fluxq.jobs.memory import decoding
 from fluxq.quantize.checkpoint import SourceWeights, build_on_meta
 from fluxq.quantize.nearest import most_at_once, units_of
 from fluxq.quantize.run import blocks_of
 from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
 from fluxq.recipes.cards import STAYS
-from fluxq.recipes.cost import activation_bytes, forward_pass
+from fluxq.recipes.cost import activation_bytes, decoding, forward_pass
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan
 from fluxq.recipes.recipe import shipped_recipes
@@ -166,10 +165,10 @@ class CatalogueModel:
 
     def fits(self, card: float) -> str:
         """Return recipe of the denoiser / of the text encoders / placement in words, or "no", on a card of bytes."""
-        found = best(self.choices, card)
-        if found is None:
+        answer = best(self.choices, card)
+        if answer is None:
             return "no" if self.choices else "–"
-        choice, way, _ = found
+        choice, way, _ = answer
         recipes = list(choice.recipes.items())
         denoiser = recipes[0][1]
         encoders = next((recipe for name, recipe in recipes[self.row.count :] if name != STAYS), IN_16_BIT)
@@ -321,8 +320,8 @@ def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[
     )
     rows = []
     for model in published:
-        found = [model.size(recipe) for recipe in recipes]
-        quantizing_bytes = max(size.quantizing_bytes for size in found)
+        under = [model.size(recipe) for recipe in recipes]
+        quantizing_bytes = max(size.quantizing_bytes for size in under)
         rows.append(
             (
                 model.row.name + (f", {model.row.count} of them" if model.row.count > 1 else ""),
@@ -330,7 +329,7 @@ def table(published: Sequence[CatalogueModel], recipes: Sequence[str]) -> tuple[
                 digits(model.parameters / 1e9),
                 f"{model.quantized_share:.0%}",
                 digits(model.bytes_16bit / 1e9),
-                *map(cell, found),
+                *map(cell, under),
                 digits(quantizing_bytes / 1e9),
                 *map(model.fits, CARDS),
             )

@@ -11,17 +11,17 @@ where 4 bits are re-encoded to 8, `fluxq.prepare(pipe, prefer="memory")` keeps t
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fluxq.base import console
 from fluxq.base.model import ModelFolder
-from fluxq.integrations.bounded import load_empty
-from fluxq.jobs.memory import in_words
 from fluxq.quantize.structure import component_family, shapes_of
 from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, least
 from fluxq.recipes.family import Family
@@ -89,32 +89,39 @@ class Fit:
         return {"recipes": dict(self.recipes), "command": self.command, **self.placement.describe()}
 
 
-def best_fit(folder: ModelFolder, room: float, call: Mapping[str, Any], recipes: Iterable[str] = ()) -> Fit:
+def best_fit(
+    folder: ModelFolder, room: float, call: Mapping[str, Any], recipes: Iterable[str] = (), *, model: str = ""
+) -> Fit:
     """Return the best recipe and placement of a pipeline's folder whose whole call fits into a card of `room` bytes.
 
     call: arguments of the pipeline. recipes: names or files to choose from, by default all that are shipped; a
-    component that is quantized already stays as it is. No weights are read, and nothing is computed with them.
+    component that is quantized already stays as it is. model: as it is called in the lines of the answer, by default
+    by its path. No weights are read, and nothing is computed with them.
 
     Raises ValueError that names the least bytes where nothing fits.
     """
+    from fluxq.integrations.bounded import load_empty  # these import diffusers' pipelines
+    from fluxq.jobs.memory import in_words
+
     pipe = load_empty(folder, "bfloat16")
     components = _components(folder, pipe, call)
     options = choices(components, tuple(recipes) or tuple(shipped_recipes()))
-    found = best(options, room)
-    if found is None:
+    answer = best(options, room)
+    if answer is None:
         needed = math.ceil(min(least(choice.parts) for choice in options))
         raise ValueError(
             f"{folder.name}: nothing fits into {console.size(room)}; the least is {in_words(needed)}. Take a card with "
             "that, or a smaller --height and --width"
         )
-    choice, way, peaks = found
+    choice, way, peaks = answer
     stored = {name: _in_words(folder, name, recipe) for name, recipe in choice.recipes.items()}
     quantized = {name: recipe for name, recipe in choice.recipes.items() if recipe != IN_16_BIT}
-    source, command = str(folder.path), ""
+    source, command = model or str(folder.path), ""
     if quantized:
         recipe = next(iter(quantized.values()))
-        source = f"{folder.name}-{recipe}"
-        command = f"fluxq quantize {folder.name} --recipe {recipe} --components {','.join(quantized)} -o {source}"
+        words = [source, "--recipe", recipe, "--components", ",".join(quantized)]
+        source = f"{folder.name}-{Path(recipe).stem}"
+        command = shlex.join(["fluxq", "quantize", *words, "-o", source])
     return Fit(stored, Placement(way, room, peaks, type(pipe).__name__, source), command)
 
 
@@ -122,8 +129,8 @@ def choices(components: Sequence[Component], recipes: Iterable[str]) -> list[Cho
     """Return the choices of recipes for denoisers and text encoders, in the order of quality."""
     pairs = {(IN_16_BIT, IN_16_BIT): None}
     pairs |= {pair: None for one in recipes for pair in ((IN_16_BIT, one), (one, IN_16_BIT), (one, one))}
-    found = [_choice(components, dict(zip(_QUANTIZED, pair, strict=True))) for pair in pairs]
-    different = {tuple(choice.recipes.values()): choice for choice in found}  # there may be no text encoder
+    possible = [_choice(components, dict(zip(_QUANTIZED, pair, strict=True))) for pair in pairs]
+    different = {tuple(choice.recipes.values()): choice for choice in possible}  # there may be no text encoder
     kinds = {each.name: each.family.kind if each.family else "" for each in components}
 
     def quality(choice: Choice) -> tuple[float, ...]:
@@ -136,8 +143,8 @@ def best(options: Sequence[Choice], room: float) -> tuple[Choice, Way, dict[str,
     """Return the first choice that fits, its way and peaks; None if none does."""
     for ways in (ONCE, EVERY_STEP):
         for choice in options:
-            if found := fit(choice.parts, room, ways):
-                return choice, *found
+            if fitting := fit(choice.parts, room, ways):
+                return choice, *fitting
     return None
 
 

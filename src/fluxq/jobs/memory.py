@@ -37,6 +37,7 @@ from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model
 from fluxq.quantize.lora import Updates
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.cost import decoding
 from fluxq.recipes.plan import LayerPlan, Plan, sharing_vectors
 from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass
 
@@ -57,7 +58,6 @@ _ROWS, _ROWS_OF_GPU = 256, 1 << 14  # least rows of a weight that are in fp32 at
 _COPIES = 6  # of such rows: decoded, transposed, their error, and those of rounding
 _TRIED = 1024  # rows of a group's weights that stages are tried on, and tokens of its input
 _JOINT_GRAMS, _JOINT_K = 7, 6144  # Grams of joint fitting, three sums and room to solve; its largest K
-_CHANNELS = 256  # at full size, of a VAE whose configuration has none
 _FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE has at a time: of one latent frame, and kept of the last
 
 
@@ -298,13 +298,6 @@ def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: i
     shapes = [shape for shape in weights if len(shape) > 1]
     widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
     return itemsize * tokens(folder, component, size) * max(widths, default=0)
-
-
-def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
-    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels."""
-    halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
-    outer = [channels for half in halves for channels in (half or ())[:2]]
-    return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
 
 
 def _largest(folder: ModelFolder, component: str, itemsize: int) -> int:

@@ -61,7 +61,7 @@ def on_meta(pipe: Any) -> Any:
     """Return a twin of a pipeline, without weights, for `peaks`; the pipeline stays as and where it is."""
     twin = copy.copy(pipe)
     twin.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": _CPU, "device": _CPU})
-    vars(twin)["scheduler"] = copy.deepcopy(pipe.scheduler)
+    vars(twin)["scheduler"] = copy.deepcopy(getattr(pipe, "scheduler", None))
     for name, model in models_of(pipe).items():
         instead: dict[int, Any] = {id(buffer): buffer.to(_CPU, copy=True) for buffer in model.buffers()}
         instead |= {id(tensor): _without_values(tensor) for tensor in model.parameters()}

@@ -18,7 +18,6 @@ from torch import nn
 
 from fluxq.base import console
 from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, least
-from fluxq.runtime.graphs import hoisted_in, step_of
 from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
 from fluxq.runtime.placed import is_offloaded, models_of
@@ -93,13 +92,13 @@ def place(pipe: Any, *, vram: str | float, device: str | torch.device = "cuda", 
     _require_plain(pipe)
     _require_card(card, room)
     parts = parts_of(pipe, call)
-    found = fit(parts, room)
-    if found is None:
+    fitting = fit(parts, room)
+    if fitting is None:
         raise ValueError(
             f"{type(pipe).__name__} takes at least {console.size(least(parts))}, more than vram={vram!r}: quantize it "
             "(`fluxq plan MODEL --vram SIZE` says by which recipe), or make smaller images"
         )
-    way, most = found
+    way, most = fitting
     _apply(pipe, way, card)
     return Placement(way, room, most, type(pipe).__name__, str(pipe.config.get("_name_or_path", "")))
 
@@ -175,8 +174,8 @@ def _sizes(model: nn.Module, stored: Mapping[str, float]) -> dict[str, float]:
     seen: set[int] = set()
     sizes: dict[str, float] = {}
     for path, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        new = {name: tensor for name, tensor in own if id(tensor) not in seen}
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        new = {name: tensor for name, tensor in tensors if id(tensor) not in seen}
         seen |= {id(tensor) for tensor in new.values()}
         bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in new.items()}
         sizes[path] = sum(bytes_of.values())
@@ -211,6 +210,8 @@ def _hoisted(model: nn.Module, sizes: Mapping[str, float], rows: int) -> float |
 
 def _require_plain(pipe: Any) -> None:
     """Raise ValueError for what is no pipeline, and for one whose weights or steps something holds already."""
+    from fluxq.runtime.graphs import hoisted_in, step_of  # which imports diffusers
+
     if not hasattr(pipe, "components") or not hasattr(pipe, "enable_model_cpu_offload"):
         raise ValueError(f"place needs a pipeline of diffusers, got {type(pipe).__name__}")
     for name, model in models_of(pipe).items():
