@@ -227,6 +227,19 @@ def test_residuals_of_layers_add_up_to_those_of_their_unit():
     assert apart.predicted_together(choice) > 1.5 * apart.predicted(choice)  # both scale the same velocity
 
 
+def test_each_image_has_probes_of_its_own():
+    latents = torch.zeros(1, 8)
+    assert not torch.equal(adjoint_module._probes(latents, 0), adjoint_module._probes(latents, 1))
+
+
+def test_an_option_whose_output_is_not_finite_has_infinite_residuals():
+    torch.manual_seed(0)
+    pipe = Euler(Linear())
+    table = adjoint(pipe, scaled(pipe, UNITS, {"a": 0.1, "b": math.inf}))
+    assert torch.isinf(table.error).tolist() == [[False, True], [False, True]]
+    assert torch.isfinite(table.residuals[:, 0]).all() and table.predicted_together({"one": "b"}) == math.inf
+
+
 class Detached(Euler):
     """Latents without the gradient of what made them."""
 
@@ -477,6 +490,12 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(table, tmp_path):
     assert ErrorTable.stored_job(path) is None
     with pytest.raises(FileNotFoundError, match="`fluxq auto` writes one"):
         ErrorTable.load(tmp_path / "none")
+
+
+def test_a_table_of_other_sizes_than_its_names_is_refused(table, tmp_path):
+    replace(table, units=("u", "v", "w")).save(tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match=r"t\.safetensors: damaged since it was written"):
+        ErrorTable.load(tmp_path / "t.safetensors")
 
 
 # Several processes
