@@ -286,22 +286,31 @@ def sizes_of(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSi
 
 def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: int) -> int:
     """Return the bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
+    config = folder.config(component)
     if _is_vae(folder, component):
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
-        config = folder.config(component)
-        if size.frames is not None:
-            pixels = pixels * _frames_at_once(folder, component, size.frames) // (config.get("patch_size") or 1) ** 2
-        return decoding(config, pixels, itemsize)
-    source, config = SourceWeights(folder, component), folder.config(component)
-    vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
+        frames = None if size.frames is None else frames_at_once(folder.components[component], size.frames)
+        return decoding(config, pixels, itemsize, frames=frames)
+    source = SourceWeights(folder, component)
     weights = [source.stored(name).shape for name in source.names if name.endswith("weight")]  # no tables of positions
+    return running(config, weights, tokens(folder, component, size), itemsize)
+
+
+def running(config: Mapping[str, Any], weights: Iterable[Sequence[int]], tokens: int, itemsize: int) -> int:
+    """Return the bytes that a model of this configuration needs beside its weights, of these shapes, for tokens."""
+    vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
     shapes = [shape for shape in weights if len(shape) > 1]
     widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
-    return itemsize * tokens(folder, component, size) * max(widths, default=0)
+    return itemsize * tokens * max(widths, default=0)
 
 
-def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
-    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels."""
+def decoding(config: Mapping[str, Any], pixels: int, itemsize: int, *, frames: int | None = None) -> int:
+    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels of an image.
+
+    frames: of a video, that it has at once; their pixels may come in patches.
+    """
+    if frames is not None:
+        pixels = pixels * frames // (config.get("patch_size") or 1) ** 2
     halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
     outer = [channels for half in halves for channels in (half or ())[:2]]
     return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
@@ -408,9 +417,9 @@ def forward_pass_of(folder: ModelFolder, component: str, size: CallSize) -> Forw
     )
 
 
-def _frames_at_once(folder: ModelFolder, component: str, frames: int) -> int:
-    """Return the number of frames that a VAE decodes together: a few, or all and two that its convolutions see."""
-    return min(frames + 2, _FEW_FRAMES.get(folder.components[component], frames + 2))
+def frames_at_once(vae: str, frames: int) -> int:
+    """Return the number of frames that a VAE of this class decodes together: a few, or all and two around them."""
+    return min(frames + 2, _FEW_FRAMES.get(vae, frames + 2))
 
 
 def _is_vae(folder: ModelFolder, component: str) -> bool:
