@@ -336,13 +336,13 @@ def test_the_best_that_fits_eight_and_twelve_gigabytes(name, cells):
             4 * 2 * 704 * 512 * 163 // 16 * 256,
             4 * 2 * 512 * 512 * 163 // 16 * 256 + 12 * 704 * 512 * 161,
         ),
-        ("HunyuanVideo", 4 * 2 * 1280 * 720 * 18 * 256, 4 * 2 * 256 * 256 * 18 * 256 + 12 * 1280 * 720 * 129),
-        ("Wan2.1-T2V-1.3B", 4 * 2 * 832 * 480 * 5 * 256, 4 * 2 * 256 * 256 * 5 * 256 + 12 * 832 * 480 * 81),
-        ("FLUX.1-dev", 4 * 2 * 1024 * 1024 * 256, None),
+        ("HunyuanVideo", 2048 * 1280 * 720 * 18, 2048 * 256 * 256 * 18 + 12 * 1280 * 720 * 129),
+        ("Wan2.1-T2V-1.3B", 2048 * 832 * 480 * 5, 2048 * 256 * 256 * 5 + 12 * 832 * 480 * 81),
+        ("FLUX.1-dev", 2048 * 1024 * 1024, None),
     ],
 )
 def test_a_vae_of_videos_has_many_frames_at_once(name, whole, in_tiles):
-    """Frames at once and two around them, of LTX in patches of 4 x 4; beside a tile the others and the video."""
+    """Four of 256 channels in 16 bit for the frames at once and two around them, of LTX in patches of 4 x 4; beside a tile the others and the video."""
     *_, vae = named(name).choices[0].parts
     assert (vae.name, vae.activations, vae.in_tiles) == ("vae", whole, in_tiles)
 

@@ -10,7 +10,6 @@ where 4 bits are re-encoded to 8, `fluxq.prepare(pipe, prefer="memory")` keeps t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,9 +20,8 @@ from torch import nn
 from fluxq.base import console
 from fluxq.base.model import ModelFolder
 from fluxq.integrations.bounded import load_empty
-from fluxq.jobs.memory import in_words
 from fluxq.quantize.structure import component_family, shapes_of
-from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, least
+from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, in_words, least
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -102,9 +100,9 @@ def best_fit(folder: ModelFolder, room: float, call: Mapping[str, Any], recipes:
     options = choices(components, tuple(recipes) or tuple(shipped_recipes()))
     found = best(options, room)
     if found is None:
-        needed = math.ceil(min(least(choice.parts) for choice in options))
+        needed = in_words(min(least(choice.parts) for choice in options))
         raise ValueError(
-            f"{folder.name}: nothing fits into {console.size(room)}; the least is {in_words(needed)}. Take a card with "
+            f"{folder.name}: nothing fits into {console.size(room)}; the least is {needed}. Take a card with "
             "that, or a smaller --height and --width"
         )
     choice, way, peaks = found
