@@ -342,7 +342,10 @@ def test_the_best_that_fits_eight_and_twelve_gigabytes(name, cells):
     ],
 )
 def test_a_vae_of_videos_has_many_frames_at_once(name, whole, in_tiles):
-    """Four of 256 channels in 16 bit for the frames at once and two around them, of LTX in patches of 4 x 4; beside a tile the others and the video."""
+    """Four times 256 channels in 16 bit, for all frames at once and two around them: of LTX in patches of 4 x 4.
+
+    Beside a tile there are the others and the video.
+    """
     *_, vae = named(name).choices[0].parts
     assert (vae.name, vae.activations, vae.in_tiles) == ("vae", whole, in_tiles)
 
