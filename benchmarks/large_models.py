@@ -14,7 +14,7 @@ from fluxq.base.console import digits
 from fluxq.jobs.catalogue import CatalogueModel, beside
 from fluxq.recipes.all_families import PUBLISHED, find_published
 from fluxq.recipes.cards import CONTEXT, GIB, PartSize, holding, weights_on
-from fluxq.recipes.cost import Prefer, Route, decoding, route
+from fluxq.recipes.cost import Prefer, Route, route
 from fluxq.recipes.devices import DEVICES, Device
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan
@@ -36,16 +36,15 @@ def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: 
     for number in range(model.row.count):
         weights = _weights(name, recipe, device.chip, prefer)
         yield PartSize(f"transformer{f'_{number + 1}' if number else ''}", weights, model.activation_bytes)
-    height, width, _ = WORKLOADS[model.row.family].size
+    took = {part.name: part.activations for part in model.choices[0].parts}
     for other in model.row.beside:
         module, family = beside(other)
         if family is None:
             nbytes = _OF_16_BIT * sum(parameter.numel() for parameter in module.parameters())
-            yield PartSize("vae", nbytes, decoding(module.config, height * width, _OF_16_BIT))
+            yield PartSize("vae", nbytes, took["vae"])
         else:
-            yield PartSize(
-                other, _weights(other, recipe, device.chip, prefer) if encoders else _model(other).bytes_16bit
-            )
+            weights = _weights(other, recipe, device.chip, prefer) if encoders else _model(other).bytes_16bit
+            yield PartSize(other, weights, took[other])
 
 
 def cell(name: str, recipe: str, device: Device, prefer: Prefer) -> str:

@@ -16,6 +16,7 @@ checkpoint has, and where torch decodes them at each call the widest layer comes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -105,6 +106,11 @@ def fit(
 def least(parts: Sequence[PartSize]) -> float:
     """Return the bytes of the smallest card that a way fits into."""
     return CONTEXT + min(max(peaks.values()) for peaks in (way.peaks(parts) for way in WAYS) if peaks)
+
+
+def in_words(nbytes: float) -> str:
+    """Return a card's memory as `vram` takes it, rounded up to a megabyte: "601MB"."""
+    return f"{math.ceil(nbytes / 1e6)}MB"
 
 
 @dataclass(frozen=True)

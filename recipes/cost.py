@@ -31,8 +31,9 @@ connections of a UNet, and what decoding 4-bit weights in a matmul costs. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 from fluxq.recipes.computing import Attention
@@ -345,11 +346,29 @@ def activation_bytes(plan: Plan, forward: ForwardPass) -> float:
     return 2 * forward.batch * (widest + kept)
 
 
-def decoding(config: Mapping[str, Any], pixels: int, itemsize: int) -> int:
-    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels."""
+def decoding(config: Mapping[str, Any], pixels: int, itemsize: int, *, frames: int | None = None) -> int:
+    """Return the bytes that a VAE of this configuration needs beside its weights for so many pixels of an image.
+
+    frames: of a video, that it has at once; their pixels may come in patches.
+    """
+    if frames is not None:
+        pixels = pixels * frames // (config.get("patch_size") or 1) ** 2
     halves = (config.get("block_out_channels"), config.get("decoder_block_out_channels"))  # either may be null
     outer = [channels for half in halves for channels in (half or ())[:2]]
     return 4 * itemsize * pixels * max(outer, default=_CHANNELS)
+
+
+def frames_at_once(vae: str, frames: int) -> int:
+    """Return the number of frames that a VAE of this class decodes together: a few, or all and two around them."""
+    return min(frames + 2, _FEW_FRAMES.get(vae, frames + 2))
+
+
+def running(config: Mapping[str, Any], weights: Iterable[Sequence[int]], tokens: int, itemsize: int) -> int:
+    """Return the bytes that a model of this configuration needs beside its weights, of these shapes, for tokens."""
+    vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
+    shapes = [shape for shape in weights if len(shape) > 1]
+    widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
+    return itemsize * tokens * max(widths, default=0)
 
 
 def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Iterator[Step]:
@@ -594,6 +613,7 @@ def _part(layer: LayerPlan) -> str:
 
 
 _PLAIN = _Input()
+_FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE has at a time: of one latent frame, and kept of the last
 _CHANNELS = 256  # at full size, of a VAE whose configuration has none
 REAL_WIDTH = 3072  # channels of FLUX.1 and Qwen-Image
 # 4-over-6, for an element: twice scaled, clamped, rounded, decoded, subtracted, squared and summed; on top of the

@@ -319,12 +319,41 @@ def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
     [
         ("FLUX.1-dev", ["nvfp4-max / nvfp4-max / turns, hoisted", "mxfp8 / 16 bit / turns, hoisted"]),
         ("Stable Diffusion 1.5", ["16 bit / 16 bit / everything"] * 2),
-        ("Wan2.2-T2V-A14B", ["16 bit / mxfp8 / blocks", "int4 / 16 bit / turns"]),
+        ("Wan2.2-T2V-A14B", ["16 bit / mxfp8 / blocks", "int4 / int4 / turns"]),
     ],
 )
 def test_the_best_that_fits_eight_and_twelve_gigabytes(name, cells):
     assert [named(name).fits(card) for card in catalogue.CARDS[:2]] == cells
     assert named(name).fits(CONTEXT + 1) == "no" and named("T5-XXL").fits(8e9) == "–"
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize(
+    ("name", "whole", "in_tiles"),
+    [
+        (
+            "LTX-Video-2B",
+            4 * 2 * 704 * 512 * 163 // 16 * 256,
+            4 * 2 * 512 * 512 * 163 // 16 * 256 + 12 * 704 * 512 * 161,
+        ),
+        ("HunyuanVideo", 2048 * 1280 * 720 * 18, 2048 * 256 * 256 * 18 + 12 * 1280 * 720 * 129),
+        ("Wan2.1-T2V-1.3B", 2048 * 832 * 480 * 5, 2048 * 256 * 256 * 5 + 12 * 832 * 480 * 81),
+        ("FLUX.1-dev", 2048 * 1024 * 1024, None),
+    ],
+)
+def test_a_vae_of_videos_has_many_frames_at_once(name, whole, in_tiles):
+    """Four times 256 channels in 16 bit, for all frames at once and two around them: of LTX in patches of 4 x 4.
+
+    Beside a tile there are the others and the video.
+    """
+    *_, vae = named(name).choices[0].parts
+    assert (vae.name, vae.activations, vae.in_tiles) == ("vae", whole, in_tiles)
+
+
+def test_a_text_encoder_needs_room_for_its_prompts():
+    """T5 for FLUX.1-dev: two prompts of 512 tokens, three times the 4096 and 10240 channels of its widest Linear."""
+    [encoder] = [part for part in named("FLUX.1-dev").choices[0].parts if part.name == "T5-XXL"]
+    assert encoder.activations == 2 * 2 * 512 * 3 * (4096 + 10240)
 
 
 def test_hoisted_flux_takes_of_a_card_what_it_takes_by_hand():

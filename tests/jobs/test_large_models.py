@@ -140,6 +140,11 @@ def test_twelve_gb_hold_flux_in_4_bits_where_they_stay_4_bits():
     }
 
 
+def test_a_videos_vae_counts_the_frames_that_it_has_at_once():
+    *_, vae = large_models.pieces("Wan2.1-T2V-14B", "fp8", DEVICES["rtx4090"], "speed", encoders=False)
+    assert (vae.name, vae.activations) == ("vae", 2048 * 832 * 480 * 5)
+
+
 def test_the_parts_of_a_pipeline_by_hand():
     """FLUX.1-dev on an RTX 5070 in nvfp4, its encoders in 16 bit: CLIP-L and T5-XXL of so many parameters."""
     found = {

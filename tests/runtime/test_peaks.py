@@ -80,6 +80,18 @@ def test_the_counter_by_hand():
     assert alive._now == 0
 
 
+def test_embeddings_in_place_of_a_prompt_and_latents_in_place_of_an_image_are_counted():
+    """Without text encoders and a decoded image: only the transformer runs. No length means the usual one."""
+    pipe, _ = ready(embedded)
+    with torch.no_grad():
+        prompt, pooled, _ = pipe.encode_prompt("a", None, max_sequence_length=8)
+    call = {"prompt_embeds": prompt, "pooled_prompt_embeds": pooled, "output_type": "latent"}
+    call |= {"height": 32, "width": 32, "max_sequence_length": None}
+    assert [*peaks(on_meta(pipe), call)] == ["transformer"]
+    with pytest.raises(ValueError, match=r"max_sequence_length=8 cannot be counted \(TypeError: "):
+        peaks(on_meta(pipe), {"max_sequence_length": "8"})
+
+
 def test_a_call_that_fails_says_which():
     pipe, _ = ready(embedded)
     with pytest.raises(ValueError, match=r"a call with height=32, nonsense=1 cannot be counted \(TypeError: "):

@@ -7,6 +7,7 @@ from torch import nn
 
 import fluxq
 from fluxq import tiny
+from fluxq.base import console
 from fluxq.recipes.cards import CONTEXT, WAYS, PartSize, Way, fit, least
 from fluxq.runtime import place as placing
 from fluxq.runtime.modulation import hoist_modulation, modulation_of
@@ -162,13 +163,26 @@ def test_hoisted_weights_stay_on_the_cpu_when_the_model_moves(pipe):
         (-5, "vram is -5"),
         ("0GB", "vram is '0GB'"),
         ("500MB", "vram is 500 MB, and a GPU's driver and libraries alone keep 600 MB: give the memory of the card"),
-        (CONTEXT + 1000, r"FluxPipeline takes at least 60\d MB, more than vram=.*: quantize it"),
+        (CONTEXT + 1000, r"FluxPipeline takes at least 60\dMB, more than vram=.*: quantize it"),
     ],
 )
 def test_what_is_no_card_is_refused(vram, said, pipe, counted):
     with pytest.raises(ValueError, match=said):
         place(pipe, vram=vram, device="cpu", **CALL)
     assert not is_offloaded(pipe.transformer)
+
+
+def test_the_least_that_is_named_is_enough(pipe, counted):
+    with pytest.raises(ValueError, match="takes at least") as refused:
+        place(pipe, vram=CONTEXT + 1000, device="cpu", **CALL)
+    named = str(refused.value).split("at least ")[1].split(",")[0]
+    assert place(pipe, vram=named, device="cpu", **CALL).peak <= console.bytes_of(named)
+
+
+@pytest.mark.parametrize("steps", [None, 0, -1, "4", 2.5, True])
+def test_steps_that_are_no_number_are_refused(steps, pipe, counted):
+    with pytest.raises(ValueError, match=r"num_inference_steps is .*, expected a whole number, 1 or more"):
+        place(pipe, vram="8GB", device="cpu", num_inference_steps=steps)
 
 
 def test_a_pipeline_that_something_holds_is_refused(pipe, counted):

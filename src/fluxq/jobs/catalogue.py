@@ -32,7 +32,7 @@ from fluxq.quantize.run import blocks_of
 from fluxq.quantize.structure import convolutions_of, shapes_of
 from fluxq.recipes.all_families import FAMILIES, PUBLISHED, Published, find_published
 from fluxq.recipes.cards import STAYS
-from fluxq.recipes.cost import activation_bytes, decoding, forward_pass
+from fluxq.recipes.cost import activation_bytes, decoding, forward_pass, frames_at_once, running
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan
 from fluxq.recipes.recipe import shipped_recipes
@@ -44,6 +44,7 @@ CELL = (
 )
 CARDS = (8e9, 12e9, 16e9, 24e9)  # bytes
 FIT = "recipe of the denoiser / of the text encoders / placement of a pipeline that fits: docs/large-models.md"
+_OF_16_BIT = 2  # bytes
 TABLE_RECIPES = ("fp8", "nvfp4")  # of a table of all models: others of as many bits differ by a few percent
 
 
@@ -147,21 +148,37 @@ class CatalogueModel:
     def choices(self) -> list[Choice]:
         """Choices of recipes for the whole pipeline, in the order of quality; none where its other parts are not known.
 
-        Activations of the denoiser are the estimate, those of a VAE as memory.py has them, of text encoders none.
+        Activations are estimates: of the denoiser as they are shown, of the others as memory.py has them.
         """
         if not self.row.beside:
             return []
         name = "unet" if self.family.model.startswith("UNet") else "transformer"
         names = [f"{name}_{number}" if number > 1 else name for number in range(1, self.row.count + 1)]
         parts = [Component(each, self.module, self.family, self.activation_bytes) for each in names]
-        height, width, _ = WORKLOADS[self.family.name].size
-        size = CallSize(**self.row.size)
-        pixels = (size.height or height) * (size.width or width)
         for other in self.row.beside:
             module, family = beside(other)
-            took = decoding(module.config, pixels, 2) if family is None else 0
-            parts.append(Component(STAYS if family is None else other, module, family, took))
+            took, in_tiles = self._decoding(module) if family is None else (self._encoding(module), None)
+            parts.append(Component(STAYS if family is None else other, module, family, took, in_tiles))
         return choices(parts, shipped_recipes())
+
+    def _encoding(self, encoder: Any) -> int:
+        """Return the bytes that a text encoder needs beside its weights for the usual prompt and one of guidance."""
+        weights = [(linear.n, linear.k) for linear in shapes_of(encoder)]
+        return running(encoder.config.to_dict(), weights, 2 * WORKLOADS[self.family.name].text, _OF_16_BIT)
+
+    def _decoding(self, vae: Any) -> tuple[int, int | None]:
+        """Return the bytes that a VAE needs beside its weights at the usual size, and in tiles; None for an image."""
+        height, width, frames = WORKLOADS[self.family.name].size
+        size = CallSize(**self.row.size)
+        pixels, frames = (size.height or height) * (size.width or width), size.frames or frames
+        if frames == 1:
+            return decoding(vae.config, pixels, _OF_16_BIT), None
+        framewise = getattr(vae, "use_framewise_decoding", False)
+        at_once = frames_at_once(type(vae).__name__, vae.tile_sample_min_num_frames if framewise else frames)
+        whole = decoding(vae.config, pixels, _OF_16_BIT, frames=at_once)
+        tile = decoding(vae.config, vae.tile_sample_min_height * vae.tile_sample_min_width, _OF_16_BIT, frames=at_once)
+        video = 2 * 3 * _OF_16_BIT * pixels * frames  # its tiles, and the whole that is made of them
+        return whole, min(whole, tile + video)
 
     def fits(self, card: float) -> str:
         """Return recipe of the denoiser / of the text encoders / placement in words, or "no", on a card of bytes."""

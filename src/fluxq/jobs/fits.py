@@ -10,7 +10,6 @@ where 4 bits are re-encoded to 8, `fluxq.prepare(pipe, prefer="memory")` keeps t
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch import nn
 from fluxq.base import console
 from fluxq.base.model import ModelFolder
 from fluxq.quantize.structure import component_family, shapes_of
-from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, least
+from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, in_words, least
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
@@ -101,16 +100,15 @@ def best_fit(
     Raises ValueError that names the least bytes where nothing fits.
     """
     from fluxq.integrations.bounded import load_empty  # these import diffusers' pipelines
-    from fluxq.jobs.memory import in_words
 
     pipe = load_empty(folder, "bfloat16")
     components = _components(folder, pipe, call)
     options = choices(components, tuple(recipes) or tuple(shipped_recipes()))
     answer = best(options, room)
     if answer is None:
-        needed = math.ceil(min(least(choice.parts) for choice in options))
+        needed = in_words(min(least(choice.parts) for choice in options))
         raise ValueError(
-            f"{folder.name}: nothing fits into {console.size(room)}; the least is {in_words(needed)}. Take a card with "
+            f"{folder.name}: nothing fits into {console.size(room)}; the least is {needed}. Take a card with "
             "that, or a smaller --height and --width"
         )
     choice, way, peaks = answer

@@ -37,7 +37,7 @@ from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model
 from fluxq.quantize.lora import Updates
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.cost import decoding
+from fluxq.recipes.cost import decoding, frames_at_once, running
 from fluxq.recipes.plan import LayerPlan, Plan, sharing_vectors
 from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass
 
@@ -58,7 +58,6 @@ _ROWS, _ROWS_OF_GPU = 256, 1 << 14  # least rows of a weight that are in fp32 at
 _COPIES = 6  # of such rows: decoded, transposed, their error, and those of rounding
 _TRIED = 1024  # rows of a group's weights that stages are tried on, and tokens of its input
 _JOINT_GRAMS, _JOINT_K = 7, 6144  # Grams of joint fitting, three sums and room to solve; its largest K
-_FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE has at a time: of one latent frame, and kept of the last
 
 
 @dataclass(frozen=True)
@@ -286,18 +285,14 @@ def sizes_of(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSi
 
 def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: int) -> int:
     """Return the bytes that a component needs beside its weights in a call, its numbers of `itemsize` bytes each."""
+    config = folder.config(component)
     if _is_vae(folder, component):
         pixels = size.images * (size.height or _SIDE) * (size.width or _SIDE)
-        config = folder.config(component)
-        if size.frames is not None:
-            pixels = pixels * _frames_at_once(folder, component, size.frames) // (config.get("patch_size") or 1) ** 2
-        return decoding(config, pixels, itemsize)
-    source, config = SourceWeights(folder, component), folder.config(component)
-    vocabularies = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
+        frames = None if size.frames is None else frames_at_once(folder.components[component], size.frames)
+        return decoding(config, pixels, itemsize, frames=frames)
+    source = SourceWeights(folder, component)
     weights = [source.stored(name).shape for name in source.names if name.endswith("weight")]  # no tables of positions
-    shapes = [shape for shape in weights if len(shape) > 1]
-    widths = [s[0] if s[0] in vocabularies else 3 * (s[0] + prod(s[1:])) for s in shapes]  # logits are made once
-    return itemsize * tokens(folder, component, size) * max(widths, default=0)
+    return running(config, weights, tokens(folder, component, size), itemsize)
 
 
 def _largest(folder: ModelFolder, component: str, itemsize: int) -> int:
@@ -399,11 +394,6 @@ def forward_pass_of(folder: ModelFolder, component: str, size: CallSize) -> Forw
         replace(size, images=1),
         vae=folder.config("vae") if "vae" in folder.components else None,
     )
-
-
-def _frames_at_once(folder: ModelFolder, component: str, frames: int) -> int:
-    """Return the number of frames that a VAE decodes together: a few, or all and two that its convolutions see."""
-    return min(frames + 2, _FEW_FRAMES.get(folder.components[component], frames + 2))
 
 
 def _is_vae(folder: ModelFolder, component: str) -> bool:

@@ -41,13 +41,13 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
     """Return component -> most bytes alive beside weights while it runs, in a call of a pipeline.
 
     pipe: loaded on the CPU, which then computes, or made by `on_meta`.
-    call: arguments of the pipeline; steps beyond the second are left out. Raises ValueError where the call fails.
+    call: arguments of the pipeline; steps beyond the second are left out, and a prompt where it brings embeddings.
+    Raises ValueError where the call fails.
     """
-    prompt = " ".join(["a"] * call.get("max_sequence_length", _TEXT))
-    whole = {"prompt": prompt, **call, "num_inference_steps": _STEPS, "output_type": "pt"}
     with torch.no_grad(), _quiet(), _watched(models_of(pipe)) as alive, _Attention(), alive:
         try:
-            pipe(**whole)
+            prompt = None if call.get("prompt_embeds") is not None else " ".join(["a"] * _tokens(call))
+            pipe(**{"prompt": prompt, "output_type": "pt", **call, "num_inference_steps": _STEPS})
         except Exception as error:
             given = ", ".join(f"{name}={str(value)[:40]}" for name, value in call.items())
             raise ValueError(
@@ -55,6 +55,11 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
                 f"({type(error).__name__}: {first_line(error)}); give the arguments that it needs"
             ) from error
     return {name: most for name, most in alive.peaks.items() if name}
+
+
+def _tokens(call: Mapping[str, Any]) -> int:
+    length = call.get("max_sequence_length")
+    return _TEXT if length is None else length
 
 
 def on_meta(pipe: Any) -> Any:

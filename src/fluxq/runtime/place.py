@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fluxq.base import console
-from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, least
+from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, in_words, least
 from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
 from fluxq.runtime.placed import is_offloaded, models_of
@@ -91,11 +91,12 @@ def place(pipe: Any, *, vram: str | float, device: str | torch.device = "cuda", 
     room, card = room_of(vram), torch.device(device)
     _require_plain(pipe)
     _require_card(card, room)
+    _require_steps(call)
     parts = parts_of(pipe, call)
     fitting = fit(parts, room)
     if fitting is None:
         raise ValueError(
-            f"{type(pipe).__name__} takes at least {console.size(least(parts))}, more than vram={vram!r}: quantize it "
+            f"{type(pipe).__name__} takes at least {in_words(least(parts))}, more than vram={vram!r}: quantize it "
             "(`fluxq plan MODEL --vram SIZE` says by which recipe), or make smaller images"
         )
     way, most = fitting
@@ -140,10 +141,11 @@ def activations_of(pipe: Any, call: Mapping[str, Any]) -> tuple[dict[str, int], 
 def rows_of(pipe: Any, call: Mapping[str, Any]) -> int:
     """Return the rows of the tables of hoisted modulation in a call: of each step, image and half of guidance."""
     default = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
-    steps = call.get("num_inference_steps", default.default if default and default.default else _STEPS)
+    usual = default.default if default and default.default else _STEPS
+    steps, images = call.get("num_inference_steps", usual), call.get("num_images_per_prompt") or 1
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     halves = 1 if config.get("guidance_embeds") else 2
-    return min(MAX_ROWS, steps * halves * call.get("num_images_per_prompt", 1))
+    return min(MAX_ROWS, steps * halves * images)
 
 
 def part_of(
@@ -225,6 +227,13 @@ def _require_plain(pipe: Any) -> None:
                 f"{name} is captured or hoisted already: call `fluxq.restore(pipe)`, or remove() what was returned, "
                 "then place, then capture; a captured step needs everything on the GPU"
             )
+
+
+def _require_steps(call: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number of steps that is none; counting a call replaces it, so the pipeline would not."""
+    steps = call.get("num_inference_steps", 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"num_inference_steps is {steps!r}, expected a whole number, 1 or more")
 
 
 def _require_card(card: torch.device, room: float) -> None:
