@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import optimize
 
 from fluxq.recipes.budget import best, extremes, front, improved_together, paying_moves, total
 
@@ -57,6 +60,19 @@ def test_what_brings_nothing_costs_nothing() -> None:
     costs = {unit: {"4": 4, "8": 8} for unit in errors}
     assert best(errors, costs, 16) == {"silent": "4", "loud": "8"}
     assert best(costs, errors, 0.7) == {"silent": "4", "loud": "8"}  # the cheapest of so little error
+
+
+def test_the_solver_prints_nothing(capfd, monkeypatch) -> None:
+    milp = optimize.milp
+
+    def loud(*arguments: Any, **options: Any) -> Any:
+        os.write(1, b"as compiled code prints")
+        return milp(*arguments, **options)
+
+    monkeypatch.setattr(optimize, "milp", loud)
+    assert best(*drawn(0), 1e6) is not None
+    os.write(1, b"said before and after")
+    assert capfd.readouterr().out == "said before and after"
 
 
 def test_an_option_that_was_not_measured_is_not_taken() -> None:
