@@ -271,6 +271,26 @@ def test_other_files_are_not_replaced(model, here, done) -> None:
     assert table.read_bytes() != before
 
 
+@pytest.mark.parametrize("content", [None, b"", b"half a file"])
+def test_what_is_no_table_is_not_replaced(model, here, content) -> None:
+    table = here / "small-velocity-errors.safetensors"
+    if content is None:
+        table.mkdir()
+    else:
+        table.write_bytes(content)
+    with pytest.raises(ValueError, match=r"small-velocity-errors\.safetensors is no table of errors.*move it"):
+        search(model, replace(VELOCITY, bits=6.0), overwrite=True)
+    assert table.is_dir() if content is None else table.read_bytes() == content
+
+
+def test_a_link_is_followed_and_stays_one(model, here, done) -> None:
+    (here / "link.yaml").symlink_to("small-5.5bits.yaml")
+    (here / "ahead.yaml").symlink_to("small-6bits.yaml")
+    assert run(model, output="link.yaml") == done
+    result = run(model, replace(VELOCITY, bits=6.0), output="ahead.yaml")
+    assert json.loads((here / "small-6bits.json").read_text()) == result and (here / "ahead.yaml").is_symlink()
+
+
 @pytest.mark.slow
 def test_a_damaged_table_is_measured_again(model, here, done, caplog) -> None:
     table = here / "small-velocity-errors.safetensors"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -173,6 +174,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
+    place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
     output = Output(place, True, (".json",))
@@ -293,7 +295,7 @@ def _require_own_tables(search: Search) -> None:
         file = search.table_file(measure)
         if not file.exists():
             continue
-        digest = ErrorTable.stored_job(file)
+        digest = _job_of(file)
         if digest is None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
@@ -301,6 +303,12 @@ def _require_own_tables(search: Search) -> None:
                 f"{file}: errors of another model, menu, call or set of prompts; give an --output in another folder, "
                 "or --overwrite to measure again"
             )
+
+
+def _job_of(table: Path) -> str | None:
+    """Return the request of a table; None for all that is none, folders and half a file too."""
+    with suppress(ValueError):
+        return ErrorTable.stored_job(table) if table.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -447,7 +455,7 @@ def _tables(search: Search, bench: _Bench, work: Path) -> dict[str, ErrorTable]:
 def _is_kept(file: Path, digest: str) -> bool:
     """Tell whether a table is there, whole and of this request; of a damaged one, the log says so."""
     try:
-        return file.is_file() and ErrorTable.stored_job(file) == digest and bool(ErrorTable.load(file))
+        return _job_of(file) == digest and bool(ErrorTable.load(file))
     except ValueError as error:
         logger.warning("%s: measured again", without_cure(error))
         return False
