@@ -211,10 +211,18 @@ def test_the_cheapest_of_plans_that_cannot_be_told_apart_is_taken() -> None:
 
 def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
     assert search(model, replace(VELOCITY, dialect="comfy")).offer.options == ("nvfp4", "fp8_tensor", "16bit")
+    assert search(model, replace(VELOCITY, dialect="nunchaku")).offer.options == ("nvfp4",)
     with pytest.raises(ValueError, match=r"no unit can be fp8: comfy has no format for fp8 weights.*leave it out"):
         search(model, replace(VELOCITY, dialect="comfy", menu=("nvfp4", "fp8")))
     with pytest.raises(ValueError, match="no reader of modelopt takes FP8_PER_CHANNEL_PER_TOKEN beside NVFP4"):
         search(model, replace(VELOCITY, dialect="modelopt", menu=("nvfp4", "fp8")))
+
+
+def test_a_menu_in_python_may_be_words(model, here) -> None:
+    import fluxq
+
+    with pytest.raises(ValueError, match=r"the largest plan takes 8\.\d+ bits"):
+        fluxq.auto(model, bits=16.0, menu="nvfp4,fp8")
 
 
 def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None:
@@ -236,6 +244,8 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"bits": None, "ms": 5.0}, "give --gpu too"),
         ({"bits": None, "ms": 5.0, "gpu": "h20000"}, "unknown|no GPU"),
         ({"bits": float("nan")}, "expected a number above 0"),
+        ({"bits": None, "size": "9GB"}, "--size '9GB': expected a number above 0"),
+        ({"bits": None, "gate": 30}, "gate '30': write metric, comparison and number"),
         ({"bits": None, "gate": "psnr>=30"}, "write 'latent_sqnr>=30'"),
         ({"bits": None, "gate": "latent_sqnr<=30"}, "write 'latent_sqnr>=30'"),
         ({"menu": ("nvfp4", "fp9")}, "unknown format 'fp9'"),

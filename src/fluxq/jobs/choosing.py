@@ -200,12 +200,12 @@ def _require_sound(options: AutoOptions) -> None:
     """Raise ValueError for options that mean nothing, or contradict each other."""
     kind, value = options.budget
     if kind == "gate":
-        condition = parse_gate(value)
+        condition = parse_gate(str(value))
         ((comparison, _), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-    elif not (math.isfinite(value) and value > 0):
-        raise ValueError(f"--{kind} {value}: expected a number above 0")
+    elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"--{kind} {value!r}: expected a number above 0")
     if kind == "ms" and options.gpu is None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
