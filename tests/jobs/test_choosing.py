@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fluxq import tiny
+from fluxq.calibrate.adjoint import PROBES
 from fluxq.jobs import choosing
 from fluxq.jobs.choosing import AutoOptions, Search, Tried, better_of, choose, outline, search_of
 from fluxq.jobs.job import JobOptions
@@ -230,6 +231,8 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
     found = outline(asked)
     assert (found.least, found.largest, found.runs) == ("4.51 bits", "16.00 bits", 17)
     assert found.passes == {"velocity": 1 + 20, "runs": 17 * 2} and (found.seconds or 0) > 0
+    asked = search_of(JobOptions(model=str(model), call=CALL), AutoOptions(bits=5.5, count=2), writes=False)
+    assert outline(asked).passes["adjoint"] == 2 * (3 + 2 + PROBES)  # of nvfp4 and fp8
     assert not list(here.iterdir())
 
 
@@ -270,7 +273,7 @@ def test_prompts_are_needed(model, here) -> None:
 def test_other_files_are_not_replaced(model, here, done) -> None:
     table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
     before = table.read_bytes()
-    with pytest.raises(ValueError, match="errors of another model, menu, call or set of prompts; give an --output"):
+    with pytest.raises(ValueError, match="another model, recipe, menu, call, set of prompts, seed or count"):
         search(model, replace(VELOCITY, bits=6.0), call=two)
     with pytest.raises(ValueError, match=r"output small-5\.5bits\.yaml exists; give another --output, or --overwrite"):
         search(model, replace(VELOCITY, gpu="h200"))

@@ -39,6 +39,7 @@ from fluxq.base.files import (
 )
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal
 from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
 from fluxq.calibrate.errors import ErrorTable, Measure, measure_errors
 from fluxq.calibrate.stand_ins import Menu, module_of, replaced
@@ -60,7 +61,6 @@ from fluxq.recipes.writing import recipe_with
 Kind = Literal["bits", "size", "ms", "gate"]
 IMAGES = 8  # that errors are measured on; twice as many decide
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
-PROBES = 8  # of each image, for the adjoint
 _FAILURES = 2  # in a row that end the swaps
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 _AGREES = 1.5  # a factor
@@ -300,8 +300,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, menu, call or set of prompts; give an --output in another folder, "
-                "or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output in "
+                "another folder, or --overwrite to measure again"
             )
 
 
@@ -733,7 +733,8 @@ def outline(search: Search) -> Outline:
     images = len(search.measuring)
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
-    each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (1 + 3 * PROBES)}
+    again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
+    each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
     passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * len(search.judging) * steps}
     seconds = None
