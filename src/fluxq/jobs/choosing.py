@@ -300,8 +300,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output in "
-                "another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
+                "in another folder, or --overwrite to measure again"
             )
 
 
