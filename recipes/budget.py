@@ -19,6 +19,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fluxq.base.console import without_native_output
+
 Numbers = Mapping[str, Mapping[str, float]]  # unit -> option -> its error or cost
 Choice = dict[str, str]  # unit -> option
 
@@ -127,13 +129,14 @@ def _solved(goal: Numbers, bounded: Numbers, limit: float) -> Choice | None:
     if spare > 0:
         constraints.append(LinearConstraint(np.where(allowed, sizes, 0.0)[None] / spare, ub=1.0))
     while True:
-        solution = milp(
-            values * (_LARGEST / (abs(values).max() or 1.0)),
-            integrality=np.ones(len(pairs)),
-            bounds=Bounds(0, 1),
-            constraints=constraints,
-            options={"mip_rel_gap": 0.0},
-        )
+        with without_native_output():  # the solver tells of its ways now and then
+            solution = milp(
+                values * (_LARGEST / (abs(values).max() or 1.0)),
+                integrality=np.ones(len(pairs)),
+                bounds=Bounds(0, 1),
+                constraints=constraints,
+                options={"mip_rel_gap": 0.0},
+            )
         if solution.x is None:
             return None
         taken = solution.x > 0.5

@@ -159,6 +159,8 @@ def auto(
     if unknown := options.keys() - _OF_AUTO:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
+    if isinstance(menu, str):  # of which each letter would be a format
+        menu = menu.split(",")
     auto_options = choosing.AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = choosing.recipe_file(_require_plain(pipeline), auto_options)

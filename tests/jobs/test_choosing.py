@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fluxq import tiny
+from fluxq.calibrate.adjoint import PROBES
 from fluxq.jobs import choosing
 from fluxq.jobs.choosing import AutoOptions, Search, Tried, better_of, choose, outline, search_of
 from fluxq.jobs.job import JobOptions
@@ -211,10 +212,18 @@ def test_the_cheapest_of_plans_that_cannot_be_told_apart_is_taken() -> None:
 
 def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
     assert search(model, replace(VELOCITY, dialect="comfy")).offer.options == ("nvfp4", "fp8_tensor", "16bit")
+    assert search(model, replace(VELOCITY, dialect="nunchaku")).offer.options == ("nvfp4",)
     with pytest.raises(ValueError, match=r"no unit can be fp8: comfy has no format for fp8 weights.*leave it out"):
         search(model, replace(VELOCITY, dialect="comfy", menu=("nvfp4", "fp8")))
     with pytest.raises(ValueError, match="no reader of modelopt takes FP8_PER_CHANNEL_PER_TOKEN beside NVFP4"):
         search(model, replace(VELOCITY, dialect="modelopt", menu=("nvfp4", "fp8")))
+
+
+def test_a_menu_in_python_may_be_words(model, here) -> None:
+    import fluxq
+
+    with pytest.raises(ValueError, match=r"the largest plan takes 8\.\d+ bits"):
+        fluxq.auto(model, bits=16.0, menu="nvfp4,fp8")
 
 
 def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None:
@@ -222,6 +231,8 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
     found = outline(asked)
     assert (found.least, found.largest, found.runs) == ("4.51 bits", "16.00 bits", 17)
     assert found.passes == {"velocity": 1 + 20, "runs": 17 * 2} and (found.seconds or 0) > 0
+    asked = search_of(JobOptions(model=str(model), call=CALL), AutoOptions(bits=5.5, count=2), writes=False)
+    assert outline(asked).passes["adjoint"] == 2 * (3 + 2 + PROBES)  # of nvfp4 and fp8
     assert not list(here.iterdir())
 
 
@@ -236,6 +247,8 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"bits": None, "ms": 5.0}, "give --gpu too"),
         ({"bits": None, "ms": 5.0, "gpu": "h20000"}, "unknown|no GPU"),
         ({"bits": float("nan")}, "expected a number above 0"),
+        ({"bits": None, "size": "9GB"}, "--size '9GB': expected a number above 0"),
+        ({"bits": None, "gate": 30}, "gate '30': write metric, comparison and number"),
         ({"bits": None, "gate": "psnr>=30"}, "write 'latent_sqnr>=30'"),
         ({"bits": None, "gate": "latent_sqnr<=30"}, "write 'latent_sqnr>=30'"),
         ({"menu": ("nvfp4", "fp9")}, "unknown format 'fp9'"),
@@ -260,7 +273,7 @@ def test_prompts_are_needed(model, here) -> None:
 def test_other_files_are_not_replaced(model, here, done) -> None:
     table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
     before = table.read_bytes()
-    with pytest.raises(ValueError, match="errors of another model, menu, call or set of prompts; give an --output"):
+    with pytest.raises(ValueError, match="another model, recipe, menu, call, set of prompts, seed or count"):
         search(model, replace(VELOCITY, bits=6.0), call=two)
     with pytest.raises(ValueError, match=r"output small-5\.5bits\.yaml exists; give another --output, or --overwrite"):
         search(model, replace(VELOCITY, gpu="h200"))
@@ -269,6 +282,26 @@ def test_other_files_are_not_replaced(model, here, done) -> None:
     assert table.read_bytes() == before
     run(model, replace(VELOCITY, bits=6.0), call=two, overwrite=True)
     assert table.read_bytes() != before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"half a file"])
+def test_what_is_no_table_is_not_replaced(model, here, content) -> None:
+    table = here / "small-velocity-errors.safetensors"
+    if content is None:
+        table.mkdir()
+    else:
+        table.write_bytes(content)
+    with pytest.raises(ValueError, match=r"small-velocity-errors\.safetensors is no table of errors.*move it"):
+        search(model, replace(VELOCITY, bits=6.0), overwrite=True)
+    assert table.is_dir() if content is None else table.read_bytes() == content
+
+
+def test_a_link_is_followed_and_stays_one(model, here, done) -> None:
+    (here / "link.yaml").symlink_to("small-5.5bits.yaml")
+    (here / "ahead.yaml").symlink_to("small-6bits.yaml")
+    assert run(model, output="link.yaml") == done
+    result = run(model, replace(VELOCITY, bits=6.0), output="ahead.yaml")
+    assert json.loads((here / "small-6bits.json").read_text()) == result and (here / "ahead.yaml").is_symlink()
 
 
 @pytest.mark.slow

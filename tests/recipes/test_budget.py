@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import optimize
 
 from fluxq.recipes.budget import best, extremes, front, improved_together, paying_moves, total
 
@@ -64,6 +67,19 @@ def test_of_choices_with_the_same_error_the_cheaper_one_is_taken() -> None:
     for cheap, dear in ("ab", "ba"):
         costs = {unit: {"4": 4, "8": 8 if unit == cheap else 9} for unit in "ab"}
         assert best(errors, costs, 13) == {cheap: "8", dear: "4"}
+
+
+def test_the_solver_prints_nothing(capfd, monkeypatch) -> None:
+    milp = optimize.milp
+
+    def loud(*arguments: Any, **options: Any) -> Any:
+        os.write(1, b"as compiled code prints")
+        return milp(*arguments, **options)
+
+    monkeypatch.setattr(optimize, "milp", loud)
+    assert best(*drawn(0), 1e6) is not None
+    os.write(1, b"said before and after")
+    assert capfd.readouterr().out == "said before and after"
 
 
 def test_an_option_that_was_not_measured_is_not_taken() -> None:

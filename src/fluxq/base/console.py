@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import os
 import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -251,6 +252,26 @@ def without_loading_bars() -> Iterator[None]:
     finally:
         for log in libraries:
             log.enable_progress_bar()
+
+
+@contextmanager
+def without_native_output() -> Iterator[None]:
+    """Drop what compiled libraries print to standard output meanwhile, past Python: it would stand in our JSON."""
+    with suppress(OSError, ValueError, AttributeError):  # what Python holds back comes first
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed
+        yield
+        return
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.close(nothing)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def amount(number: int, frames: int | None) -> str:

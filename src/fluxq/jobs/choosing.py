@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,7 @@ from fluxq.base.files import (
 )
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal
 from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
 from fluxq.calibrate.errors import ErrorTable, Measure, measure_errors
 from fluxq.calibrate.stand_ins import Menu, module_of, replaced
@@ -59,7 +61,6 @@ from fluxq.recipes.writing import recipe_with
 Kind = Literal["bits", "size", "ms", "gate"]
 IMAGES = 8  # that errors are measured on; twice as many decide
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
-PROBES = 8  # of each image, for the adjoint
 _FAILURES = 2  # in a row that end the swaps
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 _AGREES = 1.5  # a factor
@@ -173,6 +174,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
+    place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
     output = Output(place, True, (".json",))
@@ -198,12 +200,12 @@ def _require_sound(options: AutoOptions) -> None:
     """Raise ValueError for options that mean nothing, or contradict each other."""
     kind, value = options.budget
     if kind == "gate":
-        condition = parse_gate(value)
+        condition = parse_gate(str(value))
         ((comparison, _), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-    elif not (math.isfinite(value) and value > 0):
-        raise ValueError(f"--{kind} {value}: expected a number above 0")
+    elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"--{kind} {value!r}: expected a number above 0")
     if kind == "ms" and options.gpu is None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
@@ -293,14 +295,20 @@ def _require_own_tables(search: Search) -> None:
         file = search.table_file(measure)
         if not file.exists():
             continue
-        digest = ErrorTable.stored_job(file)
+        digest = _job_of(file)
         if digest is None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, menu, call or set of prompts; give an --output in another folder, "
-                "or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
+                "in another folder, or --overwrite to measure again"
             )
+
+
+def _job_of(table: Path) -> str | None:
+    """Return the request of a table; None for all that is none, folders and half a file too."""
+    with suppress(ValueError):
+        return ErrorTable.stored_job(table) if table.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -447,7 +455,7 @@ def _tables(search: Search, bench: _Bench, work: Path) -> dict[str, ErrorTable]:
 def _is_kept(file: Path, digest: str) -> bool:
     """Tell whether a table is there, whole and of this request; of a damaged one, the log says so."""
     try:
-        return file.is_file() and ErrorTable.stored_job(file) == digest and bool(ErrorTable.load(file))
+        return _job_of(file) == digest and bool(ErrorTable.load(file))
     except ValueError as error:
         logger.warning("%s: measured again", without_cure(error))
         return False
@@ -725,7 +733,8 @@ def outline(search: Search) -> Outline:
     images = len(search.measuring)
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
-    each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (1 + 3 * PROBES)}
+    again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
+    each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
     passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * len(search.judging) * steps}
     seconds = None

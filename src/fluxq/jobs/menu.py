@@ -105,7 +105,7 @@ class Offer:
 def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
     """Return the units of a job's transformers and their options.
 
-    names: formats and "16bit"; by default the recipe's main one, one of 8 bits and 16 bit.
+    names: formats and "16bit"; by default the recipe's main one, and of 8 and of 16 bits what the dialect holds.
     dialect: a key of WRITERS, None for fluxq's own checkpoints.
 
     ValueError for a format that is unknown, or that no unit can take.
@@ -118,10 +118,13 @@ def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
         _require_format(name)
     if names:
         return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect)
-    for eight in _EIGHT_BITS:
+    usual = [
+        (*eight, *sixteen) for sixteen in ((SIXTEEN_BIT,), ()) for eight in (*((name,) for name in _EIGHT_BITS), ())
+    ]
+    for others in usual:
         with suppress(ValueError):
-            return _menu(parts, tuple(dict.fromkeys((main, eight, SIXTEEN_BIT))), dialect)
-    return _menu(parts, (main, SIXTEEN_BIT), dialect)
+            return _menu(parts, tuple(dict.fromkeys((main, *others))), dialect)
+    return _menu(parts, (main,), dialect)
 
 
 def _part(job: Job, plan: Plan) -> Part:
