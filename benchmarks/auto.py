@@ -56,7 +56,12 @@ ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "benchmarks" / "auto.json", ROOT / "docs" / "auto.md"
 BEGIN, END = "<!-- auto: begin -->\n", "<!-- auto: end -->"
 FIRST_SEED = 3 << 20  # evaluation begins at 0, calibration at 1 << 20, runs that decide at 2 << 20
-PART = "single_transformer_blocks.**"  # 8 units, of which every plan is tried
+PART = """
+extends: nvfp4
+components:
+  transformer:
+    exclude: ["transformer_blocks.**"]
+"""  # leaves 8 units, of which every plan is tried
 ALL_PLANS_IMAGES = 128
 MOST_BEHIND = 0.2  # dB
 FACTOR = 1.5  # by which predicted and measured NMSE may differ
@@ -93,17 +98,19 @@ def measure(file: Path, prompts: int, plans: int) -> None:
             write_json(file, report)
         if "all_plans" not in report:
             menu = next(iter(GOALS))[0]
-            searches = [searching(Path(folder) / "part", menu, bits, (PART,)) for each, bits in GOALS if each == menu]
+            recipe = Path(folder) / "part.yaml"
+            write_text(recipe, PART)
+            searches = [searching(Path(folder) / "part", menu, bits, recipe) for each, bits in GOALS if each == menu]
             report["all_plans"] = all_plans(searches, Judge(searches[0], min(prompts, ALL_PLANS_IMAGES)))
             write_json(file, report)
 
 
-def searching(folder: Path, menu: Sequence[str], bits: float, include: tuple[str, ...] = ()) -> Search:
-    """Return the search of the command; searches of one menu share their tables of errors."""
+def searching(folder: Path, menu: Sequence[str], bits: float, recipe: Path | str = "nvfp4") -> Search:
+    """Return the search of the command; those in one folder share the tables of errors of a menu."""
     place = folder / "-".join(menu)
     place.mkdir(parents=True, exist_ok=True)
     output = str(place / f"{bits:g}.yaml")
-    options = JobOptions(model="tiny", recipe="nvfp4", dtype="float32", device="cpu", output=output, include=include)
+    options = JobOptions(model="tiny", recipe=str(recipe), dtype="float32", device="cpu", output=output)
     return search_of(options, AutoOptions(bits=bits, menu=tuple(menu)))
 
 
@@ -246,7 +253,7 @@ def weight_errors(offer: Offer, judge: Judge) -> tuple[Numbers, Numbers]:
     errors: dict[str, dict[str, float]] = {unit: {} for unit in offer.units}
     relative: dict[str, dict[str, float]] = {unit: {} for unit in offer.units}
     for unit, names in offer.units.items():
-        size = sum(float(module_of(judge.pipe, name).weight.double().square().sum()) for name in names)
+        size = sum(float(module_of(judge.pipe, name).weight.detach().double().square().sum()) for name in names)
         for option in offer.choices[unit]:
             schemes = offer.schemes({unit: option})
             errors[unit][option] = sum(judge.weight_error(name, scheme) for name, scheme in schemes.items())
