@@ -71,7 +71,7 @@ def test_help_is_instant_and_names_the_commands(fluxq):
     result = fluxq("--help")
     assert result.code == 0 and "Example:" in result.out
     judging, exchanging = {"eval", "bench", "debug", "report"}, {"export", "import", "inspect"}
-    making = {"plan", "calibrate", "quantize", "verify", "warmup", "families", "env", "doctor"}
+    making = {"plan", "auto", "calibrate", "quantize", "verify", "warmup", "families", "env", "doctor"}
     assert set(cli.commands) == making | judging | exchanging
     assert all(f"  {name} " in result.out for name in cli.commands)
 
@@ -128,6 +128,7 @@ SIZE = {"--height", "--width", "--frames"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale"} | SIZE
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
+BUDGET = {"--bits", "--size", "--ms", "--gate", "--gpu", "--menu", "--for", "--measure", "--count", "--dry-run"}
 GPU = {"--layers", "--gpu", "--prefer", "--batch"} | SIZE
 
 
@@ -135,6 +136,7 @@ GPU = {"--layers", "--gpu", "--prefer", "--batch"} | SIZE
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
+        ("auto", MODEL | {"--recipe"} | RUN | WRITES | COMMON | BUDGET),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--max-memory"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],
@@ -146,6 +148,20 @@ def test_options_have_the_names_that_diffusers_uses(command, options):
 
 
 # The way it is meant to go
+
+
+def test_auto_says_what_may_be_chosen_and_then_chooses(fluxq):
+    words = ("auto", "tiny", "--bits", "6", "--measure", "velocity", "--count", "1", "--num-inference-steps", "1")
+    outline = fluxq(*words, "--dry-run", "--gpu", "h200")
+    assert outline.code == 0 and outline.left == []
+    assert "least budget 4.51 bits, largest 16.00 bits" in outline.out and "modelled on h200" in outline.out
+    assert "\ntransformer.single_transformer_blocks.3.proj_out " in outline.out
+    done = fluxq(*words)
+    assert done.code == 0 and "(chosen)" in done.out and done.out.endswith("recipe: tiny-6bits.yaml\n")
+    assert done.left == ["tiny-6bits.json", "tiny-6bits.yaml", "tiny-velocity-errors.safetensors"]
+    again = json.loads(fluxq(*words, "--json").out)
+    assert again["output"] == "tiny-6bits.yaml" and again["cost"] <= 6
+    assert_refused(fluxq("auto", "tiny"), 2, "no budget: give one of --bits")
 
 
 @pytest.mark.often(1)

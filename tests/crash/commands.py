@@ -76,6 +76,7 @@ def _model(folder: Path, factor: float) -> None:
 _QUANTIZE = "quantize {base}/model --recipe fp8 --profile rtn --no-check -o out"
 _CALIBRATED = "--recipe nvfp4 --prompts {base}/prompts.txt " + SIZES
 _EVAL = "--prompts {base}/prompts.txt --metrics psnr --backends native " + SIZES
+_AUTO = " --bits 6 --count 1 --measure velocity --menu nvfp4,fp8 --prompts {base}/prompts.txt " + SIZES
 _EVALUATED = (("model-evaluated", "out"),)
 _MADE = {  # by the end of the name
     "-fp8": "quantize {base}/STEM --recipe fp8 --profile rtn --no-check -o {base}/STEM-fp8 -q",
@@ -83,6 +84,8 @@ _MADE = {  # by the end of the name
     "-torchao": "export {base}/STEM-fp8 --format torchao -o {base}/STEM-torchao -q",
     "-imported": "import {base}/STEM.safetensors --base {base}/STEM -o {base}/STEM-imported -q",
     "-evaluated": "eval {base}/STEM-evaluated --count 2 --images {base}/STEM-images -q " + _EVAL,
+    "-auto.yaml": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
+    "-auto.json": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
     ".statistics": "calibrate {base}/STEM " + _CALIBRATED + " -o {base}/STEM.statistics -q",
     ".safetensors": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
     ".config.json": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
@@ -91,6 +94,11 @@ _MADE = {  # by the end of the name
     ".md": "report {base}/STEM-evaluated -o {base}/STEM.html -q",
 }
 COMMANDS = {
+    "auto": Command("auto {base}/model" + _AUTO + " -o out.yaml"),
+    "auto, replacing": Command(
+        "auto {base}/model" + _AUTO + " -o out.yaml --overwrite",
+        (("other-auto.yaml", "out.yaml"), ("other-auto.json", "out.json")),
+    ),
     "quantize": Command(_QUANTIZE),
     "quantize into shards": Command(_QUANTIZE + " --max-shard-size 300KB"),
     "quantize, replacing": Command(_QUANTIZE + " --overwrite", (("other-fp8", "out"),)),

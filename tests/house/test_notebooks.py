@@ -14,6 +14,7 @@ PRINTS = {
     "01_quantize_and_load": ("paired PSNR", "bits per weight"),
     "02_which_layer_hurts": ("make half of the error", "row 7, columns 48 to 63 are", "bits per weight", "measured"),
     "03_roofline": ("11.9 B parameters", "narrowest Linear", "re-encoded at load", "only attention left"),
+    "04_auto": ("% of the weights", "bits, predicted", "still nvfp4:"),
 }
 
 
