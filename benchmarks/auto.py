@@ -186,6 +186,7 @@ def judged_row(search: Search, judge: Judge, plans: int) -> dict[str, Any]:
         "measured_nmse": result["measured_nmse"],
         "agrees": result["agrees"],
         "nmse": chosen.nmse,
+        "tried": [judged_again(search, judge, choice, each) for each in result["tried"]],
         "opponents": {
             name: compared(search, judge, chosen, others) for name, others in opponents_of(search, judge, plans).items()
         },
@@ -198,6 +199,13 @@ def decided(search: Search) -> tuple[dict[str, Any], Choice]:
     if result is None:
         raise RuntimeError("the search gave no result in this process; run it alone")
     return result, {each["unit"]: each["option"] for each in result["units"]}
+
+
+def judged_again(search: Search, judge: Judge, choice: Choice, tried: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan that the search ran, with what it does to these images."""
+    judged = judge.judged(search.offer, choice | tried["changes"])
+    kept = {name: tried[name] for name in ("proposed_by", "chosen", "cost", "predicted_nmse")}
+    return kept | {"measured_nmse": tried["nmse"], "nmse": judged.nmse, "psnr_db": limits(judged.psnr)}
 
 
 def compared(search: Search, judge: Judge, chosen: Judged, plans: Sequence[Choice]) -> dict[str, Any]:
