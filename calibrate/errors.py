@@ -75,8 +75,7 @@ class ErrorTable:
         total = torch.zeros(self.residuals.shape[-1], dtype=torch.float64)
         for place in self._places(choice):
             total += self.residuals[place]
-        error = float(total.square().mean())
-        return error if math.isfinite(error) else math.inf
+        return float(total.square().mean())
 
     def _places(self, choice: Mapping[str, str]) -> list[tuple[int, int]]:
         """Return the places in the table of what a choice quantizes; ValueError for an unknown unit or option."""

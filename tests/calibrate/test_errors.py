@@ -1,12 +1,18 @@
 """Errors of options at the final latents: a pipeline whose errors are known, and runs of the embedded one."""
 
-import inspect
+from __future__ import annotations
+
+import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from family_pipelines import chroma, flux2, hunyuan_video, ltx, pixart, sana, sdxl, wan, z_image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -16,10 +22,12 @@ from fluxq.calibrate import errors
 from fluxq.calibrate.capture import Sampling, run_pipeline
 from fluxq.calibrate.errors import ErrorTable, measure_errors
 from fluxq.calibrate.stand_ins import Menu, module_of, replaced
-from fluxq.kernels.linear import QuantLinear, in_place_of
+from fluxq.kernels.linear import QuantLinear, in_place_of, linears_of
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.quantize.structure import model_family
 from fluxq.recipes.formats import FORMATS, Scheme
 
+FAMILY_PIPELINES = (chroma, z_image, sdxl, wan, pixart, flux2, ltx, sana, hunyuan_video)
 LENGTHS = (0.5, 0.2, 0.25, 0.05)
 ITEMS = [(f"{index}", index) for index in range(3)]
 SAMPLING = Sampling({"num_inference_steps": 4}, 4, {"transformer": "m"})
@@ -85,7 +93,7 @@ class Linear(nn.Module):
         self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.third(self.second(self.first(x))),)
+        return (self.third(self.second(self.first(x)).mul_(1.0)),)  # models write into outputs
 
 
 def scaled(pipe: Euler, units: dict[str, tuple[str, ...]], by: dict[str, float]) -> Menu:
@@ -118,7 +126,7 @@ def velocity(pipe, menu, sampling=SAMPLING, items=ITEMS, **how):
     return measure_errors(pipe, menu, items, sampling, measure="velocity", **how)
 
 
-def adjoint(pipe, menu, items=ITEMS, **how):
+def adjoint(pipe, menu, items=ITEMS, **how) -> Any:
     return measure_errors(pipe, menu, items, SAMPLING, measure="adjoint", **how)
 
 
@@ -194,16 +202,16 @@ def test_a_residual_is_the_change_of_the_latents_along_its_probe(monkeypatch):
 
 
 def test_gaussian_probes_give_the_norm_of_the_change():
-    """64 images of 8 probes: 6 % is a standard deviation where every image's change has one direction."""
+    """24 images of 8 probes: a standard deviation is 10 %."""
     torch.manual_seed(0)
     pipe = Euler(Linear())
-    items = [(str(index), index) for index in range(64)]
+    items = [(str(index), index) for index in range(24)]
     menu = scaled(pipe, UNITS, {"a": 1e-3})
     table, plain = adjoint(pipe, menu, items), final(pipe, items)
     for unit, (error,) in zip(UNITS, table.error, strict=True):
         with replaced(pipe, menu.layers(unit, "a")):
             true = (final(pipe, items) - plain).square().sum() / plain.square().sum()
-        assert float(error / true) == pytest.approx(1, abs=0.2)
+        assert float(error / true) == pytest.approx(1, abs=0.25)
     torch.testing.assert_close(table.error, table.residuals.square().mean(-1))
 
 
@@ -217,6 +225,19 @@ def test_residuals_of_layers_add_up_to_those_of_their_unit():
     choice = dict.fromkeys(units, "a")
     assert apart.predicted_together(choice) == pytest.approx(together.predicted({"both": "a"}), rel=1e-5)
     assert apart.predicted_together(choice) > 1.5 * apart.predicted(choice)  # both scale the same velocity
+
+
+def test_each_image_has_probes_of_its_own():
+    latents = torch.zeros(1, 8)
+    assert not torch.equal(adjoint_module._probes(latents, 0), adjoint_module._probes(latents, 1))
+
+
+def test_an_option_whose_output_is_not_finite_has_infinite_residuals():
+    torch.manual_seed(0)
+    pipe = Euler(Linear())
+    table = adjoint(pipe, scaled(pipe, UNITS, {"a": 0.1, "b": math.inf}))
+    assert torch.isinf(table.error).tolist() == [[False, True], [False, True]]
+    assert torch.isfinite(table.residuals[:, 0]).all() and table.predicted_together({"one": "b"}) == math.inf
 
 
 class Detached(Euler):
@@ -315,6 +336,83 @@ def rounded(pipe, units: dict[str, tuple[str, ...]], options: tuple[str, ...]) -
     return Menu(units, dict.fromkeys(units, options), layers)
 
 
+def true_errors(pipe, menu: Menu, items, call) -> Tensor:
+    """Run the pipeline with each option of each unit alone."""
+
+    def latents() -> Tensor:
+        with torch.no_grad():
+            return torch.cat([final.double().flatten() for _, final in run_pipeline(pipe, items, call)])
+
+    plain, true = latents(), []
+    for unit, options in menu.options.items():
+        for option in options:
+            with replaced(pipe, menu.layers(unit, option)):
+                true.append((latents() - plain).square().sum() / plain.square().sum())
+    return torch.stack(true).view(len(menu.units), -1)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded pipeline, a menu for some of its layers, images, a call, and the true errors."""
+    pipe = tiny.load(dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    double, single = "transformer.transformer_blocks.0", "transformer.single_transformer_blocks.2"
+    units = {
+        "qkv": tuple(f"{double}.attn.to_{each}" for each in "qkv"),
+        "ff_down": (f"{double}.ff.net.2",),
+        "text_up": (f"{double}.ff_context.net.0.proj",),
+        "mixed_out": (f"{single}.proj_out",),
+    }
+    menu = rounded(pipe, units, ("nvfp4", "int8"))
+    items = [(prompt, 100 + index) for index, prompt in enumerate(tiny.PROMPTS[:2])]
+    call = {**tiny.CALL_KWARGS, "num_inference_steps": 3}
+    return pipe, menu, items, call, true_errors(pipe, menu, items, call)
+
+
+@pytest.mark.parametrize(
+    ("measure", "low", "high", "farthest"), [("velocity", 0.4, 1.1, 4), ("adjoint", 0.75, 1.33, 2)]
+)
+def test_errors_are_near_the_true_ones(embedded, measure, low, high, farthest, monkeypatch):
+    pipe, menu, items, call, true = embedded
+    monkeypatch.setattr(adjoint_module, "PROBES", 32)
+    table = measure_errors(pipe, menu, items, Sampling(call, 3, {"transformer": "m"}), measure=measure)
+    ratios = table.error / true
+    assert low < float(ratios.median()) < high
+    assert 1 / farthest < float(ratios.min()) and float(ratios.max()) < farthest
+    logs = torch.stack([table.error.flatten().log(), true.flatten().log()])
+    assert torch.corrcoef(logs)[0, 1] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", FAMILY_PIPELINES, ids=lambda make: make.__name__)
+def test_the_adjoint_goes_through_pipelines_of_every_family(make, monkeypatch):
+    """Guidance in one call and in two, schedulers of higher order, videos, lists of latents."""
+    torch.manual_seed(0)
+    pipe, call = make()
+    pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            part.eval()  # no dropout
+    component = "unet" if hasattr(pipe, "unet") else "transformer"
+    model = getattr(pipe, component)
+    places = {name: model_family(model).locate(name) for name in linears_of(model)}
+    units: dict[str, tuple[str, ...]] = {}
+    for name, place in places.items():
+        if place is not None and place[0].role != "modulation":
+            unit = f"{place[1]}.{place[0].members[0]}"
+            units[unit] = (*units.get(unit, ()), f"{component}.{name}")
+    menu = rounded(pipe, dict(list(units.items())[::3]), ("int8",))
+    monkeypatch.setattr(adjoint_module, "PROBES", 64)
+    items, call = [("a red circle", 1)], {**call, "num_inference_steps": 3}
+    if make is pixart:
+        call["use_resolution_binning"] = False  # no table has its size
+    table = measure_errors(pipe, menu, items, Sampling(call, 3, {component: "m"}), measure="adjoint")
+    true = true_errors(pipe, menu, items, call)
+    ratios = table.error / true
+    assert 0.6 < float(ratios.median()) < 1.67 and float(ratios.min()) > 0.25 and float(ratios.max()) < 4
+    assert torch.corrcoef(torch.cat([table.error, true], 1).log().T)[0, 1] > 0.95
+
+
 @pytest.mark.parametrize(
     ("change", "how", "message"),
     [
@@ -394,7 +492,65 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(table, tmp_path):
         ErrorTable.load(tmp_path / "none")
 
 
+def test_a_table_of_other_sizes_than_its_names_is_refused(table, tmp_path):
+    replace(table, units=("u", "v", "w")).save(tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match=r"t\.safetensors: damaged since it was written"):
+        ErrorTable.load(tmp_path / "t.safetensors")
+
+
+# Several processes
+
+
 def test_several_processes_need_a_folder(pipe):
+    several: Any = SimpleNamespace(world=2)
     with pytest.raises(ValueError, match="through a folder"):
-        velocity(pipe, shifted(pipe, UNITS, {"a": 0.1}), ranks=SimpleNamespace(world=2))
-    assert "folder" in inspect.signature(measure_errors).parameters
+        velocity(pipe, shifted(pipe, UNITS, {"a": 0.1}), ranks=several)
+
+
+def threads(count: int) -> list[Any]:
+    """Ranks of threads, which meet and agree as processes do."""
+    barrier, words = threading.Barrier(count, timeout=60), []
+
+    def agree(rank: int, value: Any) -> Any:
+        if rank == 0:
+            words.append(json.dumps(value))
+        barrier.wait()
+        word = words[-1]
+        barrier.wait()
+        return json.loads(word)
+
+    return [
+        SimpleNamespace(
+            world=count,
+            leads=rank == 0,
+            share=lambda items, rank=rank: items[rank::count],
+            agree=lambda value, rank=rank: agree(rank, value),
+            meet=barrier.wait,
+        )
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("measure", "parts"), [("velocity", [[0], [1]]), ("adjoint", [[0, 2], [1]])])
+def test_two_processes_measure_what_one_measures(measure, parts, tmp_path, monkeypatch):
+    pipes = [Euler(Linear()) for _ in range(3)]
+    for other in pipes[1:]:
+        other.transformer.load_state_dict(pipes[0].transformer.state_dict())
+    made: dict[int, list[int]] = {}
+    kind = errors.MEASURES[measure]
+    part = kind.part
+    note = lambda self, index: made.setdefault(pipes.index(self.pipe), []).append(index) or part(self, index)  # noqa: E731
+    monkeypatch.setattr(kind, "part", note)
+
+    def measured(pipe: Euler, **how) -> ErrorTable:
+        menu = scaled(pipe, UNITS, {"a": 0.1, "b": -0.2})
+        return measure_errors(pipe, menu, ITEMS, SAMPLING, measure=measure, **how)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [
+            pool.submit(measured, pipe, folder=tmp_path, ranks=side)
+            for pipe, side in zip(pipes[:2], threads(2), strict=True)
+        ]
+        tables = [each.result() for each in waiting]
+    assert [made[0], made[1]] == parts
+    assert {table.content_digest for table in tables} == {measured(pipes[2]).content_digest}

@@ -77,6 +77,7 @@ _QUANTIZE = "quantize {base}/model --recipe fp8 --profile rtn --no-check -o out"
 _CALIBRATED = "--recipe nvfp4 --prompts {base}/prompts.txt " + SIZES
 _EVAL = "--prompts {base}/prompts.txt --metrics psnr --backends native " + SIZES
 _AUTO = " --bits 6 --count 1 --measure velocity --menu nvfp4,fp8 --prompts {base}/prompts.txt " + SIZES
+_TABLE = "model-velocity-errors.safetensors"
 _EVALUATED = (("model-evaluated", "out"),)
 _MADE = {  # by the end of the name
     "-fp8": "quantize {base}/STEM --recipe fp8 --profile rtn --no-check -o {base}/STEM-fp8 -q",
@@ -85,6 +86,7 @@ _MADE = {  # by the end of the name
     "-imported": "import {base}/STEM.safetensors --base {base}/STEM -o {base}/STEM-imported -q",
     "-evaluated": "eval {base}/STEM-evaluated --count 2 --images {base}/STEM-images -q " + _EVAL,
     "-auto.yaml": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
+    "-velocity-errors.safetensors": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
     "-auto.json": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
     ".statistics": "calibrate {base}/STEM " + _CALIBRATED + " -o {base}/STEM.statistics -q",
     ".safetensors": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
@@ -94,10 +96,10 @@ _MADE = {  # by the end of the name
     ".md": "report {base}/STEM-evaluated -o {base}/STEM.html -q",
 }
 COMMANDS = {
-    "auto": Command("auto {base}/model" + _AUTO + " -o out.yaml"),
+    "auto": Command("auto {base}/model" + _AUTO + " -o out.yaml", in_place=True),
     "auto, replacing": Command(
         "auto {base}/model" + _AUTO + " -o out.yaml --overwrite",
-        (("other-auto.yaml", "out.yaml"), ("other-auto.json", "out.json")),
+        (("other-auto.yaml", "out.yaml"), ("other-auto.json", "out.json"), (_TABLE, _TABLE)),
     ),
     "quantize": Command(_QUANTIZE),
     "quantize into shards": Command(_QUANTIZE + " --max-shard-size 300KB"),

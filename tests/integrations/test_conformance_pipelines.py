@@ -13,13 +13,13 @@ import pytest
 import torch
 from conformance import FEW, alike, layers, marked, same, state
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+from family_pipelines import FLOW, SMALL, encoder, kl, ltx, tokenizer, transformer, wan, z_image
 from peft import LoraConfig, get_peft_model_state_dict
 from shared import SIXTEEN_BIT
 from torch import Tensor, nn
 
 from fluxq import tiny
 from fluxq.recipes.recipe import shipped_recipes
-from tests.jobs.test_family_pipelines import FLOW, SMALL, encoder, kl, ltx, tokenizer, transformer, wan, z_image
 
 CPU = torch.device("cpu")
 

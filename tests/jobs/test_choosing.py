@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -60,7 +62,7 @@ def once(model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def done(once, here) -> dict[str, Any]:
-    """What a search in the current folder found."""
+    """The result of a search in the current folder."""
     shutil.copytree(once, here, dirs_exist_ok=True)
     return json.loads((here / "small-5.5bits.json").read_text())
 
@@ -248,6 +250,13 @@ def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) 
     assert not list(here.iterdir())
 
 
+def test_prompts_are_needed(model, here) -> None:
+    (here / "none.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"none\.txt.*no prompt"):
+        search(model, prompts="none.txt")
+    assert [path.name for path in here.iterdir()] == ["none.txt"]
+
+
 def test_other_files_are_not_replaced(model, here, done) -> None:
     table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
     before = table.read_bytes()
@@ -262,9 +271,90 @@ def test_other_files_are_not_replaced(model, here, done) -> None:
     assert table.read_bytes() != before
 
 
+@pytest.mark.slow
 def test_a_damaged_table_is_measured_again(model, here, done, caplog) -> None:
     table = here / "small-velocity-errors.safetensors"
     whole = table.read_bytes()
     table.write_bytes(whole[:-8] + bytes(8))
     run(model, replace(VELOCITY, bits=6.0))
     assert "damaged since it was written: measured again" in caplog.text and table.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_python_has_it_too(model, here) -> None:
+    from diffusers import FluxPipeline
+
+    import fluxq
+
+    pipe = FluxPipeline.from_pretrained(model, dtype=torch.bfloat16)
+    (here / "prompts.txt").write_text("a red three on black\na blue seven on white\n")
+    call = {"num_inference_steps": 1, "height": 16, "width": 16, "max_sequence_length": 16}
+    options: dict[str, Any] = {"measure": "velocity", "count": 1, "call": call, "prompts": "prompts.txt"}
+    recipe = fluxq.auto(pipe, bits=6.0, **options)
+    assert recipe == load_recipe("small-6bits.yaml")[1] and recipe.components["transformer"].overrides
+    assert {path.name for path in here.glob("small*")} == {
+        "small-6bits.json",
+        "small-6bits.yaml",
+        "small-velocity-errors.safetensors",
+    }
+    assert fluxq.auto(pipe, bits=6.0, **options) == recipe and not list(here.glob(".*"))
+    with pytest.raises(TypeError, match="lora: no such option"):
+        fluxq.auto(str(model), bits=6.0, lora=["x.safetensors"])
+
+
+@pytest.mark.slow
+def test_a_model_whose_graph_is_cut_is_measured_by_the_velocity_alone(model, here, monkeypatch, caplog) -> None:
+    measure_errors = choosing.measure_errors
+
+    def refused(*arguments: Any, measure: Any, **options: Any) -> Any:
+        if measure == "adjoint":
+            raise ValueError("no gradient reaches the latents; use the velocity measure")
+        return measure_errors(*arguments, measure=measure, **options)
+
+    monkeypatch.setattr(choosing, "measure_errors", refused)
+    assert run(model, replace(VELOCITY, measure=None))["measures"] == ["velocity"]
+    assert "velocity is measured alone" in caplog.text
+    with pytest.raises(ValueError, match="no gradient reaches the latents"):
+        run(model, replace(VELOCITY, measure="adjoint", bits=6.0))
+
+
+@pytest.mark.slow
+def test_of_all_plans_hardly_one_is_better(model, here) -> None:
+    """8 units of 2 options, on the images that decide."""
+    (here / "mine.yaml").write_text(
+        "extends: nvfp4\n"
+        "components: {transformer: {exclude: ['**.to_add_out', 'single_transformer_blocks.0.proj_out']}}\n"
+    )
+    how: dict[str, Any] = {"recipe": "mine.yaml", "call": {"num_inference_steps": 2}, "dtype": "float32"}
+    options = AutoOptions(bits=6.0, menu=("nvfp4", "fp8"), count=4)
+    asked = search(model, options, **how)
+    bench = choosing._Bench(asked, asked.job.load_reference(), here / "every.json")
+    units = asked.offer.units
+    choices = [dict(zip(units, each, strict=True)) for each in itertools.product(options.menu, repeat=len(units))]
+    every = [bench.run(choice) for choice in choices if asked.cost(choice) <= asked.limit]
+    assert len(units) == 8 and len(every) > 80
+    result = run(model, options, **how)
+    mine = next(each for each in every if each.choice == chosen(result))
+    assert 10 * math.log10(mine.error / min(each.error for each in every)) < 0.2
+    assert result["agrees"]
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_no_larger_than_the_budget(model, here) -> None:
+    from fluxq.base.tensors import TensorFile
+    from fluxq.jobs.making import job_of as making_job
+    from fluxq.jobs.making import quantize
+
+    (here / "prompts.txt").write_text("a red three on black\na blue seven on white\n")
+    result = run(model, replace(VELOCITY, bits=None, size=1_800_000), prompts="prompts.txt")
+    assert result["cost_unit"] == "GB" and result["cost"] <= 1_800_000 / 1e9
+    options = JobOptions(
+        str(model), "small-0.0018GB.yaml", "fast", "out", prompts="prompts.txt", call=CALL, check=False
+    )
+    quantize(making_job(options))
+    files = [TensorFile(file) for file in (here / "out").rglob("*.safetensors")]
+    quantized = sum(
+        stored.nbytes for file in files if "transformer" in str(file.path) for stored in file.stored.values()
+    )
+    copied = sum(file.path.stat().st_size for file in files if "transformer" not in str(file.path))
+    assert 0.95 * result["cost"] <= (quantized + copied) / 1e9 <= result["cost"]

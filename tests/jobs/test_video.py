@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
+from family_pipelines import hunyuan_video, ltx, wan
 
 from fluxq.cli import cli
 from fluxq.eval.images.executor import read_video
 from fluxq.eval.metrics.schema import Report, read_report
 from fluxq.jobs import judge, making
-from tests.jobs.test_family_pipelines import hunyuan_video, ltx, wan
 
 FEW = ("--count", 2, "--backends", "native")
 SHORT = {"num_frames": 5}

@@ -29,6 +29,7 @@ from fluxq.recipes.cost import (
     in_16_bit,
     resident_bytes,
     route,
+    seconds_of_groups,
     steps,
 )
 from fluxq.recipes.devices import DEVICES, INSTRUCTIONS, KERNEL_FORMATS
@@ -237,6 +238,18 @@ def test_linear_attention_grows_with_the_tokens_and_not_with_their_square():
         found = [s for s in steps(plan, forward, "sm_90") if s.kind == "attention" and s.name.endswith("attn1.to_q")]
         flops.append(sum(step.scalar_flops for step in found))
     assert flops[1] == 4 * flops[0] == 4 * 28 * 4 * 1024 * 1152 * 33
+
+
+def test_a_group_takes_its_time_whatever_others_take_and_all_take_that_of_the_plan():
+    mixed = plan_of("nvfp4")
+    other = {layer.name: layer for layer in plan_of("fp8").layers}
+    group = "transformer_blocks.3.attn.to_q"
+    layers = tuple(other[layer.name] if layer.group == group else layer for layer in mixed.layers)
+    plan = dataclasses.replace(mixed, layers=layers)
+    found, plain = (seconds_of_groups(each, FLUX, RTX5090) for each in (plan, mixed))
+    assert sum(found.values()) == pytest.approx(cost(plan, FLUX, RTX5090).total.seconds["fused"])
+    assert found[group] == seconds_of_groups(plan_of("fp8"), FLUX, RTX5090)[group] > plain[group]
+    assert {**found, group: plain[group]} == plain
 
 
 def test_what_makes_no_forward_pass_is_refused():

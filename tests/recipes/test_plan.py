@@ -78,6 +78,15 @@ def test_the_last_override_that_matches_wins():
     assert schemes(plan_of(component(overrides=[by_name, by_role])))[first] == "fp8-16bit"
 
 
+def test_an_override_may_list_patterns():
+    names = ["proj_out", "single_transformer_blocks.*.proj_out"]
+    listed = schemes(plan_of(component(overrides=[{"match": names, "weights": FP8, "reason": "r"}])))
+    single = [{"match": name, "weights": FP8, "reason": "r"} for name in names]
+    assert listed == schemes(plan_of(component(overrides=single))) != schemes(plan_of(component()))
+    with pytest.raises(ValueError, match="pattern 'nothing' matches no Linear"):
+        plan_of(component(overrides=[{"match": [*names, "nothing"], "weights": FP8, "reason": "r"}]))
+
+
 def test_a_role_that_the_family_lacks_is_noted_and_skipped():
     plan = plan_of(component(overrides=[{"role": "cross_attn", "weights": FP8, "reason": "r"}]))
     assert plan.notes[0] == "role 'cross_attn': the flux family has none, skipped"

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from fluxq.commands import show
+from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     bytes_in,
     common_options,
@@ -96,7 +97,9 @@ def plan(
     metavar="FORMAT,…",
     help="Formats to choose from, 16bit too; by default the recipe's, one of 8 bits and 16bit.",
 )
-@click.option("--for", "dialect", metavar="PROGRAM", help="Choose what this format of `fluxq export` can hold.")
+@click.option(
+    "--for", "dialect", type=click.Choice(EXPORTS), help="Choose only what this format of `fluxq export` can hold."
+)
 @click.option(
     "--measure",
     type=click.Choice(["velocity", "adjoint"]),
@@ -130,14 +133,14 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         session.announce()
-        from fluxq.jobs import choosing
+        from fluxq.jobs import choosing, forecast
 
         search = choosing.search_of(session.options, choosing.AutoOptions(**given), writes=not dry_run, ranks=ranks)
         outline = choosing.outline(search)
         if dry_run:
             session.print(show.outline_json(search, outline), lambda: show.outline(search, outline))
             return
-        session.start_work()
+        session.start_work(None if search.job.finished else forecast.of_choosing(search.job, outline.passes))
         result = choosing.choose(search)
         if result is not None:
             output = str(search.job.output)

@@ -27,7 +27,15 @@ from torch import Tensor
 
 import fluxq
 from fluxq.base.console import logger, progress, without_cure
-from fluxq.base.files import read_json, read_sealed_json, sha256_json, write_json, write_sealed_json, write_text
+from fluxq.base.files import (
+    clear_parts,
+    read_json,
+    read_sealed_json,
+    sha256_json,
+    write_json,
+    write_sealed_json,
+    write_text,
+)
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
@@ -62,8 +70,8 @@ _RUNS, _KIND = "runs.json", "fluxq auto"
 class AutoOptions:
     """Options of a search beside those of its job.
 
-    bits: most bits per weight, over the Linears whose format is chosen.
-    size: most bytes of all weights of the checkpoint.
+    bits: most bits per weight, over the Linears whose format is chosen, before fitting.
+    size: most bytes of all weights of the checkpoint, whatever fitting keeps.
     ms: most modelled milliseconds of a forward pass on `gpu`.
     gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
     menu: formats, and "16bit"; () for the usual ones.
@@ -227,7 +235,7 @@ def _with_budget(search: Search) -> Search:
     job, offer, options = search.job, search.offer, search.options
     kind, value = options.budget
     if kind == "bits":
-        search = replace(search, costs=replace(stored_bits(job, offer), fixed=0))
+        search = replace(search, costs=stored_bits(offer))
         limit = math.floor(value * search.unit[1])
     elif kind == "ms" or (kind == "gate" and options.gpu):
         search = replace(search, costs=modelled_ms(job, offer, str(options.gpu)))
@@ -431,6 +439,7 @@ def _tables(search: Search, bench: _Bench, work: Path) -> dict[str, ErrorTable]:
             logger.warning("%s; %s is measured alone", without_cure(error), search.measures[-1])
             continue
         if ranks.leads:
+            clear_parts(file.parent, file.name)  # of a killed process
             tables[measure].save(file, search.table_digest(measure))
     return tables
 
@@ -694,7 +703,7 @@ def _result(
 
 @dataclass(frozen=True)
 class Outline:
-    """What a search will take.
+    """Cost of a search, and bounds of its budget.
 
     least, largest: cost of the smallest and the largest plan, in words.
     passes: name of a part -> forward passes of the transformers with one image; of the adjoint about, with backward.
@@ -710,7 +719,7 @@ class Outline:
 
 
 def outline(search: Search) -> Outline:
-    """Return what a search will take, without computing anything."""
+    """Return the cost of a search, without computing anything."""
     low, high = extremes(search.costs.numbers)
     steps = number_of_steps(search.job.folder.pipeline_class, search.job.call)
     images = len(search.measuring)

@@ -106,6 +106,13 @@ def of_calibrating(job: Job) -> Forecast:
     return Forecast({"calibrating": seconds}, _memory(job, writes=False))
 
 
+def of_choosing(job: Job, passes: Mapping[str, int]) -> Forecast:
+    """Return the time of `fluxq auto`. passes: name of a part -> forward passes of one image."""
+    forward = _forward(job)
+    weights = memory.weight_bytes(job.folder, job.options.dtype)
+    return Forecast({name: count * forward.seconds_of_step(1) for name, count in passes.items()}, _PROGRAM + weights)
+
+
 def of_images(
     folder: ModelFolder,
     call: Mapping[str, Any],

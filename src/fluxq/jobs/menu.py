@@ -8,7 +8,7 @@ main format is computed as that recipe says. Options that a plan or the dialect 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -36,7 +36,6 @@ from fluxq.recipes.recipe import Component, Operand, Override, Recipe
 SIXTEEN_BIT = "16bit"
 _EIGHT_BITS = ("fp8", "fp8_tensor", "mxfp8", "int8")  # the first that a dialect takes is on the usual menu
 _WEIGHT_ONLY = ("int4",)  # elements whose shipped recipe leaves activations in 16 bit
-_BITS = 16  # of a weight that is not quantized
 
 Unit = tuple[str, ...]  # layers, "component.path"
 
@@ -234,34 +233,44 @@ class Costs:
     fixed: float
 
 
-def stored_bits(job: Job, offer: Offer, plain: int = _BITS) -> Costs:
-    """Return the bits of all Linears. plain: those of a weight that is not quantized."""
+def stored_bits(offer: Offer) -> Costs:
+    """Return the bits of the Linears of all units before fitting, as `fluxq plan` says them."""
+    return Costs(_sums(offer, lambda layer: layer.stored_bits), 0)
 
-    def bits(layer: LayerPlan) -> int:
-        if layer.scheme is None:
-            return plain * layer.n * layer.k
-        return layer.stored_bits if job.recipe.compat == "portable" else layer.most_stored_bits
 
-    numbers = {
+def _sums(offer: Offer, bits: Callable[[LayerPlan], int]) -> Numbers:
+    return {
         unit: {option: sum(bits(offer.layers[option][name]) for name in offer.units[unit]) for option in options}
         for unit, options in offer.choices.items()
     }
-    chosen = {name for layers in offer.units.values() for name in layers}
-    others = (la for plan in job.plans for la in plan.layers if f"{plan.component}.{la.name}" not in chosen)
-    return Costs(numbers, sum(map(bits, others)))
 
 
 def stored_size(job: Job, offer: Offer) -> Costs:
-    """Return the bits of all weights of the checkpoint, whose other components are copied as they are."""
+    """Return the bits of all weights of the checkpoint at most, if fitting keeps all that it may try.
+
+    Components that are not planned are copied as they are.
+    """
     itemsize = getattr(torch, job.options.dtype).itemsize
+
+    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+
+    def bits(layer: LayerPlan) -> int:
+        if layer.scheme is None:
+            return 8 * itemsize * layer.n * layer.k
+        # Formats of other layers decide whether mean and factors are tried.
+        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
+        most = replace(layer.scheme, rank=layer.method.rank, **vectors).stored_bits(layer.n, layer.k)
+        return max(most, layer.most_stored_bits)
+
     planned = {plan.component: plan for plan in job.plans}
-    others = 8 * sum(size for name, size in memory.part_bytes(job.folder).items() if name not in planned)
+    chosen = {name for layers in offer.units.values() for name in layers}
+    fixed = 8 * sum(size for name, size in memory.part_bytes(job.folder).items() if name not in planned)
+    fixed += sum(bits(la) for plan in job.plans for la in plan.layers if f"{plan.component}.{la.name}" not in chosen)
     for component, plan in planned.items():
         source, linears = job.weights(component), {f"{layer.name}.weight" for layer in plan.layers}
         for stored, stays in ((source.stored(n), source.stays_fp32(n)) for n in source.names if n not in linears):
-            others += 8 * (stored.nbytes if stays else prod(stored.shape) * itemsize)
-    costs = stored_bits(job, offer, 8 * itemsize)
-    return replace(costs, fixed=costs.fixed + others)
+            fixed += 8 * (stored.nbytes if stays else prod(stored.shape) * itemsize)
+    return Costs(_sums(offer, bits), fixed)
 
 
 def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
