@@ -17,8 +17,8 @@ Opponents, each within the same bits:
     first and last           8 bits for the first block first, then the last one, the second, the last but one, …
     random plans             the mean of 20: drawn option by option, made cheaper or dearer at random until they fit
 
-The rules go on with what still fits where a unit does not. Of a part of the model every plan is judged too, on as many
-of the images as ALL_PLANS_IMAGES says. GOALS and MOST_BEHIND were fixed before anything was measured.
+The rules go on with what still fits where a unit does not. Of a part of the model every plan is judged, with the last
+ALL_PLANS_IMAGES prompts. GOALS and MOST_BEHIND were fixed before anything was measured.
 """
 
 from __future__ import annotations
