@@ -53,10 +53,17 @@ def test_a_budget_of_a_byte_less_takes_another_choice() -> None:
 
 
 def test_what_brings_nothing_costs_nothing() -> None:
-    errors = {"silent": {"4": 0.0, "8": 0.0}, "loud": {"4": 1.0, "8": 0.5}}
-    costs = {unit: {"4": 4, "8": 8} for unit in errors}
+    errors = {"silent": {"8": 0.0, "4": 0.0}, "loud": {"8": 0.5, "4": 1.0}}
+    costs = {unit: {"8": 8, "4": 4} for unit in errors}
     assert best(errors, costs, 16) == {"silent": "4", "loud": "8"}
     assert best(costs, errors, 0.7) == {"silent": "4", "loud": "8"}  # the cheapest of so little error
+
+
+def test_of_choices_with_the_same_error_the_cheaper_one_is_taken() -> None:
+    errors = {unit: {"4": 1.0, "8": 0.0} for unit in "ab"}
+    for cheap, dear in ("ab", "ba"):
+        costs = {unit: {"4": 4, "8": 8 if unit == cheap else 9} for unit in "ab"}
+        assert best(errors, costs, 13) == {cheap: "8", dear: "4"}
 
 
 def test_an_option_that_was_not_measured_is_not_taken() -> None:
