@@ -412,8 +412,9 @@ def test_without_a_name_there_is_a_line_for_each_model(monkeypatch):
     monkeypatch.setattr(catalogue, "models", lambda name: map(CatalogueModel, FEW))
     result = run()
     assert result.exit_code == 0 and all(row.name in result.stdout for row in FEW)
-    key, empty, header, *_ = result.stdout.splitlines()
+    key, cards, empty, header, *_ = result.stdout.splitlines()
     assert key.startswith("under a recipe: bits per weight / GB of the checkpoint / GB to serve") and not empty
+    assert cards.startswith("in a card: recipe of the denoiser / of the text encoders / placement")
     assert re.search(r"fp8: bits / GB / GB +nvfp4: bits / GB / GB +to quantize, GB", header)
     assert "int8" not in header
 
