@@ -1,4 +1,4 @@
-"""What `fluxq auto` is worth: its plans beside others of the same bits, on images that it never saw.
+"""Plans of `fluxq auto` beside others of the same bits, on images that the search never saw.
 
     python -m benchmarks.auto               measure, then write auto.json and the tables of ../docs/auto.md
     python -m benchmarks.auto --tables      the tables again, from the result file
@@ -165,7 +165,7 @@ class Judge:
 def fresh(search: Search, count: int) -> list[tuple[str, int]]:
     """Return the last prompts of the model, with noise of their own; ValueError if the search sees one of them."""
     prompts = [row.prompt for row in search.job.prompts.rows][-count:]
-    known = {row if isinstance(row, str) else row.prompt for row, _ in (*search.measuring, *search.judging)}
+    known = {getattr(row, "prompt", row) for row, _ in (*search.measuring, *search.judging)}
     if len(prompts) < count or not known.isdisjoint(prompts):
         raise ValueError(f"{count} prompts: the model has fewer that the search does not see; give fewer --prompts")
     return [(prompt, FIRST_SEED + index) for index, prompt in enumerate(prompts)]
@@ -396,13 +396,17 @@ def all_plans_table(part: Mapping[str, Any]) -> list[str]:
 
 
 def errors_table(report: Mapping[str, Any]) -> list[str]:
-    """Return a line for each search: NMSE predicted, measured by the search, and on the images that judge."""
+    """Return a line for each search: NMSE predicted, measured by the search and on the images that judge, and its loss.
+
+    The loss is the PSNR of the best plan that the search ran, less that of the plan it chose.
+    """
     header = ("menu", "bits", "predicted NMSE", "measured by the search", "measured / predicted", "on these images")
-    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    lines = [f"| {' | '.join(header)} | behind the best plan that ran, dB |", "|" + "---|" * (1 + len(header))]
     for row in report["rows"]:
         numbers = (f"{row[name]:.2e}" for name in ("predicted_nmse", "measured_nmse"))
         cells = ["/".join(row["menu"]), f"{row['bits']:.1f}", *numbers, f"{_factor(row):.2f}", f"{row['nmse']:.2e}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        loss = max(each["psnr_db"][0] for each in row["tried"]) - row["psnr_db"][0]
+        lines.append(f"| {' | '.join(cells)} | {loss:.2f} |")
     return lines
 
 
@@ -428,7 +432,8 @@ class Goal:
         return mean >= self.least and (low > 0 or not self.proven)
 
     def __str__(self) -> str:
-        return f"at least {self.least:+.1f} dB{', and the interval above 0' if self.proven else ''}"
+        least = f"at least {self.least:+.1f} dB" if self.least else "not below 0"
+        return f"{least}, the interval above 0" if self.proven else least
 
 
 OPPONENTS = ("weight error", "relative weight error", "role rule", "first and last", "random plans")
