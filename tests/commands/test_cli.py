@@ -284,7 +284,7 @@ def test_plan_says_what_fits_a_card(fluxq):
     [
         (["8"], ["write a size with its unit, as in 5GB or 800MB"]),
         (["500MB"], ["vram is 500 MB, and a GPU's driver and libraries alone keep 600 MB"]),
-        (["600.5MB"], ["tiny: nothing fits into 600 MB; the least is 57", "smaller --height and --width"]),
+        (["600.5MB"], ["tiny: nothing fits into 600 MB; the least is 602MB", "smaller --height and --width"]),
         (["8GB", "--gpu", "h200", "--layers"], ["--vram chooses recipes", "leave out --gpu, --layers"]),
         (["8GB", "--frames", "5"], ["a FluxPipeline makes images, which have no frames: leave out --frames"]),
         (["8GB", "--recipe", "fp9"], ["fp9"]),
