@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from fluxq.recipes.family import Family
-from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import component_recipe
-from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
+from fluxq.recipes.recipe import Operand, Recipe, load_recipe, shipped_recipes
 
 
 def recipe_with(
@@ -42,11 +41,13 @@ def recipe_with(
     return f"# {name}, {about}.\n{body}"
 
 
-def override_of(selector: Mapping[str, str | list[str]], scheme: Scheme | None, reason: str) -> dict[str, Any]:
-    """Return an entry of `Override` for the layers of {"role": …} or {"match": …}; None keeps 16 bit."""
-    override: dict[str, Any] = dict(selector)
-    if scheme is not None:
-        override["weights"] = {"format": scheme.weights.name}
-        if scheme.activations is not None:
-            override["activations"] = {"format": scheme.activations.name}
-    return override | {"reason": reason}
+def override_of(
+    selector: Mapping[str, str | list[str]], operands: Iterable[Operand | None], reason: str
+) -> dict[str, Any]:
+    """Return an entry of `Override` for the layers of {"role": …} or {"match": …}.
+
+    operands: weights and activations, each None for 16 bit.
+    """
+    named = zip(("weights", "activations"), operands, strict=True)
+    formats = {name: each.model_dump(exclude_defaults=True) for name, each in named if each is not None}
+    return {**selector, **formats, "reason": reason}

@@ -35,7 +35,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.budget import best
 from fluxq.recipes.formats import FORMATS, Scheme
-from fluxq.recipes.recipe import Recipe
+from fluxq.recipes.recipe import Operand, Recipe
 from fluxq.recipes.writing import override_of, recipe_with
 
 BETTER = FORMATS["fp8"]  # for layers of less than 8 bits; its input scales follow from each token: nothing to calibrate
@@ -203,7 +203,9 @@ def patched_recipe(
     overrides: dict[str, list[dict[str, Any]]] = {}
     for layer, scheme in schemes.items():
         component, _, path = layer.partition(".")
-        overrides.setdefault(component, []).append(override_of({"match": path}, scheme, reasons[layer]))
+        formats = (scheme.weights, scheme.activations) if scheme else (None, None)
+        operands = [each and Operand(format=each.name) for each in formats]
+        overrides.setdefault(component, []).append(override_of({"match": path}, operands, reasons[layer]))
     families = {component: model_family(getattr(pipe, component)) for component in overrides}
     return recipe_with(recipe_name, recipe, overrides, families, about)
 

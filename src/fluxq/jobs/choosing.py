@@ -41,14 +41,14 @@ from fluxq.base.output import Output, atomic_output, job_digest, plain_path, sea
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
-from fluxq.calibrate.errors import ErrorTable, Measure, measure_errors
+from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure, measure_errors
 from fluxq.calibrate.stand_ins import Menu, module_of, replaced
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
 from fluxq.jobs.making import sampling_of
-from fluxq.jobs.menu import SIXTEEN_BIT, Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
+from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import reads_of, require_steps
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS

@@ -18,6 +18,7 @@ import torch
 
 from fluxq.base.console import did_you_mean
 from fluxq.calibrate.capture import FRAMES, frames_in
+from fluxq.calibrate.errors import SIXTEEN_BIT
 from fluxq.jobs import memory
 from fluxq.jobs.job import Job
 from fluxq.jobs.making import model_costs
@@ -32,8 +33,8 @@ from fluxq.recipes.family import Family
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for
 from fluxq.recipes.recipe import Component, Operand, Override, Recipe
+from fluxq.recipes.writing import override_of
 
-SIXTEEN_BIT = "16bit"
 _EIGHT_BITS = ("fp8", "fp8_tensor", "mxfp8", "int8")  # the first that a dialect takes is on the usual menu
 _WEIGHT_ONLY = ("int4",)  # elements whose shipped recipe leaves activations in 16 bit
 
@@ -58,9 +59,7 @@ class Part:
 
     def override(self, selector: Mapping[str, str | list[str]], option: str, reason: str) -> dict[str, Any]:
         """Return an entry of `Override` that gives an option to the layers of {"role": …} or {"match": …}."""
-        named = zip(("weights", "activations"), self.operands(option), strict=True)
-        said = {name: each.model_dump(exclude_defaults=True) for name, each in named if each is not None}
-        return {**selector, **said, "reason": reason}
+        return override_of(selector, self.operands(option), reason)
 
     def operands(self, option: str) -> tuple[Operand | None, Operand | None]:
         """Return weights and activations of an option, None for 16 bit."""
