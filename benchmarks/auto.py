@@ -46,9 +46,10 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.metrics.fidelity import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
-from fluxq.jobs.choosing import AutoOptions, Search, choose, search_of
+from fluxq.jobs.choosing import choose
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.menu import Offer
+from fluxq.jobs.search import AutoOptions, Search, search_of
 from fluxq.recipes.budget import Choice, Numbers, best, total
 from fluxq.recipes.formats import Scheme
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,6 +76,20 @@ class ErrorTable:
         for place in self._places(choice):
             total += self.residuals[place]
         return float(total.square().mean())
+
+    def gram(self, options: Mapping[str, Iterable[str]]) -> Tensor:
+        """Return the mean products of residuals of all options, (R, R) fp64; without residuals the errors alone.
+
+        options: unit -> its R options in all, "16bit" too; rows have their order.
+        """
+        pairs = [{unit: option} for unit, of_unit in options.items() for option in of_unit]
+        if self.residuals is None:
+            return torch.tensor([self.predicted(pair) for pair in pairs], dtype=torch.float64).diag()
+        rows = torch.zeros(len(pairs), self.residuals.shape[-1], dtype=torch.float64)
+        for row, pair in zip(rows, pairs, strict=True):
+            for place in self._places(pair):
+                row += self.residuals[place]
+        return rows @ rows.T / rows.shape[1]
 
     def _places(self, choice: Mapping[str, str]) -> list[tuple[int, int]]:
         """Return the places in the table of what a choice quantizes; ValueError for an unknown unit or option."""

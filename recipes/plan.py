@@ -277,6 +277,29 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
     return Component(weights=main.weights.model_copy(update={"four_over_six": False}))
 
 
+def plan_of(
+    family: Family,
+    component: str,
+    linears: Sequence[LinearShape],
+    recipe: Recipe,
+    entry: Component,
+    include: Sequence[str] = (),
+    is_calibrated: bool = False,
+) -> Plan:
+    """Return the plan of a component under an entry of the recipe. is_calibrated: there are statistics already."""
+    plan = make_plan(
+        family,
+        component,
+        entry,
+        linears,
+        static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or is_calibrated),
+        profile=recipe.profile,
+        compat=recipe.compat,
+        include=include,
+    )
+    return replace(plan, steps=recipe.steps) if family.kind == "transformer" else plan
+
+
 def make_plan(
     family: Family,
     component_name: str,

@@ -152,8 +152,9 @@ def auto(
     prompts, call, overwrite: as `quantize_pipeline` has them.
     options: device, dtype, seed, revision and local_files_only.
     """
-    from fluxq.jobs import choosing
+    from fluxq.jobs.choosing import choose
     from fluxq.jobs.job import JobOptions
+    from fluxq.jobs.search import AutoOptions, recipe_file, search_of
     from fluxq.recipes.recipe import load_recipe
 
     if unknown := options.keys() - _OF_AUTO:
@@ -161,13 +162,13 @@ def auto(
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    auto_options = choosing.AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
     if output is None and not isinstance(pipeline, (str, PathLike)):
-        output = choosing.recipe_file(_require_plain(pipeline), auto_options)
+        output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
-        search = choosing.search_of(JobOptions(**arguments, **where), auto_options)
-        choosing.choose(search)
-    return load_recipe(str(search.job.output))[1]
+        request = search_of(JobOptions(**arguments, **where), auto_options)
+        choose(request)
+    return load_recipe(str(request.job.output))[1]
 
 
 def calibrate_pipeline(

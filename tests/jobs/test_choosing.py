@@ -18,9 +18,11 @@ from torch import Tensor
 from fluxq import tiny
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.jobs import choosing
-from fluxq.jobs.choosing import AutoOptions, Search, Tried, better_of, choose, outline, search_of
+from fluxq.jobs.choosing import choose
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.planning import job_of
+from fluxq.jobs.search import AutoOptions, Search, outline_of, search_of
+from fluxq.jobs.trials import Bench, Tried, better_of
 from fluxq.recipes.budget import extremes
 from fluxq.recipes.recipe import load_recipe
 
@@ -119,12 +121,12 @@ def test_another_budget_takes_the_table_as_it_is_and_the_same_search_nothing(mod
     made = (here / "small-5.5bits.yaml").stat().st_mtime_ns
     monkeypatch.setattr(choosing, "measure_errors", lambda *_, **__: pytest.fail("measured again"))
     assert run(model, replace(VELOCITY, bits=8.0))["cost"] > done["cost"]
-    monkeypatch.setattr(choosing, "_Bench", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
     assert run(model) == done and (here / "small-5.5bits.yaml").stat().st_mtime_ns == made
 
 
 def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:
-    squares, ran = choosing._Bench._squares, []
+    squares, ran = Bench._squares, []
 
     def interrupted(bench: Any, choice: Any) -> list[float]:
         ran.append(choice)
@@ -132,7 +134,7 @@ def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here
             raise KeyboardInterrupt
         return squares(bench, choice)
 
-    monkeypatch.setattr(choosing._Bench, "_squares", interrupted)
+    monkeypatch.setattr(Bench, "_squares", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(model, output="two/small-5.5bits.yaml")
     assert sorted(path.name for path in (here / "two").glob("[!.]*")) == ["small-velocity-errors.safetensors"]
@@ -228,11 +230,11 @@ def test_a_menu_in_python_may_be_words(model, here) -> None:
 
 def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None:
     asked = search_of(JobOptions(model=str(model), call=CALL), replace(VELOCITY, gpu="h200"), writes=False)
-    found = outline(asked)
+    found = outline_of(asked)
     assert (found.least, found.largest, found.runs) == ("4.51 bits", "16.00 bits", 17)
     assert found.passes == {"velocity": 1 + 20, "runs": 17 * 2} and (found.seconds or 0) > 0
     asked = search_of(JobOptions(model=str(model), call=CALL), AutoOptions(bits=5.5, count=2), writes=False)
-    assert outline(asked).passes["adjoint"] == 2 * (3 + 2 + PROBES)  # of nvfp4 and fp8
+    assert outline_of(asked).passes["adjoint"] == 2 * (3 + 2 + PROBES)  # of nvfp4 and fp8
     assert not list(here.iterdir())
 
 
@@ -361,7 +363,7 @@ def test_of_all_plans_hardly_one_is_better(model, here) -> None:
     how: dict[str, Any] = {"recipe": "mine.yaml", "call": {"num_inference_steps": 2}, "dtype": "float32"}
     options = AutoOptions(bits=6.0, menu=("nvfp4", "fp8"), count=4)
     asked = search(model, options, **how)
-    bench = choosing._Bench(asked, asked.job.load_reference(), here / "every.json")
+    bench = Bench(asked, asked.job.load_reference(), here / "every.json")
     units = asked.offer.units
     choices = [dict(zip(units, each, strict=True)) for each in itertools.product(options.menu, repeat=len(units))]
     every = [bench.run(choice) for choice in choices if asked.cost(choice) <= asked.limit]

@@ -150,9 +150,10 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     with session_of(arguments) as session, session.together() as ranks:
         session.announce()
         from fluxq.jobs import choosing, forecast
+        from fluxq.jobs.search import AutoOptions, outline_of, search_of
 
-        search = choosing.search_of(session.options, choosing.AutoOptions(**given), writes=not dry_run, ranks=ranks)
-        outline = choosing.outline(search)
+        search = search_of(session.options, AutoOptions(**given), writes=not dry_run, ranks=ranks)
+        outline = outline_of(search)
         if dry_run:
             session.print(show.outline_json(search, outline), lambda: show.outline(search, outline))
             return

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
-    from fluxq.jobs.choosing import Outline, Search
     from fluxq.jobs.doctor import Examination
     from fluxq.jobs.fits import Fit
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
+    from fluxq.jobs.search import Outline, Search
     from fluxq.quantize.exchange.export import Changed, Exported
     from fluxq.quantize.record import Check, Group, Record, RecordedComponent
     from fluxq.quantize.verify import Result

@@ -24,7 +24,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.quantize.structure import component_family, shapes_of
 from fluxq.recipes.cards import EVERY_STEP, ONCE, PartSize, Way, fit, in_words, least
 from fluxq.recipes.family import Family
-from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan
+from fluxq.recipes.plan import LinearShape, Plan, component_recipe, plan_of
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 from fluxq.runtime.modulation import MAX_ROWS
 from fluxq.runtime.place import Placement, activations_of, part_of, rows_of
@@ -149,15 +149,7 @@ def best(options: Sequence[Choice], room: float) -> tuple[Choice, Way, dict[str,
 def plan_under(recipe_name: str, family: Family, component: str, linears: Sequence[LinearShape]) -> Plan:
     """Return the plan of a component under a recipe; ValueError for a recipe that this kind of model cannot have."""
     recipe = recipe_of(recipe_name)[1]
-    return make_plan(
-        family,
-        component,
-        component_recipe(recipe, component, family),
-        linears,
-        static_inputs=recipe.calibration is not None and recipe.profile != "rtn",
-        profile=recipe.profile,
-        compat=recipe.compat,
-    )
+    return plan_of(family, component, linears, recipe, component_recipe(recipe, component, family))
 
 
 recipe_of = cache(load_recipe)

@@ -22,7 +22,6 @@ from fluxq.calibrate.errors import SIXTEEN_BIT
 from fluxq.jobs import memory
 from fluxq.jobs.job import Job
 from fluxq.jobs.making import model_costs
-from fluxq.jobs.planning import plan_of
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
@@ -31,7 +30,7 @@ from fluxq.recipes.cost import seconds_of_groups
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for
+from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for, plan_of
 from fluxq.recipes.recipe import Component, Operand, Override, Recipe
 from fluxq.recipes.writing import override_of
 

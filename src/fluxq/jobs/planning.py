@@ -41,9 +41,9 @@ from fluxq.jobs.requirements import (
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.lora import LoraFile, Updates, of_component, updates_of
 from fluxq.quantize.structure import component_family, denoisers_of, list_linears
-from fluxq.recipes.family import Family, matches
-from fluxq.recipes.plan import LinearShape, Plan, component_recipe, make_plan, require_matches
-from fluxq.recipes.recipe import Calibration, Component, Recipe, load_recipe
+from fluxq.recipes.family import matches
+from fluxq.recipes.plan import LinearShape, Plan, component_recipe, plan_of, require_matches
+from fluxq.recipes.recipe import Calibration, Recipe, load_recipe
 from fluxq.runtime.steps import require_followed
 
 
@@ -178,29 +178,6 @@ def _plan(
             100 * saved / SourceWeights(folder, component).nbytes,
         )
     return plan
-
-
-def plan_of(
-    family: Family,
-    component: str,
-    linears: Sequence[LinearShape],
-    recipe: Recipe,
-    entry: Component,
-    include: Sequence[str] = (),
-    is_calibrated: bool = False,
-) -> Plan:
-    """Return the plan of a component under an entry of the recipe. is_calibrated: there are statistics already."""
-    plan = make_plan(
-        family,
-        component,
-        entry,
-        linears,
-        static_inputs=recipe.profile != "rtn" and (recipe.needs_data(entry) or is_calibrated),
-        profile=recipe.profile,
-        compat=recipe.compat,
-        include=include,
-    )
-    return replace(plan, steps=recipe.steps) if family.kind == "transformer" else plan
 
 
 def _loras(

@@ -1,0 +1,145 @@
+"""Write what a search chose: a recipe that gives exactly the plan, and the figures beside it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.files import (
+    write_text,
+)
+from fluxq.calibrate.errors import ErrorTable
+from fluxq.eval.metrics.statistics import paired_interval
+from fluxq.jobs.search import Search
+from fluxq.jobs.trials import Bench, Tried
+from fluxq.recipes.budget import Choice, Numbers, front
+from fluxq.recipes.plan import component_recipe
+from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.writing import recipe_with
+
+_AGREES = 1.5  # a factor
+_KIND = "fluxq auto"
+
+
+def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
+    """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest."""
+    job, parts = search.job, search.offer.parts
+    overrides = {component: _overrides(search, component, choice, errors) for component in parts}
+    families = {component: part.family for component, part in parts.items()}
+    budget = search.options.gate or search.in_words(search.limit)
+    about = f"with formats chosen for {budget}"
+    return recipe_with(job.recipe_name, job.recipe, {c: o for c, o in overrides.items() if o}, families, about)
+
+
+def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) -> list[dict[str, Any]]:
+    """Return the overrides that make the choice of the base recipe's plan of a component."""
+    offer, part = search.offer, search.offer.parts[component]
+    option_of = {name: option for unit, option in choice.items() for name in offer.units[unit]}
+    unit_of = {name: unit for unit, names in offer.units.items() for name in names}
+    roles: dict[str, dict[str, str]] = {}  # role -> layer -> option, "" for a layer that may not change
+    for layer in part.base.quantized:
+        name = f"{component}.{layer.name}"
+        option = option_of.get(name, "")
+        is_changed = option and offer.layers[option][name].scheme != layer.scheme
+        roles.setdefault(layer.role, {})[name] = option if is_changed else ""
+    added, rest = [], dict[str, list[str]]()
+    for role, options in roles.items():
+        first, *others = dict.fromkeys(options.values())
+        if first and not others:
+            reason = _reason(search, (unit_of[name] for name in options), first, errors)
+            added.append(part.override({"role": role}, first, reason))
+            continue
+        for name, option in options.items():
+            rest.setdefault(option, []).append(name)
+    rest.pop("", None)
+    for option, names in rest.items():
+        reason = _reason(search, (unit_of[name] for name in names), option, errors)
+        added.append(part.override({"match": [name.partition(".")[2] for name in names]}, option, reason))
+    return added
+
+
+def _reason(search: Search, units: Iterable[str], option: str, errors: Numbers) -> str:
+    """Return the figures that speak for an option."""
+    units, weights = dict.fromkeys(units), search.offer.weights
+    first = search.offer.options[0]
+    whole = math.fsum(of_unit[first] for of_unit in errors.values() if math.isfinite(of_unit.get(first, math.inf)))
+    share = sum(weights[unit] for unit in units) / sum(weights.values())
+
+    def of(name: str) -> str:
+        error = math.fsum(errors[unit].get(name, math.inf) for unit in units)
+        return f"{error / whole:.1%} of the error" if whole and math.isfinite(error) else "an unknown part of the error"
+
+    return f"in {first} {of(first)}, in {option} {of(option)}; {share:.1%} of the weights"
+
+
+def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> None:
+    """Raise RuntimeError if the recipe gives another plan than the choice."""
+    file = work / search.job.output.name
+    write_text(file, text)
+    _, recipe = load_recipe(str(file))
+    meant = search.offer.schemes(choice)
+    for component, part in search.offer.parts.items():
+        entry = component_recipe(recipe, component, part.family)
+        plan = replace(part, recipe=recipe, entry=entry).plan([])
+        for layer, before in zip(plan.layers, part.base.layers, strict=True):
+            name = f"{component}.{layer.name}"
+            if layer.scheme != meant.get(name, before.scheme):
+                raise RuntimeError(
+                    f"{name}: the recipe written gives {layer.scheme or '16bit'}, not {meant.get(name, before.scheme)}"
+                )
+
+
+def chosen_result(
+    search: Search, bench: Bench, tables: Mapping[str, ErrorTable], errors: Numbers, winner: Tried, seconds: float
+) -> dict[str, Any]:
+    """Return what was chosen and measured, as JSON has it."""
+    job, offer, table = search.job, search.offer, next(iter(tables.values()))
+    per, (kind, value) = search.unit[1], search.options.budget
+    predicted = table.predicted_together(winner.choice)
+    interval = paired_interval(winner.errors)
+    agrees = winner.error <= _AGREES * predicted and predicted <= _AGREES * winner.error
+    points = front(errors, search.costs.numbers)
+    return {
+        "kind": _KIND,
+        "model": job.folder.name,
+        "recipe": job.recipe_name,
+        "budget": {"kind": kind, "value": value, "gpu": search.options.gpu, "for": search.options.dialect},
+        "cost_unit": search.unit[0],
+        "cost": winner.cost / per,
+        "menu": list(offer.options),
+        "measures": list(tables),
+        "units": [
+            {
+                "unit": unit,
+                "layers": list(offer.units[unit]),
+                "option": winner.choice[unit],
+                "weights": offer.weights[unit],
+                "nmse": {o: error if math.isfinite(error) else None for o, error in errors[unit].items()},
+            }
+            for unit in offer.units
+        ],
+        "tried": [
+            {
+                "proposed_by": list(each.proposed_by),
+                "chosen": each is winner,
+                "cost": each.cost / per,
+                "predicted_nmse": table.predicted_together(each.choice),
+                "nmse": each.error if math.isfinite(each.error) else None,
+                "sqnr_db": each.decibels if math.isfinite(each.decibels) else None,
+                "changes": {u: o for u, o in each.choice.items() if o != winner.choice[u]},
+            }
+            for each in bench.tried
+        ],
+        "front": [
+            {"cost": search.cost(choice) / per, "predicted_nmse": table.predicted_together(choice)} for choice in points
+        ],
+        "predicted_nmse": predicted,
+        "measured_nmse": winner.error if math.isfinite(winner.error) else None,
+        "measured_interval": [interval.low, interval.high] if math.isfinite(interval.low + interval.high) else None,
+        "agrees": agrees,
+        "images": {"measured": len(search.measuring), "judged": len(search.judging)},
+        "statistics": {measure: each.content_digest for measure, each in tables.items()},
+        "identity": job.identity,
+        "seconds": seconds,
+    }

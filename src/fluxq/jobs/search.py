@@ -1,0 +1,317 @@
+"""Read and check a request for formats under a budget: units, options, costs, images, and a digest of all that decides.
+
+Images that decide are not those that errors are measured on: their noise is another, and their prompts where there are
+enough.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import fluxq
+from fluxq.base.files import (
+    sha256_json,
+)
+from fluxq.base.output import Output, job_digest, plain_path
+from fluxq.base.ranks import ALONE, Ranks
+from fluxq.calibrate.adjoint import PROBES
+from fluxq.calibrate.capture import Item, number_of_steps
+from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
+from fluxq.jobs import memory
+from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
+from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
+from fluxq.jobs.planning import job_of
+from fluxq.jobs.requirements import reads_of, require_steps
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
+from fluxq.recipes.budget import extremes, total
+from fluxq.recipes.devices import find_device
+from fluxq.recipes.recipe import parse_gate
+
+Kind = Literal["bits", "size", "ms", "gate"]
+IMAGES = 8  # that errors are measured on; twice as many decide
+MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
+_JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """Options of a search beside those of its job.
+
+    bits: most bits per weight, over the Linears whose format is chosen, before fitting.
+    size: most bytes of all weights of the checkpoint, whatever fitting keeps.
+    ms: most modelled milliseconds of a forward pass on `gpu`.
+    gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
+    menu: formats, and "16bit"; () for the usual ones.
+    dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
+    measure: None measures in every way that the model allows.
+    count: images that errors are measured on.
+    """
+
+    bits: float | None = None
+    size: int | None = None
+    ms: float | None = None
+    gate: str | None = None
+    gpu: str | None = None
+    menu: tuple[str, ...] = ()
+    dialect: str | None = None
+    measure: Measure | None = None
+    count: int = IMAGES
+
+    @property
+    def budget(self) -> tuple[Kind, Any]:
+        """Kind and value of the budget; ValueError unless there is exactly one."""
+        given = {kind: value for kind in get_args(Kind) if (value := getattr(self, kind)) is not None}
+        if len(given) != 1:
+            ways = "--bits, --size, --ms or --gate"
+            raise ValueError(
+                f"{' and '.join(f'--{kind}' for kind in given)} are {len(given)} budgets: give one"
+                if given
+                else f"no budget: give one of {ways}"
+            )
+        return next(iter(given.items()))
+
+
+@dataclass(frozen=True)
+class Search:
+    """All inputs of a search, read and checked.
+
+    job: of which the base recipe is; its output is the recipe's file.
+    costs: of options, in the unit of the budget: bits, bytes · 8 or milliseconds.
+    limit: of the cost, infinite under a gate.
+    """
+
+    job: Job
+    options: AutoOptions
+    offer: Offer
+    costs: Costs
+    limit: float
+
+    @cached_property
+    def measuring(self) -> Sequence[Item]:
+        """Images that errors are measured on."""
+        count = self.options.count
+        return self.job.prompts.items(count, self.job.calibration_items[0][1])
+
+    @cached_property
+    def judging(self) -> Sequence[Item]:
+        """Images that decide: of other noise, and of other prompts where there are any."""
+        count, prompts = self.options.count, self.job.prompts
+        others = prompts.rows[count:] or prompts.rows
+        seed = _JUDGING_SEEDS + self.job.calibration.seed
+        return [(others[index % len(others)], seed + index) for index in range(2 * count)]
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """Measures to take, the one that predicts first."""
+        return (self.options.measure,) if self.options.measure else ("adjoint", "velocity")
+
+    def table_file(self, measure: Measure) -> Path:
+        """Return the place of a table, beside the recipe."""
+        return self.job.output.with_name(f"{self.job.folder.name}-{measure}-errors.safetensors")
+
+    def table_digest(self, measure: Measure) -> str:
+        """Return the digest of all that decides a table."""
+        names = ("fluxq", "model", "units", "prompts", "call", "dtype", "seed", "count")
+        return job_digest([measure, {name: self.job.identity[name] for name in names}])
+
+    def cost(self, choice: Mapping[str, str]) -> float:
+        """Return the cost of a choice and of all else."""
+        return total(self.costs.numbers, choice) + self.costs.fixed
+
+    def in_words(self, cost: float, digits: int = 2) -> str:
+        """Return a cost as people read it, rounded up."""
+        kind, per = self.unit
+        up = 10**digits
+        return f"{math.ceil(up * cost / per - 1e-9) / up:.{digits}f} {kind}"
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """Unit of costs, and the cost that it is."""
+        kind, _ = self.options.budget
+        if kind == "bits":
+            return "bits", sum(self.offer.weights.values())
+        return ("ms", 1) if kind == "ms" or (kind == "gate" and self.options.gpu) else ("GB", 8e9)
+
+
+def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = True, ranks: Ranks = ALONE) -> Search:
+    """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
+    _require_sound(options)
+    job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
+    require_steps(job.folder)
+    offer = offer_of(job, options.menu, _dialect(options))
+    place = plain_path(job_options.output or recipe_file(job.folder.name, options))
+    place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
+    if place.suffix != ".yaml":
+        raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
+    output = Output(place, True, (".json",))
+    search = _with_budget(Search(replace(job, output=place), options, offer, Costs({}, 0), math.inf))
+    output.require(reads_of(job.folder.path, vars(job_options)), overwrite=job_options.overwrite, exists_ok=True)
+    if not writes:
+        return search
+    weights = memory.weight_bytes(job.folder, job_options.dtype)
+    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, job_options.device)
+    if in_turns:
+        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
+    job = replace(search.job, run=Run(device, ranks), identity=ranks.agree(_identity(search) if ranks.leads else None))
+    search = replace(search, job=job)
+    if ranks.leads and _is_finished(search):
+        search = replace(search, job=replace(job, finished=True))
+    elif ranks.leads:
+        require_no_other(job)
+        _require_own_tables(search)
+    return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
+
+
+def _require_sound(options: AutoOptions) -> None:
+    """Raise ValueError for options that mean nothing, or contradict each other."""
+    kind, value = options.budget
+    if kind == "gate":
+        condition = parse_gate(str(value))
+        ((comparison, _), *others) = condition.bounds
+        if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
+            raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
+    elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"--{kind} {value!r}: expected a number above 0")
+    if kind == "ms" and options.gpu is None:
+        raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
+    if options.gpu is not None:
+        find_device(options.gpu)
+    if options.count < 1:
+        raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
+
+
+def _dialect(options: AutoOptions) -> str | None:
+    """Return the key of the dialect; ValueError for one that is not written."""
+    if options.dialect is None:
+        return None
+    names = {DIALECTS[name].option or name: name for name in WRITERS}
+    dialect = names.get(options.dialect, options.dialect.replace("-", "_"))
+    if dialect not in WRITERS:
+        raise ValueError(f"--for {options.dialect}: expected one of {', '.join(names)}")
+    return dialect
+
+
+def recipe_file(model: str, options: AutoOptions) -> str:
+    """Return the name of the file that a search writes unless told where."""
+    kind, value = options.budget
+    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind == "size" else value
+    return f"{Path(model).name}-{bound:g}{ {'gate': 'dB', 'size': 'GB'}.get(kind, kind) }.yaml"
+
+
+def _with_budget(search: Search) -> Search:
+    """Return the search with costs and limits; ValueError for a budget that no plan fits, or that all do."""
+    job, offer, options = search.job, search.offer, search.options
+    kind, value = options.budget
+    if kind == "bits":
+        search = replace(search, costs=stored_bits(offer))
+        limit = math.floor(value * search.unit[1])
+    elif kind == "ms" or (kind == "gate" and options.gpu):
+        search = replace(search, costs=modelled_ms(job, offer, str(options.gpu)))
+        limit = value
+    else:
+        search, limit = replace(search, costs=stored_size(job, offer)), 8 * value if kind == "size" else 0
+    if kind == "gate":
+        return search
+    least, largest = (cost + search.costs.fixed for cost in extremes(search.costs.numbers))
+    if limit < least:
+        raise ValueError(
+            f"--{kind}: the smallest plan takes {search.in_words(least, 4)}; give at least that, or a --menu with a "
+            "smaller format"
+        )
+    if limit > largest and len(offer.options) > 1:
+        raise ValueError(
+            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}, so there is no choice; give less, or a "
+            "--menu with a larger format"
+        )
+    return replace(search, limit=limit)
+
+
+def _identity(search: Search) -> dict[str, Any]:
+    """Return all that decides what a search writes."""
+    job, offer = search.job, search.offer
+    layers = {option: {n: str(la.scheme) for n, la in plans.items()} for option, plans in offer.layers.items()}
+    return {
+        "fluxq": fluxq.__version__,
+        "recipe": job.recipe.digest,
+        "model": {component: job.folder.digest(component) for component in job.calibrated},
+        "units": sha256_json([dict(offer.units), dict(offer.choices), layers]),
+        "prompts": job.prompts.digest,
+        "call": job.call,
+        "dtype": job.options.dtype,
+        "seed": job.calibration.seed,
+        "count": search.options.count,
+        "budget": list(search.options.budget),
+        "gpu": search.options.gpu,
+        "measure": search.options.measure,
+    }
+
+
+def _is_finished(search: Search) -> bool:
+    """Tell whether this search's recipe is at the output; ValueError for another file."""
+    output, job = Output(search.job.output, True, (".json",)), search.job
+    if job.options.overwrite:
+        return False
+    output.require_free(overwrite=False, job=job_digest(decisive(job)))
+    return output.holds(job_digest(decisive(job)))
+
+
+def _require_own_tables(search: Search) -> None:
+    """Raise ValueError for a table of another request in this one's place, unless it may be replaced."""
+    for measure in search.measures:
+        file = search.table_file(measure)
+        if not file.exists():
+            continue
+        digest = table_job(file)
+        if digest is None:
+            raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
+        if digest != search.table_digest(measure) and not search.job.options.overwrite:
+            raise ValueError(
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
+                "in another folder, or --overwrite to measure again"
+            )
+
+
+def table_job(table: Path) -> str | None:
+    """Return the request of a table; None for all that is none, folders and half a file too."""
+    with suppress(ValueError):
+        return ErrorTable.stored_job(table) if table.is_file() else None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Cost of a search, and bounds of its budget.
+
+    least, largest: cost of the smallest and the largest plan, in words.
+    passes: name of a part -> forward passes of the transformers with one image; of the adjoint about, with backward.
+    runs: of the pipeline over the judging images, at most.
+    seconds: modelled on the GPU, None without one.
+    """
+
+    least: str
+    largest: str
+    passes: Mapping[str, int]
+    runs: int
+    seconds: float | None
+
+
+def outline_of(search: Search) -> Outline:
+    """Return the cost of a search, without computing anything."""
+    low, high = extremes(search.costs.numbers)
+    steps = number_of_steps(search.job.folder.pipeline_class, search.job.call)
+    images = len(search.measuring)
+    options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
+    seen = min(steps, search.job.calibration.steps)
+    again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
+    each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
+    runs = 1 + 2 * MOST_PLANS
+    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * len(search.judging) * steps}
+    seconds = None
+    if search.options.gpu:
+        plain = modelled_ms(search.job, search.offer, search.options.gpu)
+        seconds = sum(passes.values()) * (extremes(plain.numbers)[1] + plain.fixed) / 1e3
+    least, largest = (search.in_words(cost + search.costs.fixed) for cost in (low, high))
+    return Outline(least, largest, passes, runs, seconds)
