@@ -120,6 +120,7 @@ def auto(
     *,
     bits: float | None = None,
     size: int | None = None,
+    vram: str | float | None = None,
     ms: float | None = None,
     gate: str | None = None,
     gpu: str | None = None,
@@ -142,6 +143,7 @@ def auto(
     recipe: the base; layers that it sets apart stay as it has them.
     bits: most bits per weight of what is chosen.
     size: most bytes of the checkpoint's weights.
+    vram: the card that a whole call has to fit, as "12GB" or in bytes; the .json has the placement, and lines for it.
     ms: most modelled milliseconds of a step on `gpu`.
     gate: of the final latents, as "latent_sqnr>=30", for the cheapest plan that holds it.
     menu: formats to choose from, and "16bit".
@@ -156,13 +158,15 @@ def auto(
     from fluxq.jobs.job import JobOptions
     from fluxq.jobs.search import AutoOptions, recipe_file, search_of
     from fluxq.recipes.recipe import load_recipe
+    from fluxq.runtime.place import room_of
 
     if unknown := options.keys() - _OF_AUTO:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    room = None if vram is None else room_of(vram)
+    auto_options = AutoOptions(bits, size, room, ms, gate, gpu, tuple(menu), dialect, measure, count)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:

@@ -78,7 +78,7 @@ def plan(
         if vram is not None:
             others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
             answer = session.fit(vram, frames, others)
-            session.print(answer.describe(), lambda: show.fit(answer))
+            session.print(answer.describe(), lambda: show.fit(answer.describe()))
             return
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
@@ -99,11 +99,17 @@ def plan(
         )
 
 
-@click.command(short_help="Choose a format for every layer under a budget of bits, size or time; write a recipe.")
+@click.command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
 @model_options
 @recipe_option
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
 @click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
+@click.option(
+    "--vram",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Budget: memory of the card that a whole call has to fit, as 12GB.",
+)
 @click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")
 @click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
@@ -140,12 +146,14 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     Errors of formats at the final latents propose plans, runs of the model decide between them. Layers that the recipe
     sets apart stay as it has them. `fluxq quantize --recipe FILE` then fits the layers.
 
+    With --vram: also the placement, and text encoders' recipe, with which a whole call fits into a card.
+
     \b
     Example:
       fluxq auto tiny --bits 5.5
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
     """
-    names = ("bits", "size", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
+    names = ("bits", "size", "vram", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         session.announce()

@@ -251,17 +251,10 @@ def stored_size(job: Job, offer: Offer) -> Costs:
 
     Components that are not planned are copied as they are.
     """
-    itemsize = getattr(torch, job.options.dtype).itemsize
-
-    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+    itemsize, most = getattr(torch, job.options.dtype).itemsize, most_bits(job, offer)
 
     def bits(layer: LayerPlan) -> int:
-        if layer.scheme is None:
-            return 8 * itemsize * layer.n * layer.k
-        # Formats of other layers decide whether mean and factors are tried.
-        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
-        most = replace(layer.scheme, rank=layer.method.rank, **vectors).stored_bits(layer.n, layer.k)
-        return max(most, layer.most_stored_bits)
+        return 8 * itemsize * layer.n * layer.k if layer.scheme is None else most(layer)
 
     planned = {plan.component: plan for plan in job.plans}
     chosen = {name for layers in offer.units.values() for name in layers}
@@ -272,6 +265,21 @@ def stored_size(job: Job, offer: Offer) -> Costs:
         for stored, stays in ((source.stored(n), source.stays_fp32(n)) for n in source.names if n not in linears):
             fixed += 8 * (stored.nbytes if stays else prod(stored.shape) * itemsize)
     return Costs(_sums(offer, bits), fixed)
+
+
+def most_bits(job: Job, offer: Offer) -> Callable[[LayerPlan], int]:
+    """Return the function that says what a layer takes if fitting keeps all that it may try."""
+    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+
+    def most(layer: LayerPlan) -> int:
+        if layer.scheme is None:
+            return layer.stored_bits
+        # Formats of other layers decide whether mean and factors are tried.
+        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
+        scheme = replace(layer.scheme, rank=layer.method.rank, **vectors)
+        return max(scheme.stored_bits(layer.n, layer.k), layer.most_stored_bits)
+
+    return most
 
 
 def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:

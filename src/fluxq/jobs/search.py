@@ -26,12 +26,14 @@ from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import reads_of, require_steps
+from fluxq.jobs.seat import Seat, seat_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.recipe import parse_gate
+from fluxq.runtime.place import room_of
 
-Kind = Literal["bits", "size", "ms", "gate"]
+Kind = Literal["bits", "size", "vram", "ms", "gate"]
 IMAGES = 8  # that errors are measured on; twice as many decide
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
@@ -43,6 +45,7 @@ class AutoOptions:
 
     bits: most bits per weight, over the Linears whose format is chosen, before fitting.
     size: most bytes of all weights of the checkpoint, whatever fitting keeps.
+    vram: bytes of the card that a whole call of the pipeline has to fit.
     ms: most modelled milliseconds of a forward pass on `gpu`.
     gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
     menu: formats, and "16bit"; () for the usual ones.
@@ -53,6 +56,7 @@ class AutoOptions:
 
     bits: float | None = None
     size: int | None = None
+    vram: float | None = None
     ms: float | None = None
     gate: str | None = None
     gpu: str | None = None
@@ -66,7 +70,7 @@ class AutoOptions:
         """Kind and value of the budget; ValueError unless there is exactly one."""
         given = {kind: value for kind in get_args(Kind) if (value := getattr(self, kind)) is not None}
         if len(given) != 1:
-            ways = "--bits, --size, --ms or --gate"
+            ways = "--bits, --size, --vram, --ms or --gate"
             raise ValueError(
                 f"{' and '.join(f'--{kind}' for kind in given)} are {len(given)} budgets: give one"
                 if given
@@ -82,6 +86,7 @@ class Search:
     job: of which the base recipe is; its output is the recipe's file.
     costs: of options, in the unit of the budget: bits, bytes · 8 or milliseconds.
     limit: of the cost, infinite under a gate.
+    seat: placement on a card, None without --vram.
     """
 
     job: Job
@@ -89,6 +94,7 @@ class Search:
     offer: Offer
     costs: Costs
     limit: float
+    seat: Seat | None = None
 
     @cached_property
     def measuring(self) -> Sequence[Item]:
@@ -198,8 +204,9 @@ def _dialect(options: AutoOptions) -> str | None:
 def recipe_file(model: str, options: AutoOptions) -> str:
     """Return the name of the file that a search writes unless told where."""
     kind, value = options.budget
-    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind == "size" else value
-    return f"{Path(model).name}-{bound:g}{ {'gate': 'dB', 'size': 'GB'}.get(kind, kind) }.yaml"
+    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind in ("size", "vram") else value
+    unit = {"gate": "dB", "size": "GB", "vram": "GB-vram"}.get(kind, kind)
+    return f"{Path(model).name}-{bound:g}{unit}.yaml"
 
 
 def _with_budget(search: Search) -> Search:
@@ -209,6 +216,10 @@ def _with_budget(search: Search) -> Search:
     if kind == "bits":
         search = replace(search, costs=stored_bits(offer))
         limit = math.floor(value * search.unit[1])
+    elif kind == "vram":
+        limit = 8 * room_of(value)
+        costs, seat = seat_of(job, offer, room_of(value))
+        search = replace(search, costs=costs, seat=seat)
     elif kind == "ms" or (kind == "gate" and options.gpu):
         search = replace(search, costs=modelled_ms(job, offer, str(options.gpu)))
         limit = value
@@ -223,9 +234,10 @@ def _with_budget(search: Search) -> Search:
             "smaller format"
         )
     if limit > largest and len(offer.options) > 1:
+        where = f" with {search.seat.way}" if search.seat else ""
         raise ValueError(
-            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}, so there is no choice; give less, or a "
-            "--menu with a larger format"
+            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}{where}, so there is no choice; give less, "
+            "or a --menu with a larger format"
         )
     return replace(search, limit=limit)
 
@@ -313,5 +325,6 @@ def outline_of(search: Search) -> Outline:
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
         seconds = sum(passes.values()) * (extremes(plain.numbers)[1] + plain.fixed) / 1e3
-    least, largest = (search.in_words(cost + search.costs.fixed) for cost in (low, high))
+    digits = 4 if search.seat else 2  # of which most is the same in all plans
+    least, largest = (search.in_words(cost + search.costs.fixed, digits) for cost in (low, high))
     return Outline(least, largest, passes, runs, seconds)
