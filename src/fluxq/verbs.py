@@ -124,6 +124,7 @@ def auto(
     ms: float | None = None,
     gate: str | None = None,
     gpu: str | None = None,
+    times: str | PathLike[str] | None = None,
     menu: Sequence[str] = (),
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
@@ -146,6 +147,7 @@ def auto(
     vram: the card that a whole call has to fit, as "12GB" or in bytes; the .json has the placement, and lines for it.
     ms: most modelled milliseconds of a step on `gpu`.
     gate: of the final latents, as "latent_sqnr>=30", for the cheapest plan that holds it.
+    times: a file of `fluxq doctor` on `gpu`; where it has a product its time replaces the model's.
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
@@ -165,8 +167,8 @@ def auto(
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    room = None if vram is None else room_of(vram)
-    auto_options = AutoOptions(bits, size, room, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
+    auto_options = AutoOptions(bits, size, room, ms, gate, gpu, path, tuple(menu), dialect, measure, count)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:

@@ -135,6 +135,7 @@ BUDGET = {
     "--ms",
     "--gate",
     "--gpu",
+    "--times",
     "--menu",
     "--for",
     "--measure",

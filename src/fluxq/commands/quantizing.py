@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -114,6 +115,12 @@ def plan(
 @click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
 @click.option(
+    "--times",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="File of `fluxq doctor` on that GPU; where it timed a product, that replaces the model's time.",
+)
+@click.option(
     "--menu",
     callback=names_in,
     metavar="FORMAT,…",
@@ -153,7 +160,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
       fluxq auto tiny --bits 5.5
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
     """
-    names = ("bits", "size", "vram", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
+    names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         session.announce()

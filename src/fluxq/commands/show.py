@@ -193,6 +193,9 @@ def chosen(result: dict[str, Any], output: str) -> None:
     echo(f"of the weights in {len(result['units'])} input groups: {shares}")
     rows = [(f"{each['cost']:.4g}", _nmse_db(each["predicted_nmse"])) for each in result["front"]]
     print_table((f"least error for {unit}", "predicted, dB"), rows, right=True)
+    if "measured_times" in result:
+        count = len(result["measured_times"])
+        echo(f"times of {count} of {len(result['units'])} input groups are measured, the others modelled")
     if not result["agrees"]:
         echo("predicted and measured error differ by more than a factor of 1.5: choose by the measured ones")
     echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")

@@ -112,6 +112,7 @@ def chosen_result(
         "model": job.folder.name,
         "recipe": job.recipe_name,
         "budget": {"kind": kind, "value": value, "gpu": search.options.gpu, "for": search.options.dialect},
+        **({"measured_times": list(search.costs.measured)} if search.options.times else {}),
         "cost_unit": search.unit[0],
         "cost": winner.cost / per,
         "menu": list(offer.options),

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import fluxq
-from fluxq.base.files import (
-    sha256_json,
-)
+from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
@@ -48,6 +46,7 @@ class AutoOptions:
     vram: bytes of the card that a whole call of the pipeline has to fit.
     ms: most modelled milliseconds of a forward pass on `gpu`.
     gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
+    times: file of `fluxq doctor` on that GPU, whose times count in place of modelled ones.
     menu: formats, and "16bit"; () for the usual ones.
     dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
     measure: None measures in every way that the model allows.
@@ -60,6 +59,7 @@ class AutoOptions:
     ms: float | None = None
     gate: str | None = None
     gpu: str | None = None
+    times: Path | None = None
     menu: tuple[str, ...] = ()
     dialect: str | None = None
     measure: Measure | None = None
@@ -186,6 +186,8 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
         find_device(options.gpu)
+    if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
+        raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
     if options.count < 1:
         raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
 
@@ -221,7 +223,7 @@ def _with_budget(search: Search) -> Search:
         costs, seat = seat_of(job, offer, room_of(value))
         search = replace(search, costs=costs, seat=seat)
     elif kind == "ms" or (kind == "gate" and options.gpu):
-        search = replace(search, costs=modelled_ms(job, offer, str(options.gpu)))
+        search = replace(search, costs=modelled_ms(job, offer, str(options.gpu), options.times))
         limit = value
     else:
         search, limit = replace(search, costs=stored_size(job, offer)), 8 * value if kind == "size" else 0
@@ -258,6 +260,7 @@ def _identity(search: Search) -> dict[str, Any]:
         "count": search.options.count,
         "budget": list(search.options.budget),
         "gpu": search.options.gpu,
+        "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
     }
 
