@@ -48,8 +48,8 @@ def _units(found: Mapping[str, Any]) -> list[tuple[str, str, float, list[float |
     ]
 
 
-def _tried(found: Mapping[str, Any]) -> list[tuple[str, bool, float, float | None, float | None]]:
-    """Return proposer, whether it was chosen, cost, predicted and measured SQNR in dB of each plan that ran."""
+def _tried(found: Mapping[str, Any]) -> list[tuple[str, bool, float, float | None, float | None, int]]:
+    """Return proposer, whether it was chosen, cost, predicted and measured SQNR in dB, images, of each plan that ran."""
     return [
         (
             ", ".join(plan["proposed_by"]),
@@ -57,6 +57,7 @@ def _tried(found: Mapping[str, Any]) -> list[tuple[str, bool, float, float | Non
             plan["cost"],
             decibels(plan["predicted_nmse"]),
             decibels(plan["nmse"]),
+            plan["images"],
         )
         for plan in found["tried"]
     ]

@@ -151,7 +151,7 @@ def auto(
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
-    count: images that errors are measured on; twice as many decide.
+    count: images that errors are measured on; two to four times as many decide.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
     options: device, dtype, seed, revision and local_files_only.

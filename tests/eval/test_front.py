@@ -32,7 +32,7 @@ def search(**changes: Any) -> dict[str, Any]:
             for name, (weights, nmse) in UNITS.items()
         ],
         "tried": [
-            {"proposed_by": [name], "chosen": chosen, "cost": cost, "predicted_nmse": 1e-3, "nmse": nmse}
+            {"proposed_by": [name], "chosen": chosen, "cost": cost, "predicted_nmse": 1e-3, "nmse": nmse, "images": 16}
             for name, chosen, cost, nmse in plans
         ],
         "front": [{"cost": 4.5, "predicted_nmse": 1e-2}, {"cost": 8.5, "predicted_nmse": 0.0}],
@@ -66,8 +66,8 @@ def test_the_page_has_plans_and_groups(file, tmp_path) -> None:
     page = target.read_text()
     rows = [re.sub(r"<[^>]+>", "|", row) for row in re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)]
     rows = [[cell.strip() for cell in row.split("|") if cell.strip()] for row in rows]
-    assert ["adjoint", "(chosen)", "5.5", "30.00", "26.99"] in rows
-    assert ["swap", "5.2", "30.00", "–"] in rows
+    assert ["adjoint", "(chosen)", "5.5", "30.00", "26.99", "16"] in rows
+    assert ["swap", "5.2", "30.00", "–", "16"] in rows
     assert ["transformer.a &lt;b&gt;", "nvfp4", "75 %", "30.00", "50.00"] in rows
     assert ["transformer.c", "nvfp4", "25 %", "20.00", "–"] in rows
     assert "26.99 dB measured, 30.00 dB predicted: they differ by more than a factor of 1.5" in page

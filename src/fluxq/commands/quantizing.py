@@ -140,7 +140,7 @@ def plan(
     default=8,
     show_default=True,
     metavar="N",
-    help="Images that errors are measured on; twice as many decide.",
+    help="Images that errors are measured on; two to four times as many decide.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
 @run_options
