@@ -233,7 +233,7 @@ UNEVEN = [3.0, -3.0, 2.0, -2.0] * 4
 def test_runs_refute_plans_and_prediction_chooses_among_the_others() -> None:
     bench, predicted = Known(), {"hoped": 1e-4, "good": 1e-3, "uneven": 2e-3, "broken": 1e-5}
     hoped, good = bench.plan("hoped", 1, [-2.0, -1.0] * 8), bench.plan("good", 9, [0.0] * 16)
-    uneven, broken = bench.plan("uneven", 5, UNEVEN), bench.plan("broken", 1, [-math.inf, *[9.0] * 15])
+    uneven, broken = bench.plan("uneven", 5, UNEVEN), bench.plan("broken", 1, [-math.inf, math.inf, *[9.0] * 14])
     assert bench.winner(predicted, hoped, good, broken) == "good" and good.rounds == 1
     assert bench.winner(predicted, hoped, good, uneven) == "good" and good.rounds == uneven.rounds == 2
     assert bench.winner({**predicted, "uneven": 9e-4}, good, uneven) == "uneven" and hoped.rounds == 1
