@@ -311,9 +311,8 @@ def outline_of(search: Search) -> Outline:
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
-    passes = {measure: each[measure] for measure in search.measures} | {
-        "runs": runs * sum(map(len, search.judging)) * steps
-    }
+    judging = sum(map(len, search.judging))
+    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}
     seconds = None
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
