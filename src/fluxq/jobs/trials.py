@@ -1,6 +1,7 @@
 """Run plans of number formats on the images that decide, each once, and compare them.
 
-Layers in runs are rounded to nearest. Squared errors are kept in a file: an interrupted search runs no plan twice.
+Layers in runs are rounded to nearest, or as checkpoints have them. Squared errors are kept in a file: an interrupted
+search runs no plan twice.
 """
 
 import math
@@ -25,6 +26,7 @@ from fluxq.calibrate.stand_ins import module_of, replaced
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.jobs.search import Search
+from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice
 
 
@@ -75,10 +77,13 @@ class Bench:
             logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
-        """Return layer -> itself rounded to nearest in an option."""
+        """Return layer -> itself in an option, rounded to nearest or as it was fitted."""
+        offer = self.search.offer
+        if option in offer.fitted:
+            return {n: in_place_of(self.originals[n], offer.fitted[option].layer(n)) for n in offer.units[unit]}
         return {
             name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
-            for name, scheme in self.search.offer.schemes({unit: option}).items()
+            for name, scheme in offer.schemes({unit: option}).items()
         }
 
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
