@@ -101,9 +101,9 @@ def fitted_of(job: Job, paths: Sequence[str]) -> dict[str, Fitted]:
                 "leave out one"
             )
         fitted[one.option] = one
-    first, *others = fitted.values()
-    for other in others:
-        _require_alike(first, other)
+    checkpoints = list(fitted.values())
+    for other in checkpoints[1:]:
+        _require_alike(checkpoints[0], other)
     return fitted
 
 
