@@ -149,7 +149,7 @@ def auto(
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
-    count: images that errors are measured on; twice as many decide.
+    count: images that errors are measured on; two to four times as many decide.
     fitted: checkpoints of this pipeline, one for each format to choose from; plans are made of their fitted layers.
     assemble: folder for the checkpoint that is put together of these; `Checkpoint.open` opens it.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.

@@ -128,7 +128,7 @@ def plan(
     default=8,
     show_default=True,
     metavar="N",
-    help="Images that errors are measured on; twice as many decide.",
+    help="Images that errors are measured on; two to four times as many decide.",
 )
 @click.option(
     "--from",
