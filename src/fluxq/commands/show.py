@@ -199,7 +199,7 @@ def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
     print_table((f"least error for {unit}", "predicted, dB"), rows, right=True)
     if not result["agrees"]:
         echo("predicted and measured error differ by more than a factor of 1.5: choose by the measured ones")
-    if not result["checkpoints"]:
+    if not result.get("checkpoints"):
         echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")
     elif "checkpoint" not in places:
         echo(f"layers are those of {', '.join(result['checkpoints'].values())}; --assemble FOLDER writes a checkpoint")

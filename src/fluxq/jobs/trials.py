@@ -93,7 +93,9 @@ class Bench:
         """Return layer -> itself in an option, rounded to nearest or as it was fitted."""
         offer = self.search.offer
         if option in offer.fitted:
-            return {n: in_place_of(self.originals[n], offer.fitted[option].layer(n)) for n in offer.units[unit]}
+            originals = {name: self.originals[name] for name in offer.units[unit]}
+            fitted = {name: in_place_of(linear, offer.fitted[option].layer(name)) for name, linear in originals.items()}
+            return {name: layer.to(originals[name].weight.device) for name, layer in fitted.items()}
         return {
             name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
             for name, scheme in offer.schemes({unit: option}).items()
