@@ -134,9 +134,7 @@ def _weight_error(bench: Bench, unit: str, option: str) -> float:
         return 0.0
     return math.fsum(
         float(
-            (layer.quantized_weight.dequantize().double() - bench.originals[name].weight.detach().flatten(1).double())
-            .square()
-            .sum()
+            (layer.collapsed()[0].double() - bench.originals[name].weight.detach().flatten(1).double()).square().sum()
         )
         for name, layer in bench.layers(unit, option).items()
     )
