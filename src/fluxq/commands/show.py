@@ -17,7 +17,7 @@ from fluxq.base.console import size as _size
 from fluxq.base.console import work as _work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
@@ -173,8 +173,11 @@ def outline(search: Search, outline: Outline) -> None:
     echo(f"at most {outline.runs} runs; forward passes of one image, at most: {passes}{modelled}")
 
 
-def chosen(result: dict[str, Any], output: str) -> None:
-    """Print the plans that ran, the front, and how far prediction and measurement agree."""
+def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
+    """Print the plans that ran, the front, and how far prediction and measurement agree.
+
+    places: "output", the recipe, and "checkpoint" where one was put together.
+    """
     unit = result["cost_unit"]
     rows = [
         (
@@ -198,8 +201,14 @@ def chosen(result: dict[str, Any], output: str) -> None:
         echo(f"times of {count} of {len(result['units'])} input groups are measured, the others modelled")
     if not result["agrees"]:
         echo("predicted and measured error differ by more than a factor of 1.5: choose by the measured ones")
-    echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")
-    echo(f"recipe: {output}")
+    if not result.get("checkpoints"):
+        echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")
+    elif "checkpoint" not in places:
+        echo(f"layers are those of {', '.join(result['checkpoints'].values())}; --assemble FOLDER writes a checkpoint")
+    echo(f"recipe: {places['output']}")
+    if "checkpoint" in places:
+        echo(f"checkpoint: {places['checkpoint']}")
+        echo(f"next: fluxq eval {places['checkpoint']}")
     if "card" in result:
         fit(result["card"])
 

@@ -13,6 +13,7 @@ from fluxq.base.files import (
 from fluxq.base.model import DEFAULT_MODEL
 from fluxq.calibrate.errors import ErrorTable
 from fluxq.eval.metrics.statistics import clustered_interval
+from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
 from fluxq.jobs.seat import Seat
 from fluxq.jobs.trials import Bench, Tried
@@ -48,7 +49,7 @@ def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) 
     for layer in part.base.quantized:
         name = f"{component}.{layer.name}"
         option = option_of.get(name, "")
-        is_changed = option and offer.layers[option][name].scheme != layer.scheme
+        is_changed = option and not is_like(offer.layers[option][name].scheme, layer.scheme)
         roles.setdefault(layer.role, {})[name] = option if is_changed else ""
     added, rest = [], dict[str, list[str]]()
     for role, options in roles.items():
@@ -91,7 +92,7 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> 
         plan = replace(part, recipe=recipe, entry=entry).plan([])
         for layer, before in zip(plan.layers, part.base.layers, strict=True):
             name = f"{component}.{layer.name}"
-            if layer.scheme != meant.get(name, before.scheme):
+            if not is_like(layer.scheme, meant.get(name, before.scheme)):
                 raise RuntimeError(
                     f"{name}: the recipe written gives {layer.scheme or '16bit'}, not {meant.get(name, before.scheme)}"
                 )
@@ -116,12 +117,14 @@ def chosen_result(
         "cost_unit": search.unit[0],
         "cost": winner.cost / per,
         "menu": list(offer.options),
+        "checkpoints": {option: one.path for option, one in offer.fitted.items()},
         "measures": list(tables),
         "units": [
             {
                 "unit": unit,
                 "layers": list(offer.units[unit]),
                 "option": winner.choice[unit],
+                "checkpoint": offer.fitted[winner.choice[unit]].path if winner.choice[unit] in offer.fitted else None,
                 "weights": offer.weights[unit],
                 "nmse": {o: error if math.isfinite(error) else None for o, error in errors[unit].items()},
             }

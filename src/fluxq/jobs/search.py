@@ -21,6 +21,7 @@ from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
+from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of
@@ -53,6 +54,8 @@ class AutoOptions:
     dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
     measure: None measures in every way that the model allows.
     count: images that errors are measured on.
+    fitted: checkpoints of the model, whose layers are the options; the first gives all that is not chosen.
+    assemble: folder for the checkpoint that is put together of them.
     """
 
     bits: float | None = None
@@ -66,6 +69,8 @@ class AutoOptions:
     dialect: str | None = None
     measure: Measure | None = None
     count: int = IMAGES
+    fitted: tuple[str, ...] = ()
+    assemble: str | None = None
 
     @property
     def budget(self) -> tuple[Kind, Any]:
@@ -124,8 +129,9 @@ class Search:
 
     def table_digest(self, measure: Measure) -> str:
         """Return the digest of all that decides a table."""
-        names = ("fluxq", "model", "units", "prompts", "call", "dtype", "seed", "count")
-        return job_digest([measure, {name: self.job.identity[name] for name in names}])
+        names = ("fluxq", "model", "units", "prompts", "call", "dtype", "seed", "count", "fitted")
+        decisive = {name: self.job.identity[name] for name in names if name in self.job.identity}
+        return job_digest([measure, decisive])
 
     def cost(self, choice: Mapping[str, str]) -> float:
         """Return the cost of a choice and of all else."""
@@ -151,14 +157,18 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     _require_sound(options)
     job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
     require_steps(job.folder)
-    offer = offer_of(job, options.menu, _dialect(options))
+    offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
     place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
     output = Output(place, True, (".json",))
     search = _with_budget(Search(replace(job, output=place), options, offer, Costs({}, 0), math.inf))
-    output.require(reads_of(job.folder.path, vars(job_options)), overwrite=job_options.overwrite, exists_ok=True)
+    reads = reads_of(job.folder.path, vars(job_options)) | {f"the checkpoint {one}": one for one in options.fitted}
+    output.require(reads, overwrite=job_options.overwrite, exists_ok=True)
+    if options.assemble is not None:
+        reads |= {"the recipe that is written": place}
+        Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if not writes:
         return search
     weights = memory.weight_bytes(job.folder, job_options.dtype)
@@ -191,6 +201,14 @@ def _require_sound(options: AutoOptions) -> None:
         find_device(options.gpu)
     if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
         raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
+    if options.assemble is not None and not options.fitted:
+        raise ValueError("--assemble puts fitted layers together: give their checkpoints, as in --from OUT1,OUT2")
+    if options.fitted and kind == "vram":
+        raise ValueError("--vram also chooses what the first checkpoint of --from has, text encoders: give --size")
+    if options.fitted and options.dialect is not None:
+        raise ValueError(
+            "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
+        )
     if options.count < 1:
         raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
 
@@ -265,7 +283,7 @@ def _identity(search: Search) -> dict[str, Any]:
         "gpu": search.options.gpu,
         "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
-    }
+    } | ({"fitted": {option: one.digest for option, one in offer.fitted.items()}} if offer.fitted else {})
 
 
 def _is_finished(search: Search) -> bool:
@@ -326,9 +344,8 @@ def outline_of(search: Search) -> Outline:
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
-    passes = {measure: each[measure] for measure in search.measures} | {
-        "runs": runs * sum(map(len, search.judging)) * steps
-    }
+    judging = sum(map(len, search.judging))
+    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}
     seconds = None
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
