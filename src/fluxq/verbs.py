@@ -186,7 +186,14 @@ def auto(
         "gpu": gpu,
         "times": path,
     }
-    how: dict[str, Any] = {"menu": tuple(menu), "dialect": dialect, "measure": measure, "count": count}
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "times": path,
+        "menu": tuple(menu),
+        "dialect": dialect,
+        "measure": measure,
+        "count": count,
+    }
     auto_options = AutoOptions(**budget, **how, fitted=checkpoints, assemble=place)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
