@@ -177,24 +177,9 @@ def auto(
         menu = menu.split(",")
     room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
     place = None if assemble is None else fspath(assemble)
-    budget: dict[str, Any] = {
-        "bits": bits,
-        "size": size,
-        "vram": room,
-        "ms": ms,
-        "gate": gate,
-        "gpu": gpu,
-        "times": path,
-    }
-    how: dict[str, Any] = {
-        "gpu": gpu,
-        "times": path,
-        "menu": tuple(menu),
-        "dialect": dialect,
-        "measure": measure,
-        "count": count,
-    }
-    auto_options = AutoOptions(**budget, **how, fitted=checkpoints, assemble=place)
+    budget: dict[str, Any] = {"bits": bits, "size": size, "vram": room, "ms": ms, "gate": gate}
+    how: dict[str, Any] = {"gpu": gpu, "times": path, "dialect": dialect, "measure": measure, "count": count}
+    auto_options = AutoOptions(**budget, **how, menu=tuple(menu), fitted=checkpoints, assemble=place)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
