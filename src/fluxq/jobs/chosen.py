@@ -29,7 +29,9 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     families = {component: part.family for component, part in parts.items()}
     budget = search.options.gate or search.in_words(search.limit)
     about = f"with formats chosen for {budget}"
-    return recipe_with(job.recipe_name, job.recipe, {c: o for c, o in overrides.items() if o}, families, about)
+    if not any(overrides.values()):  # else a component without any needs an entry: it would take another's overrides
+        overrides = {}
+    return recipe_with(job.recipe_name, job.recipe, overrides, families, about)
 
 
 def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) -> list[dict[str, Any]]:
