@@ -318,8 +318,8 @@ def trajectory_of(
 def noise_levels(pipe: Any) -> tuple[float, ...]:
     """Return the sigma of each step of the pipeline's last call, and the final one.
 
-    Of a scheduler that keeps none (DDIM, PNDM, LCM, TCD), noise by signal, √(1 − ᾱ) / √ᾱ, at its timesteps; where it has
-    no ᾱ either (SCM), its timesteps.
+    Of a scheduler that keeps none (DDIM, PNDM, LCM, TCD), noise by signal, √(1 − ᾱ) / √ᾱ, at its timesteps; where it
+    has no ᾱ either (SCM), its timesteps.
     """
     scheduler = pipe.scheduler
     began = getattr(scheduler, "begin_index", None) or 0  # at an image, not at noise

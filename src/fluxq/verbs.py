@@ -76,7 +76,7 @@ def quantize_pipeline(
 
     pipeline: a folder, a hub id, "tiny", or a pipeline in memory, which has to be in 16 or 32 bit, without adapters and
         without fused projections.
-    recipe: a shipped recipe's name or a YAML file.
+    recipe: a shipped recipe's name or a YAML file; one with `auto` is searched for formats first, as `auto` does.
     output: by default MODEL-RECIPE in the current folder.
     prompts: a file of calibration prompts.
     statistics: a file that `calibrate_pipeline` wrote.
@@ -93,6 +93,8 @@ def quantize_pipeline(
     fails, the checkpoint is written all the same, and `passed` is False.
     """
     from fluxq.jobs import making
+    from fluxq.jobs.choosing import choose
+    from fluxq.jobs.search import search_before
 
     arguments = _checked(
         options,
@@ -109,6 +111,10 @@ def quantize_pipeline(
     )
     with _on_disk(pipeline, output, arguments) as where:
         job_options = making.JobOptions(**arguments, **where)
+        before = search_before(job_options)
+        if before is not None:
+            search, job_options = before
+            choose(search)
         job = making.job_of(job_options)
         record = making.quantize(job)
     return Checkpoint(job.output.absolute(), record)
@@ -126,7 +132,7 @@ def auto(
     menu: Sequence[str] = (),
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
-    count: int = 8,
+    count: int | None = None,
     output: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | None = None,
     call: Mapping[str, Any] | None = None,
@@ -139,7 +145,8 @@ def auto(
     which another budget uses again, in .safetensors files.
 
     pipeline: as `quantize_pipeline` has it.
-    recipe: the base; layers that it sets apart stay as it has them.
+    recipe: the base; layers that it sets apart stay as it has them. What it says under `auto` is the default of the
+        budget and of menu, count and the like.
     bits: most bits per weight of what is chosen.
     size: most bytes of the checkpoint's weights.
     ms: most modelled milliseconds of a step on `gpu`.
@@ -147,14 +154,14 @@ def auto(
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
-    count: images that errors are measured on; twice as many decide.
+    count: images that errors are measured on, by default 8; twice as many decide.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
     options: device, dtype, seed, revision and local_files_only.
     """
     from fluxq.jobs.choosing import choose
     from fluxq.jobs.job import JobOptions
-    from fluxq.jobs.search import AutoOptions, recipe_file, search_of
+    from fluxq.jobs.search import auto_options, recipe_file, search_of
     from fluxq.recipes.recipe import load_recipe
 
     if unknown := options.keys() - _OF_AUTO:
@@ -162,11 +169,13 @@ def auto(
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    given = {"bits": bits, "size": size, "ms": ms, "gate": gate, "gpu": gpu, "menu": tuple(menu), "dialect": dialect}
+    given |= {"measure": measure, "count": count}
+    asked = auto_options(load_recipe(arguments["recipe"])[1], given)
     if output is None and not isinstance(pipeline, (str, PathLike)):
-        output = recipe_file(_require_plain(pipeline), auto_options)
+        output = recipe_file(_require_plain(pipeline), asked)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
-        request = search_of(JobOptions(**arguments, **where), auto_options)
+        request = search_of(JobOptions(**arguments, **where), asked)
         choose(request)
     return load_recipe(str(request.job.output))[1]
 

@@ -124,10 +124,8 @@ def plan(
 @click.option(
     "--count",
     type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
     metavar="N",
-    help="Images that errors are measured on; twice as many decide.",
+    help="Images that errors are measured on, by default 8; twice as many decide.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
 @run_options
@@ -148,17 +146,15 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     names = ("bits", "size", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
-        session.announce()
-        from fluxq.jobs import choosing, forecast
-        from fluxq.jobs.search import AutoOptions, outline_of, search_of
+        recipe = session.announce()
+        from fluxq.jobs.search import auto_options, outline_of, search_of
 
-        search = search_of(session.options, AutoOptions(**given), writes=not dry_run, ranks=ranks)
-        outline = outline_of(search)
+        search = search_of(session.options, auto_options(recipe, given), writes=not dry_run, ranks=ranks)
         if dry_run:
+            outline = outline_of(search)
             session.print(show.outline_json(search, outline), lambda: show.outline(search, outline))
             return
-        session.start_work(None if search.job.finished else forecast.of_choosing(search.job, outline.passes))
-        result = choosing.choose(search)
+        result = session.choose(search)
         if result is not None:
             output = str(search.job.output)
             session.print({**result, "output": output}, lambda: show.chosen(result, output))
@@ -213,7 +209,8 @@ def calibrate(**arguments: Any) -> None:
 def quantize(**arguments: Any) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
 
-    An interrupted run is resumed by the same command.
+    An interrupted run is resumed by the same command. Where the recipe says `auto`, formats are chosen first, as `fluxq
+    auto` does, and the recipe of what is chosen is kept beside the checkpoint.
 
     \b
     Example:
@@ -224,6 +221,7 @@ def quantize(**arguments: Any) -> None:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce("folder")
+        session.choose_first(ranks)
         job = session.job(ranks=ranks)
         session.forecast(job, "of_quantizing")
         session.start_work()

@@ -16,6 +16,7 @@ import fluxq
 from fluxq.base.files import (
     sha256_json,
 )
+from fluxq.base.model import DEFAULT_MODEL, resolve_model
 from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
@@ -25,11 +26,11 @@ from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of
-from fluxq.jobs.requirements import reads_of, require_steps
+from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.recipe import parse_gate
+from fluxq.recipes.recipe import Recipe, load_recipe, parse_gate
 
 Kind = Literal["bits", "size", "ms", "gate"]
 IMAGES = 8  # that errors are measured on; twice as many decide
@@ -135,6 +136,43 @@ class Search:
         if kind == "bits":
             return "bits", sum(self.offer.weights.values())
         return ("ms", 1) if kind == "ms" or (kind == "gate" and self.options.gpu) else ("GB", 8e9)
+
+
+def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
+    """Return the options of a search: those given, beside what the recipe says under `auto`.
+
+    given: names of AutoOptions; None and () leave the recipe's value, and a budget takes the place of the recipe's.
+    """
+    given = {name: value for name, value in given.items() if value is not None and value != ()}
+    asked = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
+    if given.keys() & {*get_args(Kind)}:
+        asked = {name: value for name, value in asked.items() if name not in get_args(Kind)}
+    merged = {**asked, **given}
+    return AutoOptions(**{**merged, "menu": tuple(merged.get("menu", ()))})
+
+
+def search_before(options: JobOptions, ranks: Ranks = ALONE) -> tuple[Search, JobOptions] | None:
+    """Return the search that a recipe with `auto` asks for before layers are fitted, and the options of fitting.
+
+    Recipe and tables of the search lie beside the output. None for a recipe that names all formats.
+    """
+    name, recipe = load_recipe(options.recipe, profile=options.profile)
+    if recipe.auto is None:
+        return None
+    if options.lora:
+        raise ValueError(
+            f"recipe {name} has `auto`, and errors of formats are measured without a LoRA: run `fluxq auto` without "
+            "it, and give --recipe the file that it writes"
+        )
+    model = resolve_model(
+        options.model or recipe.model or DEFAULT_MODEL,
+        revision=options.revision,
+        local_files_only=options.local_files_only,
+    )
+    output = output_for(options.output, model.name, name, is_file=False)
+    place = output.with_name(f"{output.name}-chosen.yaml")
+    search = search_of(replace(options, output=str(place), statistics=None), auto_options(recipe, {}), ranks=ranks)
+    return search, replace(options, recipe=str(search.job.output), output=str(output))
 
 
 def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = True, ranks: Ranks = ALONE) -> Search:
