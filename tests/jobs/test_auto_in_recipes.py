@@ -110,7 +110,7 @@ def test_what_cannot_search_refuses_the_recipe(model, mine) -> None:
         config = fluxq.FluxqConfig(recipe="mine.yaml")
         FluxTransformer2DModel.from_pretrained(model / "transformer", quantization_config=config, dtype=torch.bfloat16)
     Path("a.safetensors").touch()
-    with pytest.raises(ValueError, match=r"measured without a LoRA: run `fluxq auto` without it"):
+    with pytest.raises(ValueError, match=r"chosen for the model without a LoRA: run `fluxq auto` without it"):
         search_before(JobOptions(str(model), "mine.yaml", lora=("a.safetensors",)))
     done = CliRunner().invoke(cli, ["plan", str(model), "--recipe", "mine.yaml", "--vram", "12GB"])
     assert done.exit_code == 2 and "recipe mine.yaml chooses formats by a search" in done.stderr

@@ -17,6 +17,7 @@ from fluxq.commands.options import (
     names_in,
     output_option,
     overwrite_option,
+    pattern_options,
     recipe_option,
     recipe_options,
     run_options,
@@ -102,6 +103,7 @@ def plan(
 @click.command(short_help="Choose a format for every layer under a budget of bits, size or time; write a recipe.")
 @model_options
 @recipe_option
+@pattern_options
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
 @click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
 @click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")

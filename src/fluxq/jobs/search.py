@@ -28,8 +28,11 @@ from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, st
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
+from fluxq.quantize.structure import component_family
 from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
+from fluxq.recipes.family import matches
+from fluxq.recipes.plan import component_recipe
 from fluxq.recipes.recipe import Recipe, load_recipe, parse_gate
 
 Kind = Literal["bits", "size", "ms", "gate"]
@@ -159,11 +162,6 @@ def search_before(options: JobOptions, ranks: Ranks = ALONE) -> tuple[Search, Jo
     name, recipe = load_recipe(options.recipe, profile=options.profile)
     if recipe.auto is None:
         return None
-    if options.lora:
-        raise ValueError(
-            f"recipe {name} has `auto`, and errors of formats are measured without a LoRA: run `fluxq auto` without "
-            "it, and give --recipe the file that it writes"
-        )
     model = resolve_model(
         options.model or recipe.model or DEFAULT_MODEL,
         revision=options.revision,
@@ -178,7 +176,12 @@ def search_before(options: JobOptions, ranks: Ranks = ALONE) -> tuple[Search, Jo
 def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = True, ranks: Ranks = ALONE) -> Search:
     """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
     _require_sound(options)
-    job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
+    if job_options.lora:
+        raise ValueError(
+            "formats are chosen for the model without a LoRA: run `fluxq auto` without it, and give the recipe that it "
+            "writes to `fluxq quantize --lora`"
+        )
+    job = _with_patterns(job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks))
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
@@ -202,6 +205,21 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         require_no_other(job)
         _require_own_tables(search)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
+
+
+def _with_patterns(job: Job) -> Job:
+    """Return the job with a recipe that excludes what --include and --exclude leave out: what is written is of it."""
+    include, exclude = job.options.include, job.options.exclude
+    if not include and not exclude:
+        return job
+    components = dict(job.recipe.components)
+    for component, plan in job.calibrated.items():
+        entry = component_recipe(job.recipe, component, component_family(job.folder, component))
+        names = [layer.name for layer in plan.layers]
+        left = [pattern for pattern in exclude if any(matches(pattern, name) for name in names)]
+        left += [name for name in names if include and not any(matches(pattern, name) for pattern in include)]
+        components[component] = entry.without(left)
+    return replace(job, recipe=job.recipe.model_copy(update={"components": components}))
 
 
 def _require_sound(options: AutoOptions) -> None:
