@@ -20,7 +20,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import bytes_of, did_you_mean, path_near
-from fluxq.base.files import sha256_json
+from fluxq.base.files import read_json, sha256_json
+from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
 from fluxq.recipes.computing import Attention, Steps, Strict
 from fluxq.recipes.devices import find_device
@@ -216,7 +217,7 @@ class Gate(Strict):
 class Auto(Strict):
     """A search for formats before layers are fitted: `{bits: 5.5}`, with the words of `fluxq auto`.
 
-    bits, size, ms, gate: the budget, one of them. size: bytes, or a size with its unit, as "9GB".
+    bits, size, vram, ms, gate: the budget, one of them. size, vram: bytes, or a size with its unit, as "9GB".
     gpu: of modelled times.
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold what is chosen; the option --for.
@@ -226,6 +227,7 @@ class Auto(Strict):
 
     bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     size: int | None = Field(default=None, gt=0, json_schema_extra=_SIZE_SCHEMA)
+    vram: int | None = Field(default=None, gt=0, json_schema_extra=_SIZE_SCHEMA)
     ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     gate: str | None = None
     gpu: str | None = None
@@ -234,7 +236,7 @@ class Auto(Strict):
     measure: Literal["velocity", "adjoint"] | None = None
     count: int = Field(default=8, ge=1, le=1 << 20)
 
-    @field_validator("size", mode="before")
+    @field_validator("size", "vram", mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         if isinstance(value, str) and not bytes_of(value):
@@ -339,16 +341,31 @@ class Recipe(Strict):
 def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[str, Recipe]:
     """Return (name, recipe) of a file, or of a shipped recipe with or without `.yaml`. `profile` overrides the file's.
 
-    Raises FileNotFoundError with the shipped names, ValueError with file and line for everything inside the file.
+    The file may be the record of a checkpoint (`fluxq_plan.json`), whose recipe it is then. Raises FileNotFoundError
+    with the shipped names, ValueError with file and line for everything inside the file.
     """
     path = find_recipe(name_or_path)
-    document = _read(path)
     overrides = {"profile": profile} if profile else {}
+    if path.name == PLAN_FILE:
+        return _recorded(path, overrides)
+    document = _read(path)
     try:
         recipe = Recipe.model_validate({**document.value, **overrides})
     except ValidationError as error:
         raise ValueError("\n".join(_explain(error, document))) from None
     return path.stem, recipe
+
+
+def _recorded(record: Path, overrides: Mapping[str, Any]) -> tuple[str, Recipe]:
+    """Return name and recipe of a checkpoint's record."""
+    recorded = read_json(record).get("recipe")
+    try:
+        settings = dict(recorded) if isinstance(recorded, dict) else {}
+        return str(settings.pop("name", "")), Recipe.model_validate({**settings, **overrides})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{record}: holds no recipe ({where}: {first['msg']}); quantize the model again") from None
 
 
 def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:
@@ -586,7 +603,7 @@ def _shipped_folder() -> Path:
 
 
 PROFILES = get_args(Profile)
-BUDGETS = ("bits", "size", "ms", "gate")  # of a search
+BUDGETS = ("bits", "size", "vram", "ms", "gate")  # of a search
 TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which they are applied
 GATE_METRICS = (  # of an evaluation
     "psnr",

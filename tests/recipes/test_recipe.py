@@ -541,7 +541,7 @@ def test_a_shipped_recipe_is_found_in_any_case():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "3: auto: a search has one budget; write one of bits, size, ms, gate"),
+        ("{}", "3: auto: a search has one budget; write one of bits, size, vram, ms, gate"),
         ("{bits: 5.5, size: 9GB}", "a search has one budget"),
         ("{bits: 0}", "auto.bits: Input should be greater than 0, got 0"),
         ("{bits: .nan}", "auto.bits: Input should be a finite number"),

@@ -221,7 +221,7 @@ class Session:
         self.say(f"formats are chosen first, for {search.job.recipe.auto}")
         result = self.choose(search)
         if result is not None and self.speaks:
-            show.chosen(result, str(search.job.output))
+            show.chosen(result, {"output": str(search.job.output)})
         self.exit_code = 2
 
     def forecast(self, job: Any, of: str) -> None:
