@@ -26,6 +26,7 @@ from fluxq.jobs.job import JobOptions
 from fluxq.jobs.menu import stored_size
 from fluxq.jobs.requirements import base_recipe
 from fluxq.jobs.search import AutoOptions, Search, search_of
+from fluxq.jobs.trials import Bench
 from fluxq.kernels.linear import in_place_of
 from fluxq.quantize.record import read_record, write_record
 from fluxq.quantize.verify import verify
@@ -121,6 +122,18 @@ def test_it_loads_and_its_latents_are_those_of_the_layers_in_the_model(mixed, pi
         ((_, latents),) = run_pipeline(loaded, mixed.search.measuring, call)
         ((_, plain),) = run_pipeline(pipe, mixed.search.measuring, call)
     assert torch.equal(latents, meant) and not torch.equal(latents, plain)
+
+
+def test_runs_and_measures_are_of_the_fitted_layers(mixed, pipe, tmp_path) -> None:
+    bench = Bench(mixed.search, pipe, tmp_path / "runs.json")
+    stored = dict(zip(MENU, map(weights_of, mixed.folders), strict=False))
+    for unit, names in mixed.search.offer.units.items():
+        for option in ("nvfp4", "int8"):
+            for name, layer in bench.layers(unit, option).items():
+                path = name.partition(".")[2]
+                tensors = {f"{path}.{part}": value.data for part, value in layer.named_parameters()}
+                assert name in names and tensors.keys() == {n for n in stored[option] if n.rpartition(".")[0] == path}
+                assert all(fingerprint_of(value) == fingerprint_of(stored[option][n]) for n, value in tensors.items())
 
 
 def test_it_is_whole_and_says_where_its_layers_are_from(mixed) -> None:
