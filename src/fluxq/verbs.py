@@ -120,9 +120,11 @@ def auto(
     *,
     bits: float | None = None,
     size: int | None = None,
+    vram: str | float | None = None,
     ms: float | None = None,
     gate: str | None = None,
     gpu: str | None = None,
+    times: str | PathLike[str] | None = None,
     menu: Sequence[str] = (),
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
@@ -144,8 +146,10 @@ def auto(
     recipe: the base, by default nvfp4, with `fitted` that of the first; layers that it sets apart stay as it has them.
     bits: most bits per weight of what is chosen.
     size: most bytes of the checkpoint's weights.
+    vram: the card that a whole call has to fit, as "12GB" or in bytes; the .json has the placement, and lines for it.
     ms: most modelled milliseconds of a step on `gpu`.
     gate: of the final latents, as "latent_sqnr>=30", for the cheapest plan that holds it.
+    times: a file of `fluxq doctor` on `gpu`; where it has a product its time replaces the model's.
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
@@ -162,6 +166,7 @@ def auto(
     from fluxq.jobs.requirements import base_recipe
     from fluxq.jobs.search import AutoOptions, recipe_file, search_of
     from fluxq.recipes.recipe import load_recipe
+    from fluxq.runtime.place import room_of
 
     if unknown := options.keys() - _OF_AUTO:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
@@ -171,7 +176,10 @@ def auto(
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
     place = None if assemble is None else fspath(assemble)
-    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count, checkpoints, place)
+    room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
+    auto_options = AutoOptions(
+        bits, size, room, ms, gate, gpu, path, tuple(menu), dialect, measure, count, checkpoints, place
+    )
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -77,7 +78,7 @@ def plan(
         if vram is not None:
             others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
             answer = session.fit(vram, frames, others)
-            session.print(answer.describe(), lambda: show.fit(answer))
+            session.print(answer.describe(), lambda: show.fit(answer.describe()))
             return
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
@@ -98,16 +99,28 @@ def plan(
         )
 
 
-@click.command(short_help="Choose a format for every layer under a budget of bits, size or time; write a recipe.")
+@click.command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
 @model_options
 @click.option(
     "--recipe", metavar="NAME|FILE", help="The base; by default nvfp4, or with --from the first checkpoint's recipe."
 )
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
 @click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
+@click.option(
+    "--vram",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Budget: memory of the card that a whole call has to fit, as 12GB.",
+)
 @click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")
 @click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
+@click.option(
+    "--times",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="File of `fluxq doctor` on that GPU; where it timed a product, that replaces the model's time.",
+)
 @click.option(
     "--menu",
     callback=names_in,
@@ -150,14 +163,16 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     sets apart stay as it has them. `fluxq quantize --recipe FILE` then fits the layers; with --from they were fitted
     before, and --assemble writes the checkpoint.
 
+    With --vram: also the placement, and text encoders' recipe, with which a whole call fits into a card.
+
     \b
     Example:
       fluxq auto tiny --bits 5.5
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
       fluxq auto tiny --bits 6 --from tiny-nvfp4,tiny-fp8 --assemble tiny-6bits
     """
-    names = ("bits", "size", "ms", "gate", "gpu", "menu", "dialect", "measure", "count", "fitted", "assemble")
-    given = {name: arguments.pop(name) for name in names}
+    names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count", "fitted")
+    given = {name: arguments.pop(name) for name in (*names, "assemble")}
     with session_of(arguments) as session, session.together() as ranks:
         arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])
         session.announce()

@@ -1,6 +1,7 @@
 """Write what a search chose: a recipe that gives exactly the plan, and the figures beside it."""
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 from fluxq.base.files import (
     write_text,
 )
+from fluxq.base.model import DEFAULT_MODEL
 from fluxq.calibrate.errors import ErrorTable
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
+from fluxq.jobs.seat import Seat
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
 from fluxq.recipes.plan import component_recipe
@@ -28,9 +31,13 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     job, parts = search.job, search.offer.parts
     overrides = {component: _overrides(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
+    entries = {component: added for component, added in overrides.items() if added}
+    if search.seat:
+        families |= search.seat.encoders
+        entries |= {component: [] for component in search.seat.encoders}
     budget = search.options.gate or search.in_words(search.limit)
-    about = f"with formats chosen for {budget}"
-    return recipe_with(job.recipe_name, job.recipe, {c: o for c, o in overrides.items() if o}, families, about)
+    about = f"with formats chosen for {budget}{' of a card' if search.seat else ''}"
+    return recipe_with(job.recipe_name, job.recipe, entries, families, about)
 
 
 def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) -> list[dict[str, Any]]:
@@ -106,6 +113,7 @@ def chosen_result(
         "model": job.folder.name,
         "recipe": job.recipe_name,
         "budget": {"kind": kind, "value": value, "gpu": search.options.gpu, "for": search.options.dialect},
+        **({"measured_times": list(search.costs.measured)} if search.options.times else {}),
         "cost_unit": search.unit[0],
         "cost": winner.cost / per,
         "menu": list(offer.options),
@@ -144,6 +152,16 @@ def chosen_result(
         "agrees": agrees,
         "images": {"measured": len(search.measuring), "judged": len(winner.squares)},
         "statistics": {measure: each.content_digest for measure, each in tables.items()},
+        **({"card": _card(search, search.seat, winner.choice)} if search.seat else {}),
         "identity": job.identity,
         "seconds": seconds,
     }
+
+
+def _card(search: Search, seat: Seat, choice: Choice) -> dict[str, Any]:
+    """Return the recipe of each component, the placement, its peaks and how to make it, as JSON has them."""
+    job, options = search.job, search.offer.units
+    layers = {name: choice[unit] for unit, names in options.items() for name in names}
+    model = "MODEL" if job.options.in_memory else job.options.model or job.recipe.model or DEFAULT_MODEL
+    words = ["fluxq", "quantize", model, "--recipe", str(job.output), "-o", job.output.stem]
+    return seat.fit(layers, job.output.name, shlex.join(words)).describe()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
-from fluxq.recipes.cost import seconds_of_groups
-from fluxq.recipes.devices import find_device
+from fluxq.recipes.cost import Product, seconds_of_groups
+from fluxq.recipes.devices import find_device, is_called
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for, plan_of
@@ -307,10 +308,14 @@ def _no_room(dialect: str, option: str, plans: Sequence[Mapping[str, LayerPlan]]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the options of each unit, and of all that no unit changes."""
+    """Costs of the options of each unit, and of all that no unit changes.
+
+    measured: units whose times are no model's.
+    """
 
     numbers: Numbers
     fixed: float
+    measured: tuple[str, ...] = ()
 
 
 def stored_bits(offer: Offer) -> Costs:
@@ -332,17 +337,10 @@ def stored_size(job: Job, offer: Offer) -> Costs:
     """
     if offer.fitted:
         return _fitted_size(job, offer)
-    itemsize = getattr(torch, job.options.dtype).itemsize
-
-    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+    itemsize, most = getattr(torch, job.options.dtype).itemsize, most_bits(job, offer)
 
     def bits(layer: LayerPlan) -> int:
-        if layer.scheme is None:
-            return 8 * itemsize * layer.n * layer.k
-        # Formats of other layers decide whether mean and factors are tried.
-        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
-        most = replace(layer.scheme, rank=layer.method.rank, **vectors).stored_bits(layer.n, layer.k)
-        return max(most, layer.most_stored_bits)
+        return 8 * itemsize * layer.n * layer.k if layer.scheme is None else most(layer)
 
     planned = {plan.component: plan for plan in job.plans}
     chosen = {name for layers in offer.units.values() for name in layers}
@@ -377,27 +375,69 @@ def _fitted_size(job: Job, offer: Offer) -> Costs:
     return Costs(numbers, 8 * (others + kept - replaced))
 
 
-def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
-    """Return the modelled milliseconds of a forward pass of every transformer with one image, fused."""
+def most_bits(job: Job, offer: Offer) -> Callable[[LayerPlan], int]:
+    """Return the function that says what a layer takes if fitting keeps all that it may try."""
+    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+
+    def most(layer: LayerPlan) -> int:
+        if layer.scheme is None:
+            return layer.stored_bits
+        # Formats of other layers decide whether mean and factors are tried.
+        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
+        scheme = replace(layer.scheme, rank=layer.method.rank, **vectors)
+        return max(scheme.stored_bits(layer.n, layer.k), layer.most_stored_bits)
+
+    return most
+
+
+def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> Costs:
+    """Return the modelled milliseconds of a forward pass of every transformer with one image, fused.
+
+    times: file of `fluxq doctor`. Units that it has in all their options take its times in place of the model's: one
+    clock compares options. ValueError for a file of another GPU, or one that is damaged.
+    """
+    measured = _times_of(times, gpu) if times else {}
     frames = frames_in(job.call) if {*FRAMES} & job.call.keys() else None
     forwards = {name: cost.forward for name, cost in model_costs(job, gpu, "speed", frames, 1).items()}
-    of_option = {
-        option: {
+
+    def of(plans: Mapping[str, Plan], times: Mapping[Product, float] | None) -> dict[tuple[str, str], float]:
+        return {
             (component, group): 1e3 * seconds
             for component, plan in plans.items()
-            for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu)).items()
+            for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu), measured=times).items()
         }
-        for option, plans in offer.plans.items()
-    }
+
+    of_option = {option: of(plans, None) for option, plans in offer.plans.items()}
+    timed = {option: of(plans, measured) for option, plans in offer.plans.items()} if measured else {}
     layers = offer.layers[offer.options[0]]
     groups = {
         unit: dict.fromkeys((name.partition(".")[0], layers[name].group) for name in names)
         for unit, names in offer.units.items()
     }
+    clocks = {
+        unit: timed
+        if measured and all(group in timed[option] for option in options for group in groups[unit])
+        else of_option
+        for unit, options in offer.choices.items()
+    }
     numbers = {
-        unit: {option: sum(of_option[option][group] for group in groups[unit]) for option in options}
+        unit: {option: sum(clocks[unit][option][group] for group in groups[unit]) for option in options}
         for unit, options in offer.choices.items()
     }
     changing = {group for of_unit in groups.values() for group in of_unit}
     rest = of_option[offer.options[0]]
-    return Costs(numbers, sum(ms for group, ms in rest.items() if group not in changing))
+    fixed = sum(ms for group, ms in rest.items() if group not in changing)
+    return Costs(numbers, fixed, tuple(unit for unit, clock in clocks.items() if clock is timed))
+
+
+def _times_of(file: Path, gpu: str) -> dict[Product, float]:
+    """Return the times of products that `fluxq doctor` measured on a GPU; ValueError for a file of another one."""
+    from fluxq.kernels.findings import times_in  # which needs Triton
+
+    there, seconds = times_in(file)
+    if not is_called(find_device(gpu), there):
+        raise ValueError(
+            f"--times {file}: it was measured on {there}, not on {find_device(gpu).name}: run `fluxq doctor` there, or "
+            "give that --gpu"
+        )
+    return seconds
