@@ -149,7 +149,7 @@ GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
-        ("auto", MODEL | {"--recipe"} | RUN | WRITES | COMMON | BUDGET),
+        ("auto", MODEL | {"--recipe", "--from", "--assemble"} | RUN | WRITES | COMMON | BUDGET),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--max-memory"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],

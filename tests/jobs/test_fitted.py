@@ -201,6 +201,17 @@ def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, tmp_p
     assert not list(tmp_path.glob(".*"))
 
 
+def test_python_has_it_too(mixed, tmp_path, monkeypatch) -> None:
+    shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
+    shutil.rmtree(tmp_path / "mixed")
+    options: dict[str, Any] = {"menu": MENU, "measure": "velocity", "count": 1, "call": CALL}
+    places = {"output": tmp_path / "mixed.yaml", "assemble": tmp_path / "mixed"}
+    recipe = fluxq.auto("tiny", bits=8.0, fitted=mixed.folders, **options, **places)
+    assert recipe == load_recipe(str(tmp_path / "mixed.yaml"))[1]
+    assert fluxq.Checkpoint.open(tmp_path / "mixed").record.mixed == read_record(mixed.folder).mixed
+
+
 def test_another_choice_is_not_written_over_a_checkpoint(mixed, tmp_path) -> None:
     shutil.copytree(mixed.folder, tmp_path / "mixed")
     result = json.loads(json.dumps(mixed.result))
