@@ -49,7 +49,7 @@ def _units(found: Mapping[str, Any]) -> list[tuple[str, str, float, list[float |
 
 
 def _tried(found: Mapping[str, Any]) -> list[tuple[str, bool, float, float | None, float | None, int]]:
-    """Return proposer, mark of the choice, cost, predicted and measured SQNR in dB, and images of each plan that ran."""
+    """Return proposer, whether it was chosen, cost, predicted and measured SQNR in dB, images, of each plan."""
     return [
         (
             ", ".join(plan["proposed_by"]),

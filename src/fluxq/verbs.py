@@ -175,11 +175,26 @@ def auto(
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    place = None if assemble is None else fspath(assemble)
     room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
-    auto_options = AutoOptions(
-        bits, size, room, ms, gate, gpu, path, tuple(menu), dialect, measure, count, checkpoints, place
-    )
+    place = None if assemble is None else fspath(assemble)
+    budget: dict[str, Any] = {
+        "bits": bits,
+        "size": size,
+        "vram": room,
+        "ms": ms,
+        "gate": gate,
+        "gpu": gpu,
+        "times": path,
+    }
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "times": path,
+        "menu": tuple(menu),
+        "dialect": dialect,
+        "measure": measure,
+        "count": count,
+    }
+    auto_options = AutoOptions(**budget, **how, fitted=checkpoints, assemble=place)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:

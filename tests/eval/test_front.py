@@ -17,7 +17,7 @@ UNITS = {"transformer.a <b>": (300, {"nvfp4": 1e-3, "fp8": 1e-5}), "transformer.
 
 
 def search(**changes: Any) -> dict[str, Any]:
-    """What a search of two groups writes."""
+    """The result of a search of two groups."""
     plans = (("adjoint", True, 5.5, 2e-3), ("velocity", False, 5.0, 4e-3), ("swap", False, 5.2, None))
     return {
         "kind": "fluxq auto",

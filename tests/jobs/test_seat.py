@@ -150,3 +150,8 @@ def test_in_python_a_card_is_a_text_and_one_without_a_choice_is_refused(vram, wo
     with pytest.raises(ValueError, match=words):
         fluxq.auto(MODEL, vram=vram, call=CALL)
     assert not list(here.iterdir())
+
+
+def test_fitted_layers_have_their_text_encoders(counted) -> None:
+    with pytest.raises(ValueError, match=r"--vram also chooses .* text encoders: give --size"):
+        search(CONTEXT + 2.5e6, fitted=("out",))

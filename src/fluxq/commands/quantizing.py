@@ -171,8 +171,9 @@ def auto(dry_run: bool, **arguments: Any) -> None:
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
       fluxq auto tiny --bits 6 --from tiny-nvfp4,tiny-fp8 --assemble tiny-6bits
     """
-    names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count", "fitted")
-    given = {name: arguments.pop(name) for name in (*names, "assemble")}
+    names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
+    names += ("fitted", "assemble")
+    given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])
         session.announce()

@@ -353,6 +353,21 @@ def stored_size(job: Job, offer: Offer) -> Costs:
     return Costs(_sums(offer, bits), fixed)
 
 
+def most_bits(job: Job, offer: Offer) -> Callable[[LayerPlan], int]:
+    """Return the function that says what a layer takes if fitting keeps all that it may try."""
+    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+
+    def most(layer: LayerPlan) -> int:
+        if layer.scheme is None:
+            return layer.stored_bits
+        # Formats of other layers decide whether mean and factors are tried.
+        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
+        scheme = replace(layer.scheme, rank=layer.method.rank, **vectors)
+        return max(scheme.stored_bits(layer.n, layer.k), layer.most_stored_bits)
+
+    return most
+
+
 def _fitted_size(job: Job, offer: Offer) -> Costs:
     """Return the bits of all weights of a checkpoint that is put together of fitted layers, exactly."""
     first, itemsize = next(iter(offer.fitted.values())), getattr(torch, job.options.dtype).itemsize
@@ -373,21 +388,6 @@ def _fitted_size(job: Job, offer: Offer) -> Costs:
     kept = sum(stored.nbytes for part in first.components.values() for stored in part.stored.values())
     replaced = sum(first.nbytes(name) for names in offer.units.values() for name in names)
     return Costs(numbers, 8 * (others + kept - replaced))
-
-
-def most_bits(job: Job, offer: Offer) -> Callable[[LayerPlan], int]:
-    """Return the function that says what a layer takes if fitting keeps all that it may try."""
-    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
-
-    def most(layer: LayerPlan) -> int:
-        if layer.scheme is None:
-            return layer.stored_bits
-        # Formats of other layers decide whether mean and factors are tried.
-        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
-        scheme = replace(layer.scheme, rank=layer.method.rank, **vectors)
-        return max(scheme.stored_bits(layer.n, layer.k), layer.most_stored_bits)
-
-    return most
 
 
 def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> Costs:

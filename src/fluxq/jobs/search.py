@@ -199,16 +199,16 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
         find_device(options.gpu)
+    if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
+        raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
     if options.assemble is not None and not options.fitted:
         raise ValueError("--assemble puts fitted layers together: give their checkpoints, as in --from OUT1,OUT2")
+    if options.fitted and kind == "vram":
+        raise ValueError("--vram also chooses what the first checkpoint of --from has, text encoders: give --size")
     if options.fitted and options.dialect is not None:
         raise ValueError(
             "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
         )
-    if options.fitted and kind == "vram":
-        raise ValueError("--vram counts layers before they are fitted: with --from give --size or --bits")
-    if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
-        raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
     if options.count < 1:
         raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
 
