@@ -177,15 +177,7 @@ def auto(
         menu = menu.split(",")
     room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
     place = None if assemble is None else fspath(assemble)
-    budget: dict[str, Any] = {
-        "bits": bits,
-        "size": size,
-        "vram": room,
-        "ms": ms,
-        "gate": gate,
-        "gpu": gpu,
-        "times": path,
-    }
+    budget: dict[str, Any] = {"bits": bits, "size": size, "vram": room, "ms": ms, "gate": gate}
     how: dict[str, Any] = {
         "gpu": gpu,
         "times": path,
