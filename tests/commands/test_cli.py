@@ -128,6 +128,7 @@ SIZE = {"--height", "--width", "--frames"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale"} | SIZE
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
+AUTO = {"--recipe", "--include", "--exclude", "--from", "--assemble"}
 BUDGET = {
     "--bits",
     "--size",
@@ -149,7 +150,7 @@ GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
-        ("auto", MODEL | {"--recipe"} | RUN | WRITES | COMMON | BUDGET),
+        ("auto", MODEL | AUTO | RUN | WRITES | COMMON | BUDGET),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--max-memory"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],
