@@ -137,7 +137,7 @@ GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
-        ("auto", MODEL | RECIPE | RUN | WRITES | COMMON | BUDGET | CHOICE),
+        ("auto", MODEL | {"--recipe", "--include", "--exclude"} | RUN | WRITES | COMMON | BUDGET | CHOICE),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--max-memory"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],
