@@ -177,7 +177,7 @@ def auto(
 
     if unknown := options.keys() - _OF_AUTO:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
-    checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, str) else fitted))
+    checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, (str, PathLike)) else fitted))
     recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format

@@ -81,11 +81,17 @@ def mixed(folders, tmp_path_factory) -> Mixed:
     return Mixed(folders, asked, result, place / "mixed")
 
 
+@pytest.fixture
+def unchecked(monkeypatch) -> None:
+    """Checkpoints without the closing check, which the module's one has had."""
+    monkeypatch.setattr(assembling, "makes_pictures", lambda _: False)
+
+
 def weights_of(folder: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors")
 
 
-def test_every_tensor_is_that_of_the_checkpoint_whose_format_was_chosen(mixed, tmp_path) -> None:
+def test_every_tensor_is_that_of_the_checkpoint_whose_format_was_chosen(mixed, unchecked, tmp_path) -> None:
     assert set(mixed.options.values()) >= {"nvfp4", "int8"}
     result = {"units": [{**each, "option": MENU[index % 3]} for index, each in enumerate(mixed.result["units"])]}
     asked = replace(mixed.search, options=replace(mixed.search.options, assemble=str(tmp_path / "mixed")))
@@ -180,7 +186,7 @@ def test_a_size_is_that_of_the_files_to_the_byte(mixed) -> None:
     assert total(costs.numbers, choice) + costs.fixed == 8 * (tensors + others)
 
 
-def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, tmp_path, monkeypatch) -> None:
+def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, unchecked, tmp_path, monkeypatch) -> None:
     shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(choosing, "measure_errors", lambda *_, **__: pytest.fail("measured again"))
     monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
@@ -201,7 +207,7 @@ def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, tmp_p
     assert not list(tmp_path.glob(".*"))
 
 
-def test_python_has_it_too(mixed, tmp_path, monkeypatch) -> None:
+def test_python_has_it_too(mixed, unchecked, tmp_path, monkeypatch) -> None:
     shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
     shutil.rmtree(tmp_path / "mixed")
@@ -218,6 +224,16 @@ def test_another_choice_is_not_written_over_a_checkpoint(mixed, tmp_path) -> Non
     result["units"][0]["option"] = next(each for each in MENU if each != result["units"][0]["option"])
     with pytest.raises(ValueError, match="exists; give another --output, or --overwrite"):
         assemble(replace(mixed.search, options=replace(mixed.search.options, assemble=str(tmp_path / "mixed"))), result)
+
+
+def test_another_first_checkpoint_is_not_taken_for_the_one_that_gave_all_else(mixed, tmp_path) -> None:
+    shutil.copytree(mixed.folder, tmp_path / "mixed")
+    asked = replace(mixed.search, options=replace(mixed.search.options, assemble=str(tmp_path / "mixed")))
+    (name, first), (other, second) = asked.offer.fitted.items()
+    changed = replace(first, record=first.record.model_copy(update={"files": {"vae/config.json": "0"}}))
+    for fitted in ({other: second, name: first}, {name: changed, other: second}):
+        with pytest.raises(ValueError, match="exists; give another --output, or --overwrite"):
+            assemble(replace(asked, offer=replace(asked.offer, fitted=fitted)), mixed.result)
 
 
 def test_a_checkpoint_that_changes_meanwhile_is_refused(folders, mixed, tmp_path) -> None:
@@ -349,6 +365,8 @@ def test_two_of_one_format_and_a_recipe_beside_them_are_refused(folders, tmp_pat
         search((copies[0], folders[0]), tmp_path / "out")
     with pytest.raises(ValueError, match="with --from the recipe is that of the first checkpoint; leave it out"):
         fluxq.auto("tiny", "fp8", bits=6.0, fitted=folders)
+    with pytest.raises(ValueError, match="with --from the recipe is that of the first checkpoint; leave it out"):
+        fluxq.auto("tiny", "fp8", bits=6.0, fitted=Path(folders[0]))
 
 
 def test_options_are_the_checkpoints_formats_and_16_bit_only_where_a_menu_says_so(folders, tmp_path) -> None:

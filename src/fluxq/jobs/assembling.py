@@ -56,8 +56,9 @@ def assemble(search: Search, result: Mapping[str, Any]) -> Record:
     """
     options = {layer: each["option"] for each in result["units"] for layer in each["layers"]}
     folder, fitted = Path(str(search.options.assemble)), search.offer.fitted
-    digests = {option: one.digest for option, one in fitted.items()}
-    digest = job_digest([fluxq.__version__, search.job.output.stem, digests, options])
+    digests = [[option, one.digest] for option, one in fitted.items()]
+    rest = next(iter(fitted.values())).record.files
+    digest = job_digest([fluxq.__version__, search.job.output.stem, digests, rest, options])
     with writing(Output(folder), digest, overwrite=search.job.options.overwrite) as part:
         if part is not None:
             _write(part, search, options, digest)
