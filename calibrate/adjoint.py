@@ -1,7 +1,8 @@
 """Errors of options by the adjoint: what a small change of each layer's output does to the final latents z.
 
-Let each layer of unit u return y + Σ_o ε[u, o] δ_o, where δ_o = y_o − y and y_o is what option o makes of the layer's
-input x in place of y. To first order the latents with option o in unit u alone are z + ∂z/∂ε[u, o], and
+Let each layer of unit u, a Linear or an attention, return y + Σ_o ε[u, o] δ_o, where δ_o = y_o − y and y_o is what
+option o makes of the layer's input x in place of y. To first order the latents with option o in unit u alone are
+z + ∂z/∂ε[u, o], and
 
     R_p[u, o] = ∂⟨r_p, z⟩ / ∂ε[u, o] = Σ ⟨∂⟨r_p, z⟩/∂y, δ_o⟩      over tokens, the unit's layers, calls and steps
     E_p R_p² = ‖∂z/∂ε[u, o]‖²                                   with Gaussian probes r_p ~ N(0, I)
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fluxq.base.console import first_line
@@ -75,7 +77,7 @@ class AdjointErrors:
     @contextmanager
     def _options_in_place(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         """Have every layer of a unit return y + Σ ε δ, of which only the derivative by ε is not trivial: ε is 0."""
-        forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
         with ExitStack() as stack:
             for (unit, names), leaf in zip(self.menu.units.items(), leaves, strict=True):
                 for name in names if len(leaf) else ():
@@ -102,37 +104,46 @@ class AdjointErrors:
         return latents
 
 
-def _with_options(forward: Callable[..., Tensor], layers: Sequence[nn.Module], leaf: Tensor) -> Callable[..., Tensor]:
-    """Return a forward that has the gradient of y + Σ ε δ by `leaf`, which is ε."""
+def _with_options(forward: Callable[..., Any], layers: Sequence[nn.Module], leaf: Tensor) -> Callable[..., Any]:
+    """Return a forward that has the gradient of y + Σ ε δ by `leaf`, which is ε; y may be several tensors."""
 
-    def changed(x: Tensor) -> Tensor:
-        y = forward(x)
-        return _Options.apply(y, leaf, x, layers) if torch.is_grad_enabled() else y
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        returned = forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return returned
+        y, form = tree_flatten(returned)
+        x, call = tree_flatten((args, kwargs))
+        return tree_unflatten(_Options.apply(leaf, layers, call, len(y), *y, *x), form)
 
     return changed
 
 
 class _Options(torch.autograd.Function):
-    """(y, ε = 0) -> y + Σ_o ε_o (y_o − y)."""
+    """(ε = 0, y, x) -> y + Σ_o ε_o (y_o − y). y and x: tensors returned, and the leaves of the arguments."""
 
     generate_vmap_rule = True  # it runs again within a gradient of several probes, which are no axis of its arguments
 
     @staticmethod
-    def forward(y: Tensor, leaf: Tensor, x: Tensor, layers: Sequence[nn.Module]) -> Tensor:
-        return y.clone()  # which models may write into
+    def forward(leaf: Tensor, layers: Sequence[nn.Module], call: TreeSpec, count: int, *values: Any) -> Any:
+        return tuple(y.clone() for y in values[:count])  # which models may write into
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, ctx.leaf, x, ctx.layers = inputs
-        ctx.save_for_backward(x, y)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.leaf, ctx.layers, ctx.call, ctx.count, *values = inputs
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, y = ctx.saved_tensors
-        products = [
-            ((layer(x).float() - y.float()) * gradient.float()).sum(dtype=ctx.leaf.dtype) for layer in ctx.layers
-        ]
-        return gradient, torch.stack(products), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.others, strict=True)
+        values = [other if tensor is None else tensor for tensor, other in saved]
+        args, kwargs = tree_unflatten(values[ctx.count :], ctx.call)
+        products = []
+        for layer in ctx.layers:
+            changes = zip(tree_leaves(layer(*args, **kwargs)), values[: ctx.count], gradients, strict=True)
+            of_each = [((new.float() - y.float()) * g.float()).sum(dtype=ctx.leaf.dtype) for new, y, g in changes]
+            products.append(torch.stack(of_each).sum())
+        return torch.stack(products), None, None, None, *gradients, *(None for _ in values[ctx.count :])
 
 
 def _probes(latents: Tensor, image: int) -> Tensor:

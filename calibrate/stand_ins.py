@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
-Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> layer "component.path" -> module in its place
+L = TypeVar("L", bound=nn.Module)
+Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> module "component.path" -> another in its place
 
 
 @dataclass(frozen=True)
 class Menu:
-    """Choice of modules for layers of a pipeline, unit by unit.
+    """Choice of modules in the place of others of a pipeline, unit by unit.
 
-    units: unit -> its layers "component.path", which change together.
+    units: unit -> its layers "component.path", which change together; or its attention module.
     options: unit -> the options that it has, 16 bit not among them.
     layers: function that makes the modules of a unit's option, a QuantLinear for each layer.
     """
@@ -40,7 +40,7 @@ def module_of(pipe: Any, name: str) -> Any:
 
 
 @contextmanager
-def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator[None]:
+def replaced(pipe: Any, layers: Mapping[str, nn.Module]) -> Iterator[None]:
     """Put other modules into a pipeline for a while, on the devices of those that they replace."""
     originals = {name: module_of(pipe, name) for name in layers}
     with ExitStack() as stack:
@@ -55,8 +55,8 @@ def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator
 
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """Move a layer to another device for a while."""
-    home = layer.weight.device
+    """Move a module to another device for a while."""
+    home = next(layer.parameters()).device
     try:
         yield layer.to(device)
     finally:

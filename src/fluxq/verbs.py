@@ -127,6 +127,8 @@ def auto(
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
     count: int = 8,
+    modulation: bool = False,
+    attention: bool = False,
     output: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | None = None,
     call: Mapping[str, Any] | None = None,
@@ -148,6 +150,7 @@ def auto(
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
     count: images that errors are measured on; twice as many decide.
+    modulation, attention: whether formats of modulation, and the arithmetic of each block's self-attention, are chosen.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
     options: device, dtype, seed, revision and local_files_only.
@@ -162,7 +165,7 @@ def auto(
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count, modulation, attention)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:

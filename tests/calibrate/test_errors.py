@@ -182,6 +182,47 @@ def test_finished_parts_are_kept_and_damaged_ones_measured_again(pipe, tmp_path,
 # By the adjoint
 
 
+class Pair(nn.Module):
+    """A module of two tensors and a number that returns two, as joint attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 4)
+
+    def forward(self, x: Tensor, *, other: Tensor, scale: float, mask: None = None) -> tuple[Tensor, Tensor]:
+        assert mask is None
+        return x @ self.weight * scale, other @ self.weight
+
+
+class Joint(nn.Module):
+    """A velocity from a pair; the second tensor does not depend on the latents."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        one, two = self.pair(x, other=torch.linspace(0, 1, 8), scale=0.5, mask=None)
+        return (one + two,)
+
+
+def test_a_module_may_take_and_return_several_tensors(monkeypatch):
+    torch.manual_seed(0)
+    pipe: Any = Euler(Joint())
+    twin = Pair()
+    twin.load_state_dict({"weight": pipe.transformer.pair.weight * (1 + 1e-3)})
+    menu = Menu({"pair": ("transformer.pair",)}, {"pair": ("a",)}, lambda *_: {"transformer.pair": twin})
+    monkeypatch.setattr(adjoint_module, "PROBES", 8)
+    monkeypatch.setattr(adjoint_module, "_probes", lambda latents, _: torch.eye(8)[:, None])
+    found, plain = adjoint(pipe, menu).residuals[0, 0], final(pipe, ITEMS)
+    with replaced(pipe, menu.layers("pair", "a")):
+        change = final(pipe, ITEMS) - plain
+    expected = change.flatten() / plain.square().sum(-1).mean().sqrt()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3 * float(expected.abs().max()))
+
+
 def test_a_residual_is_the_change_of_the_latents_along_its_probe(monkeypatch):
     """A probe along each axis of the latents in place of a Gaussian one: residuals are the change itself, signs too."""
     torch.manual_seed(0)

@@ -18,8 +18,10 @@ from torch import Tensor
 from fluxq import tiny
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.jobs import choosing
+from fluxq.jobs import search as search_module
 from fluxq.jobs.choosing import choose
 from fluxq.jobs.job import JobOptions
+from fluxq.jobs.menu import Costs
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.search import AutoOptions, Search, outline_of, search_of
 from fluxq.jobs.trials import Bench, Tried, better_of
@@ -212,6 +214,62 @@ def test_the_cheapest_of_plans_that_cannot_be_told_apart_is_taken() -> None:
     assert better_of([good, level, worse]) is level
 
 
+def test_modulation_is_units_of_weights_alone_where_it_is_asked_for(model, here) -> None:
+    plain, asked = search(model), search(model, replace(VELOCITY, modulation=True))
+    more = asked.offer.units.keys() - plain.offer.units.keys()
+    assert more == {f"{DOUBLE}.norm1.linear", f"{DOUBLE}.norm1_context.linear", f"{SINGLE}.norm.linear"}
+    assert {asked.offer.choices[unit] for unit in more} == {("nvfp4", "fp8", "16bit")}
+    assert plain.table_digest("adjoint") != asked.table_digest("adjoint")
+    result = run(model, replace(VELOCITY, modulation=True))
+    found, options = schemes("small-5.5bits.yaml", model), chosen(result)
+    for unit in more:
+        option = options[unit]
+        assert found[unit.partition(".")[2]] == ("None" if option == "16bit" else f"{option}-16bit")
+    assert {options[unit] for unit in more} - {"16bit"} and result["cost"] <= 5.5
+
+
+def test_modulation_that_the_recipe_leaves_alone_or_sets_apart(model, here) -> None:
+    part = "extends: nvfp4\ncomponents: {transformer: {modulation: null, exclude: ['**.norm.linear']}}\n"
+    (here / "mine.yaml").write_text(part)
+    asked = search(model, replace(VELOCITY, bits=6.0, modulation=True), recipe="mine.yaml")
+    names = {name for names in asked.offer.units.values() for name in names if "norm" in name}
+    assert names == {f"{DOUBLE}.norm1.linear", f"{DOUBLE}.norm1_context.linear"}
+    assert {unit: str(asked.offer.layers["fp8"][unit].scheme) for unit in names} == dict.fromkeys(names, "fp8-16bit")
+
+
+def test_a_menu_has_16_bit_where_nothing_else_is_quantized(model, here) -> None:
+    (here / "mine.yaml").write_text("extends: nvfp4\ncomponents: {transformer: {modulation: null}}\n")
+    assert search(model, recipe="mine.yaml").offer.options == ("nvfp4", "fp8", "16bit")
+
+
+def test_attention_of_each_block_is_a_unit_that_takes_time(model, here, monkeypatch) -> None:
+    """Planted times: attention in fp8 takes one less, all else is free; the call is too small for it to pay."""
+    modelled = search_module.modelled_ms
+
+    def planted(*arguments: Any) -> Costs:
+        options = modelled(*arguments).numbers
+        return Costs({u: {o: float(o == "16bit" and u.endswith("attn")) for o in options[u]} for u in options}, 0.5)
+
+    monkeypatch.setattr(search_module, "modelled_ms", planted)
+    options = AutoOptions(ms=1.5, gpu="b200", menu=("fp8", "16bit"), count=4, attention=True)
+    result = run(model, options, dtype="float32")
+    units = {each["unit"]: each for each in result["units"]}
+    blocks = {unit: each for unit, each in units.items() if not each["layers"]}
+    assert blocks.keys() == {f"{DOUBLE}.attn", f"{SINGLE}.attn"}
+    coded = [unit for unit in blocks if chosen(result)[unit] == "fp8"]
+    assert len(coded) == 1 and result["cost"] == 1.5 and all(each["nmse"]["fp8"] > 0 for each in blocks.values())
+    path = coded[0].partition(".")[2]
+    assert load_recipe("small-1.5ms.yaml")[1].components["transformer"].attention == {"fp8": [path]}
+    job = job_of(JobOptions(model=str(model), recipe="small-1.5ms.yaml", call=CALL), writes=False, runs=False)
+    assert job.plans[0].attention == {"fp8": [path]}
+    asked = search(model, options, overwrite=True, dtype="float32")
+    bench = Bench(asked, asked.job.load_reference(), here / "runs.json")
+    errors = [bench.run(dict.fromkeys(chosen(result), "16bit") | {unit: "fp8"}).error for unit in blocks]
+    for unit, error in zip(blocks.values(), errors, strict=True):
+        assert 0.4 < unit["nmse"]["fp8"] / error < 2.5  # of other images
+    assert bench.run(dict.fromkeys(chosen(result), "16bit")).error == 0
+
+
 def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
     assert search(model, replace(VELOCITY, dialect="comfy")).offer.options == ("nvfp4", "fp8_tensor", "16bit")
     assert search(model, replace(VELOCITY, dialect="nunchaku")).offer.options == ("nvfp4",)
@@ -257,6 +315,12 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
         ({"dialect": "comfi"}, "expected one of bfl"),
         ({"count": 0}, "at least one image"),
+        ({"attention": True}, "takes no bits and no bytes.*give --ms, or --gate with --gpu"),
+        ({"attention": True, "bits": None, "gate": "latent_sqnr>=30"}, "give --ms, or --gate with --gpu"),
+        (
+            {"attention": True, "bits": None, "ms": 1.0, "gpu": "b200", "dialect": "comfy"},
+            "files for comfy say nothing",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) -> None:

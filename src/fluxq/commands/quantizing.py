@@ -129,6 +129,8 @@ def plan(
     metavar="N",
     help="Images that errors are measured on; twice as many decide.",
 )
+@click.option("--modulation", is_flag=True, help="Choose formats of the modulation's Linears too, weight-only.")
+@click.option("--attention", is_flag=True, help="With --ms or --gpu: choose blocks whose self-attention is in fp8.")
 @click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
 @run_options
 @output_option("<model>-<budget>.yaml")
@@ -146,6 +148,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
     """
     names = ("bits", "size", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
+    names += ("modulation", "attention")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         session.announce()

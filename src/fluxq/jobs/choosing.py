@@ -74,7 +74,7 @@ def _tables(search: Search, bench: Bench, work: Path) -> dict[str, ErrorTable]:
     """Return measure -> table, read from beside the output or measured and kept there; the first one predicts."""
     job, ranks, offer = search.job, search.job.run.ranks, search.offer
     options = {unit: tuple(o for o in of_unit if o != SIXTEEN_BIT) for unit, of_unit in offer.choices.items()}
-    menu = Menu(offer.units, options, bench.layers)
+    menu = Menu(offer.modules, options, bench.layers)
     tables: dict[str, ErrorTable] = {}
     for measure in search.measures:
         file = search.table_file(measure)
@@ -124,13 +124,13 @@ def _errors(search: Search, table: ErrorTable) -> Numbers:
 def _weight_errors(search: Search, bench: Bench) -> Numbers:
     """Return unit -> option -> squared error of its weights, which needs no run at all."""
     return {
-        unit: {option: _weight_error(bench, unit, option) for option in options}
+        unit: {option: _weight_error(search, bench, unit, option) for option in options}
         for unit, options in progress(search.offer.choices.items(), "Rounding weights")
     }
 
 
-def _weight_error(bench: Bench, unit: str, option: str) -> float:
-    if option == SIXTEEN_BIT:
+def _weight_error(search: Search, bench: Bench, unit: str, option: str) -> float:
+    if option == SIXTEEN_BIT or not search.offer.units[unit]:  # attention has no weights
         return 0.0
     return math.fsum(
         float(

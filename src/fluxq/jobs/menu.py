@@ -1,16 +1,18 @@
 """Units of a search, the options that each may take, and their costs.
 
-A unit is all Linears that read one input, and, for another program's files, those that share a tensor there. What the
-base recipe says otherwise stays: layers that it keeps in 16 bit or that an override of it names, modulation, and other
-components. An option is a format of the menu, computed as the shipped recipe of its name computes it; the base recipe's
-main format is computed as that recipe says. Options that a plan or the dialect refuses are left out.
+A unit is all Linears that read one input, and, for another program's files, those that share a tensor there; a Linear
+of the modulation, or the self-attention of a block, if these are asked for. What the base recipe says otherwise stays:
+layers that it keeps in 16 bit or that an override of it names, and other components. An option is a format of the menu,
+computed as the shipped recipe of its name computes it, for modulation weight-only; the base recipe's main format is
+computed as that recipe says. Options that a plan or the dialect refuses are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -26,11 +28,22 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
+from fluxq.recipes.computing import Attention, Attentions, gathered
 from fluxq.recipes.cost import seconds_of_groups
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.family import Family
+from fluxq.recipes.family import Family, matches
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for, plan_of
+from fluxq.recipes.plan import (
+    MODULATION_ROLE,
+    LayerPlan,
+    LinearShape,
+    Method,
+    Plan,
+    attention_paths,
+    component_recipe,
+    override_for,
+    plan_of,
+)
 from fluxq.recipes.recipe import Component, Operand, Override, Recipe
 from fluxq.recipes.writing import override_of
 
@@ -38,6 +51,7 @@ _EIGHT_BITS = ("fp8", "fp8_tensor", "mxfp8", "int8")  # the first that a dialect
 _WEIGHT_ONLY = ("int4",)  # elements whose shipped recipe leaves activations in 16 bit
 
 Unit = tuple[str, ...]  # layers, "component.path"
+ATTENTION_OPTIONS: tuple[Attention, ...] = ("fp8", "16bit")
 
 
 @dataclass(frozen=True)
@@ -56,14 +70,37 @@ class Part:
         entry = self.entry.model_copy(update={"overrides": [*self.entry.overrides, *added]})
         return plan_of(self.family, self.base.component, self.linears, self.recipe, entry)
 
-    def override(self, selector: Mapping[str, str | list[str]], option: str, reason: str) -> dict[str, Any]:
-        """Return an entry of `Override` that gives an option to the layers of {"role": …} or {"match": …}."""
-        return override_of(selector, self.operands(option), reason)
+    def plan_in(self, option: str, names: Collection[str]) -> Plan:
+        """Return the plan with those of `names`, "component.layer", that are its own in one option."""
+        paths = [path for path in self.roles if f"{self.base.component}.{path}" in names]
+        if option == SIXTEEN_BIT:  # of all layers, it would be a plan of nothing
+            plain = (replace(layer, scheme=None, method=Method()) for layer in self.base.layers if layer.name in paths)
+            return replace(self.base, layers=tuple({la.name: la for la in (*self.base.layers, *plain)}.values()))
+        return self.plan([self.override([path], option, option) for path in paths])
 
-    def operands(self, option: str) -> tuple[Operand | None, Operand | None]:
-        """Return weights and activations of an option, None for 16 bit."""
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Layer, without its component -> role."""
+        return {layer.name: layer.role for layer in self.base.layers}
+
+    @staticmethod
+    def path(name: str) -> str:
+        """Return the layer of "component.layer"."""
+        return name.partition(".")[2]
+
+    def override(self, names: Sequence[str], option: str, reason: str, *, whole_role: bool = False) -> dict[str, Any]:
+        """Return an entry of `Override` that gives an option to layers that are or are not modulation, or to a role."""
+        role = self.roles[names[0]]
+        selector = {"role": role} if whole_role else {"match": [*names]}
+        return override_of(selector, self.operands(option, role), reason)
+
+    def operands(self, option: str, role: str) -> tuple[Operand | None, Operand | None]:
+        """Return weights and activations of an option for layers of a role, None for 16 bit."""
         if option == SIXTEEN_BIT:
             return None, None
+        if role == MODULATION_ROLE:
+            kept = self.entry.modulation
+            return kept if kept and kept.row.name == option else Operand(format=option), None
         if option == self.entry.weights.row.name:
             return self.entry.weights, self.entry.activations
         operand = Operand(format=option)
@@ -76,7 +113,7 @@ class Offer:
 
     options: names, the base recipe's main format first.
     parts: component -> what is there before any choice.
-    units: name of the unit, "component.group" -> its layers.
+    units: name of the unit, "component.group" -> its layers; "component.path" of an attention, which has none here.
     choices: unit -> options that it may take.
     plans: option -> component -> plan with every unit in that option that can be.
     layers: option -> layer "component.path" -> its plan there.
@@ -89,6 +126,20 @@ class Offer:
     plans: Mapping[str, Mapping[str, Plan]]
     layers: Mapping[str, Mapping[str, LayerPlan]]
 
+    @property
+    def modules(self) -> dict[str, Unit]:
+        """Unit -> modules whose outputs its options change."""
+        return {unit: names or (unit,) for unit, names in self.units.items()}
+
+    def attention(self, component: str, choice: Mapping[str, str]) -> Attentions:
+        """Return the attention of a component under a choice; the base recipe's where it is none of the units."""
+        chosen: dict[str, Any] = {
+            unit.partition(".")[2]: option
+            for unit, option in choice.items()
+            if not self.units[unit] and unit.partition(".")[0] == component
+        }
+        return gathered(chosen) if chosen else self.parts[component].base.attention
+
     def schemes(self, choice: Mapping[str, str]) -> dict[str, Scheme | None]:
         """Return layer -> scheme, of the layers of all units in `choice`."""
         return {name: self.layers[option][name].scheme for unit, option in choice.items() for name in self.units[unit]}
@@ -100,11 +151,12 @@ class Offer:
         return {unit: sum(layers[name].n * layers[name].k for name in names) for unit, names in self.units.items()}
 
 
-def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
+def offer_of(job: Job, names: Sequence[str], dialect: str | None, extra: Collection[str] = ()) -> Offer:
     """Return the units of a job's transformers and their options.
 
     names: formats and "16bit"; by default the recipe's main one, and of 8 and of 16 bits what the dialect holds.
     dialect: a key of WRITERS, None for fluxq's own checkpoints.
+    extra: units beside the input groups, "modulation" and "attention".
 
     ValueError for a format that is unknown, or that no unit can take.
     """
@@ -115,14 +167,14 @@ def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
     for name in names:
         _require_format(name)
     if names:
-        return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect)
+        return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect, extra)
     usual = [
         (*eight, *sixteen) for sixteen in ((SIXTEEN_BIT,), ()) for eight in (*((name,) for name in _EIGHT_BITS), ())
     ]
     for others in usual:
         with suppress(ValueError):
-            return _menu(parts, tuple(dict.fromkeys((main, *others))), dialect)
-    return _menu(parts, (main,), dialect)
+            return _menu(parts, tuple(dict.fromkeys((main, *others))), dialect, extra)
+    return _menu(parts, (main,), dialect, extra)
 
 
 def _part(job: Job, plan: Plan) -> Part:
@@ -139,9 +191,9 @@ def _require_format(name: str) -> None:
         raise ValueError(f"--menu: unknown format {name!r}{hint}; formats: {', '.join(FORMATS)}, 16bit") from None
 
 
-def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None) -> Offer:
+def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None, extra: Collection[str]) -> Offer:
     """Return the menu; ValueError for an option that no unit can take, with the first reason."""
-    units = _units(parts, dialect)
+    units = _units(parts, dialect, "modulation" in extra)
     shapes = {f"{name}.{linear.name}": linear for name, part in parts.items() for linear in part.linears}
     refused = {
         option: {unit: why for unit, names in units.items() if (why := _too_odd(parts, option, names, shapes))}
@@ -149,14 +201,7 @@ def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | No
     }
     plans = {
         option: {
-            component: part.plan(
-                [
-                    part.override({"match": name.partition(".")[2]}, option, option)
-                    for unit in units.keys() - refused[option].keys()
-                    for name in units[unit]
-                    if name.startswith(f"{component}.")
-                ]
-            )
+            component: part.plan_in(option, [n for unit in units if unit not in refused[option] for n in units[unit]])
             for component, part in parts.items()
         }
         for option in options
@@ -176,14 +221,29 @@ def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | No
             raise ValueError(f"--menu: no unit can be {option}: {why}; leave it out of the menu")
     choices = {unit: tuple(option for option in options if unit not in refused[option]) for unit in units}
     kept = {unit: names for unit, names in units.items() if choices[unit]}  # the others follow the base recipe
-    return Offer(options, parts, kept, {unit: choices[unit] for unit in kept}, plans, layers)
+    attention = _attention_units(parts) if "attention" in extra else {}
+    choices = {unit: choices[unit] for unit in kept} | attention
+    return Offer(options, parts, kept | dict.fromkeys(attention, ()), choices, plans, layers)
 
 
-def _units(parts: Mapping[str, Part], dialect: str | None) -> dict[str, Unit]:
+def _attention_units(parts: Mapping[str, Part]) -> dict[str, tuple[str, ...]]:
+    """Return the attention modules that can be replaced, with their options; ValueError where none can."""
+    units = [
+        f"{component}.{path}"
+        for component, part in parts.items()
+        for path in attention_paths(part.family, [linear.name for linear in part.linears])
+    ]
+    if not units:
+        models = ", ".join(part.family.model for part in parts.values())
+        raise ValueError(f"--attention: that of {models} cannot be replaced; leave out --attention")
+    return dict.fromkeys(units, ATTENTION_OPTIONS)
+
+
+def _units(parts: Mapping[str, Part], dialect: str | None, with_modulation: bool) -> dict[str, Unit]:
     """Return unit -> layers that may change their format, in the model's order."""
     home: dict[str, str] = {}  # layer -> unit
     for component, part in parts.items():
-        free = [la for la in part.base.quantized if la.is_observed and override_for(la, part.entry.overrides) is None]
+        free = [layer for layer in part.base.layers if _is_free(layer, part.entry, with_modulation)]
         home |= {f"{component}.{layer.name}": f"{component}.{layer.group}" for layer in free}
         names = [linear.name for linear in part.linears]
         for joined in joined_modules(dialect, part.family.name, names) if dialect else ():
@@ -195,10 +255,20 @@ def _units(parts: Mapping[str, Part], dialect: str | None) -> dict[str, Unit]:
     return units
 
 
+def _is_free(layer: LayerPlan, entry: Component, with_modulation: bool) -> bool:
+    """Tell whether a layer may change its format: the recipe does not set it apart."""
+    if override_for(layer, entry.overrides) is not None:
+        return False
+    if layer.role == MODULATION_ROLE:  # which a recipe may leave in 16 bit without a word
+        return with_modulation and not any(matches(pattern, layer.name) for pattern in entry.exclude)
+    return layer.scheme is not None and layer.is_observed
+
+
 def _too_odd(parts: Mapping[str, Part], option: str, names: Unit, shapes: Mapping[str, LinearShape]) -> str:
     """Return why a format cannot hold the shape of a layer; "" if it holds all."""
     for name in names:
-        for operand in parts[name.partition(".")[0]].operands(option):
+        part = parts[name.partition(".")[0]]
+        for operand in part.operands(option, part.roles[part.path(name)]):
             try:
                 if operand is not None:
                     operand.row.check_shape(shapes[name].n, shapes[name].k, name)
@@ -278,23 +348,28 @@ def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
     """Return the modelled milliseconds of a forward pass of every transformer with one image, fused."""
     frames = frames_in(job.call) if {*FRAMES} & job.call.keys() else None
     forwards = {name: cost.forward for name, cost in model_costs(job, gpu, "speed", frames, 1).items()}
-    of_option = {
-        option: {
+
+    def times(plans: Mapping[str, Plan]) -> dict[tuple[str, str], float]:
+        return {
             (component, group): 1e3 * seconds
             for component, plan in plans.items()
             for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu)).items()
         }
-        for option, plans in offer.plans.items()
+
+    of_option = {option: times(plans) for option, plans in offer.plans.items()}
+    first, layers = offer.options[0], offer.layers[offer.options[0]]
+    attended = {
+        word: times({name: replace(plan, attention=word) for name, plan in offer.plans[first].items()})
+        for word in ATTENTION_OPTIONS
     }
-    layers = offer.layers[offer.options[0]]
     groups = {
         unit: dict.fromkeys((name.partition(".")[0], layers[name].group) for name in names)
         for unit, names in offer.units.items()
     }
-    numbers = {
-        unit: {option: sum(of_option[option][group] for group in groups[unit]) for option in options}
-        for unit, options in offer.choices.items()
-    }
+    numbers: dict[str, dict[str, float]] = {}
+    for unit, options in offer.choices.items():
+        of_unit = of_option if groups[unit] else attended
+        groups[unit] = groups[unit] or {(unit.partition(".")[0], unit.partition(".")[2]): None}
+        numbers[unit] = {option: sum(of_unit[option][group] for group in groups[unit]) for option in options}
     changing = {group for of_unit in groups.values() for group in of_unit}
-    rest = of_option[offer.options[0]]
-    return Costs(numbers, sum(ms for group, ms in rest.items() if group not in changing))
+    return Costs(numbers, sum(ms for group, ms in of_option[first].items() if group not in changing))

@@ -49,6 +49,8 @@ class AutoOptions:
     dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
     measure: None measures in every way that the model allows.
     count: images that errors are measured on.
+    modulation: whether Linears of the modulation are units too.
+    attention: whether the self-attention of each block is one, in 16 bit or in fp8.
     """
 
     bits: float | None = None
@@ -60,6 +62,8 @@ class AutoOptions:
     dialect: str | None = None
     measure: Measure | None = None
     count: int = IMAGES
+    modulation: bool = False
+    attention: bool = False
 
     @property
     def budget(self) -> tuple[Kind, Any]:
@@ -142,7 +146,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     _require_sound(options)
     job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
     require_steps(job.folder)
-    offer = offer_of(job, options.menu, _dialect(options))
+    extra = [name for name in ("modulation", "attention") if getattr(options, name)]
+    offer = offer_of(job, options.menu, _dialect(options), extra)
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
     place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
@@ -180,6 +185,13 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
         find_device(options.gpu)
+    if options.attention and kind != "ms" and not (kind == "gate" and options.gpu):
+        raise ValueError(
+            "--attention takes no bits and no bytes, so that all of it would stay in 16 bit; give --ms, or --gate with "
+            "--gpu"
+        )
+    if options.attention and options.dialect:
+        raise ValueError(f"--attention: files for {options.dialect} say nothing of it; leave out one of the two")
     if options.count < 1:
         raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
 

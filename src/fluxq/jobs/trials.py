@@ -26,6 +26,7 @@ from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.jobs.search import Search
 from fluxq.recipes.budget import Choice
+from fluxq.runtime.attention_choice import with_attention
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Bench:
 
     def __init__(self, search: Search, pipe: Any, file: Path) -> None:
         self.search, self.pipe, self.file = search, pipe, file
-        self.originals = {name: module_of(pipe, name) for names in search.offer.units.values() for name in names}
+        self.originals = {name: module_of(pipe, name) for names in search.offer.modules.values() for name in names}
         self.tried: list[Tried] = []
         self.kept: dict[str, list[float | None]] = {}
         try:
@@ -75,7 +76,9 @@ class Bench:
             logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
-        """Return layer -> itself rounded to nearest in an option."""
+        """Return layer -> itself rounded to nearest in an option; or an attention -> itself computed so."""
+        if not self.search.offer.units[unit]:
+            return {unit: with_attention(self.originals[unit], option)}  # pyright: ignore[reportArgumentType]
         return {
             name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
             for name, scheme in self.search.offer.schemes({unit: option}).items()
