@@ -149,7 +149,7 @@ def auto(
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
-    count: images that errors are measured on; twice as many decide.
+    count: images that errors are measured on; two to four times as many decide.
     modulation, attention: whether formats of modulation, and the arithmetic of each block's self-attention, are chosen.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.

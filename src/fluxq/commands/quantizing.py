@@ -127,7 +127,7 @@ def plan(
     default=8,
     show_default=True,
     metavar="N",
-    help="Images that errors are measured on; twice as many decide.",
+    help="Images that errors are measured on; two to four times as many decide.",
 )
 @click.option("--modulation", is_flag=True, help="Choose formats of the modulation's Linears too, weight-only.")
 @click.option("--attention", is_flag=True, help="With --ms or --gpu: choose blocks whose self-attention is in fp8.")

@@ -10,7 +10,7 @@ from fluxq.base.files import (
     write_text,
 )
 from fluxq.calibrate.errors import ErrorTable
-from fluxq.eval.metrics.statistics import paired_interval
+from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.jobs.search import Search
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
@@ -108,7 +108,7 @@ def chosen_result(
     job, offer, table = search.job, search.offer, next(iter(tables.values()))
     per, (kind, value) = search.unit[1], search.options.budget
     predicted = table.predicted_together(winner.choice)
-    interval = paired_interval(winner.errors)
+    interval = clustered_interval(winner.errors, winner.prompts)
     agrees = winner.error <= _AGREES * predicted and predicted <= _AGREES * winner.error
     points = front(errors, search.costs.numbers)
     return {
@@ -137,6 +137,7 @@ def chosen_result(
                 "cost": each.cost / per,
                 "predicted_nmse": table.predicted_together(each.choice),
                 "nmse": each.error if math.isfinite(each.error) else None,
+                "images": len(each.squares),
                 "sqnr_db": each.decibels if math.isfinite(each.decibels) else None,
                 "changes": {u: o for u, o in each.choice.items() if o != winner.choice[u]},
             }
@@ -149,7 +150,7 @@ def chosen_result(
         "measured_nmse": winner.error if math.isfinite(winner.error) else None,
         "measured_interval": [interval.low, interval.high] if math.isfinite(interval.low + interval.high) else None,
         "agrees": agrees,
-        "images": {"measured": len(search.measuring), "judged": len(search.judging)},
+        "images": {"measured": len(search.measuring), "judged": len(winner.squares)},
         "statistics": {measure: each.content_digest for measure, each in tables.items()},
         "identity": job.identity,
         "seconds": seconds,

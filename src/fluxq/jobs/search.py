@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,7 +33,8 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.recipe import parse_gate
 
 Kind = Literal["bits", "size", "ms", "gate"]
-IMAGES = 8  # that errors are measured on; twice as many decide
+IMAGES = 8  # that errors are measured on
+ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 
@@ -101,12 +103,13 @@ class Search:
         return self.job.prompts.items(count, self.job.calibration_items[0][1])
 
     @cached_property
-    def judging(self) -> Sequence[Item]:
-        """Images that decide: of other noise, and of other prompts where there are any."""
+    def judging(self) -> Sequence[Sequence[Item]]:
+        """Images that decide, round by round: of other noise, and of other prompts where there are any."""
         count, prompts = self.options.count, self.job.prompts
         others = prompts.rows[count:] or prompts.rows
         seed = _JUDGING_SEEDS + self.job.calibration.seed
-        return [(others[index % len(others)], seed + index) for index in range(2 * count)]
+        items = ((others[index % len(others)], seed + index) for index in range(sum(ROUNDS) * count))
+        return [list(islice(items, times * count)) for times in ROUNDS]
 
     @property
     def measures(self) -> tuple[Measure, ...]:
@@ -320,7 +323,9 @@ def outline_of(search: Search) -> Outline:
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
-    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * len(search.judging) * steps}
+    passes = {measure: each[measure] for measure in search.measures} | {
+        "runs": runs * sum(map(len, search.judging)) * steps
+    }
     seconds = None
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
