@@ -14,6 +14,9 @@ image go through together: what is computed again on the way, and every δ_o, is
 Only ε has a gradient. Of the forward pass the arguments of the transformers' calls are kept; each call, and within it
 each block of models that can, is run again when the gradient comes to it. So one block's graph is there at a time.
 
+What runs once per image, as text encoders do, is no part of that graph: R_p = ⟨r_p, z' − z⟩, where z' is of a run with
+the option, and the probes are the same, so that its errors add up or cancel with those of all else.
+
 From P probes of I images the estimate of an error has a relative standard deviation of about √(2 / PI), an eighth
 with 8 images. Errors of options and units share the probes, so that they are compared better than that.
 """
@@ -36,7 +39,7 @@ from fluxq.base.residence import device_of
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import Item, Sampling, noise_levels, number_of_steps, run_pipeline
 from fluxq.calibrate.sensitivity import require_finite
-from fluxq.calibrate.stand_ins import Menu, module_of, moved, replaced_forwards
+from fluxq.calibrate.stand_ins import Menu, changes_of_runs, module_of, moved, replaced_forwards
 
 PROBES = 16  # of each image: 16 take an eighth longer than 8, and twice the memory of a block's gradients
 _SEED = 11
@@ -56,15 +59,19 @@ class AdjointErrors:
     def part(self, index: int) -> dict[str, Tensor]:
         """Return the residuals R_p of one image, (units, options, PROBES) fp64, and ‖z‖²."""
         device = device_of(getattr(self.pipe, self.menu.components[0]))
-        counts = [len(self.menu.options.get(unit, ())) for unit in self.menu.units]
+        counts = [len(self.menu.options.get(u, ())) if u not in self.menu.once else 0 for u in self.menu.units]
         leaves = [torch.zeros(n, dtype=_wide(device), device=device, requires_grad=True) for n in counts]
         with _differentiable(self.pipe, self.menu), self._options_in_place(leaves):
             latents = self._latents(self.items[index])
-            gradients = _gradients(latents, leaves, _probes(latents, index))
+            probes = _probes(latents, index)
+            gradients = _gradients(latents, leaves, probes)
         residuals = torch.full((len(leaves), len(self.options), PROBES), math.inf, dtype=torch.float64)
         for row, unit, gradient in zip(residuals, self.menu.units, gradients, strict=True):
-            for option, values in zip(self.menu.options.get(unit, ()), gradient.T, strict=True):
+            for option, values in zip(self.menu.options.get(unit, ()), gradient.T, strict=unit not in self.menu.once):
                 row[self.options.index(option)] = torch.where(values.isfinite(), values, math.inf)
+        for (unit, option), values in self._by_runs(self.items[index], probes).items():
+            place = list(self.menu.units).index(unit), self.options.index(option)
+            residuals[place] = torch.where(values.isfinite(), values, math.inf)
         sigmas = torch.tensor(noise_levels(self.pipe)[: len(self.steps)], dtype=torch.float64)
         return {"residuals": residuals, "signal": latents.detach().cpu().double().square().sum(), "sigmas": sigmas}
 
@@ -91,7 +98,16 @@ class AdjointErrors:
     def _layers(self) -> dict[str, list[Mapping[str, Any]]]:
         """Unit -> for each of its options the modules in the place of its layers."""
         options = self.menu.options
-        return {u: [self.menu.layers(u, option) for option in options.get(u, ())] for u in self.menu.units}
+        units = [unit for unit in self.menu.units if unit not in self.menu.once]
+        return {u: [self.menu.layers(u, option) for option in options.get(u, ())] for u in units}
+
+    def _by_runs(self, item: Item, probes: Tensor) -> dict[tuple[str, str], Tensor]:
+        """Return ⟨r_p, z' − z⟩, (PROBES,), of each option of units that no step depends on: z' is of a run with it."""
+        pairs = [(unit, option) for unit in self.menu.once for option in self.menu.options.get(unit, ())]
+        return {
+            pair: probes.cpu().double().flatten(1) @ change
+            for pair, change in changes_of_runs(self.pipe, self.menu, pairs, [item], self.call)
+        }
 
     def _latents(self, item: Item) -> Tensor:
         """Return the final latents of one image, with the graph of how they came to be."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from fluxq.calibrate.capture import Item, run_pipeline
 
 L = TypeVar("L", bound=nn.Module)
 Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> module "component.path" -> another in its place
@@ -21,16 +23,19 @@ class Menu:
     units: unit -> its layers "component.path", which change together; or its attention module.
     options: unit -> the options that it has, 16 bit not among them.
     layers: function that makes the modules of a unit's option, a QuantLinear for each layer.
+    once: units of models that run once per image, before the others.
     """
 
     units: Mapping[str, tuple[str, ...]]
     options: Mapping[str, tuple[str, ...]]
     layers: Layers
+    once: tuple[str, ...] = ()
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the models with layers of any unit."""
-        return tuple(dict.fromkeys(name.partition(".")[0] for names in self.units.values() for name in names))
+        """Names of the models that run at every step and have layers of any unit."""
+        names = [name for unit, names in self.units.items() if unit not in self.once for name in names]
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 def module_of(pipe: Any, name: str) -> Any:
@@ -51,6 +56,21 @@ def replaced(pipe: Any, layers: Mapping[str, nn.Module]) -> Iterator[None]:
             stack.callback(model.set_submodule, path, originals[name])
             model.set_submodule(path, stack.enter_context(moved(layer, device)))
         yield
+
+
+def changes_of_runs(
+    pipe: Any, menu: Menu, pairs: Sequence[tuple[str, str]], items: Sequence[Item], call: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield (unit, option) -> what it changes of the final latents of a few images, fp64 on the CPU, run by run."""
+
+    @torch.no_grad()
+    def latents() -> Tensor:
+        return torch.cat([z.double().cpu().flatten() for _, z in run_pipeline(pipe, items, call, batch_size=1)])
+
+    plain = latents() if pairs else torch.empty(0)
+    for unit, option in pairs:
+        with replaced(pipe, menu.layers(unit, option)):
+            yield (unit, option), latents() - plain
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from fluxq.recipes.recipe import Operand, Recipe, load_recipe, shipped_recipes
 def recipe_with(
     name: str,
     recipe: Recipe,
-    changes: Mapping[str, Mapping[str, Any]],
+    changes: Mapping[str, Mapping[str, Any] | None],
     families: Mapping[str, Family],
     about: str,
 ) -> str:
     """Return a recipe in YAML with other entries.
 
-    changes: component -> keys of its entry; overrides, from `override_of`, are added to those that it has.
+    changes: component -> keys of its entry, None to leave it out; overrides, from `override_of`, are added to those
+        that it has.
     families: component -> its family.
     about: end of the first line, which begins with the recipe's name.
 
@@ -31,6 +32,9 @@ def recipe_with(
     whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
     entries: dict[str, Any] = {}
     for component, changed in changes.items():
+        if changed is None:
+            whole["components"].pop(component, None)
+            continue
         entry = component_recipe(recipe, component, families[component]).model_dump(mode="json", exclude_defaults=True)
         both = dict(changed)
         if added := changed.get("overrides"):

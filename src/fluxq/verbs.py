@@ -153,7 +153,8 @@ def auto(
     modulation, attention: whether formats of modulation, and the arithmetic of each block's self-attention, are chosen.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
-    options: device, dtype, seed, revision and local_files_only.
+    options: components, of which text encoders are chosen under `size`, device, dtype, seed, revision and
+        local_files_only.
     """
     from fluxq.jobs.choosing import choose
     from fluxq.jobs.job import JobOptions
@@ -237,7 +238,7 @@ def evaluate_pipeline(
     return report
 
 
-_OF_AUTO = {"device", "dtype", "seed", "revision", "local_files_only"}
+_OF_AUTO = {"components", "device", "dtype", "seed", "revision", "local_files_only"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

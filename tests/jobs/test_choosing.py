@@ -21,6 +21,7 @@ from fluxq.calibrate.adjoint import PROBES
 from fluxq.jobs import choosing
 from fluxq.jobs import search as search_module
 from fluxq.jobs.choosing import choose
+from fluxq.jobs.chosen import chosen_recipe
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.menu import Costs
 from fluxq.jobs.planning import job_of
@@ -318,6 +319,38 @@ def test_attention_of_each_block_is_a_unit_that_takes_time(model, here, monkeypa
     assert bench.run(dict.fromkeys(chosen(result), "16bit")).error == 0
 
 
+def test_a_text_encoder_is_a_unit_of_bytes(model, here) -> None:
+    how: dict[str, Any] = {"components": ("transformer", "text_encoder_2")}
+    options = replace(VELOCITY, bits=None, size=10**12)
+    with pytest.raises(ValueError, match="so there is no choice"):
+        search(model, options, **how)
+    asked = search(model, replace(options, bits=None, size=None, gate="latent_sqnr>=30"), **how)
+    costs = asked.costs
+    other = costs.numbers["text_encoder_2"]
+    size = int(extremes({u: o for u, o in costs.numbers.items() if u != "text_encoder_2"})[0] + costs.fixed)
+    size = (size + int(other["fp8"]) + 80_000) // 8
+    result = run(model, replace(options, size=size), output="out.yaml", **how)
+    unit = next(each for each in result["units"] if each["unit"] == "text_encoder_2")
+    assert unit["option"] in ("nvfp4", "fp8") and 0 < unit["nmse"]["fp8"] < unit["nmse"]["nvfp4"] < 1
+    assert unit["nmse"]["16bit"] == 0 and 8 * 1e9 * result["cost"] <= 8 * size
+    job = job_of(JobOptions(model=str(model), recipe="out.yaml", call=CALL), writes=False, runs=False)
+    (plan,) = (plan for plan in job.plans if plan.component == "text_encoder_2")
+    assert {str(layer.scheme) for layer in plan.quantized} == {f"{unit['option']}-16bit"}
+
+
+def test_a_text_encoder_that_stays_in_16_bit_is_not_in_the_recipe(model, here) -> None:
+    fp8 = "{weights: {format: fp8}}"
+    (here / "mine.yaml").write_text(f"components: {{transformer: {fp8}, text_encoder_2: {fp8}}}\n")
+    how: dict[str, Any] = {"recipe": "mine.yaml", "components": ("transformer", "text_encoder_2")}
+    asked = search(model, replace(VELOCITY, bits=None, gate="latent_sqnr>=30"), **how)
+    choice = {unit: options[0] for unit, options in asked.offer.choices.items()}
+    errors = {unit: dict.fromkeys(options, 1.0) for unit, options in asked.offer.choices.items()}
+    for option in ("fp8", "16bit"):
+        choice["text_encoder_2"] = option
+        (here / "out.yaml").write_text(chosen_recipe(asked, choice, errors))
+        assert ("text_encoder_2" in load_recipe("out.yaml")[1].components) == (option == "fp8")
+
+
 def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
     assert search(model, replace(VELOCITY, dialect="comfy")).offer.options == ("nvfp4", "fp8_tensor", "16bit")
     assert search(model, replace(VELOCITY, dialect="nunchaku")).offer.options == ("nvfp4",)
@@ -375,6 +408,19 @@ def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) 
     with pytest.raises(ValueError, match=words):
         search(model, replace(VELOCITY, **options))
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("component", "options", "job", "words"),
+    [
+        ("text_encoder_2", {}, {}, "--components text_encoder_2: its bytes count under --size.*; leave it out"),
+        ("text_encoder", {"bits": None, "size": 10**9, "dialect": "comfy"}, {}, "files for comfy do not hold it"),
+        ("text_encoder_2", {"bits": None, "size": 10**9}, {"dtype": "float16"}, "overflow in float16"),
+    ],
+)
+def test_components_that_nothing_weighs_or_measures_are_refused(model, here, component, options, job, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        search(model, replace(VELOCITY, **options), components=("transformer", component), **job)
 
 
 def test_prompts_are_needed(model, here) -> None:

@@ -131,6 +131,12 @@ def plan(
 )
 @click.option("--modulation", is_flag=True, help="Choose formats of the modulation's Linears too, weight-only.")
 @click.option("--attention", is_flag=True, help="With --ms or --gpu: choose blocks whose self-attention is in fp8.")
+@click.option(
+    "--components",
+    callback=names_in,
+    metavar="NAME,NAME",
+    help="Components to choose for, text encoders too under --size; by default the recipe's denoisers.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
 @run_options
 @output_option("<model>-<budget>.yaml")

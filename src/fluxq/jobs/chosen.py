@@ -9,7 +9,7 @@ from typing import Any
 from fluxq.base.files import (
     write_text,
 )
-from fluxq.calibrate.errors import ErrorTable
+from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.jobs.search import Search
 from fluxq.jobs.trials import Bench, Tried
@@ -24,12 +24,14 @@ _KIND = "fluxq auto"
 
 def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest."""
-    job, parts = search.job, search.offer.parts
+    job, offer, parts = search.job, search.offer, search.offer.parts
     changes = {component: _changes(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
     budget = search.options.gate or search.in_words(search.limit)
     about = f"with formats chosen for {budget}"
-    return recipe_with(job.recipe_name, job.recipe, {c: keys for c, keys in changes.items() if keys}, families, about)
+    once = {component: None if choice[component] == SIXTEEN_BIT else changes[component] for component in offer.once}
+    changes = {component: keys for component, keys in changes.items() if keys} | once
+    return recipe_with(job.recipe_name, job.recipe, changes, families, about)
 
 
 def _changes(search: Search, component: str, choice: Choice, errors: Numbers) -> dict[str, Any]:
@@ -89,6 +91,8 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> 
     _, recipe = load_recipe(str(file))
     meant = search.offer.schemes(choice)
     for component, part in search.offer.parts.items():
+        if component in search.offer.once and choice[component] == SIXTEEN_BIT:
+            continue
         entry = component_recipe(recipe, component, part.family)
         plan, attention = replace(part, recipe=recipe, entry=entry).plan([]), search.offer.attention(component, choice)
         if plan.attention != attention:

@@ -1,8 +1,8 @@
 """Units of a search, the options that each may take, and their costs.
 
 A unit is all Linears that read one input, and, for another program's files, those that share a tensor there; a Linear
-of the modulation, or the self-attention of a block, if these are asked for. What the base recipe says otherwise stays:
-layers that it keeps in 16 bit or that an override of it names, and other components. An option is a format of the menu,
+of the modulation, the self-attention of a block, or a whole text encoder, if these are asked for. What the base recipe
+says otherwise stays: layers that it keeps in 16 bit or that an override of it names, and other components. An option is a format of the menu,
 computed as the shipped recipe of its name computes it, for modulation weight-only; the base recipe's main format is
 computed as that recipe says. Options that a plan or the dialect refuses are left out.
 """
@@ -56,7 +56,7 @@ ATTENTION_OPTIONS: tuple[Attention, ...] = ("fp8", "16bit")
 
 @dataclass(frozen=True)
 class Part:
-    """A transformer before any choice: its family, its Linears, the base recipe's entry for it, and that plan."""
+    """A component before any choice: its family, its Linears, the base recipe's entry for it, and that plan."""
 
     family: Family
     linears: Sequence[LinearShape]
@@ -78,6 +78,11 @@ class Part:
             return replace(self.base, layers=tuple({la.name: la for la in (*self.base.layers, *plain)}.values()))
         return self.plan([self.override([path], option, option) for path in paths])
 
+    @property
+    def runs_once(self) -> bool:
+        """True for a component that runs once per image: it is one unit, quantized weight-only."""
+        return self.family.kind != "transformer"
+
     @cached_property
     def roles(self) -> dict[str, str]:
         """Layer, without its component -> role."""
@@ -98,6 +103,8 @@ class Part:
         """Return weights and activations of an option for layers of a role, None for 16 bit."""
         if option == SIXTEEN_BIT:
             return None, None
+        if self.runs_once and option != self.entry.weights.row.name:
+            return Operand(format=option), None
         if role == MODULATION_ROLE:
             kept = self.entry.modulation
             return kept if kept and kept.row.name == option else Operand(format=option), None
@@ -113,7 +120,8 @@ class Offer:
 
     options: names, the base recipe's main format first.
     parts: component -> what is there before any choice.
-    units: name of the unit, "component.group" -> its layers; "component.path" of an attention, which has none here.
+    units: name of the unit, "component.group" -> its layers; "component.path" of an attention, which has none here;
+        "component" of one that runs once per image.
     choices: unit -> options that it may take.
     plans: option -> component -> plan with every unit in that option that can be.
     layers: option -> layer "component.path" -> its plan there.
@@ -125,6 +133,11 @@ class Offer:
     choices: Mapping[str, tuple[str, ...]]
     plans: Mapping[str, Mapping[str, Plan]]
     layers: Mapping[str, Mapping[str, LayerPlan]]
+
+    @property
+    def once(self) -> tuple[str, ...]:
+        """Units of components that run once per image."""
+        return tuple(unit for unit in self.units if unit in self.parts and self.parts[unit].runs_once)
 
     @property
     def modules(self) -> dict[str, Unit]:
@@ -162,7 +175,8 @@ def offer_of(job: Job, names: Sequence[str], dialect: str | None, extra: Collect
     """
     if not job.calibrated:
         raise ValueError(f"recipe {job.recipe_name} quantizes no transformer of {job.folder.name}; give another one")
-    parts = {component: _part(job, plan) for component, plan in job.calibrated.items()}
+    others = {plan.component: plan for plan in job.plans if plan.component in job.options.components}
+    parts = {component: _part(job, plan) for component, plan in {**job.calibrated, **others}.items()}
     main = next(iter(parts.values())).entry.weights.row.name
     for name in names:
         _require_format(name)
@@ -243,8 +257,10 @@ def _units(parts: Mapping[str, Part], dialect: str | None, with_modulation: bool
     """Return unit -> layers that may change their format, in the model's order."""
     home: dict[str, str] = {}  # layer -> unit
     for component, part in parts.items():
-        free = [layer for layer in part.base.layers if _is_free(layer, part.entry, with_modulation)]
-        home |= {f"{component}.{layer.name}": f"{component}.{layer.group}" for layer in free}
+        free = [layer for layer in part.base.layers if _is_free(layer, part, with_modulation)]
+        home |= {
+            f"{component}.{layer.name}": component if part.runs_once else f"{component}.{layer.group}" for layer in free
+        }
         names = [linear.name for linear in part.linears]
         for joined in joined_modules(dialect, part.family.name, names) if dialect else ():
             tied = [home[name] for path in joined if (name := f"{component}.{path}") in home]
@@ -255,10 +271,13 @@ def _units(parts: Mapping[str, Part], dialect: str | None, with_modulation: bool
     return units
 
 
-def _is_free(layer: LayerPlan, entry: Component, with_modulation: bool) -> bool:
+def _is_free(layer: LayerPlan, part: Part, with_modulation: bool) -> bool:
     """Tell whether a layer may change its format: the recipe does not set it apart."""
+    entry = part.entry
     if override_for(layer, entry.overrides) is not None:
         return False
+    if part.runs_once:
+        return layer.scheme is not None
     if layer.role == MODULATION_ROLE:  # which a recipe may leave in 16 bit without a word
         return with_modulation and not any(matches(pattern, layer.name) for pattern in entry.exclude)
     return layer.scheme is not None and layer.is_observed
@@ -353,6 +372,7 @@ def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
         return {
             (component, group): 1e3 * seconds
             for component, plan in plans.items()
+            if component in forwards
             for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu)).items()
         }
 
@@ -370,6 +390,6 @@ def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
     for unit, options in offer.choices.items():
         of_unit = of_option if groups[unit] else attended
         groups[unit] = groups[unit] or {(unit.partition(".")[0], unit.partition(".")[2]): None}
-        numbers[unit] = {option: sum(of_unit[option][group] for group in groups[unit]) for option in options}
+        numbers[unit] = {option: sum(of_unit[option].get(group, 0) for group in groups[unit]) for option in options}
     changing = {group for of_unit in groups.values() for group in of_unit}
     return Costs(numbers, sum(ms for group, ms in of_option[first].items() if group not in changing))

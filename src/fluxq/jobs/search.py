@@ -149,6 +149,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     _require_sound(options)
     job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
     require_steps(job.folder)
+    _require_weighed(job, options)
     extra = [name for name in ("modulation", "attention") if getattr(options, name)]
     offer = offer_of(job, options.menu, _dialect(options), extra)
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
@@ -197,6 +198,24 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError(f"--attention: files for {options.dialect} say nothing of it; leave out one of the two")
     if options.count < 1:
         raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
+
+
+def _require_weighed(job: Job, options: AutoOptions) -> None:
+    """Raise ValueError for components that run once per image where nothing weighs or measures them."""
+    for plan in job.plans:
+        if plan.kind == "transformer" or plan.component not in job.options.components:
+            continue
+        why = ""
+        if plan.kind == "vae":
+            why = "errors are measured at the latents, which it decodes"
+        elif options.size is None and (options.gate is None or options.gpu is not None):
+            why = "its bytes count under --size, or --gate without --gpu, alone"
+        elif options.dialect:
+            why = f"files for {options.dialect} do not hold it"
+        elif job.options.dtype == "float16":
+            why = "text encoders overflow in float16, where layers are replaced; --dtype bfloat16 does not"
+        if why:
+            raise ValueError(f"--components {plan.component}: {why}; leave it out")
 
 
 def _dialect(options: AutoOptions) -> str | None:
@@ -252,7 +271,7 @@ def _identity(search: Search) -> dict[str, Any]:
     return {
         "fluxq": fluxq.__version__,
         "recipe": job.recipe.digest,
-        "model": {component: job.folder.digest(component) for component in job.calibrated},
+        "model": {component: job.folder.digest(component) for component in offer.parts},
         "units": sha256_json([dict(offer.units), dict(offer.choices), layers]),
         "prompts": job.prompts.digest,
         "call": job.call,
@@ -320,8 +339,10 @@ def outline_of(search: Search) -> Outline:
     images = len(search.measuring)
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
+    once = images * steps * (1 + sum(o != SIXTEEN_BIT for u in search.offer.once for o in search.offer.choices[u]))
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
+    each = {measure: passes + (once if search.offer.once else 0) for measure, passes in each.items()}
     runs = 1 + 2 * MOST_PLANS
     passes = {measure: each[measure] for measure in search.measures} | {
         "runs": runs * sum(map(len, search.judging)) * steps

@@ -92,10 +92,13 @@ class Bench:
         """Return layer -> itself rounded to nearest in an option; or an attention -> itself computed so."""
         if not self.search.offer.units[unit]:
             return {unit: with_attention(self.originals[unit], option)}  # pyright: ignore[reportArgumentType]
-        return {
+        layers = {
             name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
             for name, scheme in self.search.offer.schemes({unit: option}).items()
         }
+        for layer in layers.values() if unit in self.search.offer.once else ():
+            layer.weight.data = layer.weight.data.view(torch.int8)  # T5 casts inputs to any other dtype of a weight
+        return layers
 
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
         """Return the plan with its errors on the images of the first round."""
