@@ -91,23 +91,6 @@ class ErrorTable:
                 row += self.residuals[place]
         return rows @ rows.T / rows.shape[1]
 
-    def evened(self, choice: Mapping[str, str]) -> ErrorTable:
-        """Return the table in which every image counts alike: its errors by that of `choice` on it, interactions aside.
-
-        With E the error of an image, d ln E = dE / E: least of this sum is, near `choice`, the best mean of decibels.
-        The table itself without residuals, and where an image has no error to divide by.
-        """
-        if self.residuals is None:
-            return self
-        of_images = self.residuals.unflatten(-1, (len(self.trajectory["items"]), -1))
-        errors = torch.zeros(of_images.shape[-2], dtype=torch.float64)
-        for place in self._places(choice):
-            errors += of_images[place].square().mean(-1)
-        if not bool(((errors > 0) & errors.isfinite()).all()):
-            return self
-        residuals = (of_images / errors.sqrt()[:, None]).flatten(-2)
-        return replace(self, error=residuals.square().mean(-1), residuals=residuals)
-
     def _places(self, choice: Mapping[str, str]) -> list[tuple[int, int]]:
         """Return the places in the table of what a choice quantizes; ValueError for an unknown unit or option."""
         for unit, option in choice.items():

@@ -538,22 +538,6 @@ def test_a_choice_costs_the_sum_of_its_errors_and_together_what_does_not_cancel(
             table.predicted(choice)
 
 
-def test_images_count_alike_in_an_evened_table(table):
-    """Unit u in nvfp4 errs 3 on one image and 1 on the other, in fp8 1 and 2; v in nvfp4 4 and 0."""
-    of_images = [[[3.0, 1.0], [1.0, 2.0]], [[4.0, 0.0], [math.inf, 0.0]]]
-    residuals = torch.tensor(of_images, dtype=torch.float64).repeat_interleave(3, -1)  # probes
-    two = {"items": [["a", 1], ["b", 2]]}
-    table = replace(table, residuals=residuals, error=residuals.square().mean(-1), trajectory=two)
-    evened = table.evened({"u": "nvfp4", "v": "nvfp4"})  # errs 9 + 16 and 1
-    expected = torch.tensor([[(9 / 25 + 1) / 2, (1 / 25 + 4) / 2], [16 / 25 / 2, math.inf]], dtype=torch.float64)
-    torch.testing.assert_close(evened.error, expected)
-    torch.testing.assert_close(evened.residuals.square().mean(-1), expected)
-    assert table.error[0, 0] > table.error[0, 1] and evened.error[0, 0] < evened.error[0, 1]
-    assert table.evened({"u": "16bit", "v": "nvfp4"}) is table  # no error on one image
-    assert table.evened({"v": "fp8"}) is table
-    assert (measured := replace(table, residuals=None)).evened({"u": "nvfp4"}) is measured
-
-
 @pytest.mark.parametrize("with_residuals", [True, False])
 def test_a_table_comes_back_as_it_was_saved(table, tmp_path, with_residuals):
     table = table if with_residuals else replace(table, residuals=None, measure="velocity")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fluxq import tiny
 from fluxq.calibrate.adjoint import PROBES
+from fluxq.calibrate.errors import ErrorTable
 from fluxq.jobs import choosing
 from fluxq.jobs import search as search_module
 from fluxq.jobs.choosing import choose
@@ -210,8 +211,9 @@ class Known(Bench):
     """Runs with known errors: dB of an image above 30, of two rounds of 8."""
 
     def __init__(self, prompts: Sequence[int] = range(16)) -> None:
-        self.search: Any = SimpleNamespace(judging=[prompts[:8], prompts[8:]])
+        self.search: Any = SimpleNamespace(judging=[prompts[:8], prompts[8:]], cost=lambda _: 0.0)
         self.decibels: dict[str, Sequence[float]] = {}
+        self.tried = []
 
     def plan(self, name: str, cost: float, decibels: Sequence[float]) -> Tried:
         self.decibels[name] = decibels
@@ -236,7 +238,7 @@ UNEVEN = [3.0, -3.0, 2.0, -2.0] * 4
 def test_runs_refute_plans_and_prediction_chooses_among_the_others() -> None:
     bench, predicted = Known(), {"hoped": 1e-4, "good": 1e-3, "uneven": 2e-3, "broken": 1e-5}
     hoped, good = bench.plan("hoped", 1, [-2.0, -1.0] * 8), bench.plan("good", 9, [0.0] * 16)
-    uneven, broken = bench.plan("uneven", 5, UNEVEN), bench.plan("broken", 1, [-math.inf, *[9.0] * 15])
+    uneven, broken = bench.plan("uneven", 5, UNEVEN), bench.plan("broken", 1, [-math.inf, math.inf, *[9.0] * 14])
     assert bench.winner(predicted, hoped, good, broken) == "good" and good.rounds == 1
     assert bench.winner(predicted, hoped, good, uneven) == "good" and good.rounds == uneven.rounds == 2
     assert bench.winner({**predicted, "uneven": 9e-4}, good, uneven) == "uneven" and hoped.rounds == 1
@@ -255,6 +257,20 @@ def test_a_cheaper_plan_is_taken_if_it_loses_next_to_nothing() -> None:
     assert bench.winner(predicted, good, level, less) == "level"
     exact, same = bench.plan("exact", 20, [math.inf] * 16), bench.plan("same", 19, [math.inf] * 16)
     assert bench.winner(predicted, good, level, exact, same) == "same"
+
+
+def test_a_swap_that_the_table_says_pays_is_taken_unless_runs_refute_it(monkeypatch) -> None:
+    table = ErrorTable(("unit",), ("bad", "good"), torch.tensor([[2e-3, 1e-3]]).double(), None, "velocity", {})
+    options = {"bad": 0.0, "good": 0.0}
+    asked: Any = SimpleNamespace(
+        costs=Costs({"unit": options}, 0), limit=1, offer=SimpleNamespace(choices={"unit": tuple(options)})
+    )
+    monkeypatch.setattr(choosing, "_candidates", lambda *_: {"weight error": {"unit": "bad"}})
+    for decibels, winner in ((UNEVEN, "good"), ([-2.0, -1.0] * 8, "bad")):
+        bench = Known()
+        bench.decibels = {"bad": [0.0] * 16, "good": decibels}
+        assert choosing._decide(asked, bench, {"velocity": table}).choice == {"unit": winner}
+        assert [each.proposed_by for each in bench.tried] == [("weight error",), ("swap",)]
 
 
 def test_images_of_one_prompt_refute_nothing() -> None:
@@ -396,6 +412,7 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
         ({"dialect": "comfi"}, "expected one of bfl"),
         ({"count": 0}, "at least one image"),
+        ({"modulation": True, "fitted": ("one", "two")}, "--from: modulation and attention are those of the first"),
         ({"attention": True}, "takes no bits and no bytes.*give --ms, or --gate with --gpu"),
         ({"attention": True, "bits": None, "gate": "latent_sqnr>=30"}, "give --ms, or --gate with --gpu"),
         (

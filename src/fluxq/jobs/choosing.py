@@ -134,9 +134,7 @@ def _weight_error(search: Search, bench: Bench, unit: str, option: str) -> float
         return 0.0
     return math.fsum(
         float(
-            (layer.quantized_weight.dequantize().double() - bench.originals[name].weight.detach().flatten(1).double())
-            .square()
-            .sum()
+            (layer.collapsed()[0].double() - bench.originals[name].weight.detach().flatten(1).double()).square().sum()
         )
         for name, layer in bench.layers(unit, option).items()
     )
@@ -154,18 +152,10 @@ def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) 
     return {measure: choice for measure, choice in proposals.items() if choice is not None}
 
 
-def _evened(search: Search, tables: Mapping[str, ErrorTable]) -> dict[str, ErrorTable]:
-    """Return the tables, in the first of which images count alike for plans near its best one."""
-    first, table = next(iter(tables.items()))
-    choice = best(_errors(search, table), search.costs.numbers, search.limit - search.costs.fixed)
-    return {**tables, first: table.evened(choice or {})}
-
-
 def _decide(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> Tried:
     """Return the plan of least error within the budget, by runs of proposals and of changes that should pay."""
-    tables = _evened(search, tables)
-    table = next(iter(tables.values()))
-    errors, costs, limit = _errors(search, table), search.costs.numbers, search.limit - search.costs.fixed
+    table, costs, limit = next(iter(tables.values())), search.costs.numbers, search.limit - search.costs.fixed
+    errors = _errors(search, table)
     alike: dict[str, tuple[list[str], Choice]] = {}
     for measure, choice in _candidates(search, bench, tables).items():
         alike.setdefault(sha256_json(sorted(choice.items())), ([], choice))[0].append(measure)

@@ -1,6 +1,7 @@
 """Write what a search chose: a recipe that gives exactly the plan, and the figures beside it."""
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 from fluxq.base.files import (
     write_text,
 )
+from fluxq.base.model import DEFAULT_MODEL
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable
 from fluxq.eval.metrics.statistics import clustered_interval
+from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
+from fluxq.jobs.seat import Seat
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
 from fluxq.recipes.plan import MODULATION_ROLE, component_recipe, override_for
@@ -28,9 +32,12 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     changes = {component: _changes(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
     budget = search.options.gate or search.in_words(search.limit)
-    about = f"with formats chosen for {budget}"
+    about = f"with formats chosen for {budget}{' of a card' if search.seat else ''}"
     once = {component: None if choice[component] == SIXTEEN_BIT else changes[component] for component in offer.once}
     changes = {component: keys for component, keys in changes.items() if keys} | once
+    if search.seat:
+        families |= search.seat.encoders
+        changes |= {component: {} for component in search.seat.encoders}
     return recipe_with(job.recipe_name, job.recipe, changes, families, about)
 
 
@@ -52,7 +59,7 @@ def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) 
         option = option_of.get(name, "")
         if not option and layer.scheme is None and override_for(layer, part.entry.overrides) is None:
             continue  # which no override of a role reaches, or makes no difference to
-        is_changed = option and offer.layers[option][name].scheme != layer.scheme
+        is_changed = option and not is_like(offer.layers[option][name].scheme, layer.scheme)
         roles.setdefault(layer.role, {})[name] = option if is_changed else ""
     added, rest = [], dict[tuple[str, bool], list[str]]()  # (option, whether it is modulation) -> layers
     for role, options in roles.items():
@@ -99,7 +106,7 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> 
             raise RuntimeError(f"{component}: the recipe written gives attention in {plan.attention}, not {attention}")
         for layer, before in zip(plan.layers, part.base.layers, strict=True):
             name = f"{component}.{layer.name}"
-            if layer.scheme != meant.get(name, before.scheme):
+            if not is_like(layer.scheme, meant.get(name, before.scheme)):
                 raise RuntimeError(
                     f"{name}: the recipe written gives {layer.scheme or '16bit'}, not {meant.get(name, before.scheme)}"
                 )
@@ -120,15 +127,18 @@ def chosen_result(
         "model": job.folder.name,
         "recipe": job.recipe_name,
         "budget": {"kind": kind, "value": value, "gpu": search.options.gpu, "for": search.options.dialect},
+        **({"measured_times": list(search.costs.measured)} if search.options.times else {}),
         "cost_unit": search.unit[0],
         "cost": winner.cost / per,
         "menu": list(offer.options),
+        "checkpoints": {option: one.path for option, one in offer.fitted.items()},
         "measures": list(tables),
         "units": [
             {
                 "unit": unit,
                 "layers": list(offer.units[unit]),
                 "option": winner.choice[unit],
+                "checkpoint": offer.fitted[winner.choice[unit]].path if winner.choice[unit] in offer.fitted else None,
                 "weights": offer.weights[unit],
                 "nmse": {o: error if math.isfinite(error) else None for o, error in errors[unit].items()},
             }
@@ -156,6 +166,16 @@ def chosen_result(
         "agrees": agrees,
         "images": {"measured": len(search.measuring), "judged": len(winner.squares)},
         "statistics": {measure: each.content_digest for measure, each in tables.items()},
+        **({"card": _card(search, search.seat, winner.choice)} if search.seat else {}),
         "identity": job.identity,
         "seconds": seconds,
     }
+
+
+def _card(search: Search, seat: Seat, choice: Choice) -> dict[str, Any]:
+    """Return the recipe of each component, the placement, its peaks and how to make it, as JSON has them."""
+    job, options = search.job, search.offer.units
+    layers = {name: choice[unit] for unit, names in options.items() for name in names}
+    model = "MODEL" if job.options.in_memory else job.options.model or job.recipe.model or DEFAULT_MODEL
+    words = ["fluxq", "quantize", model, "--recipe", str(job.output), "-o", job.output.stem]
+    return seat.fit(layers, job.output.name, shlex.join(words)).describe()

@@ -1,6 +1,7 @@
 """Run plans of number formats on the images that decide, and compare them.
 
-Layers in runs are rounded to nearest. Squared errors are kept in a file: an interrupted search runs no plan twice.
+Layers in runs are rounded to nearest, or as checkpoints have them. Squared errors are kept in a file: an interrupted
+search runs no plan twice.
 
 Plans are compared image by image, in dB: of a sum of squares a few images make most. A few dozen images cannot tell
 plans apart that differ by less than half a dB. Predictions can, where they are right. So runs refute plans, and
@@ -28,6 +29,7 @@ from fluxq.calibrate.stand_ins import module_of, replaced
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.jobs.search import Search
+from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice, Numbers, total
 from fluxq.runtime.attention_choice import with_attention
 
@@ -89,12 +91,17 @@ class Bench:
             logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
-        """Return layer -> itself rounded to nearest in an option; or an attention -> itself computed so."""
-        if not self.search.offer.units[unit]:
+        """Return layer -> itself in an option, rounded to nearest or as it was fitted; an attention -> itself in it."""
+        offer = self.search.offer
+        if not offer.units[unit]:
             return {unit: with_attention(self.originals[unit], option)}  # pyright: ignore[reportArgumentType]
+        if option in offer.fitted:
+            originals = {name: self.originals[name] for name in offer.units[unit]}
+            fitted = {name: in_place_of(linear, offer.fitted[option].layer(name)) for name, linear in originals.items()}
+            return {name: layer.to(originals[name].weight.device) for name, layer in fitted.items()}
         layers = {
             name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
-            for name, scheme in self.search.offer.schemes({unit: option}).items()
+            for name, scheme in offer.schemes({unit: option}).items()
         }
         for layer in layers.values() if unit in self.search.offer.once else ():
             layer.weight.data = layer.weight.data.view(torch.int8)  # T5 casts inputs to any other dtype of a weight
