@@ -228,7 +228,9 @@ class Encoded(Euler):
 def test_what_runs_once_is_measured_by_whole_runs(monkeypatch, measure):
     torch.manual_seed(0)
     pipe, twin = Encoded(), nn.Linear(8, 8)
-    twin.load_state_dict({"weight": pipe.encoder[0].weight, "bias": pipe.encoder[0].bias + 0.1})
+    twin.load_state_dict(
+        {"weight": pipe.encoder[0].weight, "bias": pipe.encoder[0].bias + torch.linspace(-0.1, 0.1, 8)}
+    )
     units = {"one": ("transformer.first",), "encoder": ("encoder.0",)}
     inner = scaled(pipe, {"one": units["one"]}, {"a": 1e-3})
 
