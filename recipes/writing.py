@@ -28,8 +28,8 @@ def recipe_with(
 
     ValueError if the recipe cannot hold them.
     """
-    is_shipped = name in shipped_recipes() and load_recipe(name)[1].digest == recipe.digest
-    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
+    is_shipped = name in shipped_recipes() and load_recipe(name)[1].digest == recipe.digest and recipe.auto is None
+    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True, exclude={"auto"})}
     entries: dict[str, Any] = {}
     for component, changed in changes.items():
         if changed is None:

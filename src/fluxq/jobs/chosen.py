@@ -34,7 +34,8 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     budget = search.options.gate or search.in_words(search.limit)
     about = f"with formats chosen for {budget}{' of a card' if search.seat else ''}"
     once = {component: None if choice[component] == SIXTEEN_BIT else changes[component] for component in offer.once}
-    changes = {component: keys for component, keys in changes.items() if keys} | once
+    # A component without any needs an entry beside others: it would take theirs.
+    changes = (changes if any(changes.values()) else {}) | once
     if search.seat:
         families |= search.seat.encoders
         changes |= {component: {} for component in search.seat.encoders}

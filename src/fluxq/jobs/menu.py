@@ -191,13 +191,13 @@ def offer_of(
         that are fitted.
     dialect: a key of WRITERS, None for fluxq's own checkpoints.
     fitted: option -> checkpoint; empty for layers that are rounded to nearest.
-    extra: units beside the input groups, "modulation" and "attention".
+    extra: units beside the input groups: "modulation", "attention", components that run once per image.
 
     ValueError for a format that is unknown, or that no unit can take.
     """
     if not job.calibrated:
         raise ValueError(f"recipe {job.recipe_name} quantizes no transformer of {job.folder.name}; give another one")
-    others = {plan.component: plan for plan in job.plans if plan.component in job.options.components}
+    others = {plan.component: plan for plan in job.plans if plan.component in extra}
     parts = {component: _part(job, plan) for component, plan in {**job.calibrated, **others}.items()}
     main = next(iter(parts.values())).entry.weights.row.name
     for name in names:
