@@ -150,7 +150,7 @@ def auto(
     count: images that errors are measured on; twice as many decide.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
-    options: device, dtype, seed, revision and local_files_only.
+    options: device, dtype, seed, max_memory (bytes), revision and local_files_only.
     """
     from fluxq.jobs.choosing import choose
     from fluxq.jobs.job import JobOptions
@@ -234,7 +234,7 @@ def evaluate_pipeline(
     return report
 
 
-_OF_AUTO = {"device", "dtype", "seed", "revision", "local_files_only"}
+_OF_AUTO = {"device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

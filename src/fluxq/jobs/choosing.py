@@ -31,6 +31,7 @@ from fluxq.base.files import (
 from fluxq.base.output import Output, atomic_output, job_digest, seal
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, measure_errors
 from fluxq.calibrate.stand_ins import Menu
+from fluxq.jobs import memory
 from fluxq.jobs.chosen import chosen_recipe, chosen_result, require_same_plan
 from fluxq.jobs.job import clear_leftovers, decisive, work_of
 from fluxq.jobs.making import sampling_of
@@ -51,7 +52,7 @@ def choose(search: Search) -> dict[str, Any] | None:
             clear_leftovers(job)
         return read_json(job.output.with_suffix(".json")) if job.run.ranks.leads else None
     started = time.perf_counter()
-    with work_of(job) as work:
+    with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         pipe = job.load_reference()
         bench = Bench(search, pipe, work / _RUNS)
         tables = _tables(search, bench, work)
@@ -124,22 +125,9 @@ def _errors(search: Search, table: ErrorTable) -> Numbers:
 def _weight_errors(search: Search, bench: Bench) -> Numbers:
     """Return unit -> option -> squared error of its weights, which needs no run at all."""
     return {
-        unit: {option: _weight_error(bench, unit, option) for option in options}
+        unit: {option: bench.weight_error(unit, option) for option in options}
         for unit, options in progress(search.offer.choices.items(), "Rounding weights")
     }
-
-
-def _weight_error(bench: Bench, unit: str, option: str) -> float:
-    if option == SIXTEEN_BIT:
-        return 0.0
-    return math.fsum(
-        float(
-            (layer.quantized_weight.dequantize().double() - bench.originals[name].weight.detach().flatten(1).double())
-            .square()
-            .sum()
-        )
-        for name, layer in bench.layers(unit, option).items()
-    )
 
 
 def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> dict[str, Choice]:

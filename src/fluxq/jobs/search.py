@@ -24,7 +24,7 @@ from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
-from fluxq.jobs.planning import job_of
+from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import reads_of, require_steps
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.recipes.budget import extremes, total
@@ -140,7 +140,7 @@ class Search:
 def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = True, ranks: Ranks = ALONE) -> Search:
     """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
     _require_sound(options)
-    job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
+    job = job_of(replace(job_options, check=False, max_memory=None), writes=False, runs=False, ranks=ranks)
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
@@ -152,11 +152,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     output.require(reads_of(job.folder.path, vars(job_options)), overwrite=job_options.overwrite, exists_ok=True)
     if not writes:
         return search
-    weights = memory.weight_bytes(job.folder, job_options.dtype)
-    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, job_options.device)
-    if in_turns:
-        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    job = replace(search.job, run=Run(device, ranks), identity=ranks.agree(_identity(search) if ranks.leads else None))
+    job = replace(search.job, run=_run(search, job_options))
+    job = replace(job, identity=ranks.agree(_identity(search) if ranks.leads else None))
     search = replace(search, job=job)
     if ranks.leads and _is_finished(search):
         search = replace(search, job=replace(job, finished=True))
@@ -164,6 +161,26 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         require_no_other(job)
         _require_own_tables(search)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
+
+
+def _run(search: Search, job_options: JobOptions) -> Run:
+    """Return where the search can run; ValueError for memory in which it cannot."""
+    job, limit = search.job, job_options.max_memory
+    images = memory.sizes_of([*search.measuring, *search.judging], job.call)
+
+    def demand_on(device: str) -> memory.Demand:
+        return memory.demand_of_search(
+            device,
+            job_options.dtype,
+            job.folder,
+            sizes=images,
+            plans=job.calibrated.values(),
+            by_adjoint="adjoint" in search.measures,
+        )
+
+    if limit is not None:
+        return replace(job.run, memory=demand_on(job.run.device).bound(limit))
+    return settle_by(demand_on, job, job_options.device, "--measure velocity takes less")
 
 
 def _require_sound(options: AutoOptions) -> None:

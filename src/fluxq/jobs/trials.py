@@ -6,7 +6,7 @@ Layers in runs are rounded to nearest. Squared errors are kept in a file: an int
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from fluxq.base.files import (
 )
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.calibrate.errors import SIXTEEN_BIT
-from fluxq.calibrate.stand_ins import module_of, replaced
+from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weights
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.jobs.search import Search
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.recipes.budget import Choice
+from fluxq.recipes.formats import Format, Scheme
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,31 @@ class Bench:
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
         """Return layer -> itself rounded to nearest in an option."""
-        return {
-            name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
-            for name, scheme in self.search.offer.schemes({unit: option}).items()
-        }
+        return {name: self._layer(name, scheme) for name, scheme in self.search.offer.schemes({unit: option}).items()}
+
+    def _layer(self, name: str, scheme: Scheme | None) -> Any:
+        plain = self.originals[name]
+        if scheme is None:
+            return plain
+        scheme = replace(scheme, static_input=False)
+        if self.search.job.run.memory is None:
+            return improved(plain, scheme)
+        return MadeAnew(plain, lambda: improved(plain, scheme))
+
+    def weight_error(self, unit: str, option: str) -> float:
+        """Return the squared error of a unit's weights rounded to nearest in an option."""
+
+        def error(plain: Any, form: Format) -> float:
+            weight = plain.weight.detach().flatten(1)
+            rounded = QuantizedTensor.quantize(weight, form).dequantize()
+            return float((rounded.double() - weight.double()).square().sum())
+
+        schemes, plain = self.search.offer.schemes({unit: option}), self.originals
+        return math.fsum(
+            with_weights(plain[name], partial(error, plain[name], scheme.weights))
+            for name, scheme in schemes.items()
+            if scheme is not None
+        )
 
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
         """Return the plan with its errors, run once."""
