@@ -22,9 +22,9 @@ from typing import Any
 
 from fluxq.base.console import logger, progress, without_cure
 from fluxq.base.files import (
-    clear_parts,
     read_json,
     sha256_json,
+    sync,
     write_json,
     write_text,
 )
@@ -33,7 +33,7 @@ from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, measure_errors
 from fluxq.calibrate.stand_ins import Menu
 from fluxq.jobs import memory
 from fluxq.jobs.chosen import chosen_recipe, chosen_result, require_same_plan
-from fluxq.jobs.job import clear_leftovers, decisive, work_of
+from fluxq.jobs.job import RUNS, clear_leftovers, decisive, work_of
 from fluxq.jobs.making import sampling_of
 from fluxq.jobs.search import MOST_PLANS, Search, table_job
 from fluxq.jobs.trials import Bench, Tried, better_of
@@ -41,7 +41,6 @@ from fluxq.recipes.budget import Choice, Numbers, best, improved_together, payin
 from fluxq.recipes.recipe import gate_holds, parse_gate
 
 _FAILURES = 2  # in a row that end the swaps
-_RUNS = "runs.json"
 
 
 def choose(search: Search) -> dict[str, Any] | None:
@@ -54,7 +53,7 @@ def choose(search: Search) -> dict[str, Any] | None:
     started = time.perf_counter()
     with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         pipe = job.load_reference()
-        bench = Bench(search, pipe, work / _RUNS)
+        bench = Bench(search, pipe, work / RUNS)
         tables = _tables(search, bench, work)
         if not job.run.ranks.leads:
             return None
@@ -94,8 +93,9 @@ def _tables(search: Search, bench: Bench, work: Path) -> dict[str, ErrorTable]:
             logger.warning("%s; %s is measured alone", without_cure(error), search.measures[-1])
             continue
         if ranks.leads:
-            clear_parts(file.parent, file.name)  # of a killed process
-            tables[measure].save(file, search.table_digest(measure))
+            tables[measure].save(work / file.name, search.table_digest(measure))
+            (work / file.name).replace(file)  # beside it another search may be writing the same
+            sync(file.parent, deep=False)
     return tables
 
 

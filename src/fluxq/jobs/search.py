@@ -20,7 +20,7 @@ from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps
-from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
+from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
@@ -33,6 +33,8 @@ from fluxq.recipes.recipe import parse_gate
 
 Kind = Literal["bits", "size", "ms", "gate"]
 IMAGES = 8  # that errors are measured on; twice as many decide
+_MOST_IMAGES = 10_000
+_TOO_LARGE = 1e18  # of bytes, bits or milliseconds
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 
@@ -191,14 +193,19 @@ def _require_sound(options: AutoOptions) -> None:
         ((comparison, _), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-    elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise ValueError(f"--{kind} {value!r}: expected a number above 0")
+    elif isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < _TOO_LARGE):
+        raise ValueError(f"--{kind} {value!r}: expected a number above 0 and below {_TOO_LARGE:g}")
     if kind == "ms" and options.gpu is None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
-        find_device(options.gpu)
-    if options.count < 1:
-        raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
+        find_device(str(options.gpu))
+    if options.measure not in (None, *MEASURES):
+        raise ValueError(f"--measure {options.measure!r}: expected one of {', '.join(MEASURES)}")
+    count = options.count
+    if isinstance(count, bool) or not (isinstance(count, int) and 1 <= count <= _MOST_IMAGES):
+        raise ValueError(
+            f"--count {count!r}: expected at least one image to measure errors on, and at most {_MOST_IMAGES}"
+        )
 
 
 def _dialect(options: AutoOptions) -> str | None:
@@ -287,8 +294,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
-                "in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count, or another version "
+                "of fluxq; give an --output in another folder, or --overwrite to measure again"
             )
 
 
