@@ -110,7 +110,19 @@ def test_a_model_that_does_not_fit_is_read_in_turn(recipe, monkeypatch, caplog):
 
 
 def test_too_little_is_refused_with_the_least_that_does(recipe):
-    words = ["auto", "tiny", "--bits", "6", "--recipe", recipe, "--num-inference-steps", "1", "--max-memory"]
+    words = [
+        "auto",
+        "tiny",
+        "--bits",
+        "6",
+        "--recipe",
+        recipe,
+        "--count",
+        "1",
+        "--num-inference-steps",
+        "1",
+        "--max-memory",
+    ]
     done = CliRunner().invoke(cli, [*words, "1MiB"])
     assert done.exit_code == 2 and "--max-memory 1MiB: adjoint of transformer on 1 image of 16x16 needs" in done.output
     assert "or a smaller --height and --width, or --measure velocity" in done.output
