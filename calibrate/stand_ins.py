@@ -60,7 +60,7 @@ class MadeAnew(nn.Module):
     make: function that makes it while the weights are there.
     """
 
-    def __init__(self, plain: nn.Module, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, plain: nn.Linear | nn.Conv2d, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self._plain, self.make = (plain,), make  # no submodule: its weights come by its own hooks
 

@@ -56,7 +56,7 @@ def search(recipe: str, options: AutoOptions = OPTIONS, **job: Any) -> Search:
 
 
 def made(folder: str, recipe: str, **job: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """What a search writes, and what it returns."""
+    """The files that a search writes, and its result."""
     asked = search(recipe, output=f"{folder}/out.yaml", **job)
     result = choose(asked)
     files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix != ".json"}
@@ -91,7 +91,7 @@ def test_other_families_are_measured_the_same(make: Callable, recipe, tight):
 
 
 def settled(recipe: str, monkeypatch, free: int, device: str = "auto") -> Run:
-    """Where a search runs on a machine with so much free memory."""
+    """A search's run on a machine with so much free memory."""
     monkeypatch.setattr(planning, "free_bytes", lambda _: free)
     return search(recipe, device=device).job.run
 
