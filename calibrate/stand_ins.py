@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fluxq.calibrate.capture import Item, run_pipeline
 
 L = TypeVar("L", bound=nn.Module)
+T = TypeVar("T")
 Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> module "component.path" -> another in its place
 
 
@@ -73,10 +74,42 @@ def changes_of_runs(
             yield (unit, option), latents() - plain
 
 
+class MadeAnew(nn.Module):
+    """A layer made of the plain one's weights each time that it runs, where these come and go; it holds none itself.
+
+    make: function that makes it while the weights are there.
+    """
+
+    def __init__(self, plain: nn.Linear | nn.Conv2d, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self._plain, self.make = (plain,), make  # no submodule: its weights come by its own hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return with_weights(*self._plain, lambda: self.make()(x))
+
+    @property
+    def weight(self) -> Tensor:
+        return self._plain[0].weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._plain[0].bias
+
+
+def with_weights(module: nn.Module, do: Callable[[], T]) -> T:
+    """Return what a function returns that is called while a module has its weights, wherever they wait otherwise."""
+    with replaced_forwards({module: do}):
+        return module()
+
+
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """Move a module to another device for a while."""
-    home = next(layer.parameters()).device
+    """Move a module to another device for a while; not one whose weights come by themselves."""
+    first = layer.weight if isinstance(layer, MadeAnew) else next(layer.parameters())
+    home = first.device
+    if home.type == "meta":
+        yield layer
+        return
     try:
         yield layer.to(device)
     finally:
