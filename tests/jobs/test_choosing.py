@@ -25,7 +25,7 @@ from fluxq.jobs import search as search_module
 from fluxq.jobs.choosing import choose
 from fluxq.jobs.chosen import chosen_recipe
 from fluxq.jobs.job import JobOptions
-from fluxq.jobs.menu import Costs
+from fluxq.jobs.menu import Costs, stored_bits
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.search import AutoOptions, Search, outline_of, search_of
 from fluxq.jobs.trials import Bench, Tried
@@ -129,6 +129,13 @@ def test_another_budget_takes_the_table_as_it_is_and_the_same_search_nothing(mod
     assert run(model, replace(VELOCITY, bits=8.0))["cost"] > done["cost"]
     monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
     assert run(model) == done and (here / "small-5.5bits.yaml").stat().st_mtime_ns == made
+
+
+def test_a_search_whose_options_cost_something_else_is_another_one(model, here, done, monkeypatch) -> None:
+    """As where a checkpoint's text encoders, or what a card holds, became larger."""
+    monkeypatch.setattr(search_module, "stored_bits", lambda offer: replace(stored_bits(offer), fixed=1))
+    with pytest.raises(ValueError, match="exists; give another --output, or --overwrite"):
+        search(model)
 
 
 def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:

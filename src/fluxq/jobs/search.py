@@ -403,6 +403,7 @@ def _identity(search: Search) -> dict[str, Any]:
         "seed": job.calibration.seed,
         "count": search.options.count,
         "budget": list(search.options.budget),
+        "costs": sha256_json([search.costs.numbers, search.costs.fixed]),
         "gpu": search.options.gpu,
         "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
