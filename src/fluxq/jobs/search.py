@@ -9,23 +9,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import fluxq
+from fluxq.base.console import logger
 from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.model import DEFAULT_MODEL, resolve_model
 from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps
-from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
+from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
-from fluxq.jobs.planning import job_of
+from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.jobs.seat import Seat, seat_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
@@ -40,6 +41,8 @@ from fluxq.runtime.place import room_of
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
 IMAGES = 8  # that errors are measured on
 ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
+_MOST_IMAGES = 10_000
+_TOO_LARGE = 1e18  # of bytes, bits or milliseconds
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 
@@ -58,6 +61,8 @@ class AutoOptions:
     dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
     measure: None measures in every way that the model allows.
     count: images that errors are measured on.
+    modulation: whether Linears of the modulation are units too.
+    attention: whether the self-attention of each block is one, in 16 bit or in fp8.
     fitted: checkpoints of the model, whose layers are the options; the first gives all that is not chosen.
     assemble: folder for the checkpoint that is put together of them.
     """
@@ -73,6 +78,8 @@ class AutoOptions:
     dialect: str | None = None
     measure: Measure | None = None
     count: int = IMAGES
+    modulation: bool = False
+    attention: bool = False
     fitted: tuple[str, ...] = ()
     assemble: str | None = None
 
@@ -159,9 +166,9 @@ class Search:
 def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
     """Return the options of a search: those given, beside what the recipe says under `auto`.
 
-    given: names of AutoOptions; None and () leave the recipe's value, and a budget takes the place of the recipe's.
+    given: names of AutoOptions; None, () and False leave the recipe's value; a budget takes that of the recipe's.
     """
-    given = {name: value for name, value in given.items() if value is not None and value != ()}
+    given = {name: value for name, value in given.items() if value not in (None, (), False)}
     asked = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
     if given.keys() & {*get_args(Kind)}:
         asked = {name: value for name, value in asked.items() if name not in get_args(Kind)}
@@ -198,9 +205,11 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         )
     if options.fitted and (job_options.include or job_options.exclude):
         raise ValueError("--from takes layers as they were fitted: leave out --include and --exclude")
-    job = _with_patterns(job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks))
+    plain = replace(job_options, check=False, max_memory=None)  # whose bound would be that of fitting
+    job = _with_patterns(job_of(plain, writes=False, runs=False, ranks=ranks))
     require_steps(job.folder)
-    offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted))
+    extra = [name for name in ("modulation", "attention") if getattr(options, name)] + _weighed(job, options)
+    offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted), extra)
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
     place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
@@ -214,11 +223,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if not writes:
         return search
-    weights = memory.weight_bytes(job.folder, job_options.dtype)
-    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, job_options.device)
-    if in_turns:
-        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    job = replace(search.job, run=Run(device, ranks), identity=ranks.agree(_identity(search) if ranks.leads else None))
+    job = replace(search.job, run=_run(search, job_options))
+    job = replace(job, identity=ranks.agree(_identity(search) if ranks.leads else None))
     search = replace(search, job=job)
     if ranks.leads and _is_finished(search):
         search = replace(search, job=replace(job, finished=True))
@@ -226,6 +232,26 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         require_no_other(job)
         _require_own_tables(search)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
+
+
+def _run(search: Search, job_options: JobOptions) -> Run:
+    """Return where the search can run; ValueError for memory in which it cannot."""
+    job, limit = search.job, job_options.max_memory
+    images = memory.sizes_of([*search.measuring, *chain.from_iterable(search.judging)], job.call)
+
+    def demand_on(device: str) -> memory.Demand:
+        return memory.demand_of_search(
+            device,
+            job_options.dtype,
+            job.folder,
+            sizes=images,
+            plans=job.calibrated.values(),
+            by_adjoint="adjoint" in search.measures,
+        )
+
+    if limit is not None:
+        return replace(job.run, memory=demand_on(job.run.device).bound(limit))
+    return settle_by(demand_on, job, job_options.device, "--measure velocity takes less")
 
 
 def _with_patterns(job: Job) -> Job:
@@ -251,24 +277,63 @@ def _require_sound(options: AutoOptions) -> None:
         ((comparison, _), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-    elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise ValueError(f"--{kind} {value!r}: expected a number above 0")
+    elif isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < _TOO_LARGE):
+        raise ValueError(f"--{kind} {value!r}: expected a number above 0 and below {_TOO_LARGE:g}")
     if kind == "ms" and options.gpu is None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
-        find_device(options.gpu)
+        find_device(str(options.gpu))
+    if options.attention and kind != "ms" and not (kind == "gate" and options.gpu):
+        raise ValueError(
+            "--attention takes no bits and no bytes, so that all of it would stay in 16 bit; give --ms, or --gate with "
+            "--gpu"
+        )
+    if options.attention and options.dialect:
+        raise ValueError(f"--attention: files for {options.dialect} say nothing of it; leave out one of the two")
+    if options.measure not in (None, *MEASURES):
+        raise ValueError(f"--measure {options.measure!r}: expected one of {', '.join(MEASURES)}")
     if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
         raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
     if options.assemble is not None and not options.fitted:
         raise ValueError("--assemble puts fitted layers together: give their checkpoints, as in --from OUT1,OUT2")
     if options.fitted and kind == "vram":
         raise ValueError("--vram also chooses what the first checkpoint of --from has, text encoders: give --size")
+    if options.fitted and (options.modulation or options.attention):
+        raise ValueError(
+            "--from: modulation and attention are those of the first checkpoint; leave out --modulation and --attention"
+        )
     if options.fitted and options.dialect is not None:
         raise ValueError(
             "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
         )
-    if options.count < 1:
-        raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
+    count = options.count
+    if isinstance(count, bool) or not (isinstance(count, int) and 1 <= count <= _MOST_IMAGES):
+        raise ValueError(
+            f"--count {count!r}: expected at least one image to measure errors on, and at most {_MOST_IMAGES}"
+        )
+
+
+def _weighed(job: Job, options: AutoOptions) -> list[str]:
+    """Return the components that run once per image and are units; of others that are named, the log says why not."""
+    units = []
+    for plan in job.plans:
+        if plan.kind == "transformer" or plan.component not in job.options.components:
+            continue
+        why = ""
+        if plan.kind == "vae":
+            why = "errors are measured at the latents, which it decodes"
+        elif options.size is None and (options.gate is None or options.gpu is not None):
+            why = "its bytes count under --size, or --gate without --gpu, alone"
+        elif options.fitted:
+            why = "with --from it is that of the first checkpoint"
+        elif options.dialect:
+            why = f"files for {options.dialect} do not hold it"
+        elif job.options.dtype == "float16":
+            why = "text encoders overflow in float16, where layers are replaced"
+        if why:
+            logger.warning("%s: its format is not chosen: %s", plan.component, why)
+        units += [] if why else [plan.component]
+    return units
 
 
 def _dialect(options: AutoOptions) -> str | None:
@@ -330,7 +395,7 @@ def _identity(search: Search) -> dict[str, Any]:
     return {
         "fluxq": fluxq.__version__,
         "recipe": job.recipe.digest,
-        "model": {component: job.folder.digest(component) for component in job.calibrated},
+        "model": {component: job.folder.digest(component) for component in offer.parts},
         "units": sha256_json([dict(offer.units), dict(offer.choices), layers]),
         "prompts": job.prompts.digest,
         "call": job.call,
@@ -365,8 +430,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
-                "in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count, or another "
+                "version of fluxq; give an --output in another folder, or --overwrite to measure again"
             )
 
 
@@ -400,8 +465,10 @@ def outline_of(search: Search) -> Outline:
     images = len(search.measuring)
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
+    once = images * steps * (1 + sum(o != SIXTEEN_BIT for u in search.offer.once for o in search.offer.choices[u]))
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
+    each = {measure: passes + (once if search.offer.once else 0) for measure, passes in each.items()}
     runs = 1 + 2 * MOST_PLANS
     judging = sum(map(len, search.judging))
     passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}

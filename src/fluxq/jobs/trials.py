@@ -11,6 +11,7 @@ prediction chooses among those that are left.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from fluxq.base.files import (
 )
 from fluxq.calibrate.capture import Item, batches, run_pipeline
 from fluxq.calibrate.errors import SIXTEEN_BIT
-from fluxq.calibrate.stand_ins import module_of, replaced
+from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weights
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.jobs.search import Search
 from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice, Numbers, total
+from fluxq.recipes.formats import Scheme
+from fluxq.runtime.attention_choice import with_attention
 
 LEVEL = 0.1  # dB
 
@@ -80,7 +83,7 @@ class Bench:
 
     def __init__(self, search: Search, pipe: Any, file: Path) -> None:
         self.search, self.pipe, self.file = search, pipe, file
-        self.originals = {name: module_of(pipe, name) for names in search.offer.units.values() for name in names}
+        self.originals = {name: module_of(pipe, name) for names in search.offer.modules.values() for name in names}
         self.tried: list[Tried] = []
         self.references: dict[int, list[Tensor]] = {}  # round -> final latents of the 16-bit pipeline
         self.kept: dict[str, list[float | None]] = {}
@@ -90,16 +93,42 @@ class Bench:
             logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
-        """Return layer -> itself in an option, rounded to nearest or as it was fitted."""
-        offer = self.search.offer
-        if option in offer.fitted:
-            originals = {name: self.originals[name] for name in offer.units[unit]}
-            fitted = {name: in_place_of(linear, offer.fitted[option].layer(name)) for name, linear in originals.items()}
-            return {name: layer.to(originals[name].weight.device) for name, layer in fitted.items()}
-        return {
-            name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
-            for name, scheme in offer.schemes({unit: option}).items()
-        }
+        """Return layer -> itself in an option, rounded to nearest or as it was fitted; an attention -> itself in it."""
+        if not self.search.offer.units[unit]:
+            return {unit: with_attention(self.originals[unit], option)}  # pyright: ignore[reportArgumentType]
+        schemes = self.search.offer.schemes({unit: option})
+        makes = {name: partial(self._made, name, option, scheme) for name, scheme in schemes.items()}
+        if self.search.job.run.memory is not None:
+            return {
+                name: MadeAnew(self.originals[name], make) if schemes[name] else self.originals[name]
+                for name, make in makes.items()
+            }
+        layers = {name: make() for name, make in makes.items()}
+        for layer in layers.values() if unit in self.search.offer.once else ():
+            layer.weight.data = layer.weight.data.view(torch.int8)  # T5 casts inputs to any other dtype of a weight
+        return layers
+
+    def _made(self, name: str, option: str, scheme: Scheme | None) -> Any:
+        """Return a layer in an option, made while the plain one's weights are there."""
+        plain, fitted = self.originals[name], self.search.offer.fitted
+        if option in fitted:
+            return in_place_of(plain, fitted[option].layer(name)).to(plain.weight.device)
+        return improved(plain, scheme and replace(scheme, static_input=False))
+
+    def weight_error(self, unit: str, option: str) -> float:
+        """Return the squared error of a unit's weights in an option."""
+
+        def error(name: str, scheme: Scheme) -> float:
+            rounded = self._made(name, option, scheme).collapsed()[0]
+            weight = self.originals[name].weight.detach().flatten(1)
+            return float((rounded.double() - weight.double()).square().sum())
+
+        schemes = self.search.offer.schemes({unit: option})
+        return math.fsum(
+            with_weights(self.originals[name], partial(error, name, scheme))
+            for name, scheme in schemes.items()
+            if scheme is not None
+        )
 
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
         """Return the plan with its errors on the images of the first round."""
