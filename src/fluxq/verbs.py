@@ -137,7 +137,7 @@ def auto(
     count: int | None = None,
     modulation: bool = False,
     attention: bool = False,
-    fitted: Sequence[str | PathLike[str]] = (),
+    fitted: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     assemble: str | PathLike[str] | None = None,
     output: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | None = None,
