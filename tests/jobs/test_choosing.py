@@ -340,7 +340,9 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"menu": ("nvfp4", "fp9")}, "unknown format 'fp9'"),
         ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
         ({"dialect": "comfi"}, "expected one of bfl"),
+        ({"bits": None, "gate": "latent_sqnr>=-99999"}, "below 0 dB all is error; write"),
         ({"count": 0}, "at least one image"),
+        ({"count": 10**12}, "at most 1048576"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) -> None:

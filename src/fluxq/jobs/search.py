@@ -38,7 +38,7 @@ from fluxq.recipes.recipe import Recipe, load_recipe, parse_gate
 from fluxq.runtime.place import room_of
 
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
-IMAGES = 8  # that errors are measured on
+IMAGES, MOST_IMAGES = 8, 1 << 20  # that errors are measured on
 ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
@@ -248,9 +248,11 @@ def _require_sound(options: AutoOptions) -> None:
     kind, value = options.budget
     if kind == "gate":
         condition = parse_gate(str(value))
-        ((comparison, _), *others) = condition.bounds
+        ((comparison, bound), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
+        if bound < 0:
+            raise ValueError(f"--gate {value!r}: below 0 dB all is error; write 'latent_sqnr>=30', say")
     elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
         raise ValueError(f"--{kind} {value!r}: expected a number above 0")
     if kind == "ms" and options.gpu is None:
@@ -267,8 +269,8 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError(
             "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
         )
-    if options.count < 1:
-        raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
+    if not 1 <= options.count <= MOST_IMAGES:
+        raise ValueError(f"--count {options.count}: expected at least one image, and at most {MOST_IMAGES}")
 
 
 def _dialect(options: AutoOptions) -> str | None:
@@ -396,13 +398,13 @@ def outline_of(search: Search) -> Outline:
     """Return the cost of a search, without computing anything."""
     low, high = extremes(search.costs.numbers)
     steps = number_of_steps(search.job.folder.pipeline_class, search.job.call)
-    images = len(search.measuring)
+    images = search.options.count
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
-    judging = sum(map(len, search.judging))
+    judging = sum(ROUNDS) * images
     passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}
     seconds = None
     if search.options.gpu:
