@@ -211,7 +211,10 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     output.require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if options.assemble is not None:
         reads |= {"the recipe that is written": place}
-        Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
+        try:
+            Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
+        except ValueError as error:
+            raise ValueError(str(error).replace("another --output", "another --assemble")) from None
     if not writes:
         return search
     weights = memory.weight_bytes(job.folder, job_options.dtype)
@@ -366,8 +369,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
-                "in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed or count; "
+                "give an --output in another folder, or --overwrite to measure again"
             )
 
 
