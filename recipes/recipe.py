@@ -278,8 +278,12 @@ class Auto(Strict):
 
     @model_validator(mode="after")
     def _one_budget(self) -> Auto:
-        if sum(getattr(self, name) is not None for name in BUDGETS) != 1:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if not given:
             raise ValueError(f"a search has one budget; write one of {', '.join(BUDGETS)}, as in {{bits: 5.5}}")
+        if len(given) > 1:
+            cure = "leave out all but one, or write null for that of the recipe in `extends`"
+            raise ValueError(f"a search has one budget, and {' and '.join(given)} are {len(given)}: {cure}")
         if self.ms is not None and self.gpu is None:
             raise ValueError("ms is modelled time on a GPU: write gpu too, as in {ms: 70, gpu: h200}")
         return self

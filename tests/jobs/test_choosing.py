@@ -166,7 +166,9 @@ def test_runs_are_kept_where_the_table_was_there(model, here, done, monkeypatch)
 
     def interrupted(bench: Any, choice: Any, number: int) -> list[float]:
         ran.append((choice, number))
-        return squares(bench, choice, number) if len(ran) != 2 else 1 / 0
+        if len(ran) == 2:
+            raise ZeroDivisionError
+        return squares(bench, choice, number)
 
     monkeypatch.setattr(Bench, "_squares", interrupted)
     part = here / ".small-velocity-errors.safetensors.0123abcd.part"
@@ -457,6 +459,7 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"menu": ("nvfp4", "fp9")}, "unknown format 'fp9'"),
         ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
         ({"dialect": "comfi"}, "expected one of bfl"),
+        ({"bits": None, "gate": "latent_sqnr>=-99999"}, "below 0 dB all is error; write"),
         ({"count": 0}, "at least one image"),
         ({"modulation": True, "fitted": ("one", "two")}, "--from: modulation and attention are those of the first"),
         ({"attention": True}, "takes no bits and no bytes.*give --ms, or --gate with --gpu"),

@@ -545,7 +545,7 @@ def test_a_shipped_recipe_is_found_in_any_case():
     ("text", "message"),
     [
         ("{}", "3: auto: a search has one budget; write one of bits, size, vram, ms, gate"),
-        ("{bits: 5.5, size: 9GB}", "a search has one budget"),
+        ("{bits: 5.5, size: 9GB}", "bits and size are 2: leave out all but one, or write null for that"),
         ("{bits: 0}", "auto.bits: Input should be greater than 0, got 0"),
         ("{bits: .nan}", "auto.bits: Input should be a finite number"),
         ("{size: 9}", ""),

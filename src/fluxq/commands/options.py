@@ -39,11 +39,11 @@ def option_group(*decorators: Callable) -> Callable:
     return apply
 
 
-def names_in(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...]:
+def names_in(_context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...]:
     """Read `a, b` as ("a", "b"); a name given twice counts once."""
     names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",")))
     if value is not None and "" in names:
-        raise click.BadParameter("give names with one comma between them, as in transformer,text_encoder")
+        raise click.BadParameter(f"{value!r}: give names with one comma between them, as {option.metavar}")
     return () if value is None else names
 
 

@@ -140,7 +140,7 @@ def plan(
 )
 @click.option(
     "--count",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 20),
     metavar="N",
     help="Images that errors are measured on, by default 8; two to four times as many decide.",
 )

@@ -178,5 +178,6 @@ def _card(search: Search, seat: Seat, choice: Choice) -> dict[str, Any]:
     job, options = search.job, search.offer.units
     layers = {name: choice[unit] for unit, names in options.items() for name in names}
     model = "MODEL" if job.options.in_memory else job.options.model or job.recipe.model or DEFAULT_MODEL
-    words = ["fluxq", "quantize", model, "--recipe", str(job.output), "-o", job.output.stem]
+    revision = ["--revision", job.options.revision] if job.options.revision else []
+    words = ["fluxq", "quantize", model, *revision, "--recipe", str(job.output), "-o", job.output.stem]
     return seat.fit(layers, job.output.name, shlex.join(words)).describe()

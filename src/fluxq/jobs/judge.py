@@ -550,9 +550,11 @@ def front(
 
 def _draw(draw: Callable[[], object], paths: Iterable[Path], cure: str) -> None:
     """Write a page; ValueError naming the files that it was read from for values that no page can be made of."""
+    from jinja2 import TemplateError
+
     try:
         draw()
-    except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, TemplateError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: holds values that no page can be made of ({reason}); {cure}") from error

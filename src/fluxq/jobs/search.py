@@ -39,9 +39,8 @@ from fluxq.recipes.recipe import Recipe, load_recipe, parse_gate
 from fluxq.runtime.place import room_of
 
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
-IMAGES = 8  # that errors are measured on
+IMAGES, MOST_IMAGES = 8, 10_000  # that errors are measured on
 ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
-_MOST_IMAGES = 10_000
 _TOO_LARGE = 1e18  # of bytes, bits or milliseconds
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
@@ -220,7 +219,10 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     output.require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if options.assemble is not None:
         reads |= {"the recipe that is written": place}
-        Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
+        try:
+            Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
+        except ValueError as error:
+            raise ValueError(str(error).replace("another --output", "another --assemble")) from None
     if not writes:
         return search
     job = replace(search.job, run=_run(search, job_options))
@@ -274,9 +276,11 @@ def _require_sound(options: AutoOptions) -> None:
     kind, value = options.budget
     if kind == "gate":
         condition = parse_gate(str(value))
-        ((comparison, _), *others) = condition.bounds
+        ((comparison, bound), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
+        if bound < 0:
+            raise ValueError(f"--gate {value!r}: below 0 dB all is error; write 'latent_sqnr>=30', say")
     elif isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < _TOO_LARGE):
         raise ValueError(f"--{kind} {value!r}: expected a number above 0 and below {_TOO_LARGE:g}")
     if kind == "ms" and options.gpu is None:
@@ -307,9 +311,9 @@ def _require_sound(options: AutoOptions) -> None:
             "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
         )
     count = options.count
-    if isinstance(count, bool) or not (isinstance(count, int) and 1 <= count <= _MOST_IMAGES):
+    if isinstance(count, bool) or not (isinstance(count, int) and 1 <= count <= MOST_IMAGES):
         raise ValueError(
-            f"--count {count!r}: expected at least one image to measure errors on, and at most {_MOST_IMAGES}"
+            f"--count {count!r}: expected at least one image to measure errors on, and at most {MOST_IMAGES}"
         )
 
 
@@ -405,6 +409,7 @@ def _identity(search: Search) -> dict[str, Any]:
         "budget": list(search.options.budget),
         "costs": sha256_json([search.costs.numbers, search.costs.fixed]),
         "gpu": search.options.gpu,
+        "for": search.options.dialect,
         "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
     } | ({"fitted": {option: one.digest for option, one in offer.fitted.items()}} if offer.fitted else {})
@@ -430,8 +435,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count, or another "
-                "version of fluxq; give an --output in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed or count, or "
+                "another version of fluxq; give an --output in another folder, or --overwrite to measure again"
             )
 
 
@@ -462,7 +467,7 @@ def outline_of(search: Search) -> Outline:
     """Return the cost of a search, without computing anything."""
     low, high = extremes(search.costs.numbers)
     steps = number_of_steps(search.job.folder.pipeline_class, search.job.call)
-    images = len(search.measuring)
+    images = search.options.count
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
     once = images * steps * (1 + sum(o != SIXTEEN_BIT for u in search.offer.once for o in search.offer.choices[u]))
@@ -470,7 +475,7 @@ def outline_of(search: Search) -> Outline:
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     each = {measure: passes + (once if search.offer.once else 0) for measure, passes in each.items()}
     runs = 1 + 2 * MOST_PLANS
-    judging = sum(map(len, search.judging))
+    judging = sum(ROUNDS) * images
     passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}
     seconds = None
     if search.options.gpu:
