@@ -309,7 +309,7 @@ def _menu(
         for option, of_option in plans.items()
     }
     for option in options if dialect else ():
-        for unit in units.keys() - refused[option].keys():
+        for unit in [unit for unit in units if unit not in refused[option]]:
             of_layers = [{each: layers[each][name] for each in options} for name in units[unit]]
             why = _no_room(str(dialect), option, of_layers)
             refused[option] |= {unit: why} if why else {}

@@ -435,8 +435,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed or count, or "
-                "another version of fluxq; give an --output in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed or count, "
+                "or another version of fluxq; give an --output in another folder, or --overwrite to measure again"
             )
 
 
