@@ -593,8 +593,8 @@ def test_several_processes_need_a_folder(pipe):
 
 
 def threads(count: int) -> list[Any]:
-    """Ranks of threads, which meet and agree as processes do."""
-    barrier, words = threading.Barrier(count, timeout=60), []
+    """Ranks of threads, which meet, agree and add as processes do."""
+    barrier, words, terms = threading.Barrier(count, timeout=60), [], []
 
     def agree(rank: int, value: Any) -> Any:
         if rank == 0:
@@ -604,13 +604,22 @@ def threads(count: int) -> list[Any]:
         barrier.wait()
         return json.loads(word)
 
+    def total(values: Tensor) -> Tensor:
+        terms.append(values)
+        barrier.wait()
+        result = torch.stack(terms[-count:]).sum(0)
+        barrier.wait()
+        return result
+
     return [
         SimpleNamespace(
+            rank=rank,
             world=count,
             leads=rank == 0,
             share=lambda items, rank=rank: items[rank::count],
             agree=lambda value, rank=rank: agree(rank, value),
             meet=barrier.wait,
+            sum=total,
         )
         for rank in range(count)
     ]
