@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fluxq.runtime.optimize import optimize, restore
     from fluxq.runtime.place import place
     from fluxq.runtime.prepare import prepare
+    from fluxq.runtime.skip import skip_steps
     from fluxq.runtime.steps import keep_steps
     from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
 
@@ -52,6 +53,7 @@ __all__ = [
     "quantize_pipeline",
     "restore",
     "set_attention",
+    "skip_steps",
     "tiny",
 ]
 
@@ -76,6 +78,7 @@ _HOMES = {
     "quantize_pipeline": "fluxq.verbs",
     "restore": "fluxq.runtime.optimize",
     "set_attention": "fluxq.runtime.attention_choice",
+    "skip_steps": "fluxq.runtime.skip",
 }
 
 
