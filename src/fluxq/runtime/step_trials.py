@@ -20,12 +20,12 @@ from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import Item, run_pipeline
 from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
-from fluxq.calibrate.prompts import load_prompts
+from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
 from fluxq.runtime.skip import SkippedSteps
 
 IMAGES = 12  # that a list is made of; as many others decide
-_SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
+SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,16 @@ def made_list(pipe: Any, denoisers: Sequence[str], compute: float, call: Mapping
     """Return a list made on the spot, with the prompts and the call of the pipeline's folder."""
     require_share(compute)
     folder = ModelFolder("", Path(str(getattr(pipe, "name_or_path", None) or "")))
-    prompts = load_prompts("default", folder, pipeline=type(pipe)).alike
-    call = {**folder.generation_defaults, **call}
-    velocities = measure_velocities(pipe, denoisers, prompts.items(IMAGES, _SEED), call)
-    trials = Trials(pipe, velocities, prompts.items(2 * IMAGES, _SEED)[IMAGES:], call)
-    return trials.best(computed_of(compute, len(velocities.levels))).steps
+    prompts = load_prompts("default", folder, pipeline=type(pipe))
+    trials = measured_steps(pipe, denoisers, prompts, {**folder.generation_defaults, **call})
+    return trials.best(computed_of(compute, len(trials.velocities.levels))).steps
+
+
+def measured_steps(pipe: Any, denoisers: Sequence[str], prompts: PromptSet, call: Mapping[str, Any]) -> Trials:
+    """Measure the steps of a pipeline on the first images of a set, and return trials on the next ones."""
+    items = prompts.alike.items(2 * IMAGES, SEED)
+    velocities = measure_velocities(pipe, denoisers, items[:IMAGES], call)
+    return Trials(pipe, velocities, items[IMAGES:], call)
 
 
 def computed_of(compute: float, total: int) -> int:
