@@ -270,7 +270,7 @@ def held_out(pipe: Any, items: Items) -> list[dict[str, Any]]:
             total = how.get("num_inference_steps", STEPS)
             fewer = nmse(full, images_of(pipe, items, **how | {"num_inference_steps": round(share * total)}))
             rows.append({"what": what, "share": share, "order": chosen.order, "nmse": error, "fewer_nmse": fewer})
-        except ValueError as why:
+        except (ValueError, RuntimeError) as why:
             rows.append({"what": what, "error": first_line(why)})
 
     def own(**how: Any) -> Callable[[], StepList]:

@@ -1,9 +1,10 @@
 """List of the steps of a call that a denoiser computes; at the others its output is extrapolated.
 
-    v̂_t = Σ_i L_i(x_t) v_i        i: the last order + 1 computed steps
+    v̂_t = Σ_i c_i(x_t) v_i        i: the last order + 1 computed steps
 
-x_t is the noise level of step t and L_i are Lagrange's polynomials: order 0 repeats the last output, order 1 goes on in
-a straight line. The first and the last step of a call are always computed.
+x_t is the noise level of step t. Order 0 repeats the last output, order 1 goes on in a straight line, and order 2 in
+between that and the parabola, with half of its curvature: on the embedded pipeline that is nearer to the outputs than
+either. The first and the last step of a call are always computed.
 
 A list is of one scheduler class, of one shift, and of a number of steps. In a call of another number, or one that
 begins at an image, those steps are computed whose noise levels are nearest to the list's: what is extrapolated over
@@ -37,7 +38,7 @@ class StepList:
     """Steps that are computed.
 
     computed: their indices, in order; the first and the last step of the call are among them.
-    order: of the polynomial that stands for the others' outputs.
+    order: of what stands for the others' outputs.
     levels: noise level of each step of the call, falling.
     scheduler: class. settings: those of it that place noise levels.
     models: component -> SHA-256 of the 16-bit weights that the list was made for; empty for a list by hand.
@@ -115,8 +116,16 @@ class StepList:
 
 
 def extrapolation(nodes: Sequence[float], x: float) -> list[float]:
-    """Return L_i(x) of each node: what the values there are multiplied by for the polynomial's value at x."""
-    return [math.prod((x - other) / (node - other) for other in nodes if other is not node) for node in nodes]
+    """Return c_i(x): what the values at one to three nodes are multiplied by for the value at x."""
+    curve = _lagrange(nodes, x)
+    if len(nodes) < 3:
+        return curve
+    line = [0.0, *_lagrange(nodes[1:], x)]
+    return [(a + b) / 2 for a, b in zip(curve, line, strict=True)]
+
+
+def _lagrange(nodes: Sequence[float], x: float) -> list[float]:
+    return [math.prod((x - b) / (a - b) for j, b in enumerate(nodes) if j != i) for i, a in enumerate(nodes)]
 
 
 def placing(scheduler: Any) -> dict[str, Any]:
