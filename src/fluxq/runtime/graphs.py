@@ -563,7 +563,8 @@ def why_not(model: nn.Module) -> str:
         return "the weights of its modulation were hoisted to the CPU: hoist_modulation(pipe, offload=False)"
     if cache is not None and any(module._compiled_call_impl is not None for module in modules.values()):
         return "it is compiled, and a step cache decides in the middle of a step: disable_cache(), or do not compile it"
-    if skipped_in(model):
+    skipped = skipped_in(model)
+    if skipped and not isinstance(skipped.plain, _Step):
         return "steps of it are skipped, and a graph would be in front of that: remove() that, capture, and skip again"
     kept = why_not_captured(model)
     if kept:
