@@ -1,6 +1,6 @@
 """Lists of steps beside fewer steps and the caches of diffusers, at equal or more compute.
 
-    python -m benchmarks.steps               measure, then write steps.json and the tables of ../docs/steps.md
+    python -m benchmarks.steps               measure, then write steps.json, the tables of ../docs/steps.md, the picture
     python -m benchmarks.steps --tables      the tables again, from the result file
 
 The embedded pipeline in fp32, 28 steps; in 16 bit, and its layers rounded to nearest in fp8 and in nvfp4. A list is
@@ -41,6 +41,7 @@ from torch import nn
 import fluxq
 from benchmarks.pages import between
 from benchmarks.sources import sources
+from benchmarks.tiny_quality import draw_grid
 from fluxq import tiny
 from fluxq.base.console import first_line, progress
 from fluxq.base.devices import commit, cpu_name, versions
@@ -55,6 +56,7 @@ from fluxq.runtime.step_trials import IMAGES, measured_steps
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "benchmarks" / "steps.json", ROOT / "docs" / "steps.md"
+PICTURE = ROOT / "docs" / "steps_grid.png"
 BEGIN, END = "<!-- steps: begin -->\n", "<!-- steps: end -->"
 STEPS, COMPUTED = 28, (15, 11, 9)
 KINDS = ("16 bit", "fp8", "nvfp4")
@@ -62,7 +64,12 @@ FIRST_SEED = 7 << 20  # evaluation begins at 0, calibration at 1 << 20, lists of
 SCANNED = 8
 SHARE = {"16 bit": 1.0, "fp8": 0.5, "nvfp4": 0.5}  # of the prompts
 OVER_FEWER, OVER_CACHES, FACTOR, ADDS = 6.0, 1.5, 2.5, 1.3
-FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+FLOW = {
+    "use_flow_sigmas": True,
+    "prediction_type": "flow_prediction",
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+}
 
 
 @click.command()
@@ -103,6 +110,7 @@ def measure(file: Path, prompts: int) -> None:
     if "held_out" not in report:
         report["held_out"] = held_out(plain, items[: 4 * SCANNED])
         write_json(file, report)
+    draw(plain, items[:14], report, file.with_name("steps_grid.png") if file != RESULT else PICTURE)
 
 
 def made_lists(pipe: Any, folder: ModelFolder) -> list[dict[str, Any]]:
@@ -270,8 +278,8 @@ def held_out(pipe: Any, items: Items) -> list[dict[str, Any]]:
             total = how.get("num_inference_steps", STEPS)
             fewer = nmse(full, images_of(pipe, items, **how | {"num_inference_steps": round(share * total)}))
             rows.append({"what": what, "share": share, "order": chosen.order, "nmse": error, "fewer_nmse": fewer})
-        except (ValueError, RuntimeError) as why:
-            rows.append({"what": what, "error": first_line(why)})
+        except (ValueError, RuntimeError, AssertionError) as why:  # the pipeline refuses schedulers, too
+            rows.append({"what": what, "error": first_line(why.__cause__ or why)})
 
     def own(**how: Any) -> Callable[[], StepList]:
         return lambda: (
@@ -283,16 +291,34 @@ def held_out(pipe: Any, items: Items) -> list[dict[str, Any]]:
     for total in (14, 20, 40, 50):
         row(f"{total} steps, the list of {STEPS}", of_28, num_inference_steps=total)
         row(f"{total} steps, a list of its own", own(num_inference_steps=total), num_inference_steps=total)
-    for scale in (1.5, 7.0):
-        row(f"guidance scale {scale:g}, the list of {CALL.get('guidance_scale', 3.5):g}", of_28, guidance_scale=scale)
+    for scale in (1.5, 3.0):
+        guidance = {"true_cfg_scale": scale, "negative_prompt": [""] * len(items)}
+        row(f"guidance of {scale:g} in two calls, the list without", of_28, **guidance)
     try:
         for name, settings in SCHEDULERS.items():
             pipe.scheduler = getattr(diffusers, name)(**settings)
-            row(f"{name}, the list of {type(euler).__name__}", of_28)
             row(f"{name}, a list of its own", own())
     finally:
         pipe.scheduler = euler
+    pipe.scheduler = type(euler).from_config(euler.config, shift=3.0)
+    try:
+        row("a shift of 3, the list of 1", of_28)
+        row("a shift of 3, a list of its own", own())
+    finally:
+        pipe.scheduler = euler
     return rows
+
+
+def draw(pipe: Any, items: Items, report: Mapping[str, Any], target: Path) -> None:
+    """Draw images of all steps, of half and a third of them, of fewer steps and of a cache, top to bottom."""
+    rows = [images_of(pipe, items).images]
+    for made in (report["lists"][0], report["lists"][-1]):
+        with fluxq.skip_steps(pipe, StepList.from_dict(made["list"])):
+            rows.append(images_of(pipe, items).images)
+    rows.append(images_of(pipe, items, num_inference_steps=COMPUTED[-1]).images)
+    with cached(pipe, CACHES["FirstBlockCache"]["threshold 0.4"]):
+        rows.append(images_of(pipe, items).images)
+    draw_grid(rows, target)
 
 
 def goals(report: Mapping[str, Any]) -> dict[str, bool]:
@@ -494,7 +520,6 @@ CACHES: dict[str, dict[str, Callable[[Any], Any]]] = {
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "DPMSolverMultistepScheduler": FLOW,
     "UniPCMultistepScheduler": FLOW,
-    "DDIMScheduler": {},
     "FlowMatchHeunDiscreteScheduler": {},
 }
 
