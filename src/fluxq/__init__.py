@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fluxq.runtime.prepare import prepare
     from fluxq.runtime.skip import skip_steps
     from fluxq.runtime.steps import keep_steps
-    from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
+    from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, choose_steps, evaluate_pipeline, quantize_pipeline
 
 __all__ = [
     "FAMILIES",
@@ -42,6 +42,7 @@ __all__ = [
     "auto",
     "calibrate_pipeline",
     "capture",
+    "choose_steps",
     "configure",
     "evaluate_pipeline",
     "hoist_modulation",
@@ -67,6 +68,7 @@ _HOMES = {
     "auto": "fluxq.verbs",
     "calibrate_pipeline": "fluxq.verbs",
     "capture": "fluxq.runtime.graphs",
+    "choose_steps": "fluxq.verbs",
     "configure": "fluxq.base.settings",
     "evaluate_pipeline": "fluxq.verbs",
     "hoist_modulation": "fluxq.runtime.modulation",

@@ -58,7 +58,6 @@ def outputs(pipe: Any, **how: Any) -> list[Tensor]:
 # --- what is returned
 
 
-@pytest.mark.feature("fluxq.skip_steps: a list of all steps changes no bit")
 def test_a_list_of_all_steps_changes_no_bit(pipe) -> None:
     plain = run(pipe)
     with fluxq.skip_steps(pipe, range(6)) as skipped:
