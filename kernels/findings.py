@@ -36,6 +36,7 @@ from fluxq.base.devices import driver, package_version
 from fluxq.base.files import read_json, write_json
 from fluxq.base.output import sole_writer
 from fluxq.kernels.tiles import chip_of
+from fluxq.recipes.cost import BF16, Product
 
 KIND = "fluxq doctor"
 MEASURED = Path(__file__).parent / "measured"  # files of this form, by GPU
@@ -91,6 +92,31 @@ def timings(scheme: str, chip: str) -> list[dict[str, Any]]:
 def own_timings(scheme: str, chip: str) -> list[dict[str, Any]]:
     """Return `timings` of this GPU alone."""
     return _timed(_here(chip), scheme, chip)
+
+
+def times_in(file: Path) -> tuple[str, dict[Product, float]]:
+    """Return the GPU of a file of `fluxq doctor`, and product -> seconds of a call of a Linear.
+
+    Of several implementations the fastest that is right. Raises ValueError for another file, or a damaged one.
+    """
+    try:
+        found = _checked(read_json(file))
+        if found.get("kind") != KIND:
+            raise ValueError(f"its kind is {found.get('kind')!r}")
+        seconds: dict[Product, float] = {}
+        for row in found["rows"]:
+            if not row["scheme"] or row["scheme"].startswith("attention") or row["why"] or not row["us"]:
+                continue
+            for formats, us in ((row["scheme"], row["us"]), (BF16, row.get("beside", {}).get(BF16))):
+                product = formats, row["m"], row["n"], row["k"]
+                if us:
+                    seconds[product] = min(seconds.get(product, math.inf), us / 1e6)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is no file of `fluxq doctor`, or is damaged ({first_line(error)}): run `fluxq doctor` on the GPU "
+            "again"
+        ) from None
+    return str(found["machine"]["gpu"]), seconds
 
 
 def _timed(documents: Iterable[dict[str, Any]], scheme: str, chip: str) -> list[dict[str, Any]]:

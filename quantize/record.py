@@ -158,6 +158,15 @@ class Lora(_Part):
     component: str = "transformer"
 
 
+class MixedFrom(_Part):
+    """A checkpoint that gave some of its layers. checkpoint: its folder's name; digest: of its transformers."""
+
+    format: str
+    checkpoint: str
+    digest: str
+    layers: list[str]
+
+
 class Prompts(_Part):
     """Calibration prompts."""
 
@@ -203,6 +212,7 @@ class Record(_Part):
     """Origin, content and closing check of a checkpoint.
 
     imported: origins of a checkpoint from `fluxq import`.
+    mixed: checkpoints whose fitted layers it was put together of, the first of which gave all else, too.
     trajectory: the calls that were captured, None where no data was needed.
     files: name -> SHA-256.
     """
@@ -212,6 +222,7 @@ class Record(_Part):
     model: RecordedModel
     recipe: RecordedRecipe
     imported: list[Origin] | None = None
+    mixed: list[MixedFrom] = []
     loras: list[Lora] = []
     prompts: Prompts | None
     trajectory: dict[str, Any] | None

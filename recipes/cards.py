@@ -103,9 +103,9 @@ def fit(
     return next(((way, peaks) for way, peaks in tried if peaks and CONTEXT + max(peaks.values()) <= room), None)
 
 
-def least(parts: Sequence[PartSize]) -> float:
-    """Return the bytes of the smallest card that a way fits into."""
-    return CONTEXT + min(max(peaks.values()) for peaks in (way.peaks(parts) for way in WAYS) if peaks)
+def least(parts: Sequence[PartSize], ways: Sequence[Way] | None = None) -> float:
+    """Return the bytes of the smallest card that a way fits into. ways: to choose from, by default all."""
+    return CONTEXT + min(max(peaks.values()) for peaks in (way.peaks(parts) for way in ways or WAYS) if peaks)
 
 
 def in_words(nbytes: float) -> str:

@@ -45,8 +45,10 @@ from fluxq.recipes.workloads import STREAMS as STREAMS
 from fluxq.recipes.workloads import WORKLOADS, Convolution, ForwardPass, passes_before, stream_of
 from fluxq.recipes.workloads import forward_pass as forward_pass
 
+Product = tuple[str, int, int, int]  # weights-activations, or BF16; M, N and K
 Level = Literal["unfused", "fused", "ideal"]
 Prefer = Literal["speed", "memory"]
+BF16 = "bf16"  # a product in 16 bit
 LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
 
 
@@ -242,17 +244,44 @@ def group_seconds(
     return sum(replace(step, instructions={}).seconds(device, level) for step in group_steps)
 
 
-def seconds_of_groups(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "speed") -> dict[str, float]:
+def seconds_of_groups(
+    plan: Plan,
+    forward: ForwardPass,
+    device: Device,
+    prefer: Prefer = "speed",
+    measured: Mapping[Product, float] | None = None,
+) -> dict[str, float]:
     """Return input group, or layer without one, -> modelled time of its steps in a forward pass, fused.
 
     Steps of no Linear are under "". The sum is that of `cost`; a group's time depends on its own layers alone.
+
+    measured: seconds of products, each with the rounding of its input and its low-rank branch. Only groups whose
+    products all are there are returned, with these in place of the model's.
     """
     groups = {layer.name: layer.group or layer.name for layer in plan.layers}
     seconds: dict[str, float] = {}
     for step in steps(plan, forward, device.chip, prefer):
-        group = groups.get(step.name, "")
-        seconds[group] = seconds.get(group, 0.0) + step.seconds(device, "fused")
-    return seconds
+        group, is_timed = groups.get(step.name, ""), measured is not None and step.kind in TIMED
+        seconds[group] = seconds.get(group, 0.0) + (0 if is_timed else step.seconds(device, "fused"))
+    if measured is None:
+        return seconds
+    missing = set()
+    for layer in plan.layers:
+        product = product_of(layer, forward, device.chip, prefer)
+        missing |= set() if product in measured else {groups[layer.name]}
+        seconds[groups[layer.name]] += measured.get(product, 0)
+    return {group: each for group, each in seconds.items() if group and group not in missing}
+
+
+def product_of(layer: LayerPlan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Product:
+    """Return formats of weights and activations, M, N and K of a layer's product on a chip, as `fluxq doctor` has them.
+
+    The formats are those that `fluxq.prepare` makes.
+    """
+    how, tokens = route(layer.scheme, chip, prefer), forward.tokens(stream_of(layer.name, layer.role, forward.family))
+    names = [row.name if row else "16bit" for row in (how.weights, how.activations)]
+    formats = BF16 if layer.scheme is None else "-".join(names)
+    return formats, round(forward.batch * tokens), layer.n, layer.k
 
 
 def in_16_bit(plan: Plan) -> Plan:
@@ -612,6 +641,7 @@ def _part(layer: LayerPlan) -> str:
     return PARTS.get(layer.role, "other")
 
 
+TIMED = ("matmul", "low rank", "quantize", "transform", "deflate")  # kinds of steps that a call of a layer makes
 _PLAIN = _Input()
 _FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE has at a time: of one latent frame, and kept of the last
 _CHANNELS = 256  # at full size, of a VAE whose configuration has none

@@ -125,6 +125,13 @@ def find_device(name: str) -> Device:
     return devices[wanted]
 
 
+def is_called(device: Device, name: str) -> bool:
+    """Tell whether a GPU's name, as "H100 80GB HBM3" of its driver, begins with this row's and with no longer one."""
+    named = {_letters(key): row for key, row in DEVICES.items()}
+    begun = [spelt for spelt in named if _letters(name).startswith(spelt)]
+    return bool(begun) and named[max(begun, key=len)].name == device.name
+
+
 def _letters(name: str) -> str:
     """Return the part of a card's name that tells it from others: its number, with the letters behind it."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|rtx|amd|radeon|instinct|\brx|apple", "", name.lower())

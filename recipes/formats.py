@@ -233,6 +233,11 @@ class Scheme:
         return scheme
 
     @property
+    def formats(self) -> tuple[str, str | None]:
+        """Names of the formats of weights and activations, without what fitting adds; None for 16 bit."""
+        return self.weights.name, self.activations.name if self.activations else None
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Features that a reader of the checkpoint must know besides formats; `required_features` lists them."""
         return tuple(name for name, field in FEATURES.items() if getattr(self, field))

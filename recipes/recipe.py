@@ -20,7 +20,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean, path_near
-from fluxq.base.files import sha256_json
+from fluxq.base.files import read_json, sha256_json
+from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
 from fluxq.recipes.computing import Attention, Steps, Strict
 from fluxq.recipes.devices import find_device
@@ -274,16 +275,31 @@ class Recipe(Strict):
 def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[str, Recipe]:
     """Return (name, recipe) of a file, or of a shipped recipe with or without `.yaml`. `profile` overrides the file's.
 
-    Raises FileNotFoundError with the shipped names, ValueError with file and line for everything inside the file.
+    The file may be the record of a checkpoint (`fluxq_plan.json`), whose recipe it is then. Raises FileNotFoundError
+    with the shipped names, ValueError with file and line for everything inside the file.
     """
     path = find_recipe(name_or_path)
-    document = _read(path)
     overrides = {"profile": profile} if profile else {}
+    if path.name == PLAN_FILE:
+        return _recorded(path, overrides)
+    document = _read(path)
     try:
         recipe = Recipe.model_validate({**document.value, **overrides})
     except ValidationError as error:
         raise ValueError("\n".join(_explain(error, document))) from None
     return path.stem, recipe
+
+
+def _recorded(record: Path, overrides: Mapping[str, Any]) -> tuple[str, Recipe]:
+    """Return name and recipe of a checkpoint's record."""
+    recorded = read_json(record).get("recipe")
+    try:
+        settings = dict(recorded) if isinstance(recorded, dict) else {}
+        return str(settings.pop("name", "")), Recipe.model_validate({**settings, **overrides})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{record}: holds no recipe ({where}: {first['msg']}); quantize the model again") from None
 
 
 def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:

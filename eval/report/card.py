@@ -111,6 +111,10 @@ def _recipe_lines(record: Record) -> list[str]:
     return [
         f"- recipe `{code(recipe.name)}`, profile `{recipe.profile}`, SHA-256 `{record.identity.recipe[:16]}`",
         *_steps_lines(recipe.steps),
+        *(
+            f"- {len(part.layers)} layers in {part.format}, fitted in the checkpoint `{code(part.checkpoint)}`"
+            for part in record.mixed
+        ),
         *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora.sha256[:16]}`" for lora in record.loras),
         *([f"- prompts: {escaped(prompts.source)}, SHA-256 `{prompts.digest[:16]}`"] if prompts else []),
         f"- calibration: {_calibration(record.trajectory)}",

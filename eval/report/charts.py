@@ -7,6 +7,7 @@ prompt brought in travels as data, never as part of an expression.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,6 +152,58 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
         height=26 * len({row["side"] for row in rows}),
         wide=True,
     )
+
+
+def front_chart(found: Mapping[str, Any], index: int = 0) -> Drawing:
+    """Draw the front of a search, mixing at random, and the plans that ran as measured.
+
+    found: content of the JSON that `fluxq auto` writes. Mixing the ends of the front at random mixes the energy of
+    their errors, so that line is straight in energy and not in dB.
+    """
+    unit, points = found["cost_unit"], [(each["cost"], each["predicted_nmse"]) for each in found["front"]]
+    (low, worst), (high, least) = points[0], points[-1]
+    shares = [step / _PIECES for step in range(_PIECES + 1)]
+    mixed = [(low + (high - low) * t, worst + (least - worst) * t) for t in shares]
+    lines = [
+        {"line": name, unit: cost, "dB": value, "text": f"{value:.2f} dB at {cost:.4g} {unit}"}
+        for name, of in ((FRONT, points), (MIXED, mixed))
+        for cost, error in of
+        if (value := decibels(error)) is not None and math.isfinite(value)
+    ]
+    plans = [
+        {
+            unit: each["cost"],
+            "dB": value,
+            "plan": CHOSEN if each["chosen"] else RAN,
+            "proposed by": ", ".join(each["proposed_by"]),
+            "text": f"{value:.2f} dB measured at {each['cost']:.4g} {unit}",
+        }
+        for each in found["tried"]
+        if (value := decibels(each["nmse"])) is not None and math.isfinite(value)
+    ]
+    x = alt.X(f"{unit}:Q", title=unit, scale=alt.Scale(zero=False))
+    y = alt.Y("dB:Q", title="SQNR of the final latents, dB", scale=alt.Scale(zero=False))
+    colours = alt.Scale(
+        domain=[FRONT, MIXED, RAN, CHOSEN], range=["var(--c1)", "var(--quiet)", "var(--c0)", "var(--c2)"]
+    )
+    line = alt.Chart(alt.Data(values=lines)).mark_line(strokeWidth=1.5)
+    dots = alt.Chart(alt.Data(values=plans)).mark_point(filled=True, opacity=1)
+    chart = line.encode(
+        x=x, y=y, color=alt.Color("line:N", title=None, scale=colours), tooltip=[_tip("line"), _tip("text")]
+    ) + dots.encode(
+        x=x,
+        y=y,
+        color=alt.Color("plan:N", title=None, scale=colours),
+        size=alt.condition(f"datum.plan === '{CHOSEN}'", alt.value(130), alt.value(50)),
+        tooltip=[_tip("plan"), _tip("proposed by"), _tip("text")],
+    )
+    text = f"{FRONT}, {MIXED} of its ends, and {len(plans)} plans that ran, over {unit}."
+    return _drawing(f"front-{index}", f"Least error for {unit}", text, chart, wide=True)
+
+
+def decibels(nmse: float | None) -> float | None:
+    """Return the SQNR for a normalised squared error, infinite for none; None where it was not finite."""
+    return None if nmse is None else -10 * math.log10(nmse) if nmse > 0 else math.inf
 
 
 def alike(metrics: Sequence[Metric]) -> bool:
@@ -604,6 +657,8 @@ def _tip(name: str) -> alt.Tooltip:
     return alt.Tooltip(f"{name}:N", title=name)
 
 
+FRONT, MIXED, RAN, CHOSEN = "front, predicted", "mixing at random", "ran, measured", "chosen, measured"
+_PIECES = 40  # of a line that is straight in energy
 STEPS = "steps and the rest"
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 

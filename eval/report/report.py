@@ -58,7 +58,12 @@ def write_report(target: Path, report: Report, job: str = "") -> Path:
 
 def render(report: Report) -> str:
     """Render the page as one HTML text below 15 MB: scripts, charts and pictures inline, prompts escaped."""
-    environment = jinja2.Environment(
+    return environment().get_template("report.html").render(page=_page(report), report=report)
+
+
+def environment() -> jinja2.Environment:
+    """Return the templates of pages, and what they may call on values."""
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         trim_blocks=True,
@@ -67,9 +72,9 @@ def render(report: Report) -> str:
     )
     names = ("figure", "limits", "mark", "plain", "shape", "short", "size", "sizes", "computed")
     names += ("duration", "durations", "share")
-    environment.filters.update({name: getattr(figures, name) for name in names})
-    environment.filters["quoted"] = shlex.quote
-    return environment.get_template("report.html").render(page=_page(report), report=report)
+    made.filters.update({name: getattr(figures, name) for name in names})
+    made.filters["quoted"] = shlex.quote
+    return made
 
 
 def merge(reports: Sequence[Report]) -> Report:

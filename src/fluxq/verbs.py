@@ -117,17 +117,21 @@ def quantize_pipeline(
 
 def auto(
     pipeline: str | PathLike[str] | DiffusionPipeline,
-    recipe: str | PathLike[str] = "nvfp4",
+    recipe: str | PathLike[str] | None = None,
     *,
     bits: float | None = None,
     size: int | None = None,
+    vram: str | float | None = None,
     ms: float | None = None,
     gate: str | None = None,
     gpu: str | None = None,
+    times: str | PathLike[str] | None = None,
     menu: Sequence[str] = (),
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
     count: int = 8,
+    fitted: Sequence[str | PathLike[str]] = (),
+    assemble: str | PathLike[str] | None = None,
     output: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | None = None,
     call: Mapping[str, Any] | None = None,
@@ -140,34 +144,64 @@ def auto(
     which another budget uses again, in .safetensors files.
 
     pipeline: as `quantize_pipeline` has it.
-    recipe: the base; layers that it sets apart stay as it has them.
+    recipe: the base, by default nvfp4, with `fitted` that of the first; layers that it sets apart stay as it has them.
     bits: most bits per weight of what is chosen.
     size: most bytes of the checkpoint's weights.
+    vram: the card that a whole call has to fit, as "12GB" or in bytes; the .json has the placement, and lines for it.
     ms: most modelled milliseconds of a step on `gpu`.
     gate: of the final latents, as "latent_sqnr>=30", for the cheapest plan that holds it.
+    times: a file of `fluxq doctor` on `gpu`; where it has a product its time replaces the model's.
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
-    count: images that errors are measured on; twice as many decide.
+    count: images that errors are measured on; two to four times as many decide.
+    fitted: checkpoints of this pipeline, one for each format to choose from; plans are made of their fitted layers.
+    assemble: folder for the checkpoint that is put together of these; `Checkpoint.open` opens it.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
     options: device, dtype, seed, revision and local_files_only.
     """
+    from fluxq.jobs.assembling import assemble as put_together
     from fluxq.jobs.choosing import choose
     from fluxq.jobs.job import JobOptions
+    from fluxq.jobs.requirements import base_recipe
     from fluxq.jobs.search import AutoOptions, recipe_file, search_of
     from fluxq.recipes.recipe import load_recipe
+    from fluxq.runtime.place import room_of
 
     _require_known(options)
+    checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, str) else fitted))
+    recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    auto_options = AutoOptions(bits, size, ms, gate, gpu, tuple(menu), dialect, measure, count)
+    room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
+    place = None if assemble is None else fspath(assemble)
+    budget: dict[str, Any] = {
+        "bits": bits,
+        "size": size,
+        "vram": room,
+        "ms": ms,
+        "gate": gate,
+        "gpu": gpu,
+        "times": path,
+    }
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "times": path,
+        "menu": tuple(menu),
+        "dialect": dialect,
+        "measure": measure,
+        "count": count,
+    }
+    auto_options = AutoOptions(**budget, **how, fitted=checkpoints, assemble=place)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), auto_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
         request = search_of(JobOptions(**arguments, **where), auto_options)
-        choose(request)
+        result = choose(request)
+        if result is not None and place is not None:
+            put_together(request, result)
     return load_recipe(str(request.job.output))[1]
 
 

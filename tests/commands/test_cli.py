@@ -128,7 +128,20 @@ SIZE = {"--height", "--width", "--frames"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale"} | SIZE
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
-BUDGET = {"--bits", "--size", "--ms", "--gate", "--gpu", "--menu", "--for", "--measure", "--count", "--dry-run"}
+BUDGET = {
+    "--bits",
+    "--size",
+    "--vram",
+    "--ms",
+    "--gate",
+    "--gpu",
+    "--times",
+    "--menu",
+    "--for",
+    "--measure",
+    "--count",
+    "--dry-run",
+}
 GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 

@@ -33,7 +33,7 @@ class Command:
 
 def needs(command: Command) -> set[str]:
     """The names in the base that a command reads, or finds at its place."""
-    read = re.findall(r"(?<!-o )(?<!--images )\{base\}/(\S+)", command.words)
+    read = re.findall(r"(?<!-o )(?<!--images )\{base\}/([^\s,]+)", command.words)
     warm = ["model-evaluated"] if command.in_place else []  # which imports what the command does
     return {*read, *warm, *(source for source, _ in command.before)}
 
@@ -77,6 +77,7 @@ _QUANTIZE = "quantize {base}/model --recipe fp8 --profile rtn --no-check -o out"
 _CALIBRATED = "--recipe nvfp4 --prompts {base}/prompts.txt " + SIZES
 _EVAL = "--prompts {base}/prompts.txt --metrics psnr --backends native " + SIZES
 _AUTO = " --bits 6 --count 1 --measure velocity --menu nvfp4,fp8 --prompts {base}/prompts.txt " + SIZES
+_FROM = _AUTO.replace("--bits 6", "--bits 9").replace("nvfp4,fp8", "fp8,int8,16bit")
 _TABLE = "model-velocity-errors.safetensors"
 _STEPS = " --compute 0.9 --count 4 --num-inference-steps 2 --height 16 --width 16 --prompts {base}/prompts.txt"
 _EVALUATED = (("model-evaluated", "out"),)
@@ -106,6 +107,10 @@ COMMANDS = {
     "steps": Command("steps {base}/model" + _STEPS + " -o out.json"),
     "steps, replacing": Command(
         "steps {base}/model" + _STEPS + " -o out.json --overwrite", (("other-steps.json", "out.json"),)
+    ),
+    "auto, putting a checkpoint together": Command(
+        "auto {base}/model" + _FROM + " --from {base}/model-fp8,{base}/model-int8 --assemble out -o out.yaml",
+        in_place=True,
     ),
     "quantize": Command(_QUANTIZE),
     "quantize into shards": Command(_QUANTIZE + " --max-shard-size 300KB"),

@@ -6,9 +6,10 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from fluxq import tiny
 from fluxq.calibrate.adjoint import PROBES
+from fluxq.calibrate.errors import ErrorTable
 from fluxq.jobs import choosing
 from fluxq.jobs.choosing import choose
 from fluxq.jobs.job import JobOptions
+from fluxq.jobs.menu import Costs
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.search import AutoOptions, Search, outline_of, search_of
-from fluxq.jobs.trials import Bench, Tried, better_of
+from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import extremes
 from fluxq.recipes.recipe import load_recipe
 
@@ -128,11 +131,11 @@ def test_another_budget_takes_the_table_as_it_is_and_the_same_search_nothing(mod
 def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:
     squares, ran = Bench._squares, []
 
-    def interrupted(bench: Any, choice: Any) -> list[float]:
-        ran.append(choice)
+    def interrupted(bench: Any, choice: Any, number: int) -> list[float]:
+        ran.append((choice, number))
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return squares(bench, choice)
+        return squares(bench, choice, number)
 
     monkeypatch.setattr(Bench, "_squares", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -202,14 +205,76 @@ def test_what_is_loud_gets_the_better_format_and_what_is_silent_nothing(here) ->
     assert proposals["weight error"][f"{DOUBLE}.ff_context.net.0.proj"] == "fp8"  # the measure that sees no output
 
 
-def test_the_cheapest_of_plans_that_cannot_be_told_apart_is_taken() -> None:
-    def tried(name: str, cost: float, *squares: float) -> Tried:
-        return Tried((name,), {}, cost, squares, (1.0,) * len(squares))
+class Known(Bench):
+    """Runs with known errors: dB of an image above 30, of two rounds of 8."""
 
-    good, level = tried("good", 9, 1.0, 2.0, 3.0, 4.0), tried("level", 7, 1.2, 1.9, 3.2, 3.9)
-    worse, broken = tried("worse", 5, 2.0, 3.1, 4.2, 5.0), tried("broken", 1, 1.0, 2.0, 3.0, float("inf"))
-    assert better_of([good, worse, broken]) is good
-    assert better_of([good, level, worse]) is level
+    def __init__(self, prompts: Sequence[int] = range(16)) -> None:
+        self.search: Any = SimpleNamespace(judging=[prompts[:8], prompts[8:]], cost=lambda _: 0.0)
+        self.decibels: dict[str, Sequence[float]] = {}
+        self.tried = []
+
+    def plan(self, name: str, cost: float, decibels: Sequence[float]) -> Tried:
+        self.decibels[name] = decibels
+        tried = Tried((name,), {"unit": name}, cost)
+        self.run_again(tried)
+        return tried
+
+    def run_again(self, tried: Tried) -> None:
+        new = slice(8 * tried.rounds, 8 * tried.rounds + 8)
+        tried.squares += [10 ** (-3 - each / 10) for each in self.decibels[tried.choice["unit"]][new]]
+        tried.signals += [1.0] * 8
+        tried.prompts += self.search.judging[tried.rounds]
+        tried.rounds += 1
+
+    def winner(self, predicted: Mapping[str, float], *tried: Tried) -> str:
+        return self.better_of(tried, {"unit": predicted}).choice["unit"]
+
+
+UNEVEN = [3.0, -3.0, 2.0, -2.0] * 4
+
+
+def test_runs_refute_plans_and_prediction_chooses_among_the_others() -> None:
+    bench, predicted = Known(), {"hoped": 1e-4, "good": 1e-3, "uneven": 2e-3, "broken": 1e-5}
+    hoped, good = bench.plan("hoped", 1, [-2.0, -1.0] * 8), bench.plan("good", 9, [0.0] * 16)
+    uneven, broken = bench.plan("uneven", 5, UNEVEN), bench.plan("broken", 1, [-math.inf, math.inf, *[9.0] * 14])
+    assert bench.winner(predicted, hoped, good, broken) == "good" and good.rounds == 1
+    assert bench.winner(predicted, hoped, good, uneven) == "good" and good.rounds == uneven.rounds == 2
+    assert bench.winner({**predicted, "uneven": 9e-4}, good, uneven) == "uneven" and hoped.rounds == 1
+
+
+def test_the_second_round_refutes_what_the_first_leaves_open() -> None:
+    bench, predicted = Known(), {"hoped": 1e-4, "good": 1e-3}
+    hoped, good = bench.plan("hoped", 1, [*UNEVEN[:8], *[-4.0] * 8]), bench.plan("good", 9, [0.0] * 16)
+    assert bench.winner(predicted, hoped, good) == "good"
+
+
+def test_a_cheaper_plan_is_taken_if_it_loses_next_to_nothing() -> None:
+    bench, predicted = Known(), {"good": 1e-3, "level": 2e-3, "less": 3e-3, "exact": 0.0, "same": 0.0}
+    good, level = bench.plan("good", 9, [0.0] * 16), bench.plan("level", 7, [-0.06, 0.04] * 8)
+    less = bench.plan("less", 5, [-0.16, -0.14, -0.19, 0.1] * 4)
+    assert bench.winner(predicted, good, level, less) == "level"
+    exact, same = bench.plan("exact", 20, [math.inf] * 16), bench.plan("same", 19, [math.inf] * 16)
+    assert bench.winner(predicted, good, level, exact, same) == "same"
+
+
+def test_a_swap_that_the_table_says_pays_is_taken_unless_runs_refute_it(monkeypatch) -> None:
+    table = ErrorTable(("unit",), ("bad", "good"), torch.tensor([[2e-3, 1e-3]]).double(), None, "velocity", {})
+    options = {"bad": 0.0, "good": 0.0}
+    asked: Any = SimpleNamespace(
+        costs=Costs({"unit": options}, 0), limit=1, offer=SimpleNamespace(choices={"unit": tuple(options)})
+    )
+    monkeypatch.setattr(choosing, "_candidates", lambda *_: {"weight error": {"unit": "bad"}})
+    for decibels, winner in ((UNEVEN, "good"), ([-2.0, -1.0] * 8, "bad")):
+        bench = Known()
+        bench.decibels = {"bad": [0.0] * 16, "good": decibels}
+        assert choosing._decide(asked, bench, {"velocity": table}).choice == {"unit": winner}
+        assert [each.proposed_by for each in bench.tried] == [("weight error",), ("swap",)]
+
+
+def test_images_of_one_prompt_refute_nothing() -> None:
+    bench, predicted = Known([0] * 16), {"hoped": 1e-4, "good": 1e-3}
+    hoped, good = bench.plan("hoped", 1, [-2.0, -1.0] * 8), bench.plan("good", 9, [0.0] * 16)
+    assert bench.winner(predicted, hoped, good) == "hoped"
 
 
 def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
@@ -232,7 +297,7 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
     asked = search_of(JobOptions(model=str(model), call=CALL), replace(VELOCITY, gpu="h200"), writes=False)
     found = outline_of(asked)
     assert (found.least, found.largest, found.runs) == ("4.51 bits", "16.00 bits", 17)
-    assert found.passes == {"velocity": 1 + 20, "runs": 17 * 2} and (found.seconds or 0) > 0
+    assert found.passes == {"velocity": 1 + 20, "runs": 17 * 4} and (found.seconds or 0) > 0
     asked = search_of(JobOptions(model=str(model), call=CALL), AutoOptions(bits=5.5, count=2), writes=False)
     assert outline_of(asked).passes["adjoint"] == 2 * (3 + 2 + PROBES)  # of nvfp4 and fp8
     assert not list(here.iterdir())

@@ -42,7 +42,7 @@ def stored(plain_checkpoint):
 @pytest.fixture
 def options(folder) -> list[Choice]:
     pipe = load_empty(folder, "bfloat16")
-    return fits.choices(fits._components(folder, pipe, CALL), shipped_recipes())
+    return fits.choices(fits.components_of(folder, pipe, CALL), shipped_recipes())
 
 
 def test_less_room_means_fewer_bits_and_then_slower_placements(options):

@@ -204,7 +204,7 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
             raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
 
 
-@click.command("report", short_help="Write one page of several evaluations.")
+@click.command("report", short_help="Write one page of several evaluations, or of searches.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=PATH)
 @click.option("--output", "-o", type=PATH, default=Path("report.html"), show_default=True, help="The page to write.")
 @overwrite_option
@@ -212,7 +212,7 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
 def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: Any) -> None:
     """Write one page of several evaluations, each a checkpoint folder or a report.json.
 
-    JSON and Markdown are written beside it.
+    JSON and Markdown are written beside it. Of files that `fluxq auto` wrote, a page with their fronts alone.
 
     \b
     Example:
@@ -221,6 +221,15 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
     with session_of(arguments) as session:
         for run in runs:
             session.requirements.require_path(run)
+        from fluxq.eval.report.front import is_search
+
+        searches = [run for run in runs if is_search(run)]
+        if searches and len(searches) < len(runs):
+            raise ValueError(f"{searches[0]} is a search and no evaluation: give searches and evaluations a page each")
+        if searches:
+            found = session.judge.front(runs, output, overwrite=overwrite, on_start=session.start_work)
+            session.print(found, lambda: click.echo(f"report: {output}"))
+            return
         for run in runs:
             session.requirements.require_evaluated(run)
         merged = session.judge.report(runs, output, overwrite=overwrite, on_start=session.start_work)

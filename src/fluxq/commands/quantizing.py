@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,7 +19,6 @@ from fluxq.commands.options import (
     names_in,
     output_option,
     overwrite_option,
-    recipe_option,
     recipe_options,
     run_options,
     size_options,
@@ -79,7 +79,7 @@ def plan(
         if vram is not None:
             others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
             answer = session.fit(vram, frames, others)
-            session.print(answer.describe(), lambda: show.fit(answer))
+            session.print(answer.describe(), lambda: show.fit(answer.describe()))
             return
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
@@ -100,14 +100,28 @@ def plan(
         )
 
 
-@click.command(short_help="Choose a format for every layer under a budget of bits, size or time; write a recipe.")
+@click.command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
 @model_options
-@recipe_option
+@click.option(
+    "--recipe", metavar="NAME|FILE", help="The base; by default nvfp4, or with --from the first checkpoint's recipe."
+)
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
 @click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
+@click.option(
+    "--vram",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Budget: memory of the card that a whole call has to fit, as 12GB.",
+)
 @click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")
 @click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
+@click.option(
+    "--times",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="File of `fluxq doctor` on that GPU; where it timed a product, that replaces the model's time.",
+)
 @click.option(
     "--menu",
     callback=names_in,
@@ -128,8 +142,16 @@ def plan(
     default=8,
     show_default=True,
     metavar="N",
-    help="Images that errors are measured on; twice as many decide.",
+    help="Images that errors are measured on; two to four times as many decide.",
 )
+@click.option(
+    "--from",
+    "fitted",
+    callback=names_in,
+    metavar="OUT,…",
+    help="Choose from the fitted layers of these checkpoints of MODEL, one for each format.",
+)
+@click.option("--assemble", metavar="FOLDER", help="With --from: write the checkpoint that is chosen here.")
 @click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
 @run_options
 @output_option("<model>-<budget>.yaml")
@@ -139,18 +161,24 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     """Choose a format for every group of layers of MODEL that reads one input, and write a recipe for it.
 
     Errors of formats at the final latents propose plans, runs of the model decide between them. Layers that the recipe
-    sets apart stay as it has them. `fluxq quantize --recipe FILE` then fits the layers.
+    sets apart stay as it has them. `fluxq quantize --recipe FILE` then fits the layers; with --from they were fitted
+    before, and --assemble writes the checkpoint.
+
+    With --vram: also the placement, and text encoders' recipe, with which a whole call fits into a card.
 
     \b
     Example:
       fluxq auto tiny --bits 5.5
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
+      fluxq auto tiny --bits 6 --from tiny-nvfp4,tiny-fp8 --assemble tiny-6bits
     """
-    names = ("bits", "size", "ms", "gate", "gpu", "menu", "dialect", "measure", "count")
+    names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
+    names += ("fitted", "assemble")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
+        arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])
         session.announce()
-        from fluxq.jobs import choosing, forecast
+        from fluxq.jobs import assembling, choosing, forecast
         from fluxq.jobs.search import AutoOptions, outline_of, search_of
 
         search = search_of(session.options, AutoOptions(**given), writes=not dry_run, ranks=ranks)
@@ -161,8 +189,11 @@ def auto(dry_run: bool, **arguments: Any) -> None:
         session.start_work(None if search.job.finished else forecast.of_choosing(search.job, outline.passes))
         result = choosing.choose(search)
         if result is not None:
-            output = str(search.job.output)
-            session.print({**result, "output": output}, lambda: show.chosen(result, output))
+            record = assembling.assemble(search, result) if given["assemble"] else None
+            places = {"output": str(search.job.output), **({"checkpoint": given["assemble"]} if record else {})}
+            session.print({**result, **places}, lambda: show.chosen(result, places))
+            if record and record.check and not record.check.passed:
+                raise RuntimeError(show.why_failed(search.job, record.check))
 
 
 @click.command(short_help="List the steps of a call to compute; the others are extrapolated.")

@@ -17,12 +17,11 @@ from fluxq.base.console import size as _size
 from fluxq.base.console import work as _work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.doctor import Examination
-    from fluxq.jobs.fits import Fit
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
@@ -126,15 +125,15 @@ def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()
     return {**plans, "pipeline": holdings[0].describe()} if holdings else plans
 
 
-def fit(answer: Fit) -> None:
+def fit(answer: dict[str, Any]) -> None:
     """Print the recipe of each component, what it takes on the card, and how to make and place the pipeline."""
-    peaks = answer.placement.peaks
-    rows = [(name, recipe, _size(peaks[name])) for name, recipe in answer.recipes.items()]
+    peaks = answer["stages_gb"]
+    rows = [(name, recipe, _size(1e9 * peaks[name])) for name, recipe in answer["recipes"].items()]
     print_table(("component", "recipe", "on the card while it runs"), rows)
-    echo(f"{answer.placement.sentence}\n")
-    if answer.command:
-        echo(answer.command)
-    echo(answer.placement.code)
+    echo(f"{answer['sentence']}\n")
+    if answer["command"]:
+        echo(answer["command"])
+    echo("\n".join(answer["code"]))
 
 
 def forecast(of_job: Forecast) -> None:
@@ -168,7 +167,7 @@ def outline(search: Search, outline: Outline) -> None:
         for unit, names in offer.units.items()
     ]
     print_table(("input group", "Linears", "of the weights", "options"), rows)
-    echo(f"least budget {outline.least}, largest {outline.largest}")
+    echo(f"least budget {outline.least}, largest {outline.largest}{f' with {search.seat.way}' if search.seat else ''}")
     passes = ", ".join(f"{count} of {name}" for name, count in outline.passes.items())
     modelled = "" if outline.seconds is None else f"; modelled on {search.options.gpu}: {_duration(outline.seconds)}"
     echo(f"at most {outline.runs} runs; forward passes of one image, at most: {passes}{modelled}")
@@ -186,8 +185,11 @@ def listed_steps(result: dict[str, Any], output: str) -> None:
     echo(f"list: {output}")
 
 
-def chosen(result: dict[str, Any], output: str) -> None:
-    """Print the plans that ran, the front, and how far prediction and measurement agree."""
+def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
+    """Print the plans that ran, the front, and how far prediction and measurement agree.
+
+    places: "output", the recipe, and "checkpoint" where one was put together.
+    """
     unit = result["cost_unit"]
     rows = [
         (
@@ -206,10 +208,21 @@ def chosen(result: dict[str, Any], output: str) -> None:
     echo(f"of the weights in {len(result['units'])} input groups: {shares}")
     rows = [(f"{each['cost']:.4g}", _nmse_db(each["predicted_nmse"])) for each in result["front"]]
     print_table((f"least error for {unit}", "predicted, dB"), rows, right=True)
+    if "measured_times" in result:
+        count = len(result["measured_times"])
+        echo(f"times of {count} of {len(result['units'])} input groups are measured, the others modelled")
     if not result["agrees"]:
         echo("predicted and measured error differ by more than a factor of 1.5: choose by the measured ones")
-    echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")
-    echo(f"recipe: {output}")
+    if not result.get("checkpoints"):
+        echo("layers were rounded to nearest; fitting them, by `fluxq quantize --recipe`, makes less error")
+    elif "checkpoint" not in places:
+        echo(f"layers are those of {', '.join(result['checkpoints'].values())}; --assemble FOLDER writes a checkpoint")
+    echo(f"recipe: {places['output']}")
+    if "checkpoint" in places:
+        echo(f"checkpoint: {places['checkpoint']}")
+        echo(f"next: fluxq eval {places['checkpoint']}")
+    if "card" in result:
+        fit(result["card"])
 
 
 def _nmse_db(error: float | None) -> str:

@@ -2,7 +2,7 @@
 
     measure   the error of each option of each unit at the final latents, alone (calibrate/errors.py); kept in a file
     propose   plans of least error within the budget, by each measure and with interactions (recipes/budget.py)
-    decide    run them on images that measured nothing; of plans whose errors cannot be told apart the cheapest
+    decide    run them on images that measured nothing; of plans that runs do not refute the one of least prediction
     swap      run changes that the table says pay, until two in a row do not
     write     a recipe that gives exactly the plan, and what was measured beside it
 
@@ -35,7 +35,7 @@ from fluxq.jobs.chosen import chosen_recipe, chosen_result, require_same_plan
 from fluxq.jobs.job import clear_leftovers, decisive, work_of
 from fluxq.jobs.making import sampling_of
 from fluxq.jobs.search import MOST_PLANS, Search, table_job
-from fluxq.jobs.trials import Bench, Tried, better_of
+from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, best, improved_together, paying_moves
 from fluxq.recipes.recipe import gate_holds, parse_gate
 
@@ -134,9 +134,7 @@ def _weight_error(bench: Bench, unit: str, option: str) -> float:
         return 0.0
     return math.fsum(
         float(
-            (layer.quantized_weight.dequantize().double() - bench.originals[name].weight.detach().flatten(1).double())
-            .square()
-            .sum()
+            (layer.collapsed()[0].double() - bench.originals[name].weight.detach().flatten(1).double()).square().sum()
         )
         for name, layer in bench.layers(unit, option).items()
     )
@@ -156,13 +154,15 @@ def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) 
 
 def _decide(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> Tried:
     """Return the plan of least error within the budget, by runs of proposals and of changes that should pay."""
+    table, costs, limit = next(iter(tables.values())), search.costs.numbers, search.limit - search.costs.fixed
+    errors = _errors(search, table)
     alike: dict[str, tuple[list[str], Choice]] = {}
     for measure, choice in _candidates(search, bench, tables).items():
         alike.setdefault(sha256_json(sorted(choice.items())), ([], choice))[0].append(measure)
     proposals = list(alike.values())[:MOST_PLANS]
-    winner = better_of([bench.run(choice, *names) for names, choice in progress(proposals, "Running plans")])
-    costs, limit = search.costs.numbers, search.limit - search.costs.fixed
-    gram, failures = next(iter(tables.values())).gram(costs), 0
+    tried = [bench.run(choice, *names) for names, choice in progress(proposals, "Running plans")]
+    winner = bench.better_of(tried, errors)
+    gram, failures = table.gram(costs), 0
     for _ in range(MOST_PLANS):
         known = [each.choice for each in bench.tried]
         moves = (winner.choice | move for move in paying_moves(gram, costs, limit, winner.choice))
@@ -170,8 +170,9 @@ def _decide(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> T
         if choice is None or failures == _FAILURES:
             break
         swapped = bench.run(choice, "swap")
-        failures = 0 if better_of([winner, swapped]) is swapped else failures + 1
-        winner = better_of([winner, swapped])
+        better = bench.better_of([winner, swapped], errors)
+        failures = 0 if better is swapped else failures + 1
+        winner = better
     return winner
 
 

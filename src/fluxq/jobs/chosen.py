@@ -1,6 +1,7 @@
 """Write what a search chose: a recipe that gives exactly the plan, and the figures beside it."""
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 from fluxq.base.files import (
     write_text,
 )
+from fluxq.base.model import DEFAULT_MODEL
 from fluxq.calibrate.errors import ErrorTable
-from fluxq.eval.metrics.statistics import paired_interval
+from fluxq.eval.metrics.statistics import clustered_interval
+from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
+from fluxq.jobs.seat import Seat
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
 from fluxq.recipes.plan import component_recipe
@@ -27,9 +31,13 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     job, parts = search.job, search.offer.parts
     overrides = {component: _overrides(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
+    entries = {component: added for component, added in overrides.items() if added}
+    if search.seat:
+        families |= search.seat.encoders
+        entries |= {component: [] for component in search.seat.encoders}
     budget = search.options.gate or search.in_words(search.limit)
-    about = f"with formats chosen for {budget}"
-    return recipe_with(job.recipe_name, job.recipe, {c: o for c, o in overrides.items() if o}, families, about)
+    about = f"with formats chosen for {budget}{' of a card' if search.seat else ''}"
+    return recipe_with(job.recipe_name, job.recipe, entries, families, about)
 
 
 def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) -> list[dict[str, Any]]:
@@ -41,7 +49,7 @@ def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) 
     for layer in part.base.quantized:
         name = f"{component}.{layer.name}"
         option = option_of.get(name, "")
-        is_changed = option and offer.layers[option][name].scheme != layer.scheme
+        is_changed = option and not is_like(offer.layers[option][name].scheme, layer.scheme)
         roles.setdefault(layer.role, {})[name] = option if is_changed else ""
     added, rest = [], dict[str, list[str]]()
     for role, options in roles.items():
@@ -84,7 +92,7 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> 
         plan = replace(part, recipe=recipe, entry=entry).plan([])
         for layer, before in zip(plan.layers, part.base.layers, strict=True):
             name = f"{component}.{layer.name}"
-            if layer.scheme != meant.get(name, before.scheme):
+            if not is_like(layer.scheme, meant.get(name, before.scheme)):
                 raise RuntimeError(
                     f"{name}: the recipe written gives {layer.scheme or '16bit'}, not {meant.get(name, before.scheme)}"
                 )
@@ -97,7 +105,7 @@ def chosen_result(
     job, offer, table = search.job, search.offer, next(iter(tables.values()))
     per, (kind, value) = search.unit[1], search.options.budget
     predicted = table.predicted_together(winner.choice)
-    interval = paired_interval(winner.errors)
+    interval = clustered_interval(winner.errors, winner.prompts)
     agrees = winner.error <= _AGREES * predicted and predicted <= _AGREES * winner.error
     points = front(errors, search.costs.numbers)
     return {
@@ -105,15 +113,18 @@ def chosen_result(
         "model": job.folder.name,
         "recipe": job.recipe_name,
         "budget": {"kind": kind, "value": value, "gpu": search.options.gpu, "for": search.options.dialect},
+        **({"measured_times": list(search.costs.measured)} if search.options.times else {}),
         "cost_unit": search.unit[0],
         "cost": winner.cost / per,
         "menu": list(offer.options),
+        "checkpoints": {option: one.path for option, one in offer.fitted.items()},
         "measures": list(tables),
         "units": [
             {
                 "unit": unit,
                 "layers": list(offer.units[unit]),
                 "option": winner.choice[unit],
+                "checkpoint": offer.fitted[winner.choice[unit]].path if winner.choice[unit] in offer.fitted else None,
                 "weights": offer.weights[unit],
                 "nmse": {o: error if math.isfinite(error) else None for o, error in errors[unit].items()},
             }
@@ -126,6 +137,7 @@ def chosen_result(
                 "cost": each.cost / per,
                 "predicted_nmse": table.predicted_together(each.choice),
                 "nmse": each.error if math.isfinite(each.error) else None,
+                "images": len(each.squares),
                 "sqnr_db": each.decibels if math.isfinite(each.decibels) else None,
                 "changes": {u: o for u, o in each.choice.items() if o != winner.choice[u]},
             }
@@ -138,8 +150,18 @@ def chosen_result(
         "measured_nmse": winner.error if math.isfinite(winner.error) else None,
         "measured_interval": [interval.low, interval.high] if math.isfinite(interval.low + interval.high) else None,
         "agrees": agrees,
-        "images": {"measured": len(search.measuring), "judged": len(search.judging)},
+        "images": {"measured": len(search.measuring), "judged": len(winner.squares)},
         "statistics": {measure: each.content_digest for measure, each in tables.items()},
+        **({"card": _card(search, search.seat, winner.choice)} if search.seat else {}),
         "identity": job.identity,
         "seconds": seconds,
     }
+
+
+def _card(search: Search, seat: Seat, choice: Choice) -> dict[str, Any]:
+    """Return the recipe of each component, the placement, its peaks and how to make it, as JSON has them."""
+    job, options = search.job, search.offer.units
+    layers = {name: choice[unit] for unit, names in options.items() for name in names}
+    model = "MODEL" if job.options.in_memory else job.options.model or job.recipe.model or DEFAULT_MODEL
+    words = ["fluxq", "quantize", model, "--recipe", str(job.output), "-o", job.output.stem]
+    return seat.fit(layers, job.output.name, shlex.join(words)).describe()

@@ -39,6 +39,7 @@ from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.tensor import read_named, unpack_named
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import FAMILIES, find_published
+from fluxq.recipes.cost import BF16
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.plan import LayerPlan
@@ -696,6 +697,5 @@ def _in_16_bit(launch: Launch, arguments: tuple[Any, ...]) -> Callable[[], Any] 
     return None
 
 
-BF16 = "bf16"
 CANDIDATE = "give MODULE:FUNCTION, as python can import it from here"
 PROMPT = 512  # tokens that a text encoder reads, where nothing says how many

@@ -1,5 +1,7 @@
 """Best shipped recipe, and the placement that lets it fit a card, by bytes alone: `fluxq plan --vram`, `families`.
 
+`fluxq auto --vram` chooses formats layer by layer instead: see seat.py.
+
     choices     16 bit or a recipe for the denoisers, 16 bit or the same recipe for the text encoders, VAEs in 16 bit
     order       bytes of the denoisers, then of the text encoders, the most first: that is the order of quality
     answer      the first choice that a way without moving weights at every step lets fit, else the first that any does
@@ -54,17 +56,18 @@ class Component:
         if recipe not in self._parts:
             stored: dict[str, float] = {}
             if self.family is not None and recipe != IN_16_BIT:
-                layers = plan_under(recipe, self.family, self.name, shapes_of(self.model)).quantized
-                stored = {layer.name: layer.most_stored_bits / 8 for layer in layers}
-            self._parts[recipe] = part_of(
-                self.name,
-                self.model,
-                activations=self.activations,
-                in_tiles=self.in_tiles,
-                rows=self.rows,
-                stored=stored,
-            )
+                stored = most_bytes(plan_under(recipe, self.family, self.name, shapes_of(self.model)))
+            self._parts[recipe] = self.part_with(stored)
         return self._parts[recipe]
+
+    def part_with(self, stored: Mapping[str, float]) -> PartSize:
+        """Return its bytes where Linears take others than in 16 bit. stored: layer -> bytes of its weight."""
+        how: dict[str, Any] = {"activations": self.activations, "in_tiles": self.in_tiles, "rows": self.rows}
+        return part_of(self.name, self.model, **how, stored=stored)
+
+    def own_bytes(self, layer: str) -> int:
+        """Return the bytes of a Linear's weight that is not quantized."""
+        return self.model.get_parameter(f"{layer}.weight").nbytes
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def best_fit(
     from fluxq.integrations.bounded import load_empty  # these import diffusers' pipelines
 
     pipe = load_empty(folder, "bfloat16")
-    components = _components(folder, pipe, call)
+    components = components_of(folder, pipe, call)
     options = choices(components, tuple(recipes) or tuple(shipped_recipes()))
     answer = best(options, room)
     if answer is None:
@@ -112,7 +115,7 @@ def best_fit(
             "that, or a smaller --height and --width"
         )
     choice, way, peaks = answer
-    stored = {name: _in_words(folder, name, recipe) for name, recipe in choice.recipes.items()}
+    stored = {name: in_words_of(folder, name, recipe) for name, recipe in choice.recipes.items()}
     quantized = {name: recipe for name, recipe in choice.recipes.items() if recipe != IN_16_BIT}
     source, command = model or str(folder.path), ""
     if quantized:
@@ -121,6 +124,11 @@ def best_fit(
         source = f"{folder.name}-{Path(recipe).stem}"
         command = shlex.join(["fluxq", "quantize", *words, "-o", source])
     return Fit(stored, Placement(way, room, peaks, type(pipe).__name__, source), command)
+
+
+def most_bytes(plan: Plan) -> dict[str, float]:
+    """Return layer -> most bytes of its weight, of the quantized layers of a plan."""
+    return {layer.name: layer.most_stored_bits / 8 for layer in plan.quantized}
 
 
 def choices(components: Sequence[Component], recipes: Iterable[str]) -> list[Choice]:
@@ -160,7 +168,8 @@ def _choice(components: Sequence[Component], recipes: Mapping[str, str]) -> Choi
     return Choice(of_kind, [each.part(of_kind[each.name]) for each in components])
 
 
-def _components(folder: ModelFolder, pipe: Any, call: Mapping[str, Any]) -> list[Component]:
+def components_of(folder: ModelFolder, pipe: Any, call: Mapping[str, Any]) -> list[Component]:
+    """Return the components of a pipeline without weights, with what a call takes beside them."""
     plain, tiled = activations_of(pipe, call)
     rows, models = rows_of(pipe, call), models_of(pipe)
     return [
@@ -180,6 +189,7 @@ def _family(folder: ModelFolder, component: str) -> Family | None:
     return family if family.kind in _QUANTIZED else None
 
 
-def _in_words(folder: ModelFolder, component: str, recipe: str) -> str:
+def in_words_of(folder: ModelFolder, component: str, recipe: str) -> str:
+    """Return the recipe of a component as the answer has it."""
     is_stored = recipe == IN_16_BIT and "quantization_config" in folder.config(component)
     return AS_STORED if is_stored else recipe

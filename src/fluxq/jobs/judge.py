@@ -507,7 +507,7 @@ def report(
 
     on_start: called when all is checked and writing begins.
     """
-    from fluxq.eval.report.report import merge
+    from fluxq.eval.report.report import merge, write_report
 
     if target.suffix != ".html":
         raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
@@ -521,20 +521,41 @@ def report(
     on_start()
     with writing(place, job, overwrite=overwrite) as folder:
         if folder is not None:
-            _draw(folder / place.place.name, merged, job, reads.values())
+            _draw(lambda: write_report(folder / place.place.name, merged, job), reads.values(), "evaluate again")
     return merged
 
 
-def _draw(target: Path, report: Report, job: str, paths: Iterable[Path]) -> None:
-    """Write a report; ValueError naming the files that it was read from for values that no page can be made of."""
-    from fluxq.eval.report.report import write_report
+def front(
+    files: Sequence[Path], target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Write one page of searches, each the JSON that `fluxq auto` wrote, and return what they hold.
 
+    on_start: called when all is checked and writing begins.
+    """
+    from fluxq.eval.report.front import write_front
+
+    if target.suffix != ".html":
+        raise ValueError(f"--output {target}: a report is an .html file, as in report.html")
+    place = Output(target, True)
+    place.require({f"the search {file}": file for file in files}, overwrite=overwrite, exists_ok=True)
+    searches = [read_json(file, longest=1 << 28) for file in files]
+    job = job_digest([FLUXQ_VERSION, [sha256_file(file) for file in files]])
+    place.require_free(overwrite=overwrite, job=job)
+    on_start()
+    with writing(place, job, overwrite=overwrite) as folder:
+        if folder is not None:
+            _draw(lambda: write_front(folder / place.place.name, searches, job), files, "search again")
+    return searches
+
+
+def _draw(draw: Callable[[], object], paths: Iterable[Path], cure: str) -> None:
+    """Write a page; ValueError naming the files that it was read from for values that no page can be made of."""
     try:
-        write_report(target, report, job)
+        draw()
     except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         names = ", ".join(map(str, paths))
-        raise ValueError(f"{names}: holds values that no page can be made of ({reason}); evaluate again") from error
+        raise ValueError(f"{names}: holds values that no page can be made of ({reason}); {cure}") from error
 
 
 def _report_of(output: Path) -> Path:

@@ -88,6 +88,7 @@ __all__ = [  # all names that the commands need of a job, whichever file they ar
     "Job",
     "JobOptions",
     "calibrate",
+    "closing_check",
     "demand",
     "holding_on",
     "job_of",
@@ -263,7 +264,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
         record = _record(job, statistics, trajectory, written)
         record.files = hash_files(part, hashes)
         if reference is not None:
-            record.check = _check(part, job, reference)
+            record.check = closing_check(part, job, reference)
         record.seconds = round(time.perf_counter() - started, 1)
         write_record(part, record)
         write_text(part / "README.md", card.model_card(record))
@@ -518,7 +519,7 @@ def _source(job: Job) -> str | None:
     return str(job.folder.path.resolve()) if Path(model).expanduser().is_dir() and model != "tiny" else model
 
 
-def _check(part: Path, job: Job, reference: Generated) -> Check:
+def closing_check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
     folder, run = ModelFolder(job.output.name, part), job.run
     pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)

@@ -3,15 +3,17 @@
 A unit is all Linears that read one input, and, for another program's files, those that share a tensor there. What the
 base recipe says otherwise stays: layers that it keeps in 16 bit or that an override of it names, modulation, and other
 components. An option is a format of the menu, computed as the shipped recipe of its name computes it; the base recipe's
-main format is computed as that recipe says. Options that a plan or the dialect refuses are left out.
+main format is computed as that recipe says. Options that a plan or the dialect refuses are left out. Where layers are
+fitted already, each checkpoint is an option (fitted.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +22,15 @@ from fluxq.base.console import did_you_mean
 from fluxq.calibrate.capture import FRAMES, frames_in
 from fluxq.calibrate.errors import SIXTEEN_BIT
 from fluxq.jobs import memory
+from fluxq.jobs.fitted import Fitted, tied_layers
 from fluxq.jobs.job import Job
 from fluxq.jobs.making import model_costs
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
-from fluxq.recipes.cost import seconds_of_groups
-from fluxq.recipes.devices import find_device
+from fluxq.recipes.cost import Product, seconds_of_groups
+from fluxq.recipes.devices import find_device, is_called
 from fluxq.recipes.family import Family
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for, plan_of
@@ -42,13 +45,17 @@ Unit = tuple[str, ...]  # layers, "component.path"
 
 @dataclass(frozen=True)
 class Part:
-    """A transformer before any choice: its family, its Linears, the base recipe's entry for it, and that plan."""
+    """A transformer before any choice: its family, its Linears, the base recipe's entry for it, and that plan.
+
+    formats: option -> formats of weights and activations, of options that checkpoints have.
+    """
 
     family: Family
     linears: Sequence[LinearShape]
     recipe: Recipe
     entry: Component
     base: Plan
+    formats: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
 
     def plan(self, overrides: Sequence[Mapping[str, Any]]) -> Plan:
         """Return the plan with further overrides."""
@@ -66,8 +73,17 @@ class Part:
             return None, None
         if option == self.entry.weights.row.name:
             return self.entry.weights, self.entry.activations
+        if option in self.formats:
+            weights, activations = self.formats[option]
+            return _operand(weights), None if activations is None else _operand(activations)
         operand = Operand(format=option)
         return operand, None if operand.row.element.name in _WEIGHT_ONLY else operand
+
+
+def _operand(name: str) -> Operand:
+    row = find_format(name)
+    plain, _, group = name.partition("_g")
+    return Operand(format=plain, group_size=row.group_size) if group else Operand(format=name)
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,7 @@ class Offer:
     choices: unit -> options that it may take.
     plans: option -> component -> plan with every unit in that option that can be.
     layers: option -> layer "component.path" -> its plan there.
+    fitted: option -> checkpoint that has its layers; empty where they are rounded to nearest.
     """
 
     options: tuple[str, ...]
@@ -88,6 +105,7 @@ class Offer:
     choices: Mapping[str, tuple[str, ...]]
     plans: Mapping[str, Mapping[str, Plan]]
     layers: Mapping[str, Mapping[str, LayerPlan]]
+    fitted: Mapping[str, Fitted] = field(default_factory=dict)
 
     def schemes(self, choice: Mapping[str, str]) -> dict[str, Scheme | None]:
         """Return layer -> scheme, of the layers of all units in `choice`."""
@@ -100,11 +118,13 @@ class Offer:
         return {unit: sum(layers[name].n * layers[name].k for name in names) for unit, names in self.units.items()}
 
 
-def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
+def offer_of(job: Job, names: Sequence[str], dialect: str | None, fitted: Mapping[str, Fitted]) -> Offer:
     """Return the units of a job's transformers and their options.
 
-    names: formats and "16bit"; by default the recipe's main one, and of 8 and of 16 bits what the dialect holds.
+    names: formats and "16bit"; by default the recipe's main one, and of 8 and of 16 bits what the dialect holds, or all
+        that are fitted.
     dialect: a key of WRITERS, None for fluxq's own checkpoints.
+    fitted: option -> checkpoint; empty for layers that are rounded to nearest.
 
     ValueError for a format that is unknown, or that no unit can take.
     """
@@ -114,6 +134,8 @@ def offer_of(job: Job, names: Sequence[str], dialect: str | None) -> Offer:
     main = next(iter(parts.values())).entry.weights.row.name
     for name in names:
         _require_format(name)
+    if fitted:
+        return _fitted_menu(job, parts, names or tuple(fitted), fitted)
     if names:
         return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect)
     usual = [
@@ -139,9 +161,65 @@ def _require_format(name: str) -> None:
         raise ValueError(f"--menu: unknown format {name!r}{hint}; formats: {', '.join(FORMATS)}, 16bit") from None
 
 
-def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None) -> Offer:
-    """Return the menu; ValueError for an option that no unit can take, with the first reason."""
-    units = _units(parts, dialect)
+def _fitted_menu(job: Job, parts: Mapping[str, Part], names: Sequence[str], fitted: Mapping[str, Fitted]) -> Offer:
+    """Return the menu of the layers that checkpoints have; ValueError for a format that none of them is.
+
+    Layers that no unit changes are those of the first checkpoint.
+    """
+    if unknown := [name for name in names if name not in (*fitted, SIXTEEN_BIT)]:
+        there = ", ".join([*fitted, SIXTEEN_BIT])
+        raise ValueError(
+            f"--menu: no checkpoint of --from is {unknown[0]}; choose of {there}, or give a checkpoint of it"
+        )
+    formats = {option: one.formats for option, one in fitted.items()}
+    parts = {component: replace(part, formats=formats) for component, part in parts.items()}
+    first, options = next(iter(fitted.values())), tuple(sorted(dict.fromkeys(names), key=[*fitted, SIXTEEN_BIT].index))
+    offer = _menu(parts, options, None, tied_layers(job, fitted))
+    chosen = {name for names in offer.units.values() for name in names}
+    layers = {
+        option: {
+            name: replace(layer, scheme=(fitted[option] if name in chosen else first).schemes.get(name))
+            for name, layer in planned.items()
+        }
+        if option in fitted
+        else planned
+        for option, planned in offer.layers.items()
+    }
+    plans = {
+        option: {
+            component: replace(plan, layers=tuple(layers[option][f"{component}.{la.name}"] for la in plan.layers))
+            for component, plan in of_option.items()
+        }
+        for option, of_option in offer.plans.items()
+    }
+    choices = {
+        unit: tuple(
+            option
+            for option in of_unit
+            if all(is_like(layers[option][n].scheme, offer.layers[option][n].scheme) for n in offer.units[unit])
+        )
+        for unit, of_unit in offer.choices.items()
+    }
+    return replace(
+        offer,
+        units={unit: names for unit, names in offer.units.items() if choices[unit]},
+        choices={unit: of_unit for unit, of_unit in choices.items() if of_unit},
+        plans=plans,
+        layers=layers,
+        fitted=fitted,
+    )
+
+
+def is_like(one: Scheme | None, other: Scheme | None) -> bool:
+    """Tell whether schemes, None for 16 bit, have the same formats; fitting may have added to one of them."""
+    return (one and one.formats) == (other and other.formats)
+
+
+def _menu(
+    parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None, ties: Sequence[Sequence[str]] = ()
+) -> Offer:
+    """Return the menu; ValueError for an option that no unit can take, with the first reason. ties: as `_units`."""
+    units = _units(parts, dialect, ties)
     shapes = {f"{name}.{linear.name}": linear for name, part in parts.items() for linear in part.linears}
     refused = {
         option: {unit: why for unit, names in units.items() if (why := _too_odd(parts, option, names, shapes))}
@@ -179,16 +257,18 @@ def _menu(parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | No
     return Offer(options, parts, kept, {unit: choices[unit] for unit in kept}, plans, layers)
 
 
-def _units(parts: Mapping[str, Part], dialect: str | None) -> dict[str, Unit]:
-    """Return unit -> layers that may change their format, in the model's order."""
+def _units(parts: Mapping[str, Part], dialect: str | None, ties: Sequence[Sequence[str]]) -> dict[str, Unit]:
+    """Return unit -> layers that may change their format, in the model's order. ties: layers that change together."""
     home: dict[str, str] = {}  # layer -> unit
     for component, part in parts.items():
         free = [la for la in part.base.quantized if la.is_observed and override_for(la, part.entry.overrides) is None]
         home |= {f"{component}.{layer.name}": f"{component}.{layer.group}" for layer in free}
         names = [linear.name for linear in part.linears]
-        for joined in joined_modules(dialect, part.family.name, names) if dialect else ():
-            tied = [home[name] for path in joined if (name := f"{component}.{path}") in home]
-            home |= {name: tied[0] for name, unit in home.items() if unit in tied}
+        joined = joined_modules(dialect, part.family.name, names) if dialect else ()
+        ties = [*ties, *([f"{component}.{path}" for path in paths] for paths in joined)]
+    for names in ties:
+        tied = [home[name] for name in names if name in home]
+        home |= {name: tied[0] for name, unit in home.items() if unit in tied}
     units: dict[str, Unit] = {}
     for name, unit in home.items():
         units[unit] = (*units.get(unit, ()), name)
@@ -228,10 +308,14 @@ def _no_room(dialect: str, option: str, plans: Sequence[Mapping[str, LayerPlan]]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the options of each unit, and of all that no unit changes."""
+    """Costs of the options of each unit, and of all that no unit changes.
+
+    measured: units whose times are no model's.
+    """
 
     numbers: Numbers
     fixed: float
+    measured: tuple[str, ...] = ()
 
 
 def stored_bits(offer: Offer) -> Costs:
@@ -251,17 +335,12 @@ def stored_size(job: Job, offer: Offer) -> Costs:
 
     Components that are not planned are copied as they are.
     """
-    itemsize = getattr(torch, job.options.dtype).itemsize
-
-    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+    if offer.fitted:
+        return _fitted_size(job, offer)
+    itemsize, most = getattr(torch, job.options.dtype).itemsize, most_bits(job, offer)
 
     def bits(layer: LayerPlan) -> int:
-        if layer.scheme is None:
-            return 8 * itemsize * layer.n * layer.k
-        # Formats of other layers decide whether mean and factors are tried.
-        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
-        most = replace(layer.scheme, rank=layer.method.rank, **vectors).stored_bits(layer.n, layer.k)
-        return max(most, layer.most_stored_bits)
+        return 8 * itemsize * layer.n * layer.k if layer.scheme is None else most(layer)
 
     planned = {plan.component: plan for plan in job.plans}
     chosen = {name for layers in offer.units.values() for name in layers}
@@ -274,27 +353,91 @@ def stored_size(job: Job, offer: Offer) -> Costs:
     return Costs(_sums(offer, bits), fixed)
 
 
-def modelled_ms(job: Job, offer: Offer, gpu: str) -> Costs:
-    """Return the modelled milliseconds of a forward pass of every transformer with one image, fused."""
+def most_bits(job: Job, offer: Offer) -> Callable[[LayerPlan], int]:
+    """Return the function that says what a layer takes if fitting keeps all that it may try."""
+    tries = {name for part in offer.parts.values() for name in part.entry.transforms if job.recipe.profile != "rtn"}
+
+    def most(layer: LayerPlan) -> int:
+        if layer.scheme is None:
+            return layer.stored_bits
+        # Formats of other layers decide whether mean and factors are tried.
+        vectors = {name: name in tries and layer.is_observed for name in ("center", "smooth")}
+        scheme = replace(layer.scheme, rank=layer.method.rank, **vectors)
+        return max(scheme.stored_bits(layer.n, layer.k), layer.most_stored_bits)
+
+    return most
+
+
+def _fitted_size(job: Job, offer: Offer) -> Costs:
+    """Return the bits of all weights of a checkpoint that is put together of fitted layers, exactly."""
+    first, itemsize = next(iter(offer.fitted.values())), getattr(torch, job.options.dtype).itemsize
+
+    def bits(option: str, name: str) -> int:
+        if option != SIXTEEN_BIT:
+            return 8 * offer.fitted[option].nbytes(name)
+        component, _, path = name.partition(".")
+        source = job.weights(component)
+        names = [each for each in source.names if each.rpartition(".")[0] == path]
+        return 8 * itemsize * sum(prod(source.stored(each).shape) for each in names)
+
+    numbers = {
+        unit: {option: sum(bits(option, name) for name in offer.units[unit]) for option in of_unit}
+        for unit, of_unit in offer.choices.items()
+    }
+    others = sum(size for name, size in memory.part_bytes(first.folder).items() if name not in first.components)
+    kept = sum(stored.nbytes for part in first.components.values() for stored in part.stored.values())
+    replaced = sum(first.nbytes(name) for names in offer.units.values() for name in names)
+    return Costs(numbers, 8 * (others + kept - replaced))
+
+
+def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> Costs:
+    """Return the modelled milliseconds of a forward pass of every transformer with one image, fused.
+
+    times: file of `fluxq doctor`. Units that it has in all their options take its times in place of the model's: one
+    clock compares options. ValueError for a file of another GPU, or one that is damaged.
+    """
+    measured = _times_of(times, gpu) if times else {}
     frames = frames_in(job.call) if {*FRAMES} & job.call.keys() else None
     forwards = {name: cost.forward for name, cost in model_costs(job, gpu, "speed", frames, 1).items()}
-    of_option = {
-        option: {
+
+    def of(plans: Mapping[str, Plan], times: Mapping[Product, float] | None) -> dict[tuple[str, str], float]:
+        return {
             (component, group): 1e3 * seconds
             for component, plan in plans.items()
-            for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu)).items()
+            for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu), measured=times).items()
         }
-        for option, plans in offer.plans.items()
-    }
+
+    of_option = {option: of(plans, None) for option, plans in offer.plans.items()}
+    timed = {option: of(plans, measured) for option, plans in offer.plans.items()} if measured else {}
     layers = offer.layers[offer.options[0]]
     groups = {
         unit: dict.fromkeys((name.partition(".")[0], layers[name].group) for name in names)
         for unit, names in offer.units.items()
     }
+    clocks = {
+        unit: timed
+        if measured and all(group in timed[option] for option in options for group in groups[unit])
+        else of_option
+        for unit, options in offer.choices.items()
+    }
     numbers = {
-        unit: {option: sum(of_option[option][group] for group in groups[unit]) for option in options}
+        unit: {option: sum(clocks[unit][option][group] for group in groups[unit]) for option in options}
         for unit, options in offer.choices.items()
     }
     changing = {group for of_unit in groups.values() for group in of_unit}
     rest = of_option[offer.options[0]]
-    return Costs(numbers, sum(ms for group, ms in rest.items() if group not in changing))
+    fixed = sum(ms for group, ms in rest.items() if group not in changing)
+    return Costs(numbers, fixed, tuple(unit for unit, clock in clocks.items() if clock is timed))
+
+
+def _times_of(file: Path, gpu: str) -> dict[Product, float]:
+    """Return the times of products that `fluxq doctor` measured on a GPU; ValueError for a file of another one."""
+    from fluxq.kernels.findings import times_in  # which needs Triton
+
+    there, seconds = times_in(file)
+    if not is_called(find_device(gpu), there):
+        raise ValueError(
+            f"--times {file}: it was measured on {there}, not on {find_device(gpu).name}: run `fluxq doctor` there, or "
+            "give that --gpu"
+        )
+    return seconds

@@ -6,6 +6,7 @@ reported within a second.
 
 from __future__ import annotations
 
+import glob
 import inspect
 import shutil
 import sys
@@ -19,7 +20,7 @@ from fluxq.base.console import did_you_mean, path_near
 from fluxq.base.console import size as _size
 from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder, check_weights, resolve_model
-from fluxq.base.output import Output, plain_path
+from fluxq.base.output import ANY_JOB, Output, plain_path
 
 _SHOWN = 80  # characters of a value, and names
 _LONGEST_TEXT = 10_000  # characters; no text encoder reads a tenth of it
@@ -324,6 +325,21 @@ def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:
                 "inspect and export need none)"
             )
         raise ValueError(f"{output}: not a fluxq checkpoint (it has no {PLAN_FILE}); `fluxq quantize` writes one")
+
+
+def base_recipe(recipe: str | None, checkpoints: Sequence[str]) -> str:
+    """Return the recipe that a search starts from: the one given, that of the first checkpoint, or nvfp4.
+
+    Raises ValueError or FileNotFoundError for folders that are no checkpoints.
+    """
+    for checkpoint in checkpoints:
+        folder = Path(checkpoint).expanduser()
+        if not folder.is_dir() and any(folder.resolve().parent.glob(f".{glob.escape(folder.name)}.{ANY_JOB}.work")):
+            raise ValueError(f"{checkpoint} is not finished yet: the command that began it goes on with it")
+        require_checkpoint(checkpoint, recorded=True)
+    if recipe is not None and checkpoints:
+        raise ValueError(f"--recipe {recipe}: with --from the recipe is that of the first checkpoint; leave it out")
+    return str(Path(checkpoints[0]).expanduser() / PLAN_FILE) if checkpoints else recipe or "nvfp4"
 
 
 def _is_quantized(folder: Path) -> bool:

@@ -9,30 +9,33 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import fluxq
-from fluxq.base.files import (
-    sha256_json,
-)
+from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
+from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import reads_of, require_steps
+from fluxq.jobs.seat import Seat, seat_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.recipe import parse_gate
+from fluxq.runtime.place import room_of
 
-Kind = Literal["bits", "size", "ms", "gate"]
-IMAGES = 8  # that errors are measured on; twice as many decide
+Kind = Literal["bits", "size", "vram", "ms", "gate"]
+IMAGES = 8  # that errors are measured on
+ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 
@@ -43,30 +46,38 @@ class AutoOptions:
 
     bits: most bits per weight, over the Linears whose format is chosen, before fitting.
     size: most bytes of all weights of the checkpoint, whatever fitting keeps.
+    vram: bytes of the card that a whole call of the pipeline has to fit.
     ms: most modelled milliseconds of a forward pass on `gpu`.
     gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
+    times: file of `fluxq doctor` on that GPU, whose times count in place of modelled ones.
     menu: formats, and "16bit"; () for the usual ones.
     dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
     measure: None measures in every way that the model allows.
     count: images that errors are measured on.
+    fitted: checkpoints of the model, whose layers are the options; the first gives all that is not chosen.
+    assemble: folder for the checkpoint that is put together of them.
     """
 
     bits: float | None = None
     size: int | None = None
+    vram: float | None = None
     ms: float | None = None
     gate: str | None = None
     gpu: str | None = None
+    times: Path | None = None
     menu: tuple[str, ...] = ()
     dialect: str | None = None
     measure: Measure | None = None
     count: int = IMAGES
+    fitted: tuple[str, ...] = ()
+    assemble: str | None = None
 
     @property
     def budget(self) -> tuple[Kind, Any]:
         """Kind and value of the budget; ValueError unless there is exactly one."""
         given = {kind: value for kind in get_args(Kind) if (value := getattr(self, kind)) is not None}
         if len(given) != 1:
-            ways = "--bits, --size, --ms or --gate"
+            ways = "--bits, --size, --vram, --ms or --gate"
             raise ValueError(
                 f"{' and '.join(f'--{kind}' for kind in given)} are {len(given)} budgets: give one"
                 if given
@@ -82,6 +93,7 @@ class Search:
     job: of which the base recipe is; its output is the recipe's file.
     costs: of options, in the unit of the budget: bits, bytes · 8 or milliseconds.
     limit: of the cost, infinite under a gate.
+    seat: placement on a card, None without --vram.
     """
 
     job: Job
@@ -89,6 +101,7 @@ class Search:
     offer: Offer
     costs: Costs
     limit: float
+    seat: Seat | None = None
 
     @cached_property
     def measuring(self) -> Sequence[Item]:
@@ -97,12 +110,13 @@ class Search:
         return self.job.prompts.items(count, self.job.calibration_items[0][1])
 
     @cached_property
-    def judging(self) -> Sequence[Item]:
-        """Images that decide: of other noise, and of other prompts where there are any."""
+    def judging(self) -> Sequence[Sequence[Item]]:
+        """Images that decide, round by round: of other noise, and of other prompts where there are any."""
         count, prompts = self.options.count, self.job.prompts
         others = prompts.rows[count:] or prompts.rows
         seed = _JUDGING_SEEDS + self.job.calibration.seed
-        return [(others[index % len(others)], seed + index) for index in range(2 * count)]
+        items = ((others[index % len(others)], seed + index) for index in range(sum(ROUNDS) * count))
+        return [list(islice(items, times * count)) for times in ROUNDS]
 
     @property
     def measures(self) -> tuple[Measure, ...]:
@@ -115,8 +129,9 @@ class Search:
 
     def table_digest(self, measure: Measure) -> str:
         """Return the digest of all that decides a table."""
-        names = ("fluxq", "model", "units", "prompts", "call", "dtype", "seed", "count")
-        return job_digest([measure, {name: self.job.identity[name] for name in names}])
+        names = ("fluxq", "model", "units", "prompts", "call", "dtype", "seed", "count", "fitted")
+        decisive = {name: self.job.identity[name] for name in names if name in self.job.identity}
+        return job_digest([measure, decisive])
 
     def cost(self, choice: Mapping[str, str]) -> float:
         """Return the cost of a choice and of all else."""
@@ -142,14 +157,18 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     _require_sound(options)
     job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
     require_steps(job.folder)
-    offer = offer_of(job, options.menu, _dialect(options))
+    offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
     place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: a recipe is a .yaml file; call it {place.stem}.yaml, say")
     output = Output(place, True, (".json",))
     search = _with_budget(Search(replace(job, output=place), options, offer, Costs({}, 0), math.inf))
-    output.require(reads_of(job.folder.path, vars(job_options)), overwrite=job_options.overwrite, exists_ok=True)
+    reads = reads_of(job.folder.path, vars(job_options)) | {f"the checkpoint {one}": one for one in options.fitted}
+    output.require(reads, overwrite=job_options.overwrite, exists_ok=True)
+    if options.assemble is not None:
+        reads |= {"the recipe that is written": place}
+        Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if not writes:
         return search
     weights = memory.weight_bytes(job.folder, job_options.dtype)
@@ -180,6 +199,16 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
         find_device(options.gpu)
+    if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
+        raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
+    if options.assemble is not None and not options.fitted:
+        raise ValueError("--assemble puts fitted layers together: give their checkpoints, as in --from OUT1,OUT2")
+    if options.fitted and kind == "vram":
+        raise ValueError("--vram also chooses what the first checkpoint of --from has, text encoders: give --size")
+    if options.fitted and options.dialect is not None:
+        raise ValueError(
+            "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
+        )
     if options.count < 1:
         raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
 
@@ -198,8 +227,9 @@ def _dialect(options: AutoOptions) -> str | None:
 def recipe_file(model: str, options: AutoOptions) -> str:
     """Return the name of the file that a search writes unless told where."""
     kind, value = options.budget
-    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind == "size" else value
-    return f"{Path(model).name}-{bound:g}{ {'gate': 'dB', 'size': 'GB'}.get(kind, kind) }.yaml"
+    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind in ("size", "vram") else value
+    unit = {"gate": "dB", "size": "GB", "vram": "GB-vram"}.get(kind, kind)
+    return f"{Path(model).name}-{bound:g}{unit}.yaml"
 
 
 def _with_budget(search: Search) -> Search:
@@ -209,8 +239,12 @@ def _with_budget(search: Search) -> Search:
     if kind == "bits":
         search = replace(search, costs=stored_bits(offer))
         limit = math.floor(value * search.unit[1])
+    elif kind == "vram":
+        limit = 8 * room_of(value)
+        costs, seat = seat_of(job, offer, room_of(value))
+        search = replace(search, costs=costs, seat=seat)
     elif kind == "ms" or (kind == "gate" and options.gpu):
-        search = replace(search, costs=modelled_ms(job, offer, str(options.gpu)))
+        search = replace(search, costs=modelled_ms(job, offer, str(options.gpu), options.times))
         limit = value
     else:
         search, limit = replace(search, costs=stored_size(job, offer)), 8 * value if kind == "size" else 0
@@ -223,9 +257,10 @@ def _with_budget(search: Search) -> Search:
             "smaller format"
         )
     if limit > largest and len(offer.options) > 1:
+        where = f" with {search.seat.way}" if search.seat else ""
         raise ValueError(
-            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}, so there is no choice; give less, or a "
-            "--menu with a larger format"
+            f"--{kind}: the largest plan takes {search.in_words(largest, 4)}{where}, so there is no choice; give less, "
+            "or a --menu with a larger format"
         )
     return replace(search, limit=limit)
 
@@ -246,8 +281,9 @@ def _identity(search: Search) -> dict[str, Any]:
         "count": search.options.count,
         "budget": list(search.options.budget),
         "gpu": search.options.gpu,
+        "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
-    }
+    } | ({"fitted": {option: one.digest for option, one in offer.fitted.items()}} if offer.fitted else {})
 
 
 def _is_finished(search: Search) -> bool:
@@ -308,10 +344,12 @@ def outline_of(search: Search) -> Outline:
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
     runs = 1 + 2 * MOST_PLANS
-    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * len(search.judging) * steps}
+    judging = sum(map(len, search.judging))
+    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}
     seconds = None
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
         seconds = sum(passes.values()) * (extremes(plain.numbers)[1] + plain.fixed) / 1e3
-    least, largest = (search.in_words(cost + search.costs.fixed) for cost in (low, high))
+    digits = 4 if search.seat else 2  # of which most is the same in all plans
+    least, largest = (search.in_words(cost + search.costs.fixed, digits) for cost in (low, high))
     return Outline(least, largest, passes, runs, seconds)

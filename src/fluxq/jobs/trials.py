@@ -1,12 +1,16 @@
-"""Run plans of number formats on the images that decide, each once, and compare them.
+"""Run plans of number formats on the images that decide, and compare them.
 
-Layers in runs are rounded to nearest. Squared errors are kept in a file: an interrupted search runs no plan twice.
+Layers in runs are rounded to nearest, or as checkpoints have them. Squared errors are kept in a file: an interrupted
+search runs no plan twice.
+
+Plans are compared image by image, in dB: of a sum of squares a few images make most. A few dozen images cannot tell
+plans apart that differ by less than half a dB. Predictions can, where they are right. So runs refute plans, and
+prediction chooses among those that are left.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +23,35 @@ from fluxq.base.files import (
     sha256_json,
     write_sealed_json,
 )
-from fluxq.calibrate.capture import run_pipeline
+from fluxq.calibrate.capture import Item, batches, run_pipeline
 from fluxq.calibrate.errors import SIXTEEN_BIT
 from fluxq.calibrate.stand_ins import module_of, replaced
 from fluxq.eval.debug.patch import improved
-from fluxq.eval.metrics.statistics import paired_interval
+from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.jobs.search import Search
-from fluxq.recipes.budget import Choice
+from fluxq.kernels.linear import in_place_of
+from fluxq.recipes.budget import Choice, Numbers, total
+
+LEVEL = 0.1  # dB
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tried:
-    """A plan that ran.
+    """A plan that ran, and what it did to the images of its rounds.
 
     proposed_by: its measures.
     squares: squared error of each image's final latents.
     signals: squared norm of each image's latents in 16 bit.
+    prompts: of each image.
     """
 
     proposed_by: tuple[str, ...]
     choice: Choice
     cost: float
-    squares: tuple[float, ...]
-    signals: tuple[float, ...]
+    squares: list[float] = field(default_factory=list)
+    signals: list[float] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
+    rounds: int = 0
 
     @property
     def errors(self) -> list[float]:
@@ -55,10 +65,14 @@ class Tried:
         return math.fsum(self.squares) / math.fsum(self.signals)
 
     @property
+    def ratios(self) -> list[float]:
+        """SQNR of the final latents of each image in dB."""
+        return [_decibels(z, e) for z, e in zip(self.signals, self.squares, strict=True)]
+
+    @property
     def decibels(self) -> float:
         """Mean SQNR of the final latents of images, as the metric `latent_sqnr` has it."""
-        pairs = zip(self.signals, self.squares, strict=True)
-        return math.fsum(10 * math.log10(z / e) if e > 0 else math.inf for z, e in pairs) / len(self.squares)
+        return _mean(self.ratios)
 
 
 class Bench:
@@ -68,6 +82,7 @@ class Bench:
         self.search, self.pipe, self.file = search, pipe, file
         self.originals = {name: module_of(pipe, name) for names in search.offer.units.values() for name in names}
         self.tried: list[Tried] = []
+        self.references: dict[int, list[Tensor]] = {}  # round -> final latents of the 16-bit pipeline
         self.kept: dict[str, list[float | None]] = {}
         try:
             self.kept = read_sealed_json(file) if file.is_file() else {}
@@ -75,54 +90,104 @@ class Bench:
             logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
-        """Return layer -> itself rounded to nearest in an option."""
+        """Return layer -> itself in an option, rounded to nearest or as it was fitted."""
+        offer = self.search.offer
+        if option in offer.fitted:
+            originals = {name: self.originals[name] for name in offer.units[unit]}
+            fitted = {name: in_place_of(linear, offer.fitted[option].layer(name)) for name, linear in originals.items()}
+            return {name: layer.to(originals[name].weight.device) for name, layer in fitted.items()}
         return {
             name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
-            for name, scheme in self.search.offer.schemes({unit: option}).items()
+            for name, scheme in offer.schemes({unit: option}).items()
         }
 
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
-        """Return the plan with its errors, run once."""
-        key = sha256_json(sorted(choice.items()))
-        signals = self._kept("signals", lambda: [float(z.square().sum()) for z in self.reference])
-        squares = self._kept(key, lambda: self._squares(choice))
-        self.tried.append(Tried(proposed_by, choice, self.search.cost(choice), squares, signals))
+        """Return the plan with its errors on the images of the first round."""
+        self.tried.append(Tried(proposed_by, choice, self.search.cost(choice)))
+        self.run_again(self.tried[-1])
         return self.tried[-1]
 
-    def _kept(self, key: str, measured: Callable[[], list[float]]) -> tuple[float, ...]:
+    def run_again(self, tried: Tried) -> None:
+        """Run a plan on the images of its next round."""
+        number, key = tried.rounds, sha256_json(sorted(tried.choice.items()))
+        signals = self._kept("signals", number, lambda: [float(z.square().sum()) for z in self._reference(number)])
+        squares = self._kept(key, number, lambda: self._squares(tried.choice, number))
+        tried.squares += squares
+        tried.signals += signals
+        tried.prompts += [prompt for prompt, _ in self._items(number)]
+        tried.rounds += 1
+
+    def better_of(self, tried: Sequence[Tried], errors: Numbers) -> Tried:
+        """Return the plan of least predicted error that no other one is better than for sure.
+
+        A cheaper one is returned instead if what it loses is less than LEVEL for sure. Where images leave any of this
+        open, the plans run on more, as long as there are any.
+
+        errors: unit -> option -> its predicted error.
+        """
+        left = list(tried)
+        while True:
+            count = min(len(each.squares) for each in left)
+            best = max(left, key=lambda each: _mean(each.ratios[:count]))
+            left = [each for each in left if each is best or not loss(each, best).low > 0]
+            least = min(left, key=lambda each: (total(errors, each.choice), each.cost))
+            level = [each for each in left if each is least or loss(each, least).high <= LEVEL]
+            rounds = min(each.rounds for each in left)
+            if len(level) == len(left) or rounds == len(self.search.judging):
+                return min(level, key=lambda each: (each.cost, each is not least))
+            for each in left:
+                if each.rounds == rounds:
+                    self.run_again(each)
+
+    def _kept(self, key: str, number: int, measured: Callable[[], list[float]]) -> list[float]:
+        key = f"{key} {number}"
         if key not in self.kept:
             self.kept[key] = [value if math.isfinite(value) else None for value in measured()]
             write_sealed_json(self.file, self.kept)
-        return tuple(math.inf if value is None else value for value in self.kept[key])
+        return [math.inf if value is None else value for value in self.kept[key]]
 
-    def _squares(self, choice: Choice) -> list[float]:
-        plain = self.reference
+    def _squares(self, choice: Choice, number: int) -> list[float]:
+        plain = self._reference(number)
         layers = {n: la for u, o in choice.items() if o != SIXTEEN_BIT for n, la in self.layers(u, o).items()}
         with replaced(self.pipe, layers):
-            latents = self._latents()
+            latents = self._latents(number)
         return [float((q - z).square().sum()) for q, z in zip(latents, plain, strict=True)]
 
-    @cached_property
-    def reference(self) -> list[Tensor]:
-        """Final latents of the 16-bit pipeline."""
-        return self._latents()
+    def _reference(self, number: int) -> list[Tensor]:
+        if number not in self.references:
+            self.references[number] = self._latents(number)
+        return self.references[number]
 
-    def _latents(self) -> list[Tensor]:
-        """Return the final latents of each image, fp64 on the CPU."""
+    def _latents(self, number: int) -> list[Tensor]:
+        """Return the final latents of each image of a round, fp64 on the CPU."""
+        call = self.search.job.call
         with torch.no_grad():
-            batches = [z.double().cpu() for _, z in run_pipeline(self.pipe, self.search.judging, self.search.job.call)]
-        return [image for batch in batches for image in batch]
+            made = [z.double().cpu() for _, z in run_pipeline(self.pipe, self.search.judging[number], call)]
+        return [image for batch in made for image in batch]
+
+    def _items(self, number: int) -> list[Item]:
+        """Return the images of a round in the order in which the pipeline makes them."""
+        return [item for batch in batches(self.search.judging[number], None, self.search.job.call) for item in batch]
 
 
-def better_of(tried: Sequence[Tried]) -> Tried:
-    """Return the plan of least error; of those whose difference from it may be 0 (95 %), the cheapest."""
-    least = min(tried, key=lambda each: each.error)
-    return min(
-        (each for each in tried if each is least or _is_level(each, least)), key=lambda each: (each.cost, each.error)
-    )
+def loss(one: Tried, other: Tried) -> Interval:
+    """Return the mean dB by which a plan is worse than another on the images that both ran on, with its 95 % interval.
+
+    Infinite where an image of one of them is not finite, or exact, and that of the other is not.
+    """
+    pairs = zip(one.ratios, other.ratios, one.prompts, strict=False)
+    differences, prompts = zip(*((0.0 if a == b else b - a, prompt) for a, b, prompt in pairs), strict=True)
+    endless = [each for each in differences if math.isinf(each)]
+    if endless:
+        return Interval(endless[0], endless[0], endless[0], len(differences))
+    return clustered_interval(differences, prompts)
 
 
-def _is_level(one: Tried, least: Tried) -> bool:
-    """Tell whether images leave open which of two plans has less error."""
-    differences = [a - b for a, b in zip(one.errors, least.errors, strict=True)]
-    return all(map(math.isfinite, differences)) and not paired_interval(differences).low > 0
+def _decibels(signal: float, square: float) -> float:
+    if square == 0:
+        return math.inf
+    return 10 * math.log10(signal / square) if square < math.inf else -math.inf
+
+
+def _mean(decibels: Sequence[float]) -> float:
+    return -math.inf if -math.inf in decibels else math.fsum(decibels) / len(decibels)

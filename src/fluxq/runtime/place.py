@@ -60,6 +60,7 @@ class Placement:
         stages = {name: nbytes / 1e9 for name, nbytes in self.peaks.items()}
         return {
             "placement": str(self.way),
+            "sentence": self.sentence,
             "room_gb": self.room / 1e9,
             "peak_gb": self.peak / 1e9,
             "stages_gb": stages,
