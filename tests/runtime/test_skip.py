@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import fluxq
 from fluxq import tiny
 from fluxq.recipes.step_list import StepList, extrapolation
-from fluxq.runtime.skip import skip_steps, skipped_in
+from fluxq.runtime.skip import skip_steps
+from fluxq.runtime.skipped import skipped_in
 from fluxq.runtime.steps import keep_steps
 
 SIZE = {**tiny.CALL_KWARGS, "num_inference_steps": 6}
@@ -47,7 +48,7 @@ def run(pipe: Any, **how: Any) -> Tensor:
 
 
 def outputs(pipe: Any, **how: Any) -> list[Tensor]:
-    """What the pipeline sees of its denoiser, call by call."""
+    """Return the denoiser's outputs, call by call."""
     seen: list[Tensor] = []
     hook = pipe.transformer.register_forward_hook(lambda _m, _a, output: seen.append(output[0].clone()))
     run(pipe, **how)

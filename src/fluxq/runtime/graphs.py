@@ -53,7 +53,7 @@ from fluxq.runtime.block_plans import kernel_settings
 from fluxq.runtime.first_block import FirstBlock, first_block_of
 from fluxq.runtime.modulation import Choice, HoistedModulation, Rows
 from fluxq.runtime.placed import Handle, Placed
-from fluxq.runtime.skip import place_of, skipped_in
+from fluxq.runtime.skipped import place_of, skipped_in
 from fluxq.runtime.steps import is_captured, why_not_captured
 
 WARM_UPS = 3

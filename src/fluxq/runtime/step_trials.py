@@ -22,7 +22,7 @@ from fluxq.calibrate.capture import Item, run_pipeline
 from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
-from fluxq.runtime.skip import SkippedSteps
+from fluxq.runtime.skipped import SkippedSteps
 
 IMAGES = 12  # that a list is made of; as many others decide
 SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
