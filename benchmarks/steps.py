@@ -1,6 +1,6 @@
 """Lists of steps beside fewer steps and the caches of diffusers, at equal or more compute.
 
-    python -m benchmarks.steps               measure, then write steps.json, the tables of ../docs/steps.md, the picture
+    python -m benchmarks.steps               measure, then write steps.json, the tables, the picture
     python -m benchmarks.steps --tables      the tables again, from the result file
 
 The embedded pipeline in fp32, 28 steps; in 16 bit, and its layers rounded to nearest in fp8 and in nvfp4. A list is
@@ -81,9 +81,8 @@ def main(prompts: int, output: Path, tables: bool) -> None:
     if not tables:
         torch.set_num_threads(1)
         measure(output, prompts)
-    if output == RESULT:
-        page = PAGE.read_text(encoding="utf-8")
-        write_text(PAGE, between(page, BEGIN, END, tables_of(read_json(RESULT))))
+    for page, table in TABLES.items() if output == RESULT else ():
+        write_text(page, between(page.read_text(encoding="utf-8"), BEGIN, END, table(read_json(RESULT))))
 
 
 def measure(file: Path, prompts: int) -> None:
@@ -365,6 +364,18 @@ def tables_of(report: Mapping[str, Any]) -> str:
     )
 
 
+def readme_table(report: Mapping[str, Any]) -> str:
+    """Return a line for each kind: PSNR of lists and of fewer steps, against all steps of the same pipeline."""
+    shares = [f"{count} of {STEPS}" for count in COMPUTED]
+    lines = ["| layers | " + " | ".join(f"list, {each} | {each.split()[0]} steps" for each in shares) + " |"]
+    lines.append("|" + "---|" * (1 + 2 * len(shares)))
+    for kind in KINDS:
+        rows = [row for row in report["rows"] if row["kind"] == kind]
+        cells = [f"{value:.1f}" for row in rows for value in (row["psnr_db"], row["others"]["fewer steps"]["psnr_db"])]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def comparison_table(report: Mapping[str, Any]) -> list[str]:
     """Return a line for each kind and number of steps."""
     names = [name for name in report["rows"][0]["others"] if any(_better(row, name) for row in report["rows"])]
@@ -522,6 +533,8 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "UniPCMultistepScheduler": FLOW,
     "FlowMatchHeunDiscreteScheduler": {},
 }
+
+TABLES = {PAGE: tables_of, ROOT / "README.md": readme_table}
 
 if __name__ == "__main__":
     main()

@@ -155,7 +155,8 @@ def require_listed(scheduler: Any, total: int) -> None:
 def levels_of(scheduler: Any) -> tuple[float, ...]:
     """Return the noise level of each step of a scheduler's present schedule: sigma in flow matching, else timestep."""
     count = len(scheduler.timesteps)
-    return tuple(map(float, scheduler.sigmas[:count] if is_flow(scheduler) else scheduler.timesteps))
+    levels = scheduler.sigmas[:count] if is_flow(scheduler) else scheduler.timesteps
+    return tuple(map(float, levels.tolist()))  # waits for the device once
 
 
 def is_flow(scheduler: Any) -> bool:

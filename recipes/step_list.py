@@ -41,7 +41,7 @@ class StepList:
     order: of what stands for the others' outputs.
     levels: noise level of each step of the call, falling.
     scheduler: class. settings: those of it that place noise levels.
-    models: component -> SHA-256 of the 16-bit weights that the list was made for; empty for a list by hand.
+    models: component -> digest of class and configuration of each denoiser; empty for a list by hand.
     """
 
     computed: tuple[int, ...]

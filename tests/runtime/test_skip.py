@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -17,7 +18,7 @@ import fluxq
 from fluxq import tiny
 from fluxq.recipes.step_list import StepList, extrapolation
 from fluxq.runtime.skip import skip_steps
-from fluxq.runtime.skipped import skipped_in
+from fluxq.runtime.skipped import architectures, skipped_in
 from fluxq.runtime.steps import keep_steps
 
 SIZE = {**tiny.CALL_KWARGS, "num_inference_steps": 6}
@@ -158,6 +159,8 @@ def test_pipelines_of_all_kinds_run_with_a_list(make) -> None:
     torch.manual_seed(0)
     pipe, call = make()
     pipe.set_progress_bar_config(disable=True)
+    if make is pixart:
+        call["use_resolution_binning"] = False
     how = {**call, "num_inference_steps": 6, "generator": torch.Generator().manual_seed(0), "output_type": "latent"}
     with skip_steps(pipe, COMPUTED) as skipped:
         made = pipe(prompt="a red circle", **how)[0]
@@ -303,6 +306,19 @@ def test_a_list_of_another_scheduler_or_shift_is_refused(pipe) -> None:
     pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
     with pytest.raises(ValueError, match="evaluates the denoiser twice a step"):
         skip_steps(pipe, COMPUTED)
+
+
+def test_a_list_of_another_model_is_refused_but_not_of_its_checkpoints(pipe, quantized) -> None:
+    with skip_steps(pipe, COMPUTED) as skipped:
+        plain = skipped.steps
+    steps = replace(plain, models=architectures(pipe))
+    for each in (pipe, quantized("nvfp4")):
+        skip_steps(each, steps).remove()
+    other = type(pipe.transformer).from_config({**pipe.transformer.config, "num_single_layers": 1})
+    pipe.transformer = other
+    with pytest.raises(ValueError, match=r"of another model: its transformer has another class or configuration"):
+        skip_steps(pipe, steps)
+    skip_steps(pipe, plain).remove()
 
 
 def test_a_cache_and_a_list_at_once_are_refused(pipe) -> None:

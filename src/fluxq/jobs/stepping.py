@@ -11,7 +11,7 @@ again; p is corrected by what was measured: p <- p · error of the gate / measur
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -112,8 +112,7 @@ def make_list(request: Request) -> dict[str, Any]:
         pipe = job.load_reference()
         velocities = _velocities(request, pipe, work / _VELOCITIES)
         trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / _RUNS)
-        models = {name: job.digest(name) for name in request.denoisers}
-        best = _held(request, trials, models) if request.gate else _shared(request, trials, models)
+        best = _held(request, trials) if request.gate else _shared(request, trials)
         digest = job_digest(decisive(job))
         result = _result(request, trials, best) | {"job": digest}
         with atomic_output(Output(job.output, True), work, overwrite=job.options.overwrite) as part:
@@ -171,12 +170,12 @@ def _velocities(request: Request, pipe: Any, file: Path) -> Velocities:
     return made
 
 
-def _shared(request: Request, trials: Trials, models: Mapping[str, str]) -> TriedList:
+def _shared(request: Request, trials: Trials) -> TriedList:
     """Return the list of a share of the steps."""
-    return trials.best(computed_of(request.compute or 1, len(trials.velocities.levels)), models)
+    return trials.best(computed_of(request.compute or 1, len(trials.velocities.levels)))
 
 
-def _held(request: Request, trials: Trials, models: Mapping[str, str]) -> TriedList:
+def _held(request: Request, trials: Trials) -> TriedList:
     """Return the list of fewest computed steps that holds the gate, by runs; RuntimeError if none tried does."""
     gate, total = str(request.gate), len(trials.velocities.levels)
     bound = parse_gate(gate).bounds[0][1]
@@ -185,7 +184,7 @@ def _held(request: Request, trials: Trials, models: Mapping[str, str]) -> TriedL
         counts = [n for n in sorted(trials.paths[0]) if min(trials.paths[o][n].nmse for o in ORDERS) <= most]
         if not counts or counts[0] in ran or counts[0] == total:
             break
-        ran[counts[0]] = trials.best(counts[0], models)
+        ran[counts[0]] = trials.best(counts[0])
         most *= 10 ** ((ran[counts[0]].decibels - bound) / 10)
     holding = [n for n, each in ran.items() if gate_holds(gate, {"latent_sqnr": each.decibels})]
     if not holding:

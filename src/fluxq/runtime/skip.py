@@ -40,7 +40,7 @@ def skip_steps(
     call: arguments of the calls that such a list is for, such as num_inference_steps; by default the folder's.
 
     Raises ValueError for a pipeline without scheduler or denoiser, or whose steps are skipped already, for a step cache
-    beside the list, and for a list of another scheduler or shift; at a call also for timesteps of single tokens.
+    beside the list, and for a list of another model, scheduler or shift; at a call also for timesteps of single tokens.
     """
     if (steps is None) == (compute is None):
         raise ValueError("skip_steps needs a list of steps, or the share to compute: give steps= or compute=")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fluxq.base.console import logger
+from fluxq.base.files import sha256_json
 from fluxq.calibrate.paths import levels_of
 from fluxq.recipes.step_list import StepList, extrapolation, placing
 from fluxq.runtime.first_block import first_block_of
@@ -35,6 +37,7 @@ class SkippedSteps(Handle):
         self.calls = self.computed = 0
         require_followed(pipe.scheduler)
         _require_own(steps, pipe.scheduler)
+        _require_own_model(steps, pipe)
         self._follower = Follower(lambda: pipe.scheduler)
         self._chosen: tuple[Any, ...] = (None, frozenset[int](), ())
         self._told: set[int] = set()
@@ -158,6 +161,27 @@ def _require_own(steps: StepList, scheduler: Any) -> None:
             f"the list is of a {name} with {key} {theirs}, and the pipeline's has {ours}: make one with `fluxq steps`, "
             "or set that"
         )
+
+
+def _require_own_model(steps: StepList, pipe: Any) -> None:
+    """Raise ValueError for a list of another model."""
+    present = architectures(pipe)
+    others = [name for name in {*present, *steps.models} if present.get(name) != steps.models.get(name)]
+    if steps.models and others:
+        raise ValueError(
+            f"the list is of another model: its {min(others)} has another class or configuration; make one with "
+            "`fluxq steps`"
+        )
+
+
+def architectures(pipe: Any) -> dict[str, str]:
+    """Return component -> digest of class and configuration of each denoiser, the same for checkpoints of a model."""
+    digests = {}
+    for name, outer in denoisers_in(pipe):
+        model: Any = getattr(outer, "_orig_mod", outer)
+        config = {key: value for key, value in model.config.items() if key[:1] != "_" and key != "quantization_config"}
+        digests[name] = sha256_json([type(model).__name__, json.loads(json.dumps(config, default=str))])
+    return digests
 
 
 def _require_one_level(model: nn.Module, timestep: Any) -> None:

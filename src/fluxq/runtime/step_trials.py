@@ -22,7 +22,7 @@ from fluxq.calibrate.capture import Item, run_pipeline
 from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
-from fluxq.runtime.skipped import SkippedSteps
+from fluxq.runtime.skipped import SkippedSteps, architectures
 
 IMAGES = 12  # that a list is made of; as many others decide
 SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
@@ -75,7 +75,7 @@ class Trials:
         except ValueError as error:
             logger.warning("%s: run again", without_cure(error))
 
-    def best(self, count: int, models: Mapping[str, str] | None = None) -> TriedList:
+    def best(self, count: int) -> TriedList:
         """Return the list of `count` computed steps of the order with the least measured error.
 
         ValueError where so few cannot be.
@@ -83,11 +83,12 @@ class Trials:
         least = min(self.paths[0])
         if count < least:
             raise ValueError(f"{count} computed steps are too few: this pipeline needs {least}")
-        tried = [self._run(order, count, models or {}) for order in ORDERS]
+        tried = [self._run(order, count) for order in ORDERS]
         return min(tried, key=lambda each: each.error)
 
-    def _run(self, order: int, count: int, models: Mapping[str, str]) -> TriedList:
+    def _run(self, order: int, count: int) -> TriedList:
         way = self.paths[order][count]
+        models = architectures(self.pipe)
         steps = list_of(self.pipe.scheduler, way.steps, order, self.velocities.levels, models=models)
         signals = self._once("signals", lambda: [float(z.square().sum()) for z in self._reference])
         squares = self._once(sha256_json([order, way.steps]), lambda: self._squares(steps))
