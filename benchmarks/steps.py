@@ -395,11 +395,10 @@ def errors_table(report: Mapping[str, Any]) -> list[str]:
     header = ("layers", "computed", "order", "predicted", "measured", "measured / predicted")
     lines = [f"| {' | '.join(header)} | together / sum of both |", "|" + "---|" * (1 + len(header))]
     for row in report["rows"]:
-        made = _made(report, row)
-        factor = f"{_factor(report, row):.2f}"
+        made, is_plain = _made(report, row), row["kind"] == "16 bit"
         cells = [row["kind"], f"{row['computed'] / STEPS:.2f}", str(made["list"]["order"])]
-        cells += [f"{made['predicted']:.2e}", f"{row['nmse']:.2e}", factor]
-        cells.append("–" if row["kind"] == "16 bit" else f"{_added(report, row):.2f}")
+        cells += [f"{made['predicted']:.2e}" if is_plain else "–", f"{row['nmse']:.2e}"]
+        cells += [f"{_factor(report, row):.2f}", "–"] if is_plain else ["–", f"{_added(report, row):.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
