@@ -30,7 +30,7 @@ def test_a_goal_that_is_missed_is_named() -> None:
     report = read_json(steps.RESULT)
     before = steps.goals(report)
     changed = copy.deepcopy(report)
-    first, *_, last = changed["rows"]
+    first, last = changed["rows"][0], changed["rows"][-2]
     first["others"]["fewer steps"]["better"] = [7.0, -0.1, 14.0]
     first["others"]["MagCache"]["better"] = [1.4, 1.3, 1.5]
     first["nmse"] = changed["lists"][0]["predicted"] * 2.6
@@ -41,7 +41,7 @@ def test_a_goal_that_is_missed_is_named() -> None:
         f"{where}: at least +6 dB over fewer steps, the interval above 0",
         f"{where}: at least +1.5 dB over MagCache, the interval above 0",
         f"{where}: predicted NMSE within a factor 2.5",
-        "nvfp4, 9 of 28 steps: errors add within a factor 1.3",
+        "nvfp4, 11 of 28 steps: errors add within a factor 1.3",
     }
     lines = steps.tables_of(changed).splitlines()
     assert {f"- missed: {goal}" for goal in missed} <= {*lines}
