@@ -316,9 +316,20 @@ def trajectory_of(
 
 
 def noise_levels(pipe: Any) -> tuple[float, ...]:
-    """Return the sigma of each step of the pipeline's last call, and the final one."""
-    began = getattr(pipe.scheduler, "begin_index", None) or 0  # at an image, not at noise
-    return tuple(float(sigma) for sigma in pipe.scheduler.sigmas[began:])
+    """Return the sigma of each step of the pipeline's last call, and the final one.
+
+    Of a scheduler that keeps none (DDIM, PNDM, LCM, TCD), noise by signal, √(1 − ᾱ) / √ᾱ, at its timesteps; where it
+    has no ᾱ either (SCM), its timesteps.
+    """
+    scheduler = pipe.scheduler
+    began = getattr(scheduler, "begin_index", None) or 0  # at an image, not at noise
+    if hasattr(scheduler, "sigmas"):
+        return tuple(float(sigma) for sigma in scheduler.sigmas[began:])
+    times = torch.as_tensor(scheduler.timesteps)[began:].cpu()
+    if hasattr(scheduler, "alphas_cumprod"):
+        alphas = scheduler.alphas_cumprod.cpu()[times.long()]
+        times = ((1 - alphas) / alphas).sqrt()
+    return (*map(float, times), 0.0)
 
 
 @dataclass(frozen=True)

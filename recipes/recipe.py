@@ -19,7 +19,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fluxq.base.console import did_you_mean, path_near
+from fluxq.base.console import bytes_of, did_you_mean, path_near
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
@@ -45,6 +45,7 @@ _RANK_SCHEMA: dict[str, Any] = {
         {"type": "string", "pattern": r"^\d{1,9}/[1-9]\d{0,8}$"},
     ]
 }
+_SIZE_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}
 
 
 class Operand(Strict):
@@ -213,6 +214,70 @@ class Gate(Strict):
         return value
 
 
+class Auto(Strict):
+    """A search for formats before layers are fitted: `{bits: 5.5}`, with the words of `fluxq auto`.
+
+    bits, size, vram, ms, gate: the budget, one of them. size, vram: bytes, or a size with its unit, as "9GB".
+    gpu: of modelled times.
+    menu: formats to choose from, and "16bit".
+    dialect: format of `fluxq export` that has to hold what is chosen; the option --for.
+    measure: the only way to measure errors.
+    count: images that errors are measured on.
+    """
+
+    bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    size: int | None = Field(default=None, gt=0, json_schema_extra=_SIZE_SCHEMA)
+    vram: int | None = Field(default=None, gt=0, json_schema_extra=_SIZE_SCHEMA)
+    ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    gate: str | None = None
+    gpu: str | None = None
+    menu: list[str] = []
+    dialect: str | None = None
+    measure: Literal["velocity", "adjoint"] | None = None
+    count: int = Field(default=8, ge=1, le=1 << 20)
+
+    @field_validator("size", "vram", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        if isinstance(value, str) and not bytes_of(value):
+            raise ValueError("write a size with its unit, as in 9GB or 800MB")
+        return bytes_of(value) if isinstance(value, str) else value
+
+    @field_validator("gpu")
+    @classmethod
+    def _known_gpu(cls, value: str | None) -> str | None:
+        if value is not None:
+            find_device(value)
+        return value
+
+    @field_validator("gate")
+    @classmethod
+    def _readable_gate(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_gate(value)
+        return value
+
+    @field_validator("menu")
+    @classmethod
+    def _known_formats(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name != "16bit":
+                find_format(name)
+        return value
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Auto:
+        if sum(getattr(self, name) is not None for name in BUDGETS) != 1:
+            raise ValueError(f"a search has one budget; write one of {', '.join(BUDGETS)}, as in {{bits: 5.5}}")
+        if self.ms is not None and self.gpu is None:
+            raise ValueError("ms is modelled time on a GPU: write gpu too, as in {ms: 70, gpu: h200}")
+        return self
+
+    def __str__(self) -> str:
+        """Return the budget for people: `bits: 5.5`."""
+        return next(f"{name}: {value}" for name in BUDGETS if (value := getattr(self, name)) is not None)
+
+
 class Recipe(Strict):
     """The whole file. `name` is the file's stem and is not a key."""
 
@@ -225,6 +290,7 @@ class Recipe(Strict):
     steps: Steps | None = None
     gate: Gate = Gate()
     gates: list[str] = []
+    auto: Auto | None = None
 
     @field_validator("gates")
     @classmethod
@@ -251,8 +317,8 @@ class Recipe(Strict):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the settings; comments, key order and `extends` do not change it."""
-        return sha256_json(self.model_dump(mode="json"))
+        """SHA-256 of the settings; comments, key order, `extends` and a wish for other formats do not change it."""
+        return sha256_json(self.model_dump(mode="json", exclude={"auto"}))
 
     def needs_data(self, component: Component) -> bool:
         """Tell whether one entry needs calibration: to fit transforms, codes or scales, or for static scales."""
@@ -537,6 +603,7 @@ def _shipped_folder() -> Path:
 
 
 PROFILES = get_args(Profile)
+BUDGETS = ("bits", "size", "vram", "ms", "gate")  # of a search
 TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  # in the order in which they are applied
 GATE_METRICS = (  # of an evaluation
     "psnr",

@@ -27,8 +27,8 @@ def recipe_with(
 
     ValueError if the recipe cannot hold such overrides.
     """
-    is_shipped = name in shipped_recipes() and load_recipe(name)[1].digest == recipe.digest
-    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True)}
+    is_shipped = name in shipped_recipes() and load_recipe(name)[1].digest == recipe.digest and recipe.auto is None
+    whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True, exclude={"auto"})}
     entries: dict[str, Any] = {}
     for component, added in overrides.items():
         entry = component_recipe(recipe, component, families[component]).model_dump(mode="json", exclude_defaults=True)

@@ -176,3 +176,58 @@ def wan() -> tuple[DiffusionPipeline, dict]:
         transformer=transformer("wan", image_dim=None, added_kv_proj_dim=None, text_dim=128),
     )
     return pipe, {**SMALL, "num_frames": 1, "guidance_scale": 4.0, "max_sequence_length": 8}
+
+
+def wan_2() -> tuple[DiffusionPipeline, dict]:
+    """A transformer for the noisy steps and one for the others."""
+    pipe, call = wan()
+    second = transformer("wan", image_dim=None, added_kv_proj_dim=None, text_dim=128)
+    scheduler = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    parts = {**pipe.components, "transformer_2": second, "scheduler": scheduler, "boundary_ratio": 0.5}
+    return diffusers.WanPipeline(**parts), call
+
+
+def sd3() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer("sd3", joint_attention_dim=128, pooled_projection_dim=64),
+        scheduler=FLOW(),
+        vae=kl(shift_factor=0.1),
+        text_encoder=encoder("clip_projection", hidden_size=64, projection_dim=32),
+        text_encoder_2=encoder("clip_projection", hidden_size=64, projection_dim=32),
+        text_encoder_3=encoder("t5"),
+        tokenizer=tokenizer("tokenizer"),
+        tokenizer_2=tokenizer("tokenizer"),
+        tokenizer_3=tokenizer(),
+    )
+    return pipe, {**SMALL, "guidance_scale": 4.0, "max_sequence_length": 8}
+
+
+def qwen_image() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.QwenImagePipeline(
+        scheduler=FLOW(),
+        vae=diffusers.AutoencoderKLQwenImage(
+            base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+            latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        ),
+        text_encoder=encoder("qwen2_5_vl"),
+        tokenizer=tokenizer(),
+        transformer=transformer("qwen_image", joint_attention_dim=128),
+    )  # fmt: skip
+    return pipe, {**SMALL, "true_cfg_scale": 4.0, "negative_prompt": "blue", "max_sequence_length": 8}
+
+
+def hidream() -> tuple[DiffusionPipeline, dict]:
+    pipe = diffusers.HiDreamImagePipeline(
+        scheduler=FLOW(),
+        vae=kl(shift_factor=0.1),
+        text_encoder=encoder("clip_projection", hidden_size=64, projection_dim=32),
+        text_encoder_2=encoder("clip_projection", hidden_size=64, projection_dim=32),
+        text_encoder_3=encoder("t5"),
+        text_encoder_4=encoder("llama_lm"),
+        tokenizer=tokenizer("tokenizer"),
+        tokenizer_2=tokenizer("tokenizer"),
+        tokenizer_3=tokenizer(),
+        tokenizer_4=tokenizer(),
+        transformer=transformer("hidream", caption_channels=[128, 128]),
+    )
+    return pipe, {**SMALL, "guidance_scale": 4.0, "max_sequence_length": 8}

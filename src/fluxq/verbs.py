@@ -77,7 +77,7 @@ def quantize_pipeline(
 
     pipeline: a folder, a hub id, "tiny", or a pipeline in memory, which has to be in 16 or 32 bit, without adapters and
         without fused projections.
-    recipe: a shipped recipe's name or a YAML file.
+    recipe: a shipped recipe's name or a YAML file; one with `auto` is searched for formats first, as `auto` does.
     output: by default MODEL-RECIPE in the current folder.
     prompts: a file of calibration prompts.
     statistics: a file that `calibrate_pipeline` wrote.
@@ -94,6 +94,8 @@ def quantize_pipeline(
     fails, the checkpoint is written all the same, and `passed` is False.
     """
     from fluxq.jobs import making
+    from fluxq.jobs.choosing import choose
+    from fluxq.jobs.search import search_before
 
     arguments = _checked(
         options,
@@ -110,6 +112,10 @@ def quantize_pipeline(
     )
     with _on_disk(pipeline, output, arguments) as where:
         job_options = making.JobOptions(**arguments, **where)
+        before = search_before(job_options)
+        if before is not None:
+            search, job_options = before
+            choose(search)
         job = making.job_of(job_options)
         record = making.quantize(job)
     return Checkpoint(job.output.absolute(), record)
@@ -129,7 +135,7 @@ def auto(
     menu: Sequence[str] = (),
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
-    count: int = 8,
+    count: int | None = None,
     fitted: Sequence[str | PathLike[str]] = (),
     assemble: str | PathLike[str] | None = None,
     output: str | PathLike[str] | None = None,
@@ -145,6 +151,7 @@ def auto(
 
     pipeline: as `quantize_pipeline` has it.
     recipe: the base, by default nvfp4, with `fitted` that of the first; layers that it sets apart stay as it has them.
+        What it says under `auto` is the default of the budget and of menu, count and the like.
     bits: most bits per weight of what is chosen.
     size: most bytes of the checkpoint's weights.
     vram: the card that a whole call has to fit, as "12GB" or in bytes; the .json has the placement, and lines for it.
@@ -154,18 +161,18 @@ def auto(
     menu: formats to choose from, and "16bit".
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
-    count: images that errors are measured on; two to four times as many decide.
+    count: images that errors are measured on, by default 8; two to four times as many decide.
     fitted: checkpoints of this pipeline, one for each format to choose from; plans are made of their fitted layers.
     assemble: folder for the checkpoint that is put together of these; `Checkpoint.open` opens it.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
-    options: device, dtype, seed, revision and local_files_only.
+    options: include, exclude, device, dtype, seed, revision and local_files_only.
     """
     from fluxq.jobs.assembling import assemble as put_together
     from fluxq.jobs.choosing import choose
     from fluxq.jobs.job import JobOptions
     from fluxq.jobs.requirements import base_recipe
-    from fluxq.jobs.search import AutoOptions, recipe_file, search_of
+    from fluxq.jobs.search import auto_options, recipe_file, search_of
     from fluxq.recipes.recipe import load_recipe
     from fluxq.runtime.place import room_of
 
@@ -175,30 +182,16 @@ def auto(
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
-    room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
     place = None if assemble is None else fspath(assemble)
-    budget: dict[str, Any] = {
-        "bits": bits,
-        "size": size,
-        "vram": room,
-        "ms": ms,
-        "gate": gate,
-        "gpu": gpu,
-        "times": path,
-    }
-    how: dict[str, Any] = {
-        "gpu": gpu,
-        "times": path,
-        "menu": tuple(menu),
-        "dialect": dialect,
-        "measure": measure,
-        "count": count,
-    }
-    auto_options = AutoOptions(**budget, **how, fitted=checkpoints, assemble=place)
+    room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
+    given: dict[str, Any] = {"bits": bits, "size": size, "vram": room, "ms": ms, "gate": gate, "gpu": gpu}
+    given |= {"times": path, "menu": tuple(menu), "dialect": dialect, "measure": measure, "count": count}
+    given |= {"fitted": checkpoints, "assemble": place}
+    search_options = auto_options(load_recipe(arguments["recipe"])[1], given)
     if output is None and not isinstance(pipeline, (str, PathLike)):
-        output = recipe_file(_require_plain(pipeline), auto_options)
+        output = recipe_file(_require_plain(pipeline), search_options)
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
-        request = search_of(JobOptions(**arguments, **where), auto_options)
+        request = search_of(JobOptions(**arguments, **where), search_options)
         result = choose(request)
         if result is not None and place is not None:
             put_together(request, result)
@@ -304,7 +297,7 @@ def evaluate_pipeline(
     return report
 
 
-_OF_AUTO = {"device", "dtype", "seed", "revision", "local_files_only"}
+_OF_AUTO = {"include", "exclude", "device", "dtype", "seed", "revision", "local_files_only"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

@@ -1,5 +1,6 @@
 """The proof of `fluxq auto`: opponents spend the same bits, a missed goal is named, and the page has the figures."""
 
+import itertools
 import random
 
 import pytest
@@ -101,7 +102,7 @@ def test_it_runs_and_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch) ->
 
 def test_prompts_that_the_search_sees_judge_nothing(tmp_path) -> None:
     search = auto.searching(tmp_path, ("nvfp4", "fp8"), 6.0)
-    known = {getattr(row, "prompt", row) for row, _ in (*search.measuring, *search.judging)}
+    known = {getattr(row, "prompt", row) for row, _ in itertools.chain(search.measuring, *search.judging)}
     items = auto.fresh(search, 256)
     assert len({prompt for prompt, _ in items}) == 256 and known.isdisjoint(prompt for prompt, _ in items)
     with pytest.raises(ValueError, match="320 prompts: the model has fewer that the search does not see"):

@@ -4,12 +4,22 @@ import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
 
 from fluxq import tiny
-from fluxq.calibrate.capture import Sampling, Trajectory, capture_statistics, number_of_steps, run_pipeline, spread
+from fluxq.calibrate.capture import (
+    Sampling,
+    Trajectory,
+    capture_statistics,
+    noise_levels,
+    number_of_steps,
+    run_pipeline,
+    spread,
+)
 
 STEPS = 4
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": STEPS}
@@ -170,6 +180,18 @@ def test_the_trajectory_says_how_the_data_was_made(pipe):
     assert made["items"] == tuple(ITEMS) and made["call"] == CALL and made["dtype"] == "bfloat16"
     assert made["scheduler"]["class"] == "FlowMatchEulerDiscreteScheduler"
     assert made["sigmas"][0] == 1.0 and 0 < made["sigmas"][1] < 0.5
+
+
+@pytest.mark.parametrize("name", ["DDIM", "DDPM", "PNDM", "LCM", "TCD", "SCM"])
+def test_noise_levels_of_schedulers_that_keep_none_are_those_of_one_that_does(name):
+    scheduler = getattr(diffusers, f"{name}Scheduler")()
+    scheduler.set_timesteps(2 if name == "SCM" else 4)
+    levels = noise_levels(SimpleNamespace(scheduler=scheduler))
+    assert levels[-1] == 0 and list(levels) == sorted(levels, reverse=True) and len(levels) > 2
+    if name != "SCM":  # which measures time by another clock
+        euler = diffusers.EulerDiscreteScheduler(trained_betas=scheduler.betas.tolist())
+        euler.set_timesteps(timesteps=scheduler.timesteps.tolist())
+        assert levels == pytest.approx(euler.sigmas.tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize(

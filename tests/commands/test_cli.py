@@ -128,20 +128,8 @@ SIZE = {"--height", "--width", "--frames"}
 RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "--guidance-scale"} | SIZE
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
-BUDGET = {
-    "--bits",
-    "--size",
-    "--vram",
-    "--ms",
-    "--gate",
-    "--gpu",
-    "--times",
-    "--menu",
-    "--for",
-    "--measure",
-    "--count",
-    "--dry-run",
-}
+BUDGET = {"--bits", "--size", "--vram", "--ms", "--gate", "--gpu", "--times"}
+CHOICE = {"--menu", "--for", "--measure", "--count", "--dry-run", "--from", "--assemble"}
 GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 
@@ -149,7 +137,7 @@ GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
-        ("auto", MODEL | {"--recipe"} | RUN | WRITES | COMMON | BUDGET),
+        ("auto", MODEL | {"--recipe", "--include", "--exclude"} | RUN | WRITES | COMMON | BUDGET | CHOICE),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--max-memory"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],

@@ -407,6 +407,13 @@ def test_a_side_layer_that_8_bits_would_change_too_much_is_written_in_16(fitted,
 @pytest.mark.parametrize("recipe", FOR_COMFY)
 def test_comfy_kitchen_reads_a_whole_file(recipe, exported) -> None:
     pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    done, folder = exported(recipe, "comfy")
+    formats = require_comfy_kitchen_reads(NativeComponent(resolve_model(str(folder)), "transformer"), done)
+    assert sum(formats.values()) == sum(done.formats.values()) == 22
+
+
+def require_comfy_kitchen_reads(source: NativeComponent, done: Any) -> Counter[str]:
+    """Every weight of the file is ours to comfy-kitchen, bit for bit; return how many layers have which format."""
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 
     layouts_of = {
@@ -415,19 +422,19 @@ def test_comfy_kitchen_reads_a_whole_file(recipe, exported) -> None:
         "float8_e4m3fn": ("TensorCoreFP8Layout", {"scale": "weight_scale"}),
         "int8_tensorwise": ("TensorWiseINT8Layout", {"scale": "weight_scale"}),
     }
-    done, folder = exported(recipe, "comfy")
-    source, tensors = NativeComponent(resolve_model(str(folder)), "transformer"), load_file(done.target)
-    units = [unit for unit in plan_of(source, "comfy").choices if unit.schemes]
-    assert len(units) == sum(done.formats.values()) == 22
-    for choice in units:
+    tensors, formats = load_file(done.target), Counter[str]()
+    for choice in [unit for unit in plan_of(source, "comfy").choices if unit.schemes]:
         name = choice.unit.name
         weight = torch.cat([source.layer(part).linear().quantized_weight.dequantize() for part in choice.unit.parts])
-        layout, parts = layouts_of[json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))["format"]]
+        kind = json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))["format"]
+        layout, parts = layouts_of[kind]
+        formats[kind] += 1
         params = {part: tensors[f"{name}.{key}"] for part, key in parts.items()}
         shape = {"orig_dtype": torch.float32, "orig_shape": tuple(weight.shape)}
         built = get_layout_class(layout).Params(**params, **shape)
         read = QuantizedTensor(tensors[f"{name}.weight"], layout, built).dequantize()
         assert torch.equal(read[: weight.shape[0], : weight.shape[1]], weight), name
+    return formats
 
 
 @pytest.mark.parametrize("recipe", FOR_COMFY)

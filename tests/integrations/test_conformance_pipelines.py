@@ -13,7 +13,7 @@ import pytest
 import torch
 from conformance import FEW, alike, layers, marked, same, state
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
-from family_pipelines import FLOW, SMALL, encoder, kl, ltx, tokenizer, transformer, wan, z_image
+from family_pipelines import ltx, qwen_image, sd3, wan, z_image
 from peft import LoraConfig, get_peft_model_state_dict
 from shared import SIXTEEN_BIT
 from torch import Tensor, nn
@@ -26,35 +26,6 @@ CPU = torch.device("cpu")
 
 def flux() -> tuple[DiffusionPipeline, dict]:
     return tiny.load(), {**tiny.CALL_KWARGS, "num_inference_steps": 2}
-
-
-def sd3() -> tuple[DiffusionPipeline, dict]:
-    pipe = diffusers.StableDiffusion3Pipeline(
-        transformer=transformer("sd3", joint_attention_dim=128, pooled_projection_dim=64),
-        scheduler=FLOW(),
-        vae=kl(shift_factor=0.1),
-        text_encoder=encoder("clip_projection", hidden_size=64, projection_dim=32),
-        text_encoder_2=encoder("clip_projection", hidden_size=64, projection_dim=32),
-        text_encoder_3=encoder("t5"),
-        tokenizer=tokenizer("tokenizer"),
-        tokenizer_2=tokenizer("tokenizer"),
-        tokenizer_3=tokenizer(),
-    )
-    return pipe, {**SMALL, "guidance_scale": 4.0, "max_sequence_length": 8}
-
-
-def qwen_image() -> tuple[DiffusionPipeline, dict]:
-    pipe = diffusers.QwenImagePipeline(
-        scheduler=FLOW(),
-        vae=diffusers.AutoencoderKLQwenImage(
-            base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
-            latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-        ),
-        text_encoder=encoder("qwen2_5_vl"),
-        tokenizer=tokenizer(),
-        transformer=transformer("qwen_image", joint_attention_dim=128),
-    )  # fmt: skip
-    return pipe, {**SMALL, "true_cfg_scale": 4.0, "negative_prompt": "blue", "max_sequence_length": 8}
 
 
 MAKERS = {make.__name__: make for make in (flux, sd3, wan, qwen_image, ltx, z_image)}

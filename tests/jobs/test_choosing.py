@@ -179,6 +179,25 @@ def test_layers_that_the_recipe_sets_apart_stay(model, here) -> None:
     assert found["single_transformer_blocks.0.proj_out"] == "None"
 
 
+def test_layers_that_options_leave_out_are_excluded_by_the_recipe(model, here) -> None:
+    kept = {"include": ("transformer_blocks.**",), "exclude": ("**.ff_context.**",)}
+    result = run(model, replace(VELOCITY, menu=("nvfp4", "fp8")), **kept)
+    assert {name for each in result["units"] for name in each["layers"]} == {
+        f"transformer.{name}"
+        for name, scheme in schemes("nvfp4", model).items()
+        if scheme.startswith("nvfp4") and name.startswith("transformer_blocks") and ".ff_context." not in name
+    }
+    found = schemes("small-5.5bits.yaml", model)
+    assert {found[f"single_transformer_blocks.0.{name}"] for name in ("proj_mlp", "norm.linear")} == {"None"}
+    assert found["transformer_blocks.0.ff_context.net.2"] == "None"
+    assert found["transformer_blocks.0.norm1.linear"] == schemes("nvfp4", model)["transformer_blocks.0.norm1.linear"]
+    assert load_recipe("small-5.5bits.yaml")[1].components["transformer"].exclude[0] == "**.ff_context.**"
+    with pytest.raises(ValueError, match=r"pattern 'nothing' matches no"):
+        search(model, exclude=("nothing",), output="other.yaml")
+    with pytest.raises(ValueError, match="--from takes layers as they were fitted: leave out --include"):
+        search(model, replace(VELOCITY, fitted=("out",)), **kept)
+
+
 @pytest.mark.slow
 def test_what_is_loud_gets_the_better_format_and_what_is_silent_nothing(here) -> None:
     """Two units are four times as loud, all else an eighth; weights of one are large, and nothing reads its output."""

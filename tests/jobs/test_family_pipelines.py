@@ -4,17 +4,37 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
-from family_pipelines import chroma, fill, flux2, ltx, pixart, sana, sdxl, wan, z_image
+from family_pipelines import (
+    chroma,
+    fill,
+    flux2,
+    hidream,
+    hunyuan_video,
+    ltx,
+    pixart,
+    qwen_image,
+    sana,
+    sd3,
+    sdxl,
+    wan,
+    wan_2,
+    z_image,
+)
 from PIL import Image
 from torch import nn
 
 from fluxq import QuantLinear
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import read_report
+from fluxq.jobs.choosing import choose
+from fluxq.jobs.job import JobOptions
+from fluxq.jobs.planning import job_of
+from fluxq.jobs.search import AutoOptions, search_of
 from fluxq.kernels.linear import linears_of
 from fluxq.recipes.all_families import FAMILIES
 
@@ -105,3 +125,41 @@ def test_what_rows_say_goes_through_a_whole_job(make, columns, quantize):
     check = record["check"]
     assert check["finite"] and (check["images"], check["frames"]) == (4 if frames is None else 2, frames)
     assert "next: fluxq eval out" in done.stdout
+
+
+def ddim() -> tuple[DiffusionPipeline, dict]:
+    """Stable Diffusion XL with a scheduler that keeps no sigmas."""
+    pipe, call = sdxl()
+    pipe.scheduler = diffusers.DDIMScheduler()
+    return pipe, call
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize(
+    "make",
+    [wan_2, ltx, fill, wan, hunyuan_video, sd3, qwen_image, sana, pixart, flux2, chroma, z_image, hidream, ddim],
+)
+def test_formats_are_chosen_for_pipelines_of_every_family(make, tmp_path, monkeypatch) -> None:
+    """In fp32: what bfloat16 rounds away of such images is more than a format's error."""
+    monkeypatch.chdir(tmp_path)
+    # It makes a megapixel of any size that it is given.
+    small = property(lambda _: 8, lambda *_: None)
+    monkeypatch.setattr(diffusers.HiDreamImagePipeline, "default_sample_size", small, raising=False)
+    torch.manual_seed(0)
+    pipe, call = make()
+    pipe.save_pretrained("model")
+    rows = {"prompt": "a red circle"}
+    if make is fill:
+        for name, mode in (("image", "RGB"), ("mask", "L")):
+            Image.new(mode, (16, 16), "white").save(f"{name}.png")
+            rows[name] = f"{name}.png"
+    Path("p.jsonl").write_text(json.dumps(rows))
+    options = {"model": "model", "call": call, "prompts": "p.jsonl", "dtype": "float32"}
+    budget = AutoOptions(bits=6.0, menu=("nvfp4", "fp8"), count=1)
+    result = choose(search_of(JobOptions(**options, output="chosen.yaml"), budget))
+    assert result is not None and result["measures"] == ["adjoint", "velocity"]
+    assert {each["option"] for each in result["units"]} == {"nvfp4", "fp8"}
+    assert 1 / 5 < result["measured_nmse"] / result["predicted_nmse"] < 5
+    plans = job_of(JobOptions(**options, recipe="chosen.yaml"), writes=False, runs=False).plans
+    scheme_of = {f"{plan.component}.{layer.name}": str(layer.scheme) for plan in plans for layer in plan.layers}
+    assert all(scheme_of[name].startswith(each["option"]) for each in result["units"] for name in each["layers"])

@@ -26,6 +26,7 @@ from fluxq.jobs.job import JobOptions
 from fluxq.jobs.menu import stored_size
 from fluxq.jobs.requirements import base_recipe
 from fluxq.jobs.search import AutoOptions, Search, search_of
+from fluxq.jobs.trials import Bench
 from fluxq.kernels.linear import in_place_of
 from fluxq.quantize.record import read_record, write_record
 from fluxq.quantize.verify import verify
@@ -123,6 +124,18 @@ def test_it_loads_and_its_latents_are_those_of_the_layers_in_the_model(mixed, pi
     assert torch.equal(latents, meant) and not torch.equal(latents, plain)
 
 
+def test_runs_and_measures_are_of_the_fitted_layers(mixed, pipe, tmp_path) -> None:
+    bench = Bench(mixed.search, pipe, tmp_path / "runs.json")
+    stored = dict(zip(MENU, map(weights_of, mixed.folders), strict=False))
+    for unit, names in mixed.search.offer.units.items():
+        for option in ("nvfp4", "int8"):
+            for name, layer in bench.layers(unit, option).items():
+                path = name.partition(".")[2]
+                tensors = {f"{path}.{part}": value.data for part, value in layer.named_parameters()}
+                assert name in names and tensors.keys() == {n for n in stored[option] if n.rpartition(".")[0] == path}
+                assert all(fingerprint_of(value) == fingerprint_of(stored[option][n]) for n, value in tensors.items())
+
+
 def test_it_is_whole_and_says_where_its_layers_are_from(mixed) -> None:
     results = verify(mixed.folder)
     assert {result.check: result.findings for result in results if result.findings} == {}
@@ -186,6 +199,17 @@ def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, tmp_p
     for file in ("transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"):
         assert (tmp_path / "mixed" / file).read_bytes() == (mixed.folder / file).read_bytes()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_python_has_it_too(mixed, tmp_path, monkeypatch) -> None:
+    shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
+    shutil.rmtree(tmp_path / "mixed")
+    options: dict[str, Any] = {"menu": MENU, "measure": "velocity", "count": 1, "call": CALL}
+    places = {"output": tmp_path / "mixed.yaml", "assemble": tmp_path / "mixed"}
+    recipe = fluxq.auto("tiny", bits=8.0, fitted=mixed.folders, **options, **places)
+    assert recipe == load_recipe(str(tmp_path / "mixed.yaml"))[1]
+    assert fluxq.Checkpoint.open(tmp_path / "mixed").record.mixed == read_record(mixed.folder).mixed
 
 
 def test_another_choice_is_not_written_over_a_checkpoint(mixed, tmp_path) -> None:

@@ -100,7 +100,7 @@ def test_every_shipped_recipe_says_for_whom_and_writes_every_key_out(name):
     (component,) = said["components"].values()
     assert component.keys() == Component.model_fields.keys()
     is_gated = component["transforms"] or component["low_rank"]  # without stages that cost time there is no price
-    assert said.keys() == Recipe.model_fields.keys() - {"model"} - (set() if is_gated else {"gate"})
+    assert said.keys() == Recipe.model_fields.keys() - {"model", "auto"} - (set() if is_gated else {"gate"})
     assert component["rounding"].keys() == Rounding.model_fields.keys()
     assert "match" not in text and "." not in str(component["overrides"])  # layers by role, never by name
 
@@ -536,6 +536,44 @@ def test_a_shipped_recipe_is_found_in_any_case():
     assert load_recipe("NVFP4")[0] == load_recipe("nvfp4")[0] == "nvfp4"
     with pytest.raises(FileNotFoundError, match=r"\(did you mean 'nvfp4'\?\); shipped: "):
         load_recipe("nvpf4.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "3: auto: a search has one budget; write one of bits, size, vram, ms, gate"),
+        ("{bits: 5.5, size: 9GB}", "a search has one budget"),
+        ("{bits: 0}", "auto.bits: Input should be greater than 0, got 0"),
+        ("{bits: .nan}", "auto.bits: Input should be a finite number"),
+        ("{size: 9}", ""),
+        ("{size: 9 GB of it}", "auto.size: write a size with its unit, as in 9GB"),
+        ("{ms: 70}", "write gpu too, as in {ms: 70, gpu: h200}"),
+        ("{ms: 70, gpu: h20000}", "auto.gpu: "),
+        ("{gate: 'latent_sqnr~30'}", "auto.gate: "),
+        ("{bits: 5.5, menu: [nvfp4, fp9]}", "auto.menu: "),
+        ("{bits: 5.5, count: 0}", "auto.count: "),
+        ("{bit: 5.5}", "unknown key 'bit' (did you mean 'bits'?)"),
+        ("{bits: 5.5, menu: [nvfp4, 16bit], count: 4}", ""),
+        ("{gate: 'latent_sqnr>=30', gpu: h200}", ""),
+    ],
+)
+def test_a_search_is_read_strictly(text, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extends: nvfp4\nprofile: rtn\nauto: {text}\n")
+    if message:
+        with pytest.raises(ValueError) as caught:
+            load_recipe(str(file))
+        assert message in str(caught.value), caught.value
+    else:
+        read = load_recipe(str(file))[1]
+        assert read.auto is not None and read.digest == load_recipe("nvfp4", profile="rtn")[1].digest
+
+
+def test_a_search_s_size_is_in_bytes(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: nvfp4\nauto: {size: 1.5GiB}\n")
+    auto = load_recipe(str(file))[1].auto
+    assert auto is not None and auto.size == 3 << 29 and str(auto) == "size: 1610612736"
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -87,6 +87,10 @@ model_options = option_group(
     click.option("--revision", help="Branch, tag or commit of a hub model."),
     click.option("--local-files-only", is_flag=True, help="Use only what is on this machine."),
 )
+pattern_options = option_group(
+    click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
+    click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
+)
 recipe_option = click.option(
     "--recipe",
     default="nvfp4",
@@ -107,8 +111,7 @@ recipe_options = option_group(
         metavar="NAME,NAME",
         help="Components to quantize; by default those of the recipe, whose `transformer` means every denoiser.",
     ),
-    click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only these layers (repeatable)."),
-    click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
+    pattern_options,
 )
 size_options = option_group(
     click.option("--height", type=PIXELS, metavar="PIXELS", help="Height of an image or frame."),

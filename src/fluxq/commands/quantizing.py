@@ -19,6 +19,7 @@ from fluxq.commands.options import (
     names_in,
     output_option,
     overwrite_option,
+    pattern_options,
     recipe_options,
     run_options,
     size_options,
@@ -105,6 +106,7 @@ def plan(
 @click.option(
     "--recipe", metavar="NAME|FILE", help="The base; by default nvfp4, or with --from the first checkpoint's recipe."
 )
+@pattern_options
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
 @click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
 @click.option(
@@ -139,10 +141,8 @@ def plan(
 @click.option(
     "--count",
     type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
     metavar="N",
-    help="Images that errors are measured on; two to four times as many decide.",
+    help="Images that errors are measured on, by default 8; two to four times as many decide.",
 )
 @click.option(
     "--from",
@@ -177,17 +177,16 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])
-        session.announce()
-        from fluxq.jobs import assembling, choosing, forecast
-        from fluxq.jobs.search import AutoOptions, outline_of, search_of
+        recipe = session.announce()
+        from fluxq.jobs import assembling
+        from fluxq.jobs.search import auto_options, outline_of, search_of
 
-        search = search_of(session.options, AutoOptions(**given), writes=not dry_run, ranks=ranks)
-        outline = outline_of(search)
+        search = search_of(session.options, auto_options(recipe, given), writes=not dry_run, ranks=ranks)
         if dry_run:
+            outline = outline_of(search)
             session.print(show.outline_json(search, outline), lambda: show.outline(search, outline))
             return
-        session.start_work(None if search.job.finished else forecast.of_choosing(search.job, outline.passes))
-        result = choosing.choose(search)
+        result = session.choose(search)
         if result is not None:
             record = assembling.assemble(search, result) if given["assemble"] else None
             places = {"output": str(search.job.output), **({"checkpoint": given["assemble"]} if record else {})}
@@ -286,7 +285,8 @@ def calibrate(**arguments: Any) -> None:
 def quantize(**arguments: Any) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
 
-    An interrupted run is resumed by the same command.
+    An interrupted run is resumed by the same command. Where the recipe says `auto`, formats are chosen first, as `fluxq
+    auto` does, and the recipe of what is chosen is kept beside the checkpoint.
 
     \b
     Example:
@@ -297,6 +297,7 @@ def quantize(**arguments: Any) -> None:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce("folder")
+        session.choose_first(ranks)
         job = session.job(ranks=ranks)
         session.forecast(job, "of_quantizing")
         session.start_work()

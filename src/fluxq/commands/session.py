@@ -20,6 +20,8 @@ from fluxq.commands import show
 
 if TYPE_CHECKING:
     from fluxq.jobs.forecast import Forecast
+    from fluxq.jobs.search import Search
+    from fluxq.recipes.recipe import Recipe
 
 _EXPECTED = (ValueError, RuntimeError, OSError)
 
@@ -97,18 +99,18 @@ class Session:
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
-    def announce(self, writes: str = "", *, has_recipe: bool = True) -> None:
-        """Check the names in the options and print the first line, before anything slow is imported.
+    def announce(self, writes: str = "", *, has_recipe: bool = True) -> Recipe:
+        """Check the names in the options and print the first line, before anything slow is imported; return the recipe.
 
         writes: "folder" or "file", where the command has an output.
         has_recipe: whether the recipe is the user's.
         """
-        if self.who:
-            return  # the first process does
         from fluxq.base.model import DEFAULT_MODEL
         from fluxq.recipes.recipe import load_recipe
 
         arguments = self.arguments
+        if self.who:  # the first process checks
+            return load_recipe(arguments["recipe"])[1]
         for name in ("model", "output"):
             if arguments.get(name) == "":
                 raise ValueError(f"{name.upper()} is empty: give a name, or leave it out")
@@ -128,6 +130,7 @@ class Session:
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         of_recipe = f", recipe {recipe_name}" if has_recipe else ""
         self.say(f"model {chosen}{of_recipe}{self._device()}")
+        return recipe
 
     def _device(self) -> str:
         """Return the first line's words about the device, "" for a command without one."""
@@ -163,6 +166,7 @@ class Session:
     def fit(self, vram: int, frames: int | None, others: dict[str, Any]) -> Any:
         """Return the best recipe and placement in so much memory; ValueError for options that mean nothing there."""
         from fluxq.base.model import DEFAULT_MODEL
+        from fluxq.recipes.recipe import load_recipe
         from fluxq.runtime.place import room_of
 
         needless = ("profile", "components", "include", "exclude", "statistics")
@@ -171,6 +175,8 @@ class Session:
         if flags:
             raise ValueError(f"--vram chooses recipes for whole components, by bytes: leave out {', '.join(flags)}")
         room, recipe = room_of(vram), self.arguments["recipe"]
+        if load_recipe(recipe)[1].auto is not None:
+            raise ValueError(f"--vram counts bytes, and recipe {recipe} chooses formats by a search: give another one")
         model = self.arguments["model"] or DEFAULT_MODEL
         folder = self.requirements.require_model(model, self.arguments["revision"], self.arguments["local_files_only"])
         self.say(f"model {model}")
@@ -196,6 +202,29 @@ class Session:
                 self.quiet, self.as_json, self.who = True, False, f"process {ranks.rank}: "
                 set_verbosity(-1)
             yield ranks
+
+    def choose(self, search: Search) -> dict[str, Any] | None:
+        """Return what `choosing.choose` does, its forecast printed before; errors are failures of the work."""
+        from fluxq.jobs import choosing, forecast
+        from fluxq.jobs.search import outline_of
+
+        passes = outline_of(search).passes
+        self.start_work(None if search.job.finished else forecast.of_choosing(search.job, passes))
+        return choosing.choose(search)
+
+    def choose_first(self, ranks: Any) -> None:
+        """Search for formats where the recipe has `auto`; the options name the recipe of what is chosen then."""
+        from fluxq.jobs.search import search_before
+
+        before = search_before(self.options, ranks)
+        if before is None:
+            return
+        search, self.options = before
+        self.say(f"formats are chosen first, for {search.job.recipe.auto}")
+        result = self.choose(search)
+        if result is not None and self.speaks:
+            show.chosen(result, {"output": str(search.job.output)})
+        self.exit_code = 2
 
     def forecast(self, job: Any, of: str) -> None:
         """Print the job's time and memory before it starts. of: name of a function of jobs/forecast.py."""

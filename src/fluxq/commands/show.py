@@ -52,6 +52,11 @@ def plan(
     holdings: of the pipeline by the GPU, under the chosen `prefer` and under "memory".
     every_layer: print each Linear by name.
     """
+    if job.recipe.auto is not None:
+        echo(
+            f"formats are chosen by a search, for {job.recipe.auto}: `fluxq auto` makes it, or `fluxq quantize` first "
+            "of all. This is the base that it starts from:"
+        )
     for component in job.plans:
         if not costs:
             (_layers if every_layer else _fates)(component)
@@ -118,8 +123,10 @@ def _role(role: str) -> str:
 
 
 def plan_json(job: Job, costs: dict[str, Cost], holdings: Sequence[Holding] = ()) -> dict[str, Any]:
-    """Return the plans as JSON, with `costs` under `cost` and the GPU's holding under `pipeline`."""
+    """Return the plans as JSON; `costs` are under `cost`, the GPU's holding under `pipeline`, a search under `auto`."""
     plans: dict[str, Any] = {plan.component: [layer.describe() for layer in plan.layers] for plan in job.plans}
+    if job.recipe.auto is not None:
+        plans["auto"] = job.recipe.auto.model_dump(exclude_none=True)
     if costs:
         plans["cost"] = {name: cost.describe() for name, cost in costs.items()}
     return {**plans, "pipeline": holdings[0].describe()} if holdings else plans

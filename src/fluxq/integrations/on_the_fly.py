@@ -36,6 +36,11 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     """
     recipe_name, recipe = load_recipe(str(config.recipe), profile=config.profile)  # pyright: ignore[reportArgumentType]
     class_name = type(model).__name__
+    if recipe.auto is not None:
+        raise ValueError(
+            f"recipe {recipe_name} chooses formats by a search, which loading cannot do: run `fluxq auto MODEL "
+            f"--recipe {config.recipe}`, and give the recipe that it writes"
+        )
     try:
         family = model_family(model)
     except ValueError as error:

@@ -31,7 +31,8 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     job, parts = search.job, search.offer.parts
     overrides = {component: _overrides(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
-    entries = {component: added for component, added in overrides.items() if added}
+    # A component without any needs an entry beside others: it would take their overrides.
+    entries = dict(overrides) if any(overrides.values()) else {}
     if search.seat:
         families |= search.seat.encoders
         entries |= {component: [] for component in search.seat.encoders}

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import fluxq
 from fluxq.base.files import sha256_file, sha256_json
+from fluxq.base.model import DEFAULT_MODEL, resolve_model
 from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
@@ -25,12 +26,15 @@ from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of
-from fluxq.jobs.requirements import reads_of, require_steps
+from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.jobs.seat import Seat, seat_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
+from fluxq.quantize.structure import component_family
 from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.recipe import parse_gate
+from fluxq.recipes.family import matches
+from fluxq.recipes.plan import component_recipe
+from fluxq.recipes.recipe import Recipe, load_recipe, parse_gate
 from fluxq.runtime.place import room_of
 
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
@@ -152,10 +156,49 @@ class Search:
         return ("ms", 1) if kind == "ms" or (kind == "gate" and self.options.gpu) else ("GB", 8e9)
 
 
+def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
+    """Return the options of a search: those given, beside what the recipe says under `auto`.
+
+    given: names of AutoOptions; None and () leave the recipe's value, and a budget takes the place of the recipe's.
+    """
+    given = {name: value for name, value in given.items() if value is not None and value != ()}
+    asked = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
+    if given.keys() & {*get_args(Kind)}:
+        asked = {name: value for name, value in asked.items() if name not in get_args(Kind)}
+    merged = {**asked, **given}
+    return AutoOptions(**{**merged, "menu": tuple(merged.get("menu", ()))})
+
+
+def search_before(options: JobOptions, ranks: Ranks = ALONE) -> tuple[Search, JobOptions] | None:
+    """Return the search that a recipe with `auto` asks for before layers are fitted, and the options of fitting.
+
+    Recipe and tables of the search lie beside the output. None for a recipe that names all formats.
+    """
+    name, recipe = load_recipe(options.recipe, profile=options.profile)
+    if recipe.auto is None:
+        return None
+    model = resolve_model(
+        options.model or recipe.model or DEFAULT_MODEL,
+        revision=options.revision,
+        local_files_only=options.local_files_only,
+    )
+    output = output_for(options.output, model.name, name, is_file=False)
+    place = output.with_name(f"{output.name}-chosen.yaml")
+    search = search_of(replace(options, output=str(place), statistics=None), auto_options(recipe, {}), ranks=ranks)
+    return search, replace(options, recipe=str(search.job.output), output=str(output))
+
+
 def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = True, ranks: Ranks = ALONE) -> Search:
     """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
     _require_sound(options)
-    job = job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks)
+    if job_options.lora:
+        raise ValueError(
+            "formats are chosen for the model without a LoRA: run `fluxq auto` without it, and give the recipe that it "
+            "writes to `fluxq quantize --lora`"
+        )
+    if options.fitted and (job_options.include or job_options.exclude):
+        raise ValueError("--from takes layers as they were fitted: leave out --include and --exclude")
+    job = _with_patterns(job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks))
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
@@ -183,6 +226,21 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         require_no_other(job)
         _require_own_tables(search)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
+
+
+def _with_patterns(job: Job) -> Job:
+    """Return the job with a recipe that excludes what --include and --exclude leave out: what is written is of it."""
+    include, exclude = job.options.include, job.options.exclude
+    if not include and not exclude:
+        return job
+    components = dict(job.recipe.components)
+    for component, plan in job.calibrated.items():
+        entry = component_recipe(job.recipe, component, component_family(job.folder, component))
+        names = [layer.name for layer in plan.layers]
+        left = [pattern for pattern in exclude if any(matches(pattern, name) for name in names)]
+        left += [name for name in names if include and not any(matches(pattern, name) for pattern in include)]
+        components[component] = entry.without(left)
+    return replace(job, recipe=job.recipe.model_copy(update={"components": components}))
 
 
 def _require_sound(options: AutoOptions) -> None:
