@@ -99,6 +99,23 @@ def test_guidance_with_two_calls_computes_both_or_none(pipe) -> None:
     assert not torch.equal(seen[4], seen[5])
 
 
+def test_a_second_call_that_was_not_there_at_the_last_computed_step_is_computed(pipe) -> None:
+    """As of guidance that is left out for some steps."""
+    seen: list[dict[str, Any]] = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda _m, _a, how: seen.append(how), with_kwargs=True)
+    run(pipe)
+    hook.remove()
+    with skip_steps(pipe, COMPUTED) as skipped, torch.no_grad():
+        pipe.scheduler.set_timesteps(6)
+        computed = []
+        for step, calls in enumerate((2, 1, 2)):
+            for _ in range(calls):
+                output = pipe.transformer(**seen[step])[0]
+                computed.append(skipped.computed)
+            pipe.scheduler.step(output, pipe.scheduler.timesteps[step], seen[step]["hidden_states"])
+    assert computed == [1, 2, 3, 3, 4]
+
+
 def test_a_call_that_begins_at_an_image_computes_the_nearest_levels(pipe) -> None:
     from_image = diffusers.FluxImg2ImgPipeline(**pipe.components)
     from_image.set_progress_bar_config(disable=True)
