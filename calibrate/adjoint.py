@@ -34,7 +34,7 @@ from fluxq.base.residence import device_of
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import Item, Sampling, noise_levels, number_of_steps, run_pipeline
 from fluxq.calibrate.sensitivity import require_finite
-from fluxq.calibrate.stand_ins import Menu, module_of, moved, replaced_forwards
+from fluxq.calibrate.stand_ins import Menu, module_of, moved, replaced_forwards, with_weights
 
 PROBES = 16  # of each image: 16 take an eighth longer than 8, and twice the memory of a block's gradients
 _SEED = 11
@@ -180,7 +180,7 @@ def _differentiable(pipe: Any, menu: Menu) -> Iterator[None]:
 @contextmanager
 def _blocks_run_again(model: nn.Module) -> Iterator[None]:
     """Switch on gradient checkpointing, of a model that has it, as it was not before."""
-    if not getattr(model, "_supports_gradient_checkpointing", False):
+    if not runs_blocks_again(model):
         yield
         return
     names = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -195,6 +195,11 @@ def _blocks_run_again(model: nn.Module) -> Iterator[None]:
             vars(module).update(values)
 
 
+def runs_blocks_again(model: nn.Module | type[nn.Module]) -> bool:
+    """Tell whether a model, or one of a class, keeps the graph of a single block at a time; others of a whole call."""
+    return getattr(model, "_supports_gradient_checkpointing", False)
+
+
 @contextmanager
 def _calls_run_again(pipe: Any, menu: Menu) -> Iterator[Callable[[int], None]]:
     """Run each call of a transformer again for its gradient; ValueError where one does not depend on those before it.
@@ -207,7 +212,9 @@ def _calls_run_again(pipe: Any, menu: Menu) -> Iterator[Callable[[int], None]]:
         nonlocal step
         step = now
 
-    def again(component: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def again(component: str, model: nn.Module) -> Callable[..., Any]:
+        forward = model.forward
+
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             first = min(first, step)
@@ -216,12 +223,12 @@ def _calls_run_again(pipe: Any, menu: Menu) -> Iterator[Callable[[int], None]]:
                     f"{component}: its input at step {step} has no gradient of what was returned before, because the "
                     f"pipeline, its scheduler or the model detaches a tensor; {_INSTEAD}"
                 )
-            return checkpoint(partial(forward, *args, **kwargs), use_reentrant=False)
+            return checkpoint(with_weights, model, partial(forward, *args, **kwargs), use_reentrant=False)
 
         return call
 
     models = {name: getattr(pipe, name) for name in menu.components}
-    with replaced_forwards({model: again(name, model.forward) for name, model in models.items()}):
+    with replaced_forwards({model: again(name, model) for name, model in models.items()}):
         yield at_step
 
 

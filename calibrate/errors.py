@@ -42,6 +42,7 @@ _Measurement = VelocityErrors | AdjointErrors
 _HEADER = "fluxq_errors"
 _PART = "fluxq_errors_part"
 _FORMAT_VERSION = 1
+_LONGEST_MESSAGE = 1000  # bytes
 _AGAIN = "remove it, and measure again"
 
 
@@ -207,15 +208,29 @@ def _parts(measurement: _Measurement, folder: Path, digest: str, ranks: Ranks) -
     """Return all parts in their order, those that are missing in the folder made by the processes together."""
     files = [folder / f"errors-{digest[:16]}-{index:04}.safetensors" for index in range(measurement.parts)]
     missing = ranks.agree([i for i, file in enumerate(files) if not _is_measured(file)] if ranks.leads else [])
-    for index in progress(ranks.share(missing), "Measuring errors"):
-        save_sealed(measurement.part(index), files[index], {_PART: digest})
-    ranks.meet()
+    with _alike(ranks):
+        for index in progress(ranks.share(missing), "Measuring errors"):
+            save_sealed(measurement.part(index), files[index], {_PART: digest})
     parts = []
     for file in map(TensorFile, files):
         file.require_as_written()
         parts.append({name: file.get_tensor(name) for name in file.keys()})
     ranks.meet()  # all have read the files, which may be removed now
     return parts
+
+
+@contextmanager
+def _alike(ranks: Ranks) -> Iterator[None]:
+    """Raise in all processes the first ValueError that is raised in one, so that they go on alike; wait for all."""
+    messages, refused = torch.zeros(ranks.world, _LONGEST_MESSAGE, dtype=torch.uint8), None
+    try:
+        yield
+    except ValueError as error:
+        refused, text = error, str(error).encode()[:_LONGEST_MESSAGE]
+        messages[ranks.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for message in ranks.sum(messages).tolist():
+        if any(message):
+            raise refused or ValueError(bytes(message).rstrip(b"\0").decode(errors="ignore"))
 
 
 def _is_measured(file: Path) -> bool:

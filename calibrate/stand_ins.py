@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
+T = TypeVar("T")
 Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> layer "component.path" -> module in its place
 
 
@@ -53,10 +54,41 @@ def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator
         yield
 
 
+class MadeAnew(nn.Module):
+    """A layer made of the plain one's weights each time that it runs, where these come and go; it holds none itself.
+
+    make: function that makes it while the weights are there.
+    """
+
+    def __init__(self, plain: nn.Linear | nn.Conv2d, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self._plain, self.make = (plain,), make  # no submodule: its weights come by its own hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return with_weights(*self._plain, lambda: self.make()(x))
+
+    @property
+    def weight(self) -> Tensor:
+        return self._plain[0].weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._plain[0].bias
+
+
+def with_weights(module: nn.Module, do: Callable[[], T]) -> T:
+    """Return what a function returns that is called while a module has its weights, wherever they wait otherwise."""
+    with replaced_forwards({module: do}):
+        return module()
+
+
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """Move a layer to another device for a while."""
+    """Move a layer to another device for a while; not one whose weights come by themselves."""
     home = layer.weight.device
+    if home.type == "meta":
+        yield layer
+        return
     try:
         yield layer.to(device)
     finally:

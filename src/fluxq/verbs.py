@@ -166,7 +166,7 @@ def auto(
     assemble: folder for the checkpoint that is put together of these; `Checkpoint.open` opens it.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
-    options: include, exclude, device, dtype, seed, revision and local_files_only.
+    options: include, exclude, device, dtype, seed, max_memory (bytes), revision and local_files_only.
     """
     from fluxq.jobs.assembling import assemble as put_together
     from fluxq.jobs.choosing import choose
@@ -297,7 +297,7 @@ def evaluate_pipeline(
     return report
 
 
-_OF_AUTO = {"include", "exclude", "device", "dtype", "seed", "revision", "local_files_only"}
+_OF_AUTO = {"include", "exclude", "device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

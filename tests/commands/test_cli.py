@@ -129,7 +129,7 @@ RUN = {"--dtype", "--device", "--seed", "--prompts", "--num-inference-steps", "-
 WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
 BUDGET = {"--bits", "--size", "--vram", "--ms", "--gate", "--gpu", "--times"}
-CHOICE = {"--menu", "--for", "--measure", "--count", "--dry-run", "--from", "--assemble"}
+CHOICE = {"--menu", "--for", "--measure", "--count", "--dry-run", "--from", "--assemble", "--max-memory"}
 GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 

@@ -150,6 +150,25 @@ def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here
     assert not list((here / "two").glob(".*"))
 
 
+def test_runs_are_kept_where_the_table_was_there(model, here, done, monkeypatch) -> None:
+    """And what another search is writing beside it is left alone."""
+    squares, ran = Bench._squares, []
+
+    def interrupted(bench: Any, choice: Any, number: int) -> list[float]:
+        ran.append((choice, number))
+        return squares(bench, choice, number) if len(ran) != 2 else 1 / 0
+
+    monkeypatch.setattr(Bench, "_squares", interrupted)
+    part = here / ".small-velocity-errors.safetensors.0123abcd.part"
+    part.write_bytes(b"")
+    with pytest.raises(ZeroDivisionError):
+        run(model, replace(VELOCITY, bits=7.0))
+    run(model, replace(VELOCITY, bits=7.0))
+    assert ran.count(ran[0]) == 1 and ran.count(ran[1]) == 2
+    run(model, replace(VELOCITY, bits=8.0), overwrite=True)
+    assert part.exists()
+
+
 def test_a_menu_of_one_is_the_recipe(model, here) -> None:
     result = run(model, replace(VELOCITY, menu=("nvfp4",), bits=4.6))
     assert set(chosen(result).values()) == {"nvfp4"} and len(result["tried"]) == 1
@@ -341,6 +360,12 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
         ({"dialect": "comfi"}, "expected one of bfl"),
         ({"count": 0}, "at least one image"),
+        ({"count": 10**9}, "at most 10000"),
+        ({"bits": 1e308}, "above 0 and below"),
+        ({"bits": 10**400}, "above 0 and below"),
+        ({"bits": True}, "above 0 and below"),
+        ({"measure": "weights"}, "expected one of velocity, adjoint"),
+        ({"bits": None, "ms": 5.0, "gpu": 3}, "unknown GPU '3'"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) -> None:

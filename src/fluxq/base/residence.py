@@ -58,7 +58,8 @@ class Residence:
     def add(self, model: nn.Module, read: Read, *, rank: int = 0, working: int = 0) -> None:
         """Look after a model: its tensors on the meta device come from `read`, cast to the dtype of their placeholders.
 
-        The others are moved to the device.
+        Buffers, which are small, come at once and stay: pipelines read some, as those of FLUX.2's VAE. So do tensors
+        that are there, moved to the device.
 
         rank: models of a higher one push out those of lower ones.
         working: bytes that the model needs beside its weights.
@@ -68,7 +69,10 @@ class Residence:
         inside: set[nn.Module] = set()
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta:
+                if buffer.is_meta:
+                    slot = _Slot(weakref.ref(module), name, f"{path}.{name}".strip("."))
+                    slot.fill(read(slot.path).to(self.device))
+                else:
                     module._buffers[name] = buffer.to(self.device)
             if module in inside:
                 continue
@@ -321,8 +325,7 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _slots(path: str, module: nn.Module) -> Iterator[_Slot]:
-    """Yield the places of a module's own tensors that are on the meta device."""
-    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    for name, tensor in tensors:
+    """Yield the places of a module's own parameters that are on the meta device."""
+    for name, tensor in module.named_parameters(recurse=False):
         if tensor.is_meta:
             yield _Slot(weakref.ref(module), name, f"{path}.{name}".strip("."))

@@ -162,16 +162,17 @@ def output_option(default: str) -> Callable:
 
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what fluxq wrote there.")
+max_memory_option = click.option(
+    "--max-memory",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Memory of the device to use at most, as in 8GiB; weights that do not fit are read when needed.",
+)
 fitting_options = option_group(
     model_options,
     recipe_options,
     run_options,
-    click.option(
-        "--max-memory",
-        callback=bytes_in,
-        metavar="SIZE",
-        help="Memory of the device to use at most, as in 8GiB; weights that do not fit are read when needed.",
-    ),
+    max_memory_option,
     click.option(
         "--lora",
         multiple=True,

@@ -15,6 +15,7 @@ from fluxq.commands.options import (
     common_options,
     finite_in,
     fitting_options,
+    max_memory_option,
     model_options,
     names_in,
     output_option,
@@ -154,6 +155,7 @@ def plan(
 @click.option("--assemble", metavar="FOLDER", help="With --from: write the checkpoint that is chosen here.")
 @click.option("--dry-run", is_flag=True, help="Print what may be chosen and what it will take; compute nothing.")
 @run_options
+@max_memory_option
 @output_option("<model>-<budget>.yaml")
 @overwrite_option
 @common_options

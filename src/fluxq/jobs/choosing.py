@@ -22,17 +22,18 @@ from typing import Any
 
 from fluxq.base.console import logger, progress, without_cure
 from fluxq.base.files import (
-    clear_parts,
     read_json,
     sha256_json,
+    sync,
     write_json,
     write_text,
 )
 from fluxq.base.output import Output, atomic_output, job_digest, seal
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, measure_errors
 from fluxq.calibrate.stand_ins import Menu
+from fluxq.jobs import memory
 from fluxq.jobs.chosen import chosen_recipe, chosen_result, require_same_plan
-from fluxq.jobs.job import clear_leftovers, decisive, work_of
+from fluxq.jobs.job import RUNS, clear_leftovers, decisive, work_of
 from fluxq.jobs.making import sampling_of
 from fluxq.jobs.search import MOST_PLANS, Search, table_job
 from fluxq.jobs.trials import Bench, Tried
@@ -40,7 +41,6 @@ from fluxq.recipes.budget import Choice, Numbers, best, improved_together, payin
 from fluxq.recipes.recipe import gate_holds, parse_gate
 
 _FAILURES = 2  # in a row that end the swaps
-_RUNS = "runs.json"
 
 
 def choose(search: Search) -> dict[str, Any] | None:
@@ -51,9 +51,9 @@ def choose(search: Search) -> dict[str, Any] | None:
             clear_leftovers(job)
         return read_json(job.output.with_suffix(".json")) if job.run.ranks.leads else None
     started = time.perf_counter()
-    with work_of(job) as work:
+    with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         pipe = job.load_reference()
-        bench = Bench(search, pipe, work / _RUNS)
+        bench = Bench(search, pipe, work / RUNS)
         tables = _tables(search, bench, work)
         if not job.run.ranks.leads:
             return None
@@ -93,8 +93,9 @@ def _tables(search: Search, bench: Bench, work: Path) -> dict[str, ErrorTable]:
             logger.warning("%s; %s is measured alone", without_cure(error), search.measures[-1])
             continue
         if ranks.leads:
-            clear_parts(file.parent, file.name)  # of a killed process
-            tables[measure].save(file, search.table_digest(measure))
+            tables[measure].save(work / file.name, search.table_digest(measure))
+            (work / file.name).replace(file)  # beside it another search may be writing the same
+            sync(file.parent, deep=False)
     return tables
 
 
@@ -124,20 +125,9 @@ def _errors(search: Search, table: ErrorTable) -> Numbers:
 def _weight_errors(search: Search, bench: Bench) -> Numbers:
     """Return unit -> option -> squared error of its weights, which needs no run at all."""
     return {
-        unit: {option: _weight_error(bench, unit, option) for option in options}
+        unit: {option: bench.weight_error(unit, option) for option in options}
         for unit, options in progress(search.offer.choices.items(), "Rounding weights")
     }
-
-
-def _weight_error(bench: Bench, unit: str, option: str) -> float:
-    if option == SIXTEEN_BIT:
-        return 0.0
-    return math.fsum(
-        float(
-            (layer.collapsed()[0].double() - bench.originals[name].weight.detach().flatten(1).double()).square().sum()
-        )
-        for name, layer in bench.layers(unit, option).items()
-    )
 
 
 def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> dict[str, Choice]:

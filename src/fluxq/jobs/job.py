@@ -40,6 +40,7 @@ from fluxq.recipes.plan import GENERIC, Plan
 from fluxq.recipes.recipe import Calibration, Recipe
 
 _MANIFEST = "job.json"  # in the work folder: the job whose work it is
+RUNS = "runs.json"  # there: errors of a search's plans that ran
 CHECK_IMAGES, CHECK_VIDEOS = 4, 2
 # Calibration and evaluation draw noise from seeds that never meet.
 _CALIBRATION_SEEDS = 1 << 20
@@ -402,7 +403,8 @@ def _keep_what_is_done(work: Path, error: BaseException) -> None:
     Captured calls alone stay too, but not where the model or the recipe is at fault, which the next run would be.
     """
     has_blocks = any(work.glob("*/[0-9][0-9][0-9][0-9].safetensors"))
-    if not has_blocks and (isinstance(error, ValueError) or not any(work.rglob("*.safetensors"))):
+    has_work = any(work.rglob("*.safetensors")) or (work / RUNS).is_file()
+    if not has_blocks and (isinstance(error, ValueError) or not has_work):
         remove(work)
         return
     kept = f"what is done is kept in {work}: the same command goes on with it"

@@ -6,6 +6,7 @@ them, as diffusers' offload does it. Beside weights that wait for their turn a j
 
     running   a model's activations: 3 · M · (N + K), with M tokens of a batch and the widest of its matrices (N, K)
     fitting   Grams of all input groups of a block, samples of their tokens, and the memory of fitting the largest group
+    adjoint   of a block its weights, twice the inputs and outputs of its layers, and activations again for each probe
 
 Outputs of a block's norms, products and activation lie side by side, and rotated queries and keys are fp32: in FLUX.1's
 blocks that is 2 to 2.5 times the input and output of the widest Linear. All figures are bytes, too many rather than too
@@ -30,10 +31,11 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.devices import AUTO, free_bytes
 from fluxq.base.model import ModelFolder
 from fluxq.base.residence import Residence, residence_of
+from fluxq.calibrate.adjoint import PROBES, runs_blocks_again
 from fluxq.calibrate.capture import FRAMES, Item, batches, frames_in
 from fluxq.calibrate.prompts import PromptRow
 from fluxq.integrations.bounded import load_bounded
-from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model_on_meta
+from fluxq.quantize.checkpoint import SourceWeights, is_model, library_of, model_class_of, model_on_meta
 from fluxq.quantize.lora import Updates
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.all_families import FAMILIES
@@ -57,6 +59,7 @@ _CHUNK = 4096  # tokens that are added to a Gram at a time, at most
 _ROWS, _ROWS_OF_GPU = 256, 1 << 14  # least rows of a weight that are in fp32 at a time
 _COPIES = 6  # of such rows: decoded, transposed, their error, and those of rounding
 _TRIED = 1024  # rows of a group's weights that stages are tried on, and tokens of its input
+_ROUNDING = 12  # bytes for each weight of a layer that is rounded anew: in fp32 twice, codes and scales
 _JOINT_GRAMS, _JOINT_K = 7, 6144  # Grams of joint fitting, three sums and room to solve; its largest K
 
 
@@ -127,8 +130,9 @@ class Demand:
     def bound(self, limit: int) -> Bound:
         """Return the bound for the job; ValueError naming the least memory that would do if that is above `limit`."""
         if self.least > limit:
-            smaller = f", or {_SMALLER}" if self.most.startswith("running") else ""
+            smaller = "" if self.most.startswith("fitting") else f", or {_SMALLER}"
             fewer = ", or fewer --frames" if smaller and "video" in self.most else ""
+            fewer += ", or --measure velocity" if self.most.startswith("adjoint") else ""
             raise ValueError(
                 f"--max-memory {in_words(limit)}: {self.most} needs {in_words(self.least)}; give at least that"
                 f"{smaller}{fewer}"
@@ -172,6 +176,49 @@ def demand_of(
             widest = max(layer.k for layer in plan.quantized if layer.block == block)
             needs[f"fitting {block} ({widest} channels)"] = needed + coming
     return Demand(device, dtype, working, fitting, needs)
+
+
+def demand_of_search(
+    device: str,
+    dtype: str,
+    folder: ModelFolder,
+    *,
+    sizes: Iterable[CallSize],
+    plans: Iterable[Plan],
+    by_adjoint: bool,
+) -> Demand:
+    """Return the demand of running a pipeline with layers that are rounded anew, and of measuring their errors.
+
+    sizes: calls; the adjoint makes one image at a time.
+    plans: of the transformers with these layers.
+    """
+    sizes, itemsize = {*sizes}, getattr(torch, dtype).itemsize
+    plain = demand_of(device, dtype, folder, sizes=sizes, shown=(), fitted=(), fused=())
+    working, needs = dict(plain.working), dict(plain.needs)
+    for component, plan in ((plan.component, plan) for plan in plans):
+        coming = 2 * _largest(folder, component, itemsize)
+        rounding = _ROUNDING * max(layer.n * layer.k for layer in plan.quantized)
+        took = {f"running {component} rounded": working[component] + rounding}
+        for size in {replace(size, images=1) for size in sizes} if by_adjoint else ():
+            backward = _backward(folder, plan, size, itemsize)
+            took[f"adjoint of {component} on {size}"] = backward + rounding
+        working[component] = max(took.values())
+        needs |= {work: nbytes + coming for work, nbytes in took.items()}
+    return replace(plain, working=working, needs=needs)
+
+
+def _backward(folder: ModelFolder, plan: Plan, size: CallSize, itemsize: int) -> int:
+    """Return the bytes of gradients of all probes through a block, of its graph, and of what other blocks are given."""
+    model_class = model_class_of(library_of(folder, plan.component), folder.components[plan.component])
+    blocks: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        blocks.setdefault(layer.block if runs_blocks_again(model_class) else "", []).append(layer)
+    graphs = [
+        itemsize * sum(2 * tokens(folder, plan.component, size) * (la.n + la.k) + la.n * la.k for la in layers)
+        for layers in blocks.values()
+    ]
+    given = itemsize * tokens(folder, plan.component, size) * sum(layers[0].k for layers in blocks.values())
+    return max(graphs) + given + (1 + PROBES) * activations(folder, plan.component, size, itemsize)
 
 
 def weight_bytes(folder: ModelFolder, dtype: str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,15 +221,25 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
 
 
 def settle(job: Job, device_option: str, *, writes: bool) -> Run:
+    """Return where quantizing can run, or gathering statistics unless it `writes`; else as `settle_by`."""
+    rounding = "`--profile rtn --no-check` only rounds, which takes a few GB"
+    return settle_by(partial(demand, job, writes=writes), job, device_option, rounding)
+
+
+def settle_by(demand_on: Callable[[str], Demand | None], job: Job, device_option: str, cure: str) -> Run:
     """Return where a job can run: as it is, within a bound, or on the CPU.
 
-    device_option: the value of `--device`. With auto, weights that do not fit are read when it is their turn, and a GPU
-    without room even for that is left for the CPU. Raises ValueError for a model that does not fit.
+    With auto, weights that do not fit are read when it is their turn, and a GPU without room even for that is left for
+    the CPU. Raises ValueError for a model that does not fit.
+
+    demand_on: device -> the job's demand there, None if it takes nothing.
+    device_option: the value of `--device`.
+    cure: what takes less, in the message that nothing does.
     """
     run, name = job.run, job.folder.name
     device = torch.device(run.device)
     free = free_bytes(device)
-    needs = demand(job, run.device, writes=writes)
+    needs = demand_on(run.device)
     if free is None or needs is None:
         return run
     weights = weight_bytes(job.folder, job.options.dtype)
@@ -249,11 +260,8 @@ def settle(job: Job, device_option: str, *, writes: bool) -> Run:
         return replace(run, memory=needs.bound(limit))
     if device.type == "cuda":
         logger.warning("%s needs %s on %s, %s are free: the CPU is used", name, needs, device, in_words(free))
-        return settle(replace(job, run=replace(run, device="cpu")), AUTO, writes=writes)
-    raise ValueError(
-        f"{name} does not fit on this machine: {needs}, and {in_words(free)} are free; `--profile rtn --no-check` "
-        "only rounds, which takes a few GB"
-    )
+        return settle_by(demand_on, replace(job, run=replace(run, device="cpu")), AUTO, cure)
+    raise ValueError(f"{name} does not fit on this machine: {needs}, and {in_words(free)} are free; {cure}")
 
 
 def _require_useful_statistics(statistics: Statistics, job: Job) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,12 +20,12 @@ from fluxq.base.output import Output, job_digest, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.capture import Item, number_of_steps
-from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, Measure
+from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
-from fluxq.jobs.planning import job_of
+from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.jobs.seat import Seat, seat_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
@@ -40,6 +40,8 @@ from fluxq.runtime.place import room_of
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
 IMAGES = 8  # that errors are measured on
 ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
+_MOST_IMAGES = 10_000
+_TOO_LARGE = 1e18  # of bytes, bits or milliseconds
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 
@@ -198,7 +200,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         )
     if options.fitted and (job_options.include or job_options.exclude):
         raise ValueError("--from takes layers as they were fitted: leave out --include and --exclude")
-    job = _with_patterns(job_of(replace(job_options, check=False), writes=False, runs=False, ranks=ranks))
+    plain = replace(job_options, check=False, max_memory=None)  # whose bound would be that of fitting
+    job = _with_patterns(job_of(plain, writes=False, runs=False, ranks=ranks))
     require_steps(job.folder)
     offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted))
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
@@ -214,11 +217,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if not writes:
         return search
-    weights = memory.weight_bytes(job.folder, job_options.dtype)
-    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, job_options.device)
-    if in_turns:
-        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    job = replace(search.job, run=Run(device, ranks), identity=ranks.agree(_identity(search) if ranks.leads else None))
+    job = replace(search.job, run=_run(search, job_options))
+    job = replace(job, identity=ranks.agree(_identity(search) if ranks.leads else None))
     search = replace(search, job=job)
     if ranks.leads and _is_finished(search):
         search = replace(search, job=replace(job, finished=True))
@@ -226,6 +226,26 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
         require_no_other(job)
         _require_own_tables(search)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
+
+
+def _run(search: Search, job_options: JobOptions) -> Run:
+    """Return where the search can run; ValueError for memory in which it cannot."""
+    job, limit = search.job, job_options.max_memory
+    images = memory.sizes_of([*search.measuring, *chain.from_iterable(search.judging)], job.call)
+
+    def demand_on(device: str) -> memory.Demand:
+        return memory.demand_of_search(
+            device,
+            job_options.dtype,
+            job.folder,
+            sizes=images,
+            plans=job.calibrated.values(),
+            by_adjoint="adjoint" in search.measures,
+        )
+
+    if limit is not None:
+        return replace(job.run, memory=demand_on(job.run.device).bound(limit))
+    return settle_by(demand_on, job, job_options.device, "--measure velocity takes less")
 
 
 def _with_patterns(job: Job) -> Job:
@@ -251,12 +271,14 @@ def _require_sound(options: AutoOptions) -> None:
         ((comparison, _), *others) = condition.bounds
         if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
             raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-    elif not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise ValueError(f"--{kind} {value!r}: expected a number above 0")
+    elif isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < _TOO_LARGE):
+        raise ValueError(f"--{kind} {value!r}: expected a number above 0 and below {_TOO_LARGE:g}")
     if kind == "ms" and options.gpu is None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
-        find_device(options.gpu)
+        find_device(str(options.gpu))
+    if options.measure not in (None, *MEASURES):
+        raise ValueError(f"--measure {options.measure!r}: expected one of {', '.join(MEASURES)}")
     if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
         raise ValueError("--times are those of a step on a GPU: give --ms or --gate, and --gpu, too")
     if options.assemble is not None and not options.fitted:
@@ -267,8 +289,11 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError(
             "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
         )
-    if options.count < 1:
-        raise ValueError(f"--count {options.count}: expected at least one image to measure errors on")
+    count = options.count
+    if isinstance(count, bool) or not (isinstance(count, int) and 1 <= count <= _MOST_IMAGES):
+        raise ValueError(
+            f"--count {count!r}: expected at least one image to measure errors on, and at most {_MOST_IMAGES}"
+        )
 
 
 def _dialect(options: AutoOptions) -> str | None:
@@ -364,8 +389,8 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count; give an --output "
-                "in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, call, set of prompts, seed or count, or another "
+                "version of fluxq; give an --output in another folder, or --overwrite to measure again"
             )
 
 

@@ -11,6 +11,7 @@ prediction chooses among those that are left.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from fluxq.base.files import (
 )
 from fluxq.calibrate.capture import Item, batches, run_pipeline
 from fluxq.calibrate.errors import SIXTEEN_BIT
-from fluxq.calibrate.stand_ins import module_of, replaced
+from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weights
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.jobs.search import Search
 from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice, Numbers, total
+from fluxq.recipes.formats import Scheme
 
 LEVEL = 0.1  # dB
 
@@ -91,15 +93,36 @@ class Bench:
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
         """Return layer -> itself in an option, rounded to nearest or as it was fitted."""
-        offer = self.search.offer
-        if option in offer.fitted:
-            originals = {name: self.originals[name] for name in offer.units[unit]}
-            fitted = {name: in_place_of(linear, offer.fitted[option].layer(name)) for name, linear in originals.items()}
-            return {name: layer.to(originals[name].weight.device) for name, layer in fitted.items()}
+        schemes = self.search.offer.schemes({unit: option})
+        makes = {name: partial(self._made, name, option, scheme) for name, scheme in schemes.items()}
+        if self.search.job.run.memory is None:
+            return {name: make() for name, make in makes.items()}
         return {
-            name: improved(self.originals[name], scheme and replace(scheme, static_input=False))
-            for name, scheme in offer.schemes({unit: option}).items()
+            name: MadeAnew(self.originals[name], make) if schemes[name] else self.originals[name]
+            for name, make in makes.items()
         }
+
+    def _made(self, name: str, option: str, scheme: Scheme | None) -> Any:
+        """Return a layer in an option, made while the plain one's weights are there."""
+        plain, fitted = self.originals[name], self.search.offer.fitted
+        if option in fitted:
+            return in_place_of(plain, fitted[option].layer(name)).to(plain.weight.device)
+        return improved(plain, scheme and replace(scheme, static_input=False))
+
+    def weight_error(self, unit: str, option: str) -> float:
+        """Return the squared error of a unit's weights in an option."""
+
+        def error(name: str, scheme: Scheme) -> float:
+            rounded = self._made(name, option, scheme).collapsed()[0]
+            weight = self.originals[name].weight.detach().flatten(1)
+            return float((rounded.double() - weight.double()).square().sum())
+
+        schemes = self.search.offer.schemes({unit: option})
+        return math.fsum(
+            with_weights(self.originals[name], partial(error, name, scheme))
+            for name, scheme in schemes.items()
+            if scheme is not None
+        )
 
     def run(self, choice: Choice, *proposed_by: str) -> Tried:
         """Return the plan with its errors on the images of the first round."""
