@@ -1,6 +1,7 @@
 """Lists of steps: the shortest path is the best of all lists, and what is predicted is what a run makes."""
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_schedulers_of_other_kinds_are_weighed_by_what_noise_does(monkeypatch) -
     ],
 )
 def test_a_list_that_cannot_be_is_refused(changed: dict, message: str) -> None:
-    facts = {"computed": (0, 1, 3), "order": 1, "levels": (1.0, 0.7, 0.4, 0.2), "scheduler": "Euler"}
+    facts: dict[str, Any] = {"computed": (0, 1, 3), "order": 1, "levels": (1.0, 0.7, 0.4, 0.2), "scheduler": "Euler"}
     assert StepList.from_dict(StepList(**facts).to_dict()) == StepList(**facts)
     with pytest.raises(ValueError, match=message):
         StepList(**facts | changed)

@@ -26,7 +26,8 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def made(**how: Any) -> dict[str, Any]:
-    return stepping.make_list(stepping.request_of(OPTIONS, count=4, **{"compute": 0.5} | how))
+    given: dict[str, Any] = {"compute": 0.5} | how
+    return stepping.make_list(stepping.request_of(OPTIONS, count=4, **given))
 
 
 def test_a_list_is_written_whole_and_runs(here) -> None:
