@@ -40,7 +40,7 @@ def test_the_shortest_path_is_the_best_of_all_lists(order: int) -> None:
     ways = velocities.paths(order)
     assert [*ways] == [*range(2, 9)]
     for count, way in ways.items():
-        lists = [(0, *inner, 7) for inner in combinations(range(1, 7), count - 2)]
+        lists: list[tuple[int, ...]] = [(0, *inner, 7) for inner in combinations(range(1, 7), count - 2)]
         errors = {steps: error(outputs, steps, order) for steps in lists}
         assert way.nmse == pytest.approx(min(errors.values()), abs=1e-12)
         assert errors[way.steps] == pytest.approx(way.nmse, abs=1e-12)
