@@ -22,6 +22,7 @@ import torch
 import fluxq
 from benchmarks.auto import (
     DELICATE,
+    FIRST_SEED,
     PAGE,
     ROOT,
     Goal,
@@ -49,7 +50,6 @@ from fluxq.recipes.budget import Choice, total
 
 RESULT = ROOT / "benchmarks" / "auto_fitted.json"
 BEGIN, END = "<!-- auto fitted: begin -->\n", "<!-- auto fitted: end -->"
-FIRST_SEED = 7 << 20  # auto.py has its own
 LOW, HIGH = "nvfp4-max", "fp8"  # recipes, of the formats nvfp4 and fp8
 BITS = 6.0
 
@@ -125,7 +125,7 @@ def rules(search: Search) -> dict[str, Choice]:
 def judged(search: Search, plans: Mapping[str, Choice], prompts: int) -> dict[str, tuple[float, ...]]:
     """Return plan -> PSNR of each image, with the layers that the checkpoint of the plan has."""
     pipe, call, fitted = search.job.load_reference(), search.job.call, search.offer.fitted
-    items = [(prompt, FIRST_SEED + index) for index, (prompt, _) in enumerate(fresh(search, prompts))]
+    items = fresh(search, prompts)
     reference = generate(pipe, items, call, description="16 bit")
     first, psnr = next(iter(fitted)), dict[str, tuple[float, ...]]()
     for name, plan in plans.items():

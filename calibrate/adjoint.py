@@ -1,7 +1,8 @@
 """Errors of options by the adjoint: what a small change of each layer's output does to the final latents z.
 
-Let each layer of unit u return y + Σ_o ε[u, o] δ_o, where δ_o = y_o − y and y_o is what option o makes of the layer's
-input x in place of y. To first order the latents with option o in unit u alone are z + ∂z/∂ε[u, o], and
+Let each layer of unit u, a Linear or an attention, return y + Σ_o ε[u, o] δ_o, where δ_o = y_o − y and y_o is what
+option o makes of the layer's input x in place of y. To first order the latents with option o in unit u alone are
+z + ∂z/∂ε[u, o], and
 
     R_p[u, o] = ∂⟨r_p, z⟩ / ∂ε[u, o] = Σ ⟨∂⟨r_p, z⟩/∂y, δ_o⟩      over tokens, the unit's layers, calls and steps
     E_p R_p² = ‖∂z/∂ε[u, o]‖²                                   with Gaussian probes r_p ~ N(0, I)
@@ -12,6 +13,9 @@ image go through together: what is computed again on the way, and every δ_o, is
 
 Only ε has a gradient. Of the forward pass the arguments of the transformers' calls are kept; each call, and within it
 each block of models that can, is run again when the gradient comes to it. So one block's graph is there at a time.
+
+What runs once per image, as text encoders do, is no part of that graph: R_p = ⟨r_p, z' − z⟩, where z' is of a run with
+the option, and the probes are the same, so that its errors add up or cancel with those of all else.
 
 From P probes of I images the estimate of an error has a relative standard deviation of about √(2 / PI), an eighth
 with 8 images. Errors of options and units share the probes, so that they are compared better than that.
@@ -27,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fluxq.base.console import first_line
@@ -34,7 +39,7 @@ from fluxq.base.residence import device_of
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import Item, Sampling, noise_levels, number_of_steps, run_pipeline
 from fluxq.calibrate.sensitivity import require_finite
-from fluxq.calibrate.stand_ins import Menu, module_of, moved, replaced_forwards, with_weights
+from fluxq.calibrate.stand_ins import Menu, changes_of_runs, module_of, moved, replaced_forwards, with_weights
 
 PROBES = 16  # of each image: 16 take an eighth longer than 8, and twice the memory of a block's gradients
 _SEED = 11
@@ -54,15 +59,19 @@ class AdjointErrors:
     def part(self, index: int) -> dict[str, Tensor]:
         """Return the residuals R_p of one image, (units, options, PROBES) fp64, and ‖z‖²."""
         device = device_of(getattr(self.pipe, self.menu.components[0]))
-        counts = [len(self.menu.options.get(unit, ())) for unit in self.menu.units]
+        counts = [len(self.menu.options.get(u, ())) if u not in self.menu.once else 0 for u in self.menu.units]
         leaves = [torch.zeros(n, dtype=_wide(device), device=device, requires_grad=True) for n in counts]
         with _differentiable(self.pipe, self.menu), self._options_in_place(leaves):
             latents = self._latents(self.items[index])
-            gradients = _gradients(latents, leaves, _probes(latents, index))
+            probes = _probes(latents, index)
+            gradients = _gradients(latents, leaves, probes)
         residuals = torch.full((len(leaves), len(self.options), PROBES), math.inf, dtype=torch.float64)
         for row, unit, gradient in zip(residuals, self.menu.units, gradients, strict=True):
-            for option, values in zip(self.menu.options.get(unit, ()), gradient.T, strict=True):
+            for option, values in zip(self.menu.options.get(unit, ()), gradient.T, strict=unit not in self.menu.once):
                 row[self.options.index(option)] = torch.where(values.isfinite(), values, math.inf)
+        for (unit, option), values in self._by_runs(self.items[index], probes).items():
+            place = list(self.menu.units).index(unit), self.options.index(option)
+            residuals[place] = torch.where(values.isfinite(), values, math.inf)
         sigmas = torch.tensor(noise_levels(self.pipe)[: len(self.steps)], dtype=torch.float64)
         return {"residuals": residuals, "signal": latents.detach().cpu().double().square().sum(), "sigmas": sigmas}
 
@@ -75,7 +84,7 @@ class AdjointErrors:
     @contextmanager
     def _options_in_place(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         """Have every layer of a unit return y + Σ ε δ, of which only the derivative by ε is not trivial: ε is 0."""
-        forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
         with ExitStack() as stack:
             for (unit, names), leaf in zip(self.menu.units.items(), leaves, strict=True):
                 for name in names if len(leaf) else ():
@@ -89,7 +98,16 @@ class AdjointErrors:
     def _layers(self) -> dict[str, list[Mapping[str, Any]]]:
         """Unit -> for each of its options the modules in the place of its layers."""
         options = self.menu.options
-        return {u: [self.menu.layers(u, option) for option in options.get(u, ())] for u in self.menu.units}
+        units = [unit for unit in self.menu.units if unit not in self.menu.once]
+        return {u: [self.menu.layers(u, option) for option in options.get(u, ())] for u in units}
+
+    def _by_runs(self, item: Item, probes: Tensor) -> dict[tuple[str, str], Tensor]:
+        """Return ⟨r_p, z' − z⟩, (PROBES,), of each option of units that no step depends on: z' is of a run with it."""
+        pairs = [(unit, option) for unit in self.menu.once for option in self.menu.options.get(unit, ())]
+        return {
+            pair: probes.cpu().double().flatten(1) @ change
+            for pair, change in changes_of_runs(self.pipe, self.menu, pairs, [item], self.call)
+        }
 
     def _latents(self, item: Item) -> Tensor:
         """Return the final latents of one image, with the graph of how they came to be."""
@@ -102,37 +120,46 @@ class AdjointErrors:
         return latents
 
 
-def _with_options(forward: Callable[..., Tensor], layers: Sequence[nn.Module], leaf: Tensor) -> Callable[..., Tensor]:
-    """Return a forward that has the gradient of y + Σ ε δ by `leaf`, which is ε."""
+def _with_options(forward: Callable[..., Any], layers: Sequence[nn.Module], leaf: Tensor) -> Callable[..., Any]:
+    """Return a forward that has the gradient of y + Σ ε δ by `leaf`, which is ε; y may be several tensors."""
 
-    def changed(x: Tensor) -> Tensor:
-        y = forward(x)
-        return _Options.apply(y, leaf, x, layers) if torch.is_grad_enabled() else y
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        returned = forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return returned
+        y, form = tree_flatten(returned)
+        x, call = tree_flatten((args, kwargs))
+        return tree_unflatten(_Options.apply(leaf, layers, call, len(y), *y, *x), form)
 
     return changed
 
 
 class _Options(torch.autograd.Function):
-    """(y, ε = 0) -> y + Σ_o ε_o (y_o − y)."""
+    """(ε = 0, y, x) -> y + Σ_o ε_o (y_o − y). y and x: tensors returned, and the leaves of the arguments."""
 
     generate_vmap_rule = True  # it runs again within a gradient of several probes, which are no axis of its arguments
 
     @staticmethod
-    def forward(y: Tensor, leaf: Tensor, x: Tensor, layers: Sequence[nn.Module]) -> Tensor:
-        return y.clone()  # which models may write into
+    def forward(leaf: Tensor, layers: Sequence[nn.Module], call: TreeSpec, count: int, *values: Any) -> Any:
+        return tuple(y.clone() for y in values[:count])  # which models may write into
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, ctx.leaf, x, ctx.layers = inputs
-        ctx.save_for_backward(x, y)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.leaf, ctx.layers, ctx.call, ctx.count, *values = inputs
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, y = ctx.saved_tensors
-        products = [
-            ((layer(x).float() - y.float()) * gradient.float()).sum(dtype=ctx.leaf.dtype) for layer in ctx.layers
-        ]
-        return gradient, torch.stack(products), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.others, strict=True)
+        values = [other if tensor is None else tensor for tensor, other in saved]
+        args, kwargs = tree_unflatten(values[ctx.count :], ctx.call)
+        products = []
+        for layer in ctx.layers:
+            changes = zip(tree_leaves(layer(*args, **kwargs)), values[: ctx.count], gradients, strict=True)
+            of_each = [((new.float() - y.float()) * g.float()).sum(dtype=ctx.leaf.dtype) for new, y, g in changes]
+            products.append(torch.stack(of_each).sum())
+        return torch.stack(products), None, None, None, *gradients, *(None for _ in values[ctx.count :])
 
 
 def _probes(latents: Tensor, image: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,28 +10,33 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-L = TypeVar("L", bound="nn.Linear | nn.Conv2d")
+from fluxq.calibrate.capture import Item, run_pipeline
+
+L = TypeVar("L", bound=nn.Module)
 T = TypeVar("T")
-Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> layer "component.path" -> module in its place
+Layers = Callable[[str, str], Mapping[str, Any]]  # (unit, option) -> module "component.path" -> another in its place
 
 
 @dataclass(frozen=True)
 class Menu:
-    """Choice of modules for layers of a pipeline, unit by unit.
+    """Choice of modules in the place of others of a pipeline, unit by unit.
 
-    units: unit -> its layers "component.path", which change together.
+    units: unit -> its layers "component.path", which change together; or its attention module.
     options: unit -> the options that it has, 16 bit not among them.
     layers: function that makes the modules of a unit's option, a QuantLinear for each layer.
+    once: units of models that run once per image, before the others.
     """
 
     units: Mapping[str, tuple[str, ...]]
     options: Mapping[str, tuple[str, ...]]
     layers: Layers
+    once: tuple[str, ...] = ()
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the models with layers of any unit."""
-        return tuple(dict.fromkeys(name.partition(".")[0] for names in self.units.values() for name in names))
+        """Names of the models that run at every step and have layers of any unit."""
+        names = [name for unit, names in self.units.items() if unit not in self.once for name in names]
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 def module_of(pipe: Any, name: str) -> Any:
@@ -41,7 +46,7 @@ def module_of(pipe: Any, name: str) -> Any:
 
 
 @contextmanager
-def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator[None]:
+def replaced(pipe: Any, layers: Mapping[str, nn.Module]) -> Iterator[None]:
     """Put other modules into a pipeline for a while, on the devices of those that they replace."""
     originals = {name: module_of(pipe, name) for name in layers}
     with ExitStack() as stack:
@@ -52,6 +57,21 @@ def replaced(pipe: Any, layers: Mapping[str, nn.Linear | nn.Conv2d]) -> Iterator
             stack.callback(model.set_submodule, path, originals[name])
             model.set_submodule(path, stack.enter_context(moved(layer, device)))
         yield
+
+
+def changes_of_runs(
+    pipe: Any, menu: Menu, pairs: Sequence[tuple[str, str]], items: Sequence[Item], call: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield (unit, option) -> what it changes of the final latents of a few images, fp64 on the CPU, run by run."""
+
+    @torch.no_grad()
+    def latents() -> Tensor:
+        return torch.cat([z.double().cpu().flatten() for _, z in run_pipeline(pipe, items, call, batch_size=1)])
+
+    plain = latents() if pairs else torch.empty(0)
+    for unit, option in pairs:
+        with replaced(pipe, menu.layers(unit, option)):
+            yield (unit, option), latents() - plain
 
 
 class MadeAnew(nn.Module):
@@ -84,8 +104,9 @@ def with_weights(module: nn.Module, do: Callable[[], T]) -> T:
 
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """Move a layer to another device for a while; not one whose weights come by themselves."""
-    home = layer.weight.device
+    """Move a module to another device for a while; not one whose weights come by themselves."""
+    first = layer.weight if isinstance(layer, MadeAnew) else next(layer.parameters())
+    home = first.device
     if home.type == "meta":
         yield layer
         return

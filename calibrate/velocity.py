@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from fluxq.calibrate import nested
 from fluxq.calibrate.capture import Item, Sampling, noise_levels, number_of_steps, run_pipeline, spread
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_effects, require_finite
-from fluxq.calibrate.stand_ins import Menu, replaced, replaced_forwards
+from fluxq.calibrate.stand_ins import Menu, changes_of_runs, replaced, replaced_forwards
 
 
 class VelocityErrors:
@@ -47,7 +47,14 @@ class VelocityErrors:
         """Return the errors of one unit's options, (options,) fp64."""
         unit, run, weights = self.units[index], self._run, self._weights  # before any layer is replaced
         error = torch.full((len(self.options),), math.inf, dtype=torch.float64)
-        for option in self.menu.options.get(unit, ()):
+        options = self.menu.options.get(unit, ())
+        pairs = [(unit, option) for option in options] if unit in self.menu.once else []
+        runs = changes_of_runs(self.pipe, self.menu, pairs, self.items, self.sampling.call)
+        for (_, option), change in runs:
+            square = float(change.square().sum())
+            if math.isfinite(square):
+                error[self.options.index(option)] = square / run.signal
+        for option in options if unit not in self.menu.once else ():
             with replaced(self.pipe, self.menu.layers(unit, option)):
                 change = run.change(weights)
             if math.isfinite(change):

@@ -111,7 +111,7 @@ def times_in(file: Path) -> tuple[str, dict[Product, float]]:
                 product = formats, row["m"], row["n"], row["k"]
                 if us:
                     seconds[product] = min(seconds.get(product, math.inf), us / 1e6)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"{file} is no file of `fluxq doctor`, or is damaged ({first_line(error)}): run `fluxq doctor` on the GPU "
             "again"

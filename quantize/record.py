@@ -22,7 +22,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, PLAN_FILE, ModelFolder, resolve_model
 from fluxq.quantize.checkpoint import is_model, read_plan_file
-from fluxq.recipes.computing import quantization_of
+from fluxq.recipes.computing import Attentions, quantization_of
 
 if TYPE_CHECKING:
     from fluxq.recipes.plan import LayerPlan
@@ -100,7 +100,7 @@ class RecordedComponent(_Part):
     class_name: str | None = None
     family: str = ""
     notes: list[str] = []
-    attention: str = "16bit"
+    attention: Attentions = "16bit"
     bytes_before: int
     bytes_after: int
     bits_per_weight: float

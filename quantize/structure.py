@@ -1,4 +1,4 @@
-"""The structure of a component or of a model in memory: its Linears and convolutions, and its family.
+"""The structure of a component or of a model in memory: its Linears, convolutions and attention, and its family.
 
 Only denoisers may go without a row for their class: those that are defined in diffusers' transformers and UNets. A text
 encoder or VAE without a row stays in 16 bit.
@@ -15,7 +15,8 @@ from fluxq.base.model import ModelFolder
 from fluxq.kernels.linear import is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta
 from fluxq.recipes.all_families import FAMILIES, family_of
-from fluxq.recipes.family import Family
+from fluxq.recipes.computing import Attention, Attentions, attention_by, gathered
+from fluxq.recipes.family import Family, matches
 from fluxq.recipes.generic import ModuleTree
 from fluxq.recipes.plan import LinearShape
 from fluxq.recipes.workloads import Convolution
@@ -66,6 +67,18 @@ def model_family(model: nn.Module) -> Family:
     if model not in _families:
         _families[model] = family_of(model_class.__name__, tree_of(model))
     return _families[model]
+
+
+def attention_of(model: nn.Module) -> Attentions:
+    """Return the arithmetic of a model's self-attention, by the backends of its processors."""
+    kind = type(getattr(model, "_orig_mod", model)).__name__
+    rows = next((family.self_attention for family in FAMILIES.values() if family.model == kind), ()) or ("**",)
+    words: dict[str, Attention] = {}
+    for name, module in model.named_modules():
+        processor, path = getattr(module, "processor", None), name.replace("_orig_mod.", "")
+        if hasattr(processor, "_attention_backend") and any(matches(row, path) for row in rows):
+            words[path] = attention_by(processor) or "16bit"
+    return gathered(words)
 
 
 def component_family(folder: ModelFolder, component: str) -> Family:

@@ -5,7 +5,7 @@ Recipes choose it, and checkpoints record it as `quantization_config`, from whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,11 +16,13 @@ from fluxq.base.console import did_you_mean
 from fluxq.recipes.formats import FEATURES, Scheme
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 Attention = Literal["16bit", "fp8", "int8"]
+Coded = Literal["fp8", "int8"]
+Attentions = Attention | dict[Coded, list[str]]  # of all self-attention; or of some modules, the others in 16 bit
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-BACKENDS: dict[Attention, str] = {"fp8": "fluxq_fp8", "int8": "fluxq_int8"}  # names in diffusers' attention dispatcher
+BACKENDS: dict[Coded, str] = {"fp8": "fluxq_fp8", "int8": "fluxq_int8"}  # names in diffusers' attention dispatcher
 QUANT_METHOD = "fluxq"
 FORMAT_VERSION = 1
 
@@ -74,7 +76,7 @@ class QuantizationConfig:
     """`quantization_config` of a component's config.json.
 
     layers: scheme -> full module names.
-    attention: arithmetic of self-attention.
+    attention: arithmetic of self-attention, of single modules by their paths.
     steps: those kept in 16 bit (runtime/steps.py).
 
     Loading requires neither attention nor steps: where its codes cannot be had 16 bit is nearer to the original, and a
@@ -84,12 +86,12 @@ class QuantizationConfig:
     layers: dict[str, list[str]]
     required_features: tuple[str, ...]
     format_version: int = FORMAT_VERSION
-    attention: Attention = "16bit"
+    attention: Attentions = "16bit"
     steps: Steps | None = None
 
     @classmethod
     def of(
-        cls, schemes: Iterable[tuple[str, Scheme]], attention: Attention = "16bit", steps: Steps | None = None
+        cls, schemes: Iterable[tuple[str, Scheme]], attention: Attentions = "16bit", steps: Steps | None = None
     ) -> QuantizationConfig:
         """Return the configuration of a checkpoint with these layers (module name, scheme)."""
         layers: dict[str, list[str]] = {}
@@ -122,8 +124,8 @@ class QuantizationConfig:
         if len(names) != len(set(names)):
             raise ValueError("quantization_config names a layer under two schemes; config.json is damaged")
         attention = config.get("attention", "16bit")
-        if attention not in ATTENTIONS:
-            raise ValueError(f"checkpoint computes attention in {attention!r}, unknown to this version: update fluxq")
+        if why := why_no_attention(attention):
+            raise ValueError(f"checkpoint computes attention in {why}, unknown to this version: update fluxq")
         named = {str(scheme): list(members) for scheme, members in layers.items()}
         return cls(named, features, version, attention, _steps(config.get("steps")))
 
@@ -168,14 +170,39 @@ def _steps(value: Any) -> Steps | None:
         ) from None
 
 
-def attention_of(model: nn.Module) -> Attention:
-    """Return the arithmetic of a model's self-attention: of the first processor with one of BACKENDS, else "16bit"."""
-    processors = (getattr(module, "processor", None) for module in model.modules())
-    chosen: list[Attention] = [attention for each in processors if (attention := attention_by(each))]
-    return chosen[0] if chosen else "16bit"
+def why_no_attention(value: Any) -> str:
+    """Return what of a value is no arithmetic of attention, shortened; "" if all is known."""
+    if isinstance(value, dict) and value:
+        named = {word: paths for word, paths in value.items() if word in BACKENDS and isinstance(paths, list) and paths}
+        paths = [path for each in named.values() for path in each]
+        return "" if len(named) == len(value) and all(isinstance(p, str) for p in paths) else repr(value)[:80]
+    return "" if value in ATTENTIONS else repr(value)[:80]
 
 
-def attention_by(processor: Any) -> Attention | None:
+def gathered(words: Mapping[str, Attention]) -> Attentions:
+    """Return the arithmetic of all attention modules, of which each is given: one word where they agree."""
+    kinds: list[Attention] = list(dict.fromkeys(words.values()))
+    if len(kinds) < 2:
+        return kinds[0] if kinds else "16bit"
+    return {word: paths for word in BACKENDS if (paths := [path for path, of_it in words.items() if of_it == word])}
+
+
+def attention_at(attention: Attentions, path: str) -> Attention:
+    """Return the arithmetic of the attention module at a path."""
+    if isinstance(attention, str):
+        return attention
+    words: list[Attention] = [word for word, paths in attention.items() if path in paths]
+    return words[0] if words else "16bit"
+
+
+def attention_in_words(attention: Attentions | Mapping[str, Sequence[str]] | str) -> str:
+    """Return the text for people: `fp8`, or `fp8 (3 of its modules)`."""
+    if isinstance(attention, str):
+        return attention
+    return ", ".join(f"{word} ({len(paths)} of its modules)" for word, paths in attention.items())
+
+
+def attention_by(processor: Any) -> Coded | None:
     """Return the arithmetic whose backend an attention processor has; None if it has none of BACKENDS."""
     backend = getattr(processor, "_attention_backend", None)
     return next((attention for attention, name in BACKENDS.items() if name == backend), None)

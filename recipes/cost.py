@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
-from fluxq.recipes.computing import Attention
+from fluxq.recipes.computing import Attention, attention_at
 from fluxq.recipes.devices import INSTRUCTIONS, Device, Efficiency, is_decoded
 from fluxq.recipes.family import Maker, matches
 from fluxq.recipes.formats import FORMATS, Format, Scheme
@@ -144,7 +144,7 @@ class Cost:
 
     parts: rows of the table, without the total.
     routes: scheme -> its route.
-    attention: route of self-attention.
+    attention: routes of self-attention, of which modules may have several.
     """
 
     device: Device
@@ -152,7 +152,7 @@ class Cost:
     parts: tuple[Part, ...]
     total: Part
     routes: Mapping[str, Route]
-    attention: Route
+    attention: tuple[Route, ...]
 
     def efficiencies(self) -> dict[str, Efficiency]:
         """Return name -> efficiency of those in this cost."""
@@ -161,8 +161,15 @@ class Cost:
         on_scalars = any(Scheme.parse(scheme).four_over_six for scheme in self.routes)
         if on_scalars or any(map(_is_promoted, self.routes.values())):
             used.setdefault("fp32", self.device.scalar)
-        of_attention = self.device.attention if self.attention.arithmetic == "bf16" else self.device.attention_fp8
-        return used | {"attention": of_attention, "memory bandwidth": self.device.streaming}
+        plain, coded = self.device.attention, self.device.attention_fp8
+        first, *others = dict.fromkeys(plain if each.arithmetic == "bf16" else coded for each in self.attention)
+        of_attention = {"attention": plain, "attention in fp8": coded} if others else {"attention": first}
+        return used | of_attention | {"memory bandwidth": self.device.streaming}
+
+    @property
+    def attention_in_words(self) -> str:
+        """The ways in which self-attention is computed."""
+        return "; ".join(dict.fromkeys(each.about for each in self.attention))
 
     def describe(self) -> dict[str, object]:
         """Return the cost as JSON."""
@@ -176,7 +183,7 @@ class Cost:
             },
             "tokens": {"image": self.forward.image, "text": self.forward.text, "batch": self.forward.batch},
             "routes": {scheme: route.about for scheme, route in self.routes.items()},
-            "attention": self.attention.about,
+            "attention": self.attention_in_words,
             "parts": [part.describe() for part in (*self.parts, self.total)],
         }
 
@@ -204,7 +211,9 @@ def cost(plan: Plan, forward: ForwardPass, device: Device, prefer: Prefer = "spe
         {level: sum(part.seconds[level] for part in parts) for level in LEVELS},
         sum(part.seconds_16bit for part in parts),
     )
-    return Cost(device, forward, tuple(parts), total, routes, attention_route(plan.attention, device.chip))
+    words: Iterable[Attention] = (plan.attention,) if isinstance(plan.attention, str) else (*plan.attention, "16bit")
+    attention = tuple(attention_route(word, device.chip) for word in words)
+    return Cost(device, forward, tuple(parts), total, routes, attention)
 
 
 def group_seconds(
@@ -251,9 +260,9 @@ def seconds_of_groups(
     prefer: Prefer = "speed",
     measured: Mapping[Product, float] | None = None,
 ) -> dict[str, float]:
-    """Return input group, or layer without one, -> modelled time of its steps in a forward pass, fused.
+    """Return input group, or layer without one, or attention -> modelled time of its steps in a forward pass, fused.
 
-    Steps of no Linear are under "". The sum is that of `cost`; a group's time depends on its own layers alone.
+    The sum is that of `cost`; a group's time depends on its own layers alone.
 
     measured: seconds of products, each with the rounding of its input and its low-rank branch. Only groups whose
     products all are there are returned, with these in place of the model's.
@@ -261,7 +270,7 @@ def seconds_of_groups(
     groups = {layer.name: layer.group or layer.name for layer in plan.layers}
     seconds: dict[str, float] = {}
     for step in steps(plan, forward, device.chip, prefer):
-        group, is_timed = groups.get(step.name, ""), measured is not None and step.kind in TIMED
+        group, is_timed = groups.get(step.name, step.name), measured is not None and step.kind in TIMED
         seconds[group] = seconds.get(group, 0.0) + (0 if is_timed else step.seconds(device, "fused"))
     if measured is None:
         return seconds
@@ -270,7 +279,7 @@ def seconds_of_groups(
         product = product_of(layer, forward, device.chip, prefer)
         missing |= set() if product in measured else {groups[layer.name]}
         seconds[groups[layer.name]] += measured.get(product, 0)
-    return {group: each for group, each in seconds.items() if group and group not in missing}
+    return {group: seconds[group] for group in dict.fromkeys(groups.values()) if group not in missing}
 
 
 def product_of(layer: LayerPlan, forward: ForwardPass, chip: str, prefer: Prefer = "speed") -> Product:
@@ -415,8 +424,9 @@ def steps(plan: Plan, forward: ForwardPass, chip: str, prefer: Prefer = "speed")
                 if keys == "linear":
                     yield _linear_attention(layer, forward, queries)
                     continue
-                how = attention_route(plan.attention if queries == keys else "16bit", chip)
-                yield from _attention(layer, forward, queries, keys, how)
+                path = layer.name.rpartition(".")[0]
+                how = attention_route(attention_at(plan.attention, path) if queries == keys else "16bit", chip)
+                yield from (replace(step, name=path) for step in _attention(layer, forward, queries, keys, how))
     for convolution in forward.convolutions:
         yield from _convolution_steps(convolution, forward)
 

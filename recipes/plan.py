@@ -14,9 +14,9 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
-from fluxq.recipes.computing import Attention, Steps
+from fluxq.recipes.computing import Attention, Attentions, Steps, attention_in_words, gathered
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker, Producer, matches
 from fluxq.recipes.formats import HADAMARDS, Scheme
 from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
@@ -40,6 +40,7 @@ class LinearShape:
 
 
 Folding = Literal["nothing", "factors", "factors and mean"]
+W = TypeVar("W", bound=str)
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Plan:
     """The plan of one component.
 
     notes: settings of the recipe that the family or its shapes do not have.
-    attention: arithmetic of its self-attention.
+    attention: arithmetic of its self-attention, of single modules by their paths.
     steps: those kept in 16 bit, of a transformer.
     kind: of the family.
     """
@@ -192,7 +193,7 @@ class Plan:
     component: str
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = ()
-    attention: Attention = "16bit"
+    attention: Attentions = "16bit"
     steps: Steps | None = None
     kind: Kind = "transformer"
 
@@ -265,8 +266,8 @@ def component_recipe(recipe: Recipe, component: str | None, family: Family) -> C
             )
         if family.kind != "transformer" and entry.attention != "16bit":
             raise ValueError(
-                f"{component or 'vae'}: it runs once per image, so attention in {entry.attention} saves no time worth "
-                "the error; leave out `attention`"
+                f"{component or 'vae'}: it runs once per image, so attention in {attention_in_words(entry.attention)} "
+                "saves no time worth the error; leave out `attention`"
             )
         return entry
     main = recipe.components.get("transformer")
@@ -321,8 +322,8 @@ def make_plan(
     profile, compat: of the recipe; they limit the methods.
     include: patterns of the only layers that are quantized.
     """
-    require_replaceable_attention(family, recipe.attention)
     names = [linear.name for linear in linears]
+    attention = _attention(family, recipe.attention, names)
     included = list(include)
     require_matches([*recipe.exclude, *included, *(p for o in recipe.overrides for p in o.patterns)], names)
     notes = [*family.notes, *_absent_roles(family, recipe)]
@@ -349,7 +350,7 @@ def make_plan(
     notes += _modulation_unsaid(recipe, layers)
     notes += [f"{words} ({count} of {len(layers)} Linears)" for words, count in instead.items()]
     layers = _with_methods(layers, {linear.name: linear for linear in linears}, family, recipe, profile, compat)
-    return Plan(family.name, component_name, tuple(layers), tuple(notes), recipe.attention, kind=family.kind)
+    return Plan(family.name, component_name, tuple(layers), tuple(notes), attention, kind=family.kind)
 
 
 def _modulation_unsaid(recipe: Component, layers: Sequence[LayerPlan]) -> list[str]:
@@ -364,6 +365,37 @@ def _modulation_unsaid(recipe: Component, layers: Sequence[LayerPlan]) -> list[s
     ]
 
 
+def attention_paths(family: Family, linears: Iterable[str]) -> list[str]:
+    """Return the paths of a model's self-attention that can be replaced, by the names of its Linears."""
+    paths: dict[str, None] = {}
+    for name in linears:
+        for pattern in family.self_attention:
+            path = ".".join(name.split(".")[: pattern.count(".") + 1])
+            paths |= {path: None} if matches(pattern, path) else {}
+    return list(paths)
+
+
+def attention_words(attention: Mapping[W, Sequence[str]], paths: Sequence[str]) -> dict[str, W]:
+    """Return path -> word of the attention modules that patterns name; ValueError for one that names none, or again."""
+    words: dict[str, W] = {}
+    for word, patterns in attention.items():
+        require_matches(patterns, paths, "self-attention")
+        for path in (path for path in paths if any(matches(pattern, path) for pattern in patterns)):
+            if words.setdefault(path, word) != word:
+                raise ValueError(f"attention: {path} is named under {words[path]} and under {word}; name it once")
+    return words
+
+
+def _attention(family: Family, attention: Attentions, linears: Sequence[str]) -> Attentions:
+    """Return the attention of a plan, with paths in place of patterns; ValueError where it cannot be so."""
+    require_replaceable_attention(family, attention_in_words(attention))
+    if isinstance(attention, str):
+        return attention
+    paths = attention_paths(family, linears)
+    plain: dict[str, Attention] = dict.fromkeys(paths, "16bit")
+    return gathered(plain | attention_words(attention, paths))
+
+
 def require_replaceable_attention(family: Family, attention: str) -> None:
     """Raise ValueError for attention in fp8 in a family whose attention cannot be replaced."""
     if attention != "16bit" and not family.self_attention:
@@ -373,16 +405,17 @@ def require_replaceable_attention(family: Family, attention: str) -> None:
         raise ValueError(f"attention in {attention}: not in {family.model}, {why}; write `attention: 16bit`")
 
 
-def require_matches(patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ValueError for the first pattern that matches none of the Linears called `names`, with a near one."""
+def require_matches(patterns: Iterable[str], names: Sequence[str], what: str = "Linear") -> None:
+    """Raise ValueError for the first pattern that matches none of the modules called `names`, with a near one."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             tail = pattern.rpartition(".")[2]
             same_tail = [name for name in names if tail in name.split(".")]
             near = (same_tail or difflib.get_close_matches(pattern, names, n=1, cutoff=0) or ["none"])[0]
             raise ValueError(
-                f"pattern {pattern!r} matches no Linear of this model; patterns are whole paths with * for one segment "
-                f"and ** for any number, for example {near!r} (`fluxq plan --layers` lists all)"
+                f"pattern {pattern!r} matches no {what} of this model; patterns are whole paths with * for one segment "
+                f"and ** for any number, for example {near!r}"
+                + (" (`fluxq plan --layers` lists all)" if what == "Linear" else "")
             )
 
 

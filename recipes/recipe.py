@@ -23,7 +23,7 @@ from fluxq.base.console import bytes_of, did_you_mean, path_near
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
-from fluxq.recipes.computing import Attention, Steps, Strict
+from fluxq.recipes.computing import ATTENTIONS, Attentions, Steps, Strict, why_no_attention
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format
 
@@ -139,7 +139,7 @@ class Component(Strict):
     """Settings for one pipeline component.
 
     attention: fp8 computes self-attention, q k^T and its product with v, from fp8 codes that are made at run time; int8
-        takes q and k in int8.
+        takes q and k in int8. A mapping names modules by patterns, and leaves the others in 16 bit.
     """
 
     weights: Operand
@@ -148,7 +148,7 @@ class Component(Strict):
     low_rank: LowRank | None = None
     rounding: Rounding = Rounding()
     modulation: Operand | None = None
-    attention: Attention = "16bit"
+    attention: Attentions = "16bit"
     overrides: list[Override] = []
     exclude: list[str] = []
 
@@ -174,6 +174,14 @@ class Component(Strict):
         in_order = [name for name in TRANSFORMS if name in value]
         if value != in_order:
             raise ValueError(f"transforms are applied in one order, each once: write [{', '.join(in_order)}]")
+        return value
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _known_attention(cls, value: Any) -> Any:
+        if why := why_no_attention(value):
+            words = ", ".join(ATTENTIONS)
+            raise ValueError(f"expected one of {words}, or patterns as in {{fp8: [blocks.*.attn]}}, got {why}")
         return value
 
     @field_validator("modulation")
@@ -223,6 +231,7 @@ class Auto(Strict):
     dialect: format of `fluxq export` that has to hold what is chosen; the option --for.
     measure: the only way to measure errors.
     count: images that errors are measured on.
+    modulation, attention: whether formats of modulation, and the arithmetic of each block's attention, are chosen.
     """
 
     bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -235,6 +244,8 @@ class Auto(Strict):
     dialect: str | None = None
     measure: Literal["velocity", "adjoint"] | None = None
     count: int = Field(default=8, ge=1, le=1 << 20)
+    modulation: bool = False
+    attention: bool = False
 
     @field_validator("size", "vram", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -15,24 +15,30 @@ from fluxq.recipes.recipe import Operand, Recipe, load_recipe, shipped_recipes
 def recipe_with(
     name: str,
     recipe: Recipe,
-    overrides: Mapping[str, Sequence[Mapping[str, Any]]],
+    changes: Mapping[str, Mapping[str, Any] | None],
     families: Mapping[str, Family],
     about: str,
 ) -> str:
-    """Return a recipe in YAML with further overrides.
+    """Return a recipe in YAML with other entries.
 
-    overrides: component -> its entries of `Override`, from `override_of`.
+    changes: component -> keys of its entry, None to leave it out; overrides, from `override_of`, are added to those
+        that it has.
     families: component -> its family.
     about: end of the first line, which begins with the recipe's name.
 
-    ValueError if the recipe cannot hold such overrides.
+    ValueError if the recipe cannot hold them.
     """
     is_shipped = name in shipped_recipes() and load_recipe(name)[1].digest == recipe.digest and recipe.auto is None
     whole = {"version": recipe.version, **recipe.model_dump(mode="json", exclude_defaults=True, exclude={"auto"})}
     entries: dict[str, Any] = {}
-    for component, added in overrides.items():
+    for component, changed in changes.items():
+        if changed is None:
+            whole["components"].pop(component, None)
+            continue
         entry = component_recipe(recipe, component, families[component]).model_dump(mode="json", exclude_defaults=True)
-        both = {"overrides": [*entry.get("overrides", ()), *added]}
+        both = dict(changed)
+        if added := changed.get("overrides"):
+            both["overrides"] = [*entry.get("overrides", ()), *added]
         entries[component] = both if is_shipped and component in recipe.components else entry | both
     whole["components"] |= {c: whole["components"].get(c, {}) | entry for c, entry in entries.items()}
     Recipe.model_validate(whole)

@@ -207,7 +207,8 @@ def patched_recipe(
         operands = [each and Operand(format=each.name) for each in formats]
         overrides.setdefault(component, []).append(override_of({"match": path}, operands, reasons[layer]))
     families = {component: model_family(getattr(pipe, component)) for component in overrides}
-    return recipe_with(recipe_name, recipe, overrides, families, about)
+    changes = {component: {"overrides": added} for component, added in overrides.items()}
+    return recipe_with(recipe_name, recipe, changes, families, about)
 
 
 def _bits(layer: nn.Linear, scheme: Scheme | None) -> int:

@@ -29,7 +29,7 @@ from fluxq.quantize.record import (
     bits_of,
     fitted_db,
 )
-from fluxq.recipes.computing import Steps
+from fluxq.recipes.computing import Steps, attention_in_words
 from fluxq.recipes.plan import KEPT_ROLE
 
 if TYPE_CHECKING:
@@ -266,10 +266,14 @@ def _front_matter(record: Record) -> list[str]:
 
 def _scope(parts: list[RecordedComponent]) -> str:
     return "; ".join(
-        f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized"
-        + (f", its self-attention is computed in {part.attention}" if part.attention != "16bit" else "")
+        f"{len(part.quantized)} of {len(part.layers)} Linears of the {_of(part)} are quantized" + _attention(part)
         for part in parts
     )
+
+
+def _attention(part: RecordedComponent) -> str:
+    words = attention_in_words(part.attention)
+    return "" if words == "16bit" else f", its self-attention is computed in {words}"
 
 
 def _size_row(part: RecordedComponent) -> str:

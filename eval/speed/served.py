@@ -20,7 +20,7 @@ from fluxq.base.files import sha256_json
 from fluxq.eval.images.sides import BACKENDS, NATIVE, quantized_layers
 from fluxq.eval.metrics.schema import Served
 from fluxq.kernels.linear import QuantLinear, linear_size, linears_of, quant_layers
-from fluxq.recipes.computing import attention_of
+from fluxq.quantize.structure import attention_of
 
 _MANY_TOKENS = 4096  # of an image of 1024x1024; few tokens may take another kernel
 

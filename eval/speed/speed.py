@@ -42,9 +42,8 @@ from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.speed.machine import POWER_LIMIT, Machine, machine_of
 from fluxq.eval.speed.served import model_bytes, served
 from fluxq.kernels.linear import QuantLinear
-from fluxq.quantize.structure import convolutions_of, model_family, shapes_of
+from fluxq.quantize.structure import attention_of, convolutions_of, model_family, shapes_of
 from fluxq.recipes.cards import CONTEXT, GIB
-from fluxq.recipes.computing import attention_of
 from fluxq.recipes.cost import forward_pass, steps
 from fluxq.recipes.devices import DEVICES, Device, Efficiency
 from fluxq.recipes.plan import Plan, make_plan

@@ -136,6 +136,8 @@ def auto(
     dialect: str | None = None,
     measure: Literal["velocity", "adjoint"] | None = None,
     count: int | None = None,
+    modulation: bool = False,
+    attention: bool = False,
     fitted: Sequence[str | PathLike[str]] = (),
     assemble: str | PathLike[str] | None = None,
     output: str | PathLike[str] | None = None,
@@ -162,11 +164,13 @@ def auto(
     dialect: format of `fluxq export` that has to hold the plan.
     measure: the only way to measure errors; by default all that the model allows.
     count: images that errors are measured on, by default 8; two to four times as many decide.
+    modulation, attention: whether formats of modulation, and the arithmetic of each block's self-attention, are chosen.
     fitted: checkpoints of this pipeline, one for each format to choose from; plans are made of their fitted layers.
     assemble: folder for the checkpoint that is put together of these; `Checkpoint.open` opens it.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
-    options: include, exclude, device, dtype, seed, max_memory (bytes), revision and local_files_only.
+    options: components, of which text encoders are chosen under `size`, include, exclude, device, dtype, seed,
+        max_memory (bytes), revision and local_files_only.
     """
     from fluxq.jobs.assembling import assemble as put_together
     from fluxq.jobs.choosing import choose
@@ -186,7 +190,7 @@ def auto(
     room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
     given: dict[str, Any] = {"bits": bits, "size": size, "vram": room, "ms": ms, "gate": gate, "gpu": gpu}
     given |= {"times": path, "menu": tuple(menu), "dialect": dialect, "measure": measure, "count": count}
-    given |= {"fitted": checkpoints, "assemble": place}
+    given |= {"modulation": modulation, "attention": attention, "fitted": checkpoints, "assemble": place}
     search_options = auto_options(load_recipe(arguments["recipe"])[1], given)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), search_options)
@@ -297,7 +301,7 @@ def evaluate_pipeline(
     return report
 
 
-_OF_AUTO = {"include", "exclude", "device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
+_OF_AUTO = {"components", "include", "exclude", "device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

@@ -182,6 +182,91 @@ def test_finished_parts_are_kept_and_damaged_ones_measured_again(pipe, tmp_path,
 # By the adjoint
 
 
+class Pair(nn.Module):
+    """A module of two tensors and a number that returns two, as joint attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 4)
+
+    def forward(self, x: Tensor, *, other: Tensor, scale: float, mask: None = None) -> tuple[Tensor, Tensor]:
+        assert mask is None
+        return x @ self.weight * scale, other @ self.weight
+
+
+class Joint(nn.Module):
+    """A velocity from a pair; the second tensor does not depend on the latents."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        one, two = self.pair(x, other=torch.linspace(0, 1, 8), scale=0.5, mask=None)
+        return (one + two,)
+
+
+class Encoded(Euler):
+    """Latents that begin with what another model makes of the prompt, once per image."""
+
+    def __init__(self) -> None:
+        super().__init__(Linear())
+        self.encoder = nn.Sequential(nn.Linear(8, 8))
+        self.components["encoder"] = self.encoder
+
+    @torch.no_grad()
+    def __call__(self, *, prompt, generator, output_type, callback_on_step_end, num_inference_steps=4):
+        latents = torch.stack([torch.randn(8, generator=g) for g in generator]) + self.encoder(torch.ones(8))
+        for step in range(num_inference_steps):
+            latents = latents + LENGTHS[step] * self.transformer(latents)[0]
+            callback_on_step_end(self, step, None, {"latents": latents})
+
+
+@pytest.mark.parametrize("measure", ["adjoint", "velocity"])
+def test_what_runs_once_is_measured_by_whole_runs(monkeypatch, measure):
+    torch.manual_seed(0)
+    pipe, twin = Encoded(), nn.Linear(8, 8)
+    twin.load_state_dict(
+        {"weight": pipe.encoder[0].weight, "bias": pipe.encoder[0].bias + torch.linspace(-0.1, 0.1, 8)}
+    )
+    units = {"one": ("transformer.first",), "encoder": ("encoder.0",)}
+    inner = scaled(pipe, {"one": units["one"]}, {"a": 1e-3})
+
+    def layers(unit: str, option: str) -> Any:
+        return inner.layers(unit, option) if unit == "one" else {"encoder.0": twin}
+
+    menu = Menu(units, dict.fromkeys(units, ("a",)), layers, once=("encoder",))
+    assert menu.components == ("transformer",)
+    monkeypatch.setattr(adjoint_module, "PROBES", 8)
+    monkeypatch.setattr(adjoint_module, "_probes", lambda latents, _: torch.eye(8)[:, None])
+    table, plain = measure_errors(pipe, menu, ITEMS, SAMPLING, measure=measure), final(pipe, ITEMS)
+    with replaced(pipe, {"encoder.0": twin}):
+        change = final(pipe, ITEMS) - plain
+    probes = 8 if measure == "adjoint" else 1  # an axis each: the mean of squares is an eighth of the sum
+    expected = float(change.square().sum() / plain.square().sum()) / probes
+    assert float(table.error[1, 0]) == pytest.approx(expected, rel=1e-5) and float(table.error[0, 0]) > 0
+    if table.residuals is not None:
+        scale = plain.square().sum(-1).mean().sqrt()
+        torch.testing.assert_close(table.residuals[1, 0], change.flatten() / scale, rtol=1e-5, atol=1e-7)
+
+
+def test_a_module_may_take_and_return_several_tensors(monkeypatch):
+    torch.manual_seed(0)
+    pipe: Any = Euler(Joint())
+    twin = Pair()
+    twin.load_state_dict({"weight": pipe.transformer.pair.weight * (1 + 1e-3)})
+    menu = Menu({"pair": ("transformer.pair",)}, {"pair": ("a",)}, lambda *_: {"transformer.pair": twin})
+    monkeypatch.setattr(adjoint_module, "PROBES", 8)
+    monkeypatch.setattr(adjoint_module, "_probes", lambda latents, _: torch.eye(8)[:, None])
+    found, plain = adjoint(pipe, menu).residuals[0, 0], final(pipe, ITEMS)
+    with replaced(pipe, menu.layers("pair", "a")):
+        change = final(pipe, ITEMS) - plain
+    expected = change.flatten() / plain.square().sum(-1).mean().sqrt()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3 * float(expected.abs().max()))
+
+
 def test_a_residual_is_the_change_of_the_latents_along_its_probe(monkeypatch):
     """A probe along each axis of the latents in place of a Gaussian one: residuals are the change itself, signs too."""
     torch.manual_seed(0)

@@ -130,6 +130,7 @@ WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
 BUDGET = {"--bits", "--size", "--vram", "--ms", "--gate", "--gpu", "--times"}
 CHOICE = {"--menu", "--for", "--measure", "--count", "--dry-run", "--from", "--assemble", "--max-memory"}
+UNITS = {"--modulation", "--attention"}
 GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 
@@ -137,7 +138,7 @@ GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
     ("command", "options"),
     [
         ("plan", MODEL | RECIPE | COMMON | GPU | {"--statistics"}),
-        ("auto", MODEL | {"--recipe", "--include", "--exclude"} | RUN | WRITES | COMMON | BUDGET | CHOICE),
+        ("auto", MODEL | RECIPE - {"--profile"} | RUN | WRITES | COMMON | BUDGET | CHOICE | UNITS),
         ("calibrate", MODEL | RECIPE | RUN | WRITES | COMMON | {"--lora", "--max-memory"}),
         ("quantize", MODEL | RECIPE | RUN | WRITES | COMMON | FITS | {"--lora", "--statistics"}),
     ],

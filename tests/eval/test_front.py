@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from fluxq.cli import cli
 from fluxq.eval.report import charts
 from fluxq.eval.report.charts import front_chart
+from fluxq.eval.report.front import write_front
 from fluxq.jobs import judge
 
 UNITS = {"transformer.a <b>": (300, {"nvfp4": 1e-3, "fp8": 1e-5}), "transformer.c": (100, {"nvfp4": 1e-2, "fp8": None})}
@@ -72,6 +73,15 @@ def test_the_page_has_plans_and_groups(file, tmp_path) -> None:
     assert ["transformer.c", "nvfp4", "25 %", "20.00", "–"] in rows
     assert "26.99 dB measured, 30.00 dB predicted: they differ by more than a factor of 1.5" in page
     assert "<svg" in page and 'data-chart="front-0"' in page and '"front-0"' in page
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "words"), [({}, "rounded to nearest"), ({"nvfp4": "max"}, "as they were fitted")]
+)
+def test_the_page_says_how_layers_ran(tmp_path, monkeypatch, checkpoints, words) -> None:
+    monkeypatch.setattr(charts, "_svg", lambda spec: "<svg/>")
+    page = write_front(tmp_path / "front.html", [search(checkpoints=checkpoints)]).read_text()
+    assert f"Plans that ran, layers {words}, on images" in page
 
 
 def test_the_command_takes_searches_and_refuses_a_mixture(file, tmp_path) -> None:

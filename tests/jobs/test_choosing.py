@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,11 @@ from fluxq import tiny
 from fluxq.calibrate.adjoint import PROBES
 from fluxq.calibrate.errors import ErrorTable
 from fluxq.jobs import choosing
+from fluxq.jobs import search as search_module
 from fluxq.jobs.choosing import choose
+from fluxq.jobs.chosen import chosen_recipe
 from fluxq.jobs.job import JobOptions
-from fluxq.jobs.menu import Costs
+from fluxq.jobs.menu import Costs, stored_bits
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.search import AutoOptions, Search, outline_of, search_of
 from fluxq.jobs.trials import Bench, Tried
@@ -126,6 +129,13 @@ def test_another_budget_takes_the_table_as_it_is_and_the_same_search_nothing(mod
     assert run(model, replace(VELOCITY, bits=8.0))["cost"] > done["cost"]
     monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
     assert run(model) == done and (here / "small-5.5bits.yaml").stat().st_mtime_ns == made
+
+
+def test_a_search_whose_options_cost_something_else_is_another_one(model, here, done, monkeypatch) -> None:
+    """As where a checkpoint's text encoders, or what a card holds, became larger."""
+    monkeypatch.setattr(search_module, "stored_bits", lambda offer: replace(stored_bits(offer), fixed=1))
+    with pytest.raises(ValueError, match="exists; give another --output, or --overwrite"):
+        search(model)
 
 
 def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:
@@ -315,6 +325,94 @@ def test_images_of_one_prompt_refute_nothing() -> None:
     assert bench.winner(predicted, hoped, good) == "hoped"
 
 
+def test_modulation_is_units_of_weights_alone_where_it_is_asked_for(model, here) -> None:
+    plain, asked = search(model), search(model, replace(VELOCITY, modulation=True))
+    more = asked.offer.units.keys() - plain.offer.units.keys()
+    assert more == {f"{DOUBLE}.norm1.linear", f"{DOUBLE}.norm1_context.linear", f"{SINGLE}.norm.linear"}
+    assert {asked.offer.choices[unit] for unit in more} == {("nvfp4", "fp8", "16bit")}
+    assert plain.table_digest("adjoint") != asked.table_digest("adjoint")
+    result = run(model, replace(VELOCITY, modulation=True))
+    found, options = schemes("small-5.5bits.yaml", model), chosen(result)
+    for unit in more:
+        option = options[unit]
+        assert found[unit.partition(".")[2]] == ("None" if option == "16bit" else f"{option}-16bit")
+    assert {options[unit] for unit in more} - {"16bit"} and result["cost"] <= 5.5
+
+
+def test_modulation_that_the_recipe_leaves_alone_or_sets_apart(model, here) -> None:
+    part = "extends: nvfp4\ncomponents: {transformer: {modulation: null, exclude: ['**.norm.linear']}}\n"
+    (here / "mine.yaml").write_text(part)
+    asked = search(model, replace(VELOCITY, bits=6.0, modulation=True), recipe="mine.yaml")
+    names = {name for names in asked.offer.units.values() for name in names if "norm" in name}
+    assert names == {f"{DOUBLE}.norm1.linear", f"{DOUBLE}.norm1_context.linear"}
+    assert {unit: str(asked.offer.layers["fp8"][unit].scheme) for unit in names} == dict.fromkeys(names, "fp8-16bit")
+
+
+def test_a_menu_has_16_bit_where_nothing_else_is_quantized(model, here) -> None:
+    (here / "mine.yaml").write_text("extends: nvfp4\ncomponents: {transformer: {modulation: null}}\n")
+    assert search(model, recipe="mine.yaml").offer.options == ("nvfp4", "fp8", "16bit")
+
+
+def test_attention_of_each_block_is_a_unit_that_takes_time(model, here, monkeypatch) -> None:
+    """Planted times: attention in fp8 takes one less, all else is free; the call is too small for it to pay."""
+    modelled = search_module.modelled_ms
+
+    def planted(*arguments: Any) -> Costs:
+        options = modelled(*arguments).numbers
+        return Costs({u: {o: float(o == "16bit" and u.endswith("attn")) for o in options[u]} for u in options}, 0.5)
+
+    monkeypatch.setattr(search_module, "modelled_ms", planted)
+    options = AutoOptions(ms=1.5, gpu="b200", menu=("fp8", "16bit"), count=4, attention=True)
+    result = run(model, options, dtype="float32")
+    units = {each["unit"]: each for each in result["units"]}
+    blocks = {unit: each for unit, each in units.items() if not each["layers"]}
+    assert blocks.keys() == {f"{DOUBLE}.attn", f"{SINGLE}.attn"}
+    coded = [unit for unit in blocks if chosen(result)[unit] == "fp8"]
+    assert len(coded) == 1 and result["cost"] == 1.5 and all(each["nmse"]["fp8"] > 0 for each in blocks.values())
+    path = coded[0].partition(".")[2]
+    assert load_recipe("small-1.5ms.yaml")[1].components["transformer"].attention == {"fp8": [path]}
+    job = job_of(JobOptions(model=str(model), recipe="small-1.5ms.yaml", call=CALL), writes=False, runs=False)
+    assert job.plans[0].attention == {"fp8": [path]}
+    asked = search(model, options, overwrite=True, dtype="float32")
+    bench = Bench(asked, asked.job.load_reference(), here / "runs.json")
+    errors = [bench.run(dict.fromkeys(chosen(result), "16bit") | {unit: "fp8"}).error for unit in blocks]
+    for unit, error in zip(blocks.values(), errors, strict=True):
+        assert 0.4 < unit["nmse"]["fp8"] / error < 2.5  # of other images
+    assert bench.run(dict.fromkeys(chosen(result), "16bit")).error == 0
+
+
+def test_a_text_encoder_is_a_unit_of_bytes(model, here) -> None:
+    how: dict[str, Any] = {"components": ("transformer", "text_encoder_2")}
+    options = replace(VELOCITY, bits=None, size=10**12)
+    with pytest.raises(ValueError, match="so there is no choice"):
+        search(model, options, **how)
+    asked = search(model, replace(options, bits=None, size=None, gate="latent_sqnr>=30"), **how)
+    costs = asked.costs
+    other = costs.numbers["text_encoder_2"]
+    size = int(extremes({u: o for u, o in costs.numbers.items() if u != "text_encoder_2"})[0] + costs.fixed)
+    size = (size + int(other["fp8"]) + 80_000) // 8
+    result = run(model, replace(options, size=size), output="out.yaml", **how)
+    unit = next(each for each in result["units"] if each["unit"] == "text_encoder_2")
+    assert unit["option"] in ("nvfp4", "fp8") and 0 < unit["nmse"]["fp8"] < unit["nmse"]["nvfp4"] < 1
+    assert unit["nmse"]["16bit"] == 0 and 8 * 1e9 * result["cost"] <= 8 * size
+    job = job_of(JobOptions(model=str(model), recipe="out.yaml", call=CALL), writes=False, runs=False)
+    (plan,) = (plan for plan in job.plans if plan.component == "text_encoder_2")
+    assert {str(layer.scheme) for layer in plan.quantized} == {f"{unit['option']}-16bit"}
+
+
+def test_a_text_encoder_that_stays_in_16_bit_is_not_in_the_recipe(model, here) -> None:
+    fp8 = "{weights: {format: fp8}}"
+    (here / "mine.yaml").write_text(f"components: {{transformer: {fp8}, text_encoder_2: {fp8}}}\n")
+    how: dict[str, Any] = {"recipe": "mine.yaml", "components": ("transformer", "text_encoder_2")}
+    asked = search(model, replace(VELOCITY, bits=None, gate="latent_sqnr>=30"), **how)
+    choice = {unit: options[0] for unit, options in asked.offer.choices.items()}
+    errors = {unit: dict.fromkeys(options, 1.0) for unit, options in asked.offer.choices.items()}
+    for option in ("fp8", "16bit"):
+        choice["text_encoder_2"] = option
+        (here / "out.yaml").write_text(chosen_recipe(asked, choice, errors))
+        assert ("text_encoder_2" in load_recipe("out.yaml")[1].components) == (option == "fp8")
+
+
 def test_a_dialect_decides_what_is_on_the_menu(model, here) -> None:
     assert search(model, replace(VELOCITY, dialect="comfy")).offer.options == ("nvfp4", "fp8_tensor", "16bit")
     assert search(model, replace(VELOCITY, dialect="nunchaku")).offer.options == ("nvfp4",)
@@ -360,6 +458,13 @@ def test_an_outline_says_what_it_takes_and_computes_nothing(model, here) -> None
         ({"menu": ("16bit",)}, r"the smallest plan takes 16\.0000 bits"),
         ({"dialect": "comfi"}, "expected one of bfl"),
         ({"count": 0}, "at least one image"),
+        ({"modulation": True, "fitted": ("one", "two")}, "--from: modulation and attention are those of the first"),
+        ({"attention": True}, "takes no bits and no bytes.*give --ms, or --gate with --gpu"),
+        ({"attention": True, "bits": None, "gate": "latent_sqnr>=30"}, "give --ms, or --gate with --gpu"),
+        (
+            {"attention": True, "bits": None, "ms": 1.0, "gpu": "b200", "dialect": "comfy"},
+            "files for comfy say nothing",
+        ),
         ({"count": 10**9}, "at most 10000"),
         ({"bits": 1e308}, "above 0 and below"),
         ({"bits": 10**400}, "above 0 and below"),
@@ -372,6 +477,21 @@ def test_what_cannot_work_is_refused_with_the_cure(model, here, options, words) 
     with pytest.raises(ValueError, match=words):
         search(model, replace(VELOCITY, **options))
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("component", "options", "job", "words"),
+    [
+        ("text_encoder_2", {}, {}, "its bytes count under --size"),
+        ("text_encoder", {"bits": None, "size": 10**7, "dialect": "comfy"}, {}, "files for comfy do not hold it"),
+        ("text_encoder_2", {"bits": None, "size": 10**7}, {"dtype": "float16"}, "overflow in float16"),
+    ],
+)
+def test_components_that_nothing_weighs_or_measures_stay(model, here, caplog, component, options, job, words) -> None:
+    with suppress(ValueError):  # the budget is none of this test's
+        asked = search(model, replace(VELOCITY, **options), components=("transformer", component), **job)
+        assert component not in asked.offer.units
+    assert f"{component}: its format is not chosen: " in caplog.text and words in caplog.text
 
 
 def test_prompts_are_needed(model, here) -> None:

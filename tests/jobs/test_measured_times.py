@@ -27,6 +27,9 @@ def row(product: tuple[str, int, int, int], us: float, **changes: Any) -> dict[s
     return {**what, "us": us, "beside": {BF16: 9 * us}, "chosen": True, "candidate": False, **changes}
 
 
+ROW = row(("fp8-fp8", 8, 128, 128), 1.0)
+
+
 @pytest.fixture(scope="module")
 def modelled() -> Search:
     return search()
@@ -95,7 +98,8 @@ def test_16_bit_takes_the_time_beside(modelled, products, tmp_path, monkeypatch)
         ),
         ({"rows": [{"op": 1}]}, "no file of `fluxq doctor`, or is damaged .*run `fluxq doctor` on the GPU again"),
         ({"kind": "fluxq auto"}, "its kind is 'fluxq auto'"),
-        ({"rows": [row(("fp8-fp8", 8, 128, 128), 1.0, beside=[1])]}, "or is damaged"),
+        ({"rows": [{**ROW, "beside": [1]}]}, "or is damaged"),
+        ({"rows": [{name: value for name, value in ROW.items() if name != "us"}]}, "or is damaged"),
     ],
 )
 def test_another_gpus_or_a_damaged_file_is_refused_with_the_cure(change, words, tmp_path) -> None:

@@ -539,9 +539,9 @@ def test_attention_in_fp8_where_the_chip_multiplies_it(device):
     before, after = (cost(which, FLUX, device) for which in (plan, chosen))
     was, now = ({part.name: part.seconds["fused"] for part in found.parts} for found in (before, after))
     assert [found.total.flops for found in (before, after)] == [before.total.flops] * 2
-    assert before.attention.about == "16 bit"
+    assert before.attention_in_words == "16 bit"
     if "fp8" not in NATIVE[device.chip]:
-        assert after.attention.about == "16 bit: the chip does not multiply fp8"
+        assert after.attention_in_words == "16 bit: the chip does not multiply fp8"
         assert (now, after.efficiencies()) == (was, before.efficiencies())
         return
     arithmetic = NATIVE[device.chip]["fp8"]
@@ -558,6 +558,19 @@ def test_attention_in_fp8_where_the_chip_multiplies_it(device):
     assert codes[0].bytes == {"unfused": 13 * unit, "fused": 13 * unit, "ideal": 3 * unit}
     assert now["elementwise"] - was["elementwise"] == pytest.approx(57 * 13 * unit / device.bytes_per_second)
     assert {name for name in was if was[name] != now[name]} == {"attention", "elementwise"}
+
+
+def test_attention_of_a_few_blocks_is_priced_by_block():
+    every, device = plan_of("fp8"), DEVICES["rtx5090"]
+    path, other = (f"transformer_blocks.{index}.attn" for index in (3, 4))
+    some = dataclasses.replace(every, attention={"fp8": [path]})
+    found, coded, plain = (
+        seconds_of_groups(plan, FLUX, device) for plan in (some, dataclasses.replace(every, attention="fp8"), every)
+    )
+    assert found[path] == coded[path] != plain[path] and {**found, path: plain[path]} == plain
+    assert found[other] == plain[other]
+    assert cost(some, FLUX, device).attention_in_words == "fp8, by the chip's mxfp8 instruction; 16 bit"
+    assert {"attention", "attention in fp8"} <= cost(some, FLUX, device).efficiencies().keys()
 
 
 def test_cross_attention_stays_in_16_bit_and_16_bit_is_all_16_bit():

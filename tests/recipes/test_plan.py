@@ -535,6 +535,22 @@ def test_activations_of_what_runs_once_are_refused(said, name, family):
         entry(name, family, **{name: {"weights": FP8, **said}})
 
 
+def test_attention_may_be_that_of_some_blocks():
+    single = "single_transformer_blocks.*.attn"
+    some = plan_of(component(attention={"fp8": [single], "int8": ["transformer_blocks.0.**"]}))
+    assert some.attention == {
+        "fp8": [f"single_transformer_blocks.{index}.attn" for index in range(4)],
+        "int8": ["transformer_blocks.0.attn"],
+    }
+    assert plan_of(component(attention={"fp8": ["**.attn"]})).attention == "fp8"
+    for patterns, words in (
+        ({"fp8": ["transformer_blocks.9.attn"]}, r"blocks.9.attn' matches no self-attention .* '\w+\.\d+\.attn'$"),
+        ({"fp8": ["**.attn"], "int8": [single]}, "blocks.0.attn is named under fp8 and under int8; name it once"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan_of(component(attention=patterns))
+
+
 def test_attention_in_fp8_is_of_transformers_whose_attention_can_be_replaced():
     asked = component(attention="fp8")
     assert plan_of(asked).attention == "fp8" and plan_of().attention == "16bit"

@@ -118,9 +118,12 @@ def test_attention_is_16_bit_or_fp8(recipe):
     read = load_recipe(recipe(MINIMAL + "    attention: fp8\n"))[1]
     assert read.components["transformer"].attention == "fp8"
     assert read.digest != load_recipe(recipe(MINIMAL))[1].digest
-    for wrong in ("fp4", "sage", "16", "null", "{format: fp8}"):
-        message = "components.transformer.attention: Input should be '16bit', 'fp8' or 'int8', got "
+    for wrong in ("fp4", "sage", "16", "null", "{format: fp8}", "{fp8: blocks.0.attn}", "{16bit: ['**']}", "{}"):
+        message = "components.transformer.attention: expected one of 16bit, fp8, int8, or patterns as in {fp8: "
         refused(recipe(MINIMAL + f"    attention: {wrong}\n"), message, 5)
+    some = {"fp8": ["blocks.*.attn"], "int8": ["blocks.3.attn"]}
+    read = load_recipe(recipe(MINIMAL + f"    attention: {json.dumps(some)}\n"))[1]
+    assert read.components["transformer"].attention == some
     refused(recipe(MINIMAL + "    atention: fp8\n"), "unknown key 'atention' (did you mean 'attention'?)", 5)
     extending = "extends: nvfp4\ncomponents: {transformer: {attention: fp8}}\n"
     parts = [load_recipe(name)[1].components["transformer"] for name in (recipe(extending), "nvfp4")]

@@ -27,8 +27,9 @@ from fluxq.base import settings
 from fluxq.jobs import making
 from fluxq.kernels import tiles
 from fluxq.kernels.attention.op import attention_fp8
+from fluxq.quantize.structure import attention_of
 from fluxq.recipes.all_families import FAMILIES
-from fluxq.recipes.computing import BACKENDS, attention_of
+from fluxq.recipes.computing import BACKENDS
 from fluxq.recipes.family import Family, matches
 from fluxq.runtime import attention_choice as choice
 
@@ -119,6 +120,21 @@ def test_each_pattern_of_a_family_names_modules_that_ask_the_dispatcher(family: 
     for pattern in family.self_attention:
         found = [modules[name] for name in modules if matches(pattern, name)]
         assert found and all(hasattr(module.processor, "_attention_backend") for module in found)
+
+
+def test_modules_that_patterns_name_are_set_and_all_others_are_in_16_bit(calls) -> None:
+    model, (first, *others) = model_of(FLUX), ("transformer_blocks.0.attn", "single_transformer_blocks.0.attn")
+    model.set_attn_processor(model.transformer_blocks[0].attn.processor)  # of which all have the same
+    before = output(model)
+    fluxq.set_attention(model, "int8")
+    assert fluxq.set_attention(model, {"fp8": [first]}) == 3 and attention_of(model) == {"fp8": [first]}
+    after = output(model)
+    assert len(calls) == 1 + 0 and not torch.equal(after, before)
+    assert fluxq.set_attention(model, {"fp8": ["**"]}) == 3 and attention_of(model) == "fp8"
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attn' matches no self-attention of .*_blocks\.0\.attn'"):
+        fluxq.set_attention(model, {"fp8": ["blocks.0.attn"], "int8": others})
+    assert attention_of(model) == "fp8"
+    assert fluxq.set_attention(model, "16bit") >= 3 and torch.equal(output(model), before)
 
 
 def test_a_family_whose_attention_nothing_can_replace_is_refused_by_name() -> None:
@@ -329,6 +345,29 @@ def test_saving_keeps_the_choice_as_it_is_then(written: Path, tmp_path: Path) ->
     pipe.save_pretrained(tmp_path / "other")
     assert "attention" not in config_of(tmp_path / "other" / "transformer")
     assert attention_of(load(tmp_path / "other").transformer) == "16bit"
+
+
+def test_a_checkpoint_says_which_blocks_and_a_copy_of_it_too(plain_checkpoint, tmp_path: Path) -> None:
+    """The folder of a plain checkpoint, with the words that `fluxq quantize` writes."""
+    path = "single_transformer_blocks.0.attn"
+    (tmp_path / "some.yaml").write_text(RECIPE.replace(": fp8}", f": {{fp8: [{path}]}}}}"), encoding="utf-8")
+    made = FluxTransformer2DModel.from_pretrained(
+        tiny.path(),
+        subfolder="transformer",
+        quantization_config=FluxqConfig(recipe=str(tmp_path / "some.yaml")),
+        dtype=torch.bfloat16,
+    )
+    made.save_pretrained(tmp_path / "model")
+    assert config_of(tmp_path / "model")["attention"] == {"fp8": [path]}
+    loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert attention_of(loaded) == {"fp8": [path]} and torch.equal(output(loaded), output(made))
+    fluxq.set_attention(loaded, "16bit")
+    assert not torch.equal(output(loaded), output(made))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"]["attention"] = {"fp4": [path]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"computes attention in \{'fp4'.*unknown to this version"):
+        FluxTransformer2DModel.from_pretrained(tmp_path / "model")
 
 
 def test_quantizing_on_the_fly_sets_it_and_dequantizing_takes_it_back(written: Path) -> None:

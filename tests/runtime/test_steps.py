@@ -30,7 +30,8 @@ from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.record import read_record
-from fluxq.recipes.computing import QuantizationConfig, Steps, attention_of
+from fluxq.quantize.structure import attention_of
+from fluxq.recipes.computing import QuantizationConfig, Steps
 from fluxq.recipes.recipe import load_recipe
 from fluxq.runtime import graphs, originals, steps
 from fluxq.runtime.modulation import hoist_modulation

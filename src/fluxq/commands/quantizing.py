@@ -145,6 +145,14 @@ def plan(
     metavar="N",
     help="Images that errors are measured on, by default 8; two to four times as many decide.",
 )
+@click.option("--modulation", is_flag=True, help="Choose formats of the modulation's Linears too, weight-only.")
+@click.option("--attention", is_flag=True, help="With --ms or --gpu: choose blocks whose self-attention is in fp8.")
+@click.option(
+    "--components",
+    callback=names_in,
+    metavar="NAME,NAME",
+    help="Components to choose for, text encoders too under --size; by default the recipe's denoisers.",
+)
 @click.option(
     "--from",
     "fitted",
@@ -176,6 +184,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     """
     names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
     names += ("fitted", "assemble")
+    names += ("modulation", "attention")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])

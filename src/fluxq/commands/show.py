@@ -209,10 +209,13 @@ def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
     ]
     print_table(("proposed by", unit, "predicted, dB", "measured, dB"), rows, right=True)
     counts: dict[str, int] = {}
-    for each in result["units"]:
+    groups = [each for each in result["units"] if each["layers"]]
+    for each in groups:
         counts[each["option"]] = counts.get(each["option"], 0) + each["weights"]
     shares = ", ".join(f"{option} {count / sum(counts.values()):.1%}" for option, count in sorted(counts.items()))
-    echo(f"of the weights in {len(result['units'])} input groups: {shares}")
+    echo(f"of the weights in {len(groups)} input groups: {shares}")
+    if attention := [each["option"] for each in result["units"] if not each["layers"]]:
+        echo(f"self-attention in fp8: {attention.count('fp8')} of {len(attention)} modules")
     rows = [(f"{each['cost']:.4g}", _nmse_db(each["predicted_nmse"])) for each in result["front"]]
     print_table((f"least error for {unit}", "predicted, dB"), rows, right=True)
     if "measured_times" in result:
@@ -274,7 +277,7 @@ def quantized(job: Job, record: Record) -> None:
         header = (job.recipe_name, *columns)
     rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
     rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record.check)))
-    if chosen := [f"{plan.attention} in {plan.component}" for plan in job.plans if plan.attention != "16bit"]:
+    if chosen := [f"{words} in {plan.component}" for plan in job.plans if (words := _attention(plan))]:
         rows.append(("attention", *[""] * (len(columns) - 1), ", ".join(chosen)))
     rows += [
         ("fused LoRA", *[""] * (len(columns) - 1), f"{f.path.name} at {f.weight:g} in {f.component}") for f in job.loras
@@ -551,7 +554,7 @@ def _cost(component: str, cost: Cost) -> None:
     echo(f"memory: Linears only, of {device.memory:g} GB; not the other components, activations or buffers")
     for scheme, route in cost.routes.items():
         echo(f"{scheme}: {route.about}")
-    echo(f"attention: {cost.attention.about}")
+    echo(f"attention: {cost.attention_in_words}")
     echo(f"peaks: {device.source}")
     for name, efficiency in cost.efficiencies().items():
         echo(f"efficiency of {name}: {efficiency}")
@@ -677,9 +680,16 @@ def _psnr(check: Check | None) -> str:
 
 
 def _summary(component: Plan) -> None:
-    attention = "" if component.attention == "16bit" else f", attention in {component.attention}"
+    attention = f", attention in {words}" if (words := _attention(component)) else ""
     steps = f", {component.steps} in 16 bit" if component.steps else ""
     echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
+
+
+def _attention(component: Plan) -> str:
+    """Return the arithmetic of a component's attention, "" for 16 bit."""
+    from fluxq.recipes.computing import attention_in_words
+
+    return "" if component.attention == "16bit" else attention_in_words(component.attention)
 
 
 def _bits(component: Plan) -> str:

@@ -43,7 +43,7 @@ from fluxq.integrations.loading import (
 )
 from fluxq.integrations.whole import refuse_casting
 from fluxq.kernels.linear import SCALE_NAMES
-from fluxq.recipes.computing import QUANT_METHOD, Attention, Steps, attention_of
+from fluxq.recipes.computing import QUANT_METHOD, Attentions, Steps
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -74,7 +74,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.exact: dict[str, Tensor] = {}
         self.arrivals: Arrivals | None = None
         self.model: nn.Module | None = None  # while a checkpoint is loaded into it
-        self.attention: Attention = "16bit"
+        self.attention: Attentions = "16bit"
         self.steps: Steps | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -185,6 +185,8 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)
+        from fluxq.quantize.structure import attention_of
+
         if attention_of(model) != "16bit":
             from fluxq.runtime.attention_choice import set_attention
 

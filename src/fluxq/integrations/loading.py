@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fluxq.base.files import write_text
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
-from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig, Steps, attention_of
+from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig, Steps
 from fluxq.recipes.formats import Scheme
 
 
@@ -146,6 +146,8 @@ def _patterns(patterns: str | Iterable[str]) -> list[str]:
 
 def _layers_of(model: nn.Module, steps: Steps | None) -> QuantizationConfig:
     """Describe a model's layers; PEFT puts those that it adapts one level down."""
+    from fluxq.quantize.structure import attention_of
+
     attention = attention_of(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
     named = ((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)

@@ -74,7 +74,7 @@ def _tables(search: Search, bench: Bench, work: Path) -> dict[str, ErrorTable]:
     """Return measure -> table, read from beside the output or measured and kept there; the first one predicts."""
     job, ranks, offer = search.job, search.job.run.ranks, search.offer
     options = {unit: tuple(o for o in of_unit if o != SIXTEEN_BIT) for unit, of_unit in offer.choices.items()}
-    menu = Menu(offer.units, options, bench.layers)
+    menu = Menu(offer.modules, options, bench.layers, offer.once)
     tables: dict[str, ErrorTable] = {}
     for measure in search.measures:
         file = search.table_file(measure)

@@ -11,14 +11,14 @@ from fluxq.base.files import (
     write_text,
 )
 from fluxq.base.model import DEFAULT_MODEL
-from fluxq.calibrate.errors import ErrorTable
+from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
 from fluxq.jobs.seat import Seat
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
-from fluxq.recipes.plan import component_recipe
+from fluxq.recipes.plan import MODULATION_ROLE, component_recipe, override_for
 from fluxq.recipes.recipe import load_recipe
 from fluxq.recipes.writing import recipe_with
 
@@ -28,17 +28,25 @@ _KIND = "fluxq auto"
 
 def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
     """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest."""
-    job, parts = search.job, search.offer.parts
-    overrides = {component: _overrides(search, component, choice, errors) for component in parts}
+    job, offer, parts = search.job, search.offer, search.offer.parts
+    changes = {component: _changes(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
-    # A component without any needs an entry beside others: it would take their overrides.
-    entries = dict(overrides) if any(overrides.values()) else {}
-    if search.seat:
-        families |= search.seat.encoders
-        entries |= {component: [] for component in search.seat.encoders}
     budget = search.options.gate or search.in_words(search.limit)
     about = f"with formats chosen for {budget}{' of a card' if search.seat else ''}"
-    return recipe_with(job.recipe_name, job.recipe, entries, families, about)
+    once = {component: None if choice[component] == SIXTEEN_BIT else changes[component] for component in offer.once}
+    # A component without any needs an entry beside others: it would take theirs.
+    changes = (changes if any(changes.values()) else {}) | once
+    if search.seat:
+        families |= search.seat.encoders
+        changes |= {component: {} for component in search.seat.encoders}
+    return recipe_with(job.recipe_name, job.recipe, changes, families, about)
+
+
+def _changes(search: Search, component: str, choice: Choice, errors: Numbers) -> dict[str, Any]:
+    """Return the keys of a component's entry that make the choice of the base recipe's plan."""
+    attention, overrides = search.offer.attention(component, choice), _overrides(search, component, choice, errors)
+    changed = attention != search.offer.parts[component].base.attention
+    return ({"attention": attention} if changed else {}) | ({"overrides": overrides} if overrides else {})
 
 
 def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) -> list[dict[str, Any]]:
@@ -47,24 +55,26 @@ def _overrides(search: Search, component: str, choice: Choice, errors: Numbers) 
     option_of = {name: option for unit, option in choice.items() for name in offer.units[unit]}
     unit_of = {name: unit for unit, names in offer.units.items() for name in names}
     roles: dict[str, dict[str, str]] = {}  # role -> layer -> option, "" for a layer that may not change
-    for layer in part.base.quantized:
+    for layer in part.base.layers:
         name = f"{component}.{layer.name}"
         option = option_of.get(name, "")
+        if not option and layer.scheme is None and override_for(layer, part.entry.overrides) is None:
+            continue  # which no override of a role reaches, or makes no difference to
         is_changed = option and not is_like(offer.layers[option][name].scheme, layer.scheme)
         roles.setdefault(layer.role, {})[name] = option if is_changed else ""
-    added, rest = [], dict[str, list[str]]()
+    added, rest = [], dict[tuple[str, bool], list[str]]()  # (option, whether it is modulation) -> layers
     for role, options in roles.items():
         first, *others = dict.fromkeys(options.values())
         if first and not others:
             reason = _reason(search, (unit_of[name] for name in options), first, errors)
-            added.append(part.override({"role": role}, first, reason))
+            added.append(part.override([part.path(name) for name in options], first, reason, whole_role=True))
             continue
         for name, option in options.items():
-            rest.setdefault(option, []).append(name)
-    rest.pop("", None)
-    for option, names in rest.items():
-        reason = _reason(search, (unit_of[name] for name in names), option, errors)
-        added.append(part.override({"match": [name.partition(".")[2] for name in names]}, option, reason))
+            rest.setdefault((option, role == MODULATION_ROLE), []).append(name)
+    for (option, _), names in rest.items():
+        if option:
+            reason = _reason(search, (unit_of[name] for name in names), option, errors)
+            added.append(part.override([part.path(name) for name in names], option, reason))
     return added
 
 
@@ -89,8 +99,12 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> 
     _, recipe = load_recipe(str(file))
     meant = search.offer.schemes(choice)
     for component, part in search.offer.parts.items():
+        if component in search.offer.once and choice[component] == SIXTEEN_BIT:
+            continue
         entry = component_recipe(recipe, component, part.family)
-        plan = replace(part, recipe=recipe, entry=entry).plan([])
+        plan, attention = replace(part, recipe=recipe, entry=entry).plan([]), search.offer.attention(component, choice)
+        if plan.attention != attention:
+            raise RuntimeError(f"{component}: the recipe written gives attention in {plan.attention}, not {attention}")
         for layer, before in zip(plan.layers, part.base.layers, strict=True):
             name = f"{component}.{layer.name}"
             if not is_like(layer.scheme, meant.get(name, before.scheme)):

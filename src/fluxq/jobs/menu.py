@@ -1,17 +1,19 @@
 """Units of a search, the options that each may take, and their costs.
 
-A unit is all Linears that read one input, and, for another program's files, those that share a tensor there. What the
-base recipe says otherwise stays: layers that it keeps in 16 bit or that an override of it names, modulation, and other
-components. An option is a format of the menu, computed as the shipped recipe of its name computes it; the base recipe's
-main format is computed as that recipe says. Options that a plan or the dialect refuses are left out. Where layers are
-fitted already, each checkpoint is an option (fitted.py).
+A unit is all Linears that read one input, and, for another program's files, those that share a tensor there; a Linear
+of the modulation, the self-attention of a block, or a whole text encoder, if these are asked for. What the base recipe
+says otherwise stays: layers that it keeps in 16 bit or that an override of it names, and other components. An option is
+a format of the menu, computed as the shipped recipe of its name computes it, for modulation weight-only; the base
+recipe's main format is computed as that recipe says. Options that a plan or the dialect refuses are left out.
+Where layers are fitted already, each checkpoint is an option (fitted.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,22 @@ from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
+from fluxq.recipes.computing import Attention, Attentions, gathered
 from fluxq.recipes.cost import Product, seconds_of_groups
 from fluxq.recipes.devices import find_device, is_called
-from fluxq.recipes.family import Family
+from fluxq.recipes.family import Family, matches
 from fluxq.recipes.formats import FORMATS, Scheme, find_format
-from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, component_recipe, override_for, plan_of
+from fluxq.recipes.plan import (
+    MODULATION_ROLE,
+    LayerPlan,
+    LinearShape,
+    Method,
+    Plan,
+    attention_paths,
+    component_recipe,
+    override_for,
+    plan_of,
+)
 from fluxq.recipes.recipe import Component, Operand, Override, Recipe
 from fluxq.recipes.writing import override_of
 
@@ -41,11 +54,12 @@ _EIGHT_BITS = ("fp8", "fp8_tensor", "mxfp8", "int8")  # the first that a dialect
 _WEIGHT_ONLY = ("int4",)  # elements whose shipped recipe leaves activations in 16 bit
 
 Unit = tuple[str, ...]  # layers, "component.path"
+ATTENTION_OPTIONS: tuple[Attention, ...] = ("fp8", "16bit")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A transformer before any choice: its family, its Linears, the base recipe's entry for it, and that plan.
+    """A component before any choice: its family, its Linears, the base recipe's entry for it, and that plan.
 
     formats: option -> formats of weights and activations, of options that checkpoints have.
     """
@@ -63,14 +77,44 @@ class Part:
         entry = self.entry.model_copy(update={"overrides": [*self.entry.overrides, *added]})
         return plan_of(self.family, self.base.component, self.linears, self.recipe, entry)
 
-    def override(self, selector: Mapping[str, str | list[str]], option: str, reason: str) -> dict[str, Any]:
-        """Return an entry of `Override` that gives an option to the layers of {"role": …} or {"match": …}."""
-        return override_of(selector, self.operands(option), reason)
+    def plan_in(self, option: str, names: Collection[str]) -> Plan:
+        """Return the plan with those of `names`, "component.layer", that are its own in one option."""
+        paths = [path for path in self.roles if f"{self.base.component}.{path}" in names]
+        if option == SIXTEEN_BIT:  # of all layers, it would be a plan of nothing
+            plain = (replace(layer, scheme=None, method=Method()) for layer in self.base.layers if layer.name in paths)
+            return replace(self.base, layers=tuple({la.name: la for la in (*self.base.layers, *plain)}.values()))
+        return self.plan([self.override([path], option, option) for path in paths])
 
-    def operands(self, option: str) -> tuple[Operand | None, Operand | None]:
-        """Return weights and activations of an option, None for 16 bit."""
+    @property
+    def runs_once(self) -> bool:
+        """True for a component that runs once per image: it is one unit, quantized weight-only."""
+        return self.family.kind != "transformer"
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Layer, without its component -> role."""
+        return {layer.name: layer.role for layer in self.base.layers}
+
+    @staticmethod
+    def path(name: str) -> str:
+        """Return the layer of "component.layer"."""
+        return name.partition(".")[2]
+
+    def override(self, names: Sequence[str], option: str, reason: str, *, whole_role: bool = False) -> dict[str, Any]:
+        """Return an entry of `Override` that gives an option to layers that are or are not modulation, or to a role."""
+        role = self.roles[names[0]]
+        selector = {"role": role} if whole_role else {"match": [*names]}
+        return override_of(selector, self.operands(option, role), reason)
+
+    def operands(self, option: str, role: str) -> tuple[Operand | None, Operand | None]:
+        """Return weights and activations of an option for layers of a role, None for 16 bit."""
         if option == SIXTEEN_BIT:
             return None, None
+        if self.runs_once and option != self.entry.weights.row.name:
+            return Operand(format=option), None
+        if role == MODULATION_ROLE:
+            kept = self.entry.modulation
+            return kept if kept and kept.row.name == option else Operand(format=option), None
         if option == self.entry.weights.row.name:
             return self.entry.weights, self.entry.activations
         if option in self.formats:
@@ -92,7 +136,8 @@ class Offer:
 
     options: names, the base recipe's main format first.
     parts: component -> what is there before any choice.
-    units: name of the unit, "component.group" -> its layers.
+    units: name of the unit, "component.group" -> its layers; "component.path" of an attention, which has none here;
+        "component" of one that runs once per image.
     choices: unit -> options that it may take.
     plans: option -> component -> plan with every unit in that option that can be.
     layers: option -> layer "component.path" -> its plan there.
@@ -107,6 +152,25 @@ class Offer:
     layers: Mapping[str, Mapping[str, LayerPlan]]
     fitted: Mapping[str, Fitted] = field(default_factory=dict)
 
+    @property
+    def once(self) -> tuple[str, ...]:
+        """Units of components that run once per image."""
+        return tuple(unit for unit in self.units if unit in self.parts and self.parts[unit].runs_once)
+
+    @property
+    def modules(self) -> dict[str, Unit]:
+        """Unit -> modules whose outputs its options change."""
+        return {unit: names or (unit,) for unit, names in self.units.items()}
+
+    def attention(self, component: str, choice: Mapping[str, str]) -> Attentions:
+        """Return the attention of a component under a choice; the base recipe's where it is none of the units."""
+        chosen: dict[str, Any] = {
+            unit.partition(".")[2]: option
+            for unit, option in choice.items()
+            if not self.units[unit] and unit.partition(".")[0] == component
+        }
+        return gathered(chosen) if chosen else self.parts[component].base.attention
+
     def schemes(self, choice: Mapping[str, str]) -> dict[str, Scheme | None]:
         """Return layer -> scheme, of the layers of all units in `choice`."""
         return {name: self.layers[option][name].scheme for unit, option in choice.items() for name in self.units[unit]}
@@ -118,33 +182,37 @@ class Offer:
         return {unit: sum(layers[name].n * layers[name].k for name in names) for unit, names in self.units.items()}
 
 
-def offer_of(job: Job, names: Sequence[str], dialect: str | None, fitted: Mapping[str, Fitted]) -> Offer:
+def offer_of(
+    job: Job, names: Sequence[str], dialect: str | None, fitted: Mapping[str, Fitted], extra: Collection[str] = ()
+) -> Offer:
     """Return the units of a job's transformers and their options.
 
     names: formats and "16bit"; by default the recipe's main one, and of 8 and of 16 bits what the dialect holds, or all
         that are fitted.
     dialect: a key of WRITERS, None for fluxq's own checkpoints.
     fitted: option -> checkpoint; empty for layers that are rounded to nearest.
+    extra: units beside the input groups: "modulation", "attention", components that run once per image.
 
     ValueError for a format that is unknown, or that no unit can take.
     """
     if not job.calibrated:
         raise ValueError(f"recipe {job.recipe_name} quantizes no transformer of {job.folder.name}; give another one")
-    parts = {component: _part(job, plan) for component, plan in job.calibrated.items()}
+    others = {plan.component: plan for plan in job.plans if plan.component in extra}
+    parts = {component: _part(job, plan) for component, plan in {**job.calibrated, **others}.items()}
     main = next(iter(parts.values())).entry.weights.row.name
     for name in names:
         _require_format(name)
     if fitted:
         return _fitted_menu(job, parts, names or tuple(fitted), fitted)
     if names:
-        return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect)
+        return _menu(parts, tuple(sorted(dict.fromkeys(names), key=lambda name: name != main)), dialect, extra=extra)
     usual = [
         (*eight, *sixteen) for sixteen in ((SIXTEEN_BIT,), ()) for eight in (*((name,) for name in _EIGHT_BITS), ())
     ]
     for others in usual:
         with suppress(ValueError):
-            return _menu(parts, tuple(dict.fromkeys((main, *others))), dialect)
-    return _menu(parts, (main,), dialect)
+            return _menu(parts, tuple(dict.fromkeys((main, *others))), dialect, extra=extra)
+    return _menu(parts, (main,), dialect, extra=extra)
 
 
 def _part(job: Job, plan: Plan) -> Part:
@@ -216,10 +284,14 @@ def is_like(one: Scheme | None, other: Scheme | None) -> bool:
 
 
 def _menu(
-    parts: Mapping[str, Part], options: tuple[str, ...], dialect: str | None, ties: Sequence[Sequence[str]] = ()
+    parts: Mapping[str, Part],
+    options: tuple[str, ...],
+    dialect: str | None,
+    ties: Sequence[Sequence[str]] = (),
+    extra: Collection[str] = (),
 ) -> Offer:
     """Return the menu; ValueError for an option that no unit can take, with the first reason. ties: as `_units`."""
-    units = _units(parts, dialect, ties)
+    units = _units(parts, dialect, ties, "modulation" in extra)
     shapes = {f"{name}.{linear.name}": linear for name, part in parts.items() for linear in part.linears}
     refused = {
         option: {unit: why for unit, names in units.items() if (why := _too_odd(parts, option, names, shapes))}
@@ -227,14 +299,7 @@ def _menu(
     }
     plans = {
         option: {
-            component: part.plan(
-                [
-                    part.override({"match": name.partition(".")[2]}, option, option)
-                    for unit in units.keys() - refused[option].keys()
-                    for name in units[unit]
-                    if name.startswith(f"{component}.")
-                ]
-            )
+            component: part.plan_in(option, [n for unit in units if unit not in refused[option] for n in units[unit]])
             for component, part in parts.items()
         }
         for option in options
@@ -254,15 +319,34 @@ def _menu(
             raise ValueError(f"--menu: no unit can be {option}: {why}; leave it out of the menu")
     choices = {unit: tuple(option for option in options if unit not in refused[option]) for unit in units}
     kept = {unit: names for unit, names in units.items() if choices[unit]}  # the others follow the base recipe
-    return Offer(options, parts, kept, {unit: choices[unit] for unit in kept}, plans, layers)
+    attention = _attention_units(parts) if "attention" in extra else {}
+    choices = {unit: choices[unit] for unit in kept} | attention
+    return Offer(options, parts, kept | dict.fromkeys(attention, ()), choices, plans, layers)
 
 
-def _units(parts: Mapping[str, Part], dialect: str | None, ties: Sequence[Sequence[str]]) -> dict[str, Unit]:
+def _attention_units(parts: Mapping[str, Part]) -> dict[str, tuple[str, ...]]:
+    """Return the attention modules that can be replaced, with their options; ValueError where none can."""
+    units = [
+        f"{component}.{path}"
+        for component, part in parts.items()
+        for path in attention_paths(part.family, [linear.name for linear in part.linears])
+    ]
+    if not units:
+        models = ", ".join(part.family.model for part in parts.values())
+        raise ValueError(f"--attention: that of {models} cannot be replaced; leave out --attention")
+    return dict.fromkeys(units, ATTENTION_OPTIONS)
+
+
+def _units(
+    parts: Mapping[str, Part], dialect: str | None, ties: Sequence[Sequence[str]], with_modulation: bool
+) -> dict[str, Unit]:
     """Return unit -> layers that may change their format, in the model's order. ties: layers that change together."""
     home: dict[str, str] = {}  # layer -> unit
     for component, part in parts.items():
-        free = [la for la in part.base.quantized if la.is_observed and override_for(la, part.entry.overrides) is None]
-        home |= {f"{component}.{layer.name}": f"{component}.{layer.group}" for layer in free}
+        free = [layer for layer in part.base.layers if _is_free(layer, part, with_modulation)]
+        home |= {
+            f"{component}.{layer.name}": component if part.runs_once else f"{component}.{layer.group}" for layer in free
+        }
         names = [linear.name for linear in part.linears]
         joined = joined_modules(dialect, part.family.name, names) if dialect else ()
         ties = [*ties, *([f"{component}.{path}" for path in paths] for paths in joined)]
@@ -275,10 +359,23 @@ def _units(parts: Mapping[str, Part], dialect: str | None, ties: Sequence[Sequen
     return units
 
 
+def _is_free(layer: LayerPlan, part: Part, with_modulation: bool) -> bool:
+    """Tell whether a layer may change its format: the recipe does not set it apart."""
+    entry = part.entry
+    if override_for(layer, entry.overrides) is not None:
+        return False
+    if part.runs_once:
+        return layer.scheme is not None
+    if layer.role == MODULATION_ROLE:  # which a recipe may leave in 16 bit without a word
+        return with_modulation and not any(matches(pattern, layer.name) for pattern in entry.exclude)
+    return layer.scheme is not None and layer.is_observed
+
+
 def _too_odd(parts: Mapping[str, Part], option: str, names: Unit, shapes: Mapping[str, LinearShape]) -> str:
     """Return why a format cannot hold the shape of a layer; "" if it holds all."""
     for name in names:
-        for operand in parts[name.partition(".")[0]].operands(option):
+        part = parts[name.partition(".")[0]]
+        for operand in part.operands(option, part.roles[part.path(name)]):
             try:
                 if operand is not None:
                     operand.row.check_shape(shapes[name].n, shapes[name].k, name)
@@ -404,29 +501,36 @@ def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> 
         return {
             (component, group): 1e3 * seconds
             for component, plan in plans.items()
+            if component in forwards
             for group, seconds in seconds_of_groups(plan, forwards[component], find_device(gpu), measured=times).items()
         }
 
     of_option = {option: of(plans, None) for option, plans in offer.plans.items()}
     timed = {option: of(plans, measured) for option, plans in offer.plans.items()} if measured else {}
-    layers = offer.layers[offer.options[0]]
+    first, layers = offer.options[0], offer.layers[offer.options[0]]
+    attended = {
+        word: of({name: replace(plan, attention=word) for name, plan in offer.plans[first].items()}, None)
+        for word in ATTENTION_OPTIONS
+    }
     groups = {
         unit: dict.fromkeys((name.partition(".")[0], layers[name].group) for name in names)
         for unit, names in offer.units.items()
     }
     clocks = {
-        unit: timed
+        unit: attended
+        if not groups[unit]
+        else timed
         if measured and all(group in timed[option] for option in options for group in groups[unit])
         else of_option
         for unit, options in offer.choices.items()
     }
+    groups = {u: names or {(u.partition(".")[0], u.partition(".")[2]): None} for u, names in groups.items()}
     numbers = {
-        unit: {option: sum(clocks[unit][option][group] for group in groups[unit]) for option in options}
+        unit: {option: sum(clocks[unit][option].get(group, 0) for group in groups[unit]) for option in options}
         for unit, options in offer.choices.items()
     }
     changing = {group for of_unit in groups.values() for group in of_unit}
-    rest = of_option[offer.options[0]]
-    fixed = sum(ms for group, ms in rest.items() if group not in changing)
+    fixed = sum(ms for group, ms in of_option[first].items() if group not in changing)
     return Costs(numbers, fixed, tuple(unit for unit, clock in clocks.items() if clock is timed))
 
 

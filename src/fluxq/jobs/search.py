@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import fluxq
+from fluxq.base.console import logger
 from fluxq.base.files import sha256_file, sha256_json
 from fluxq.base.model import DEFAULT_MODEL, resolve_model
 from fluxq.base.output import Output, job_digest, plain_path
@@ -60,6 +61,8 @@ class AutoOptions:
     dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
     measure: None measures in every way that the model allows.
     count: images that errors are measured on.
+    modulation: whether Linears of the modulation are units too.
+    attention: whether the self-attention of each block is one, in 16 bit or in fp8.
     fitted: checkpoints of the model, whose layers are the options; the first gives all that is not chosen.
     assemble: folder for the checkpoint that is put together of them.
     """
@@ -75,6 +78,8 @@ class AutoOptions:
     dialect: str | None = None
     measure: Measure | None = None
     count: int = IMAGES
+    modulation: bool = False
+    attention: bool = False
     fitted: tuple[str, ...] = ()
     assemble: str | None = None
 
@@ -161,9 +166,9 @@ class Search:
 def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
     """Return the options of a search: those given, beside what the recipe says under `auto`.
 
-    given: names of AutoOptions; None and () leave the recipe's value, and a budget takes the place of the recipe's.
+    given: names of AutoOptions; None, () and False leave the recipe's value; a budget takes that of the recipe's.
     """
-    given = {name: value for name, value in given.items() if value is not None and value != ()}
+    given = {name: value for name, value in given.items() if value not in (None, (), False)}
     asked = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
     if given.keys() & {*get_args(Kind)}:
         asked = {name: value for name, value in asked.items() if name not in get_args(Kind)}
@@ -203,7 +208,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     plain = replace(job_options, check=False, max_memory=None)  # whose bound would be that of fitting
     job = _with_patterns(job_of(plain, writes=False, runs=False, ranks=ranks))
     require_steps(job.folder)
-    offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted))
+    extra = [name for name in ("modulation", "attention") if getattr(options, name)] + _weighed(job, options)
+    offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted), extra)
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
     place = Output(place).place if place.is_symlink() else place  # both files have the name of what is written
     if place.suffix != ".yaml":
@@ -277,6 +283,13 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
         find_device(str(options.gpu))
+    if options.attention and kind != "ms" and not (kind == "gate" and options.gpu):
+        raise ValueError(
+            "--attention takes no bits and no bytes, so that all of it would stay in 16 bit; give --ms, or --gate with "
+            "--gpu"
+        )
+    if options.attention and options.dialect:
+        raise ValueError(f"--attention: files for {options.dialect} say nothing of it; leave out one of the two")
     if options.measure not in (None, *MEASURES):
         raise ValueError(f"--measure {options.measure!r}: expected one of {', '.join(MEASURES)}")
     if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
@@ -285,6 +298,10 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--assemble puts fitted layers together: give their checkpoints, as in --from OUT1,OUT2")
     if options.fitted and kind == "vram":
         raise ValueError("--vram also chooses what the first checkpoint of --from has, text encoders: give --size")
+    if options.fitted and (options.modulation or options.attention):
+        raise ValueError(
+            "--from: modulation and attention are those of the first checkpoint; leave out --modulation and --attention"
+        )
     if options.fitted and options.dialect is not None:
         raise ValueError(
             "--for chooses before layers are fitted: leave it out, and `fluxq export` what --assemble writes"
@@ -294,6 +311,29 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError(
             f"--count {count!r}: expected at least one image to measure errors on, and at most {_MOST_IMAGES}"
         )
+
+
+def _weighed(job: Job, options: AutoOptions) -> list[str]:
+    """Return the components that run once per image and are units; of others that are named, the log says why not."""
+    units = []
+    for plan in job.plans:
+        if plan.kind == "transformer" or plan.component not in job.options.components:
+            continue
+        why = ""
+        if plan.kind == "vae":
+            why = "errors are measured at the latents, which it decodes"
+        elif options.size is None and (options.gate is None or options.gpu is not None):
+            why = "its bytes count under --size, or --gate without --gpu, alone"
+        elif options.fitted:
+            why = "with --from it is that of the first checkpoint"
+        elif options.dialect:
+            why = f"files for {options.dialect} do not hold it"
+        elif job.options.dtype == "float16":
+            why = "text encoders overflow in float16, where layers are replaced"
+        if why:
+            logger.warning("%s: its format is not chosen: %s", plan.component, why)
+        units += [] if why else [plan.component]
+    return units
 
 
 def _dialect(options: AutoOptions) -> str | None:
@@ -355,7 +395,7 @@ def _identity(search: Search) -> dict[str, Any]:
     return {
         "fluxq": fluxq.__version__,
         "recipe": job.recipe.digest,
-        "model": {component: job.folder.digest(component) for component in job.calibrated},
+        "model": {component: job.folder.digest(component) for component in offer.parts},
         "units": sha256_json([dict(offer.units), dict(offer.choices), layers]),
         "prompts": job.prompts.digest,
         "call": job.call,
@@ -363,6 +403,7 @@ def _identity(search: Search) -> dict[str, Any]:
         "seed": job.calibration.seed,
         "count": search.options.count,
         "budget": list(search.options.budget),
+        "costs": sha256_json([search.costs.numbers, search.costs.fixed]),
         "gpu": search.options.gpu,
         "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
@@ -424,8 +465,10 @@ def outline_of(search: Search) -> Outline:
     images = len(search.measuring)
     options = sum(option != SIXTEEN_BIT for of_unit in search.offer.choices.values() for option in of_unit)
     seen = min(steps, search.job.calibration.steps)
+    once = images * steps * (1 + sum(o != SIXTEEN_BIT for u in search.offer.once for o in search.offer.choices[u]))
     again = 3 + sum(option != SIXTEEN_BIT for option in search.offer.options)  # forward: call and block twice, options
     each = {"velocity": images * (steps + options * seen), "adjoint": images * steps * (again + PROBES)}
+    each = {measure: passes + (once if search.offer.once else 0) for measure, passes in each.items()}
     runs = 1 + 2 * MOST_PLANS
     judging = sum(map(len, search.judging))
     passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}

@@ -33,6 +33,7 @@ from fluxq.jobs.search import Search
 from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice, Numbers, total
 from fluxq.recipes.formats import Scheme
+from fluxq.runtime.attention_choice import with_attention
 
 LEVEL = 0.1  # dB
 
@@ -82,7 +83,7 @@ class Bench:
 
     def __init__(self, search: Search, pipe: Any, file: Path) -> None:
         self.search, self.pipe, self.file = search, pipe, file
-        self.originals = {name: module_of(pipe, name) for names in search.offer.units.values() for name in names}
+        self.originals = {name: module_of(pipe, name) for names in search.offer.modules.values() for name in names}
         self.tried: list[Tried] = []
         self.references: dict[int, list[Tensor]] = {}  # round -> final latents of the 16-bit pipeline
         self.kept: dict[str, list[float | None]] = {}
@@ -92,15 +93,20 @@ class Bench:
             logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
-        """Return layer -> itself in an option, rounded to nearest or as it was fitted."""
+        """Return layer -> itself in an option, rounded to nearest or as it was fitted; an attention -> itself in it."""
+        if not self.search.offer.units[unit]:
+            return {unit: with_attention(self.originals[unit], option)}  # pyright: ignore[reportArgumentType]
         schemes = self.search.offer.schemes({unit: option})
         makes = {name: partial(self._made, name, option, scheme) for name, scheme in schemes.items()}
-        if self.search.job.run.memory is None:
-            return {name: make() for name, make in makes.items()}
-        return {
-            name: MadeAnew(self.originals[name], make) if schemes[name] else self.originals[name]
-            for name, make in makes.items()
-        }
+        if self.search.job.run.memory is not None:
+            return {
+                name: MadeAnew(self.originals[name], make) if schemes[name] else self.originals[name]
+                for name, make in makes.items()
+            }
+        layers = {name: make() for name, make in makes.items()}
+        for layer in layers.values() if unit in self.search.offer.once else ():
+            layer.weight.data = layer.weight.data.view(torch.int8)  # T5 casts inputs to any other dtype of a weight
+        return layers
 
     def _made(self, name: str, option: str, scheme: Scheme | None) -> Any:
         """Return a layer in an option, made while the plain one's weights are there."""

@@ -11,9 +11,11 @@ backend `native`, which is PyTorch's attention in 16 bit; the log says once why.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,38 +34,67 @@ if TYPE_CHECKING:
 Choice = Literal["16bit", "fp8", "int8", "sage", "flash3"]
 
 
-def set_attention(model: Any, attention: Choice) -> int:
+def set_attention(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) -> int:
     """Compute the self-attention of a transformer, or of a pipeline's, another way; return how many modules were set.
 
     attention: "16bit" is diffusers' default again; "fp8" and "int8" are fluxq's, of which "int8" has q and k in int8, p
     and v in fp8, or in fp16 on GPUs that do not multiply fp8; "sage" and "flash3" are diffusers' backends of
-    SageAttention and FlashAttention-3, whose packages have to be installed. A checkpoint records the first three.
-    Raises ValueError for an unknown choice, a missing package, a model that is no transformer fluxq knows, and for
-    attention that cannot be replaced.
+    SageAttention and FlashAttention-3, whose packages have to be installed. {"fp8": ["transformer_blocks.3.attn"]}
+    names modules by patterns, and sets all others to 16 bit. A checkpoint records the first three.
+    Raises ValueError for an unknown choice, a missing package, a model that is no transformer fluxq knows, attention
+    that cannot be replaced, and for a pattern that names none.
     """
-    if attention not in BACKENDS:
-        raise ValueError(f"attention is {attention!r}, expected one of {', '.join(BACKENDS)}")
+    for word in attention if isinstance(attention, Mapping) else (attention,):
+        if word not in BACKENDS:
+            raise ValueError(f"attention is {word!r}, expected one of {', '.join(BACKENDS)}")
+        _require_package(word)
+    modules = _set_modules(model, attention)
+    for name, module, _ in modules:
+        if not hasattr(module.processor, "_attention_backend"):
+            raise ValueError(
+                f"{name}: its {type(module.processor).__name__} does not ask diffusers' dispatcher, so its attention "
+                "cannot be replaced; give it the processor that it came with"
+            )
+    uses = Counter(id(module.processor) for _, module, _ in modules)
+    for _, module, word in modules:
+        if isinstance(attention, Mapping) and uses[id(module.processor)] > 1:  # `set_attn_processor` shares one
+            module.processor = copy.copy(module.processor)
+        module.processor._attention_backend = _named(BACKENDS[word])
+    return len(modules)
+
+
+def _set_modules(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) -> list[tuple[str, Any, str]]:
+    """Return (name, module, word) of all modules to set, in the model's order."""
     from fluxq.recipes.all_families import FAMILIES
-    from fluxq.recipes.plan import require_replaceable_attention
+    from fluxq.recipes.plan import attention_words, require_replaceable_attention
 
     denoisers = list(_transformers(model))
     if not denoisers:
         models = ", ".join(family.model for family in FAMILIES.values() if family.kind == "transformer")
         raise ValueError(f"this {type(model).__name__} holds no transformer that fluxq knows: {models}")
     for _, family in denoisers:
-        require_replaceable_attention(family, attention)
-    _require_package(attention)
-    chosen = [named for part, family in denoisers for named in _attention_modules(part, family, attention)]
-    for name, module in chosen:
-        if not hasattr(module.processor, "_attention_backend"):
-            raise ValueError(
-                f"{name}: its {type(module.processor).__name__} does not ask diffusers' dispatcher, so its attention "
-                "cannot be replaced; give it the processor that it came with"
-            )
-    backend = _named(BACKENDS[attention])
-    for _, module in chosen:
-        module.processor._attention_backend = backend
-    return len(chosen)
+        for word in attention if isinstance(attention, Mapping) else (attention,):
+            require_replaceable_attention(family, word)
+    if not isinstance(attention, Mapping):
+        named = [each for part, family in denoisers for each in _attention_modules(part, family, attention)]
+        return [(name, module, attention) for name, module in named]
+    own = [each for part, family in denoisers for each in _attention_modules(part, family, "fp8")]
+    words = attention_words(attention, [_path(name) for name, _ in own])
+    return [(name, module, words.get(_path(name), "16bit")) for name, module in own]
+
+
+def _path(name: str) -> str:
+    """Return the path of a module as if nothing were compiled."""
+    return name.replace("_orig_mod.", "")
+
+
+def with_attention(module: Any, attention: Choice) -> Any:
+    """Return an attention module that shares all of another's layers, and computes another way than that goes on to."""
+    twin = copy.copy(module)
+    twin.__dict__.pop("forward", None)  # a hook's, which is the other's
+    twin.__dict__["processor"] = copy.copy(module.processor)
+    twin.processor._attention_backend = _named(BACKENDS[attention])
+    return twin
 
 
 def dispatched(attention: str, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
@@ -162,7 +193,7 @@ def _attention_modules(model: nn.Module, family: Family, attention: str) -> Iter
     from fluxq.recipes.family import matches
 
     for name, module in model.named_modules():
-        path = name.replace("_orig_mod.", "")
+        path = _path(name)
         is_asking = attention == "16bit" and hasattr(getattr(module, "processor", None), "_attention_backend")
         if is_asking or (attention != "16bit" and any(matches(row, path) for row in family.self_attention)):
             yield name, module

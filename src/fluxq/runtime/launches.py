@@ -22,6 +22,7 @@ from fluxq.kernels.all_ops import ATTENTION_FP8
 from fluxq.kernels.linear import QuantLinear, branch_shapes
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.recipes.computing import attention_by
 from fluxq.recipes.family import Family, Maker, matches
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.fusable import FusableBlock
@@ -86,7 +87,10 @@ def launches_of(
     for path, block, row in _blocks(model, family):
         kind = (
             row.block,
-            tuple((name, type(part), getattr(part, "scheme", None)) for name, part in block.named_modules()),
+            tuple(
+                (name, type(part), getattr(part, "scheme", None), attention_by(getattr(part, "processor", None)))
+                for name, part in block.named_modules()
+            ),
         )
         if kind not in seen:
             seen.add(kind)
