@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from fluxq.runtime.optimize import optimize, restore
     from fluxq.runtime.place import place
     from fluxq.runtime.prepare import prepare
+    from fluxq.runtime.skip import skip_steps
     from fluxq.runtime.steps import keep_steps
-    from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, evaluate_pipeline, quantize_pipeline
+    from fluxq.verbs import Checkpoint, auto, calibrate_pipeline, choose_steps, evaluate_pipeline, quantize_pipeline
 
 __all__ = [
     "FAMILIES",
@@ -41,6 +42,7 @@ __all__ = [
     "auto",
     "calibrate_pipeline",
     "capture",
+    "choose_steps",
     "configure",
     "evaluate_pipeline",
     "hoist_modulation",
@@ -52,6 +54,7 @@ __all__ = [
     "quantize_pipeline",
     "restore",
     "set_attention",
+    "skip_steps",
     "tiny",
 ]
 
@@ -65,6 +68,7 @@ _HOMES = {
     "auto": "fluxq.verbs",
     "calibrate_pipeline": "fluxq.verbs",
     "capture": "fluxq.runtime.graphs",
+    "choose_steps": "fluxq.verbs",
     "configure": "fluxq.base.settings",
     "evaluate_pipeline": "fluxq.verbs",
     "hoist_modulation": "fluxq.runtime.modulation",
@@ -76,6 +80,7 @@ _HOMES = {
     "quantize_pipeline": "fluxq.verbs",
     "restore": "fluxq.runtime.optimize",
     "set_attention": "fluxq.runtime.attention_choice",
+    "skip_steps": "fluxq.runtime.skip",
 }
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fluxq.eval.metrics.schema import Report
     from fluxq.quantize.record import Record
     from fluxq.recipes.recipe import Recipe
+    from fluxq.recipes.step_list import StepList
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,7 @@ def auto(
     from fluxq.recipes.recipe import load_recipe
     from fluxq.runtime.place import room_of
 
-    if unknown := options.keys() - _OF_AUTO:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
+    _require_known(options)
     checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, (str, PathLike)) else fitted))
     recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
@@ -200,6 +200,42 @@ def auto(
         if result is not None and place is not None:
             put_together(request, result)
     return load_recipe(str(request.job.output))[1]
+
+
+def choose_steps(
+    pipeline: str | PathLike[str] | DiffusionPipeline,
+    *,
+    compute: float | None = None,
+    gate: str | None = None,
+    count: int = 12,
+    output: str | PathLike[str] | None = None,
+    prompts: str | PathLike[str] | None = None,
+    call: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> StepList:
+    """Choose the steps of a call to compute, write them to a file and return them, for `fluxq.skip_steps`.
+
+    pipeline: as `quantize_pipeline` has it.
+    compute: share of the steps to compute.
+    gate: of the final latents, as "latent_sqnr>=30", for the fewest steps that hold it.
+    count: images that are measured; as many others decide.
+    output: a .json file, by default MODEL-steps.json in the current folder.
+    prompts, call, overwrite: as `quantize_pipeline` has them.
+    options: device, dtype, seed, revision and local_files_only.
+    """
+    from fluxq.jobs import stepping
+    from fluxq.jobs.job import JobOptions
+    from fluxq.runtime.skip import read_list
+
+    _require_known(options)
+    arguments = _checked(options, prompts=prompts, call=call, overwrite=overwrite)
+    if output is None and not isinstance(pipeline, (str, PathLike)):
+        output = f"{_require_plain(pipeline)}-steps.json"
+    with _on_disk(pipeline, output, arguments, is_file=True) as where:
+        request = stepping.request_of(JobOptions(**arguments, **where), compute, gate, count)
+        stepping.make_list(request)
+    return read_list(request.job.output)
 
 
 def calibrate_pipeline(
@@ -269,6 +305,11 @@ _OF_AUTO = {"components", "include", "exclude", "device", "dtype", "seed", "max_
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
+
+
+def _require_known(options: Mapping[str, Any]) -> None:
+    if unknown := options.keys() - _OF_AUTO:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
 
 
 def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:

@@ -79,6 +79,7 @@ _EVAL = "--prompts {base}/prompts.txt --metrics psnr --backends native " + SIZES
 _AUTO = " --bits 6 --count 1 --measure velocity --menu nvfp4,fp8 --prompts {base}/prompts.txt " + SIZES
 _FROM = _AUTO.replace("--bits 6", "--bits 9").replace("nvfp4,fp8", "fp8,int8,16bit")
 _TABLE = "model-velocity-errors.safetensors"
+_STEPS = " --compute 0.9 --count 4 --num-inference-steps 2 --height 16 --width 16 --prompts {base}/prompts.txt"
 _EVALUATED = (("model-evaluated", "out"),)
 _MADE = {  # by the end of the name
     "-fp8": "quantize {base}/STEM --recipe fp8 --profile rtn --no-check -o {base}/STEM-fp8 -q",
@@ -88,6 +89,7 @@ _MADE = {  # by the end of the name
     "-evaluated": "eval {base}/STEM-evaluated --count 2 --images {base}/STEM-images -q " + _EVAL,
     "-auto.yaml": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
     "-velocity-errors.safetensors": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
+    "-steps.json": "steps {base}/STEM" + _STEPS + " -o {base}/STEM-steps.json -q",
     "-auto.json": "auto {base}/STEM" + _AUTO + " -o {base}/STEM-auto.yaml -q",
     ".statistics": "calibrate {base}/STEM " + _CALIBRATED + " -o {base}/STEM.statistics -q",
     ".safetensors": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
@@ -101,6 +103,10 @@ COMMANDS = {
     "auto, replacing": Command(
         "auto {base}/model" + _AUTO + " -o out.yaml --overwrite",
         (("other-auto.yaml", "out.yaml"), ("other-auto.json", "out.json"), (_TABLE, _TABLE)),
+    ),
+    "steps": Command("steps {base}/model" + _STEPS + " -o out.json"),
+    "steps, replacing": Command(
+        "steps {base}/model" + _STEPS + " -o out.json --overwrite", (("other-steps.json", "out.json"),)
     ),
     "auto, putting a checkpoint together": Command(
         "auto {base}/model" + _FROM + " --from {base}/model-fp8,{base}/model-int8 --assemble out -o out.yaml",

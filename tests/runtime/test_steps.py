@@ -257,7 +257,7 @@ SCHEDULERS = [
 def test_schedulers_are_followed_from_wherever_a_pipeline_begins(scheduler, begin, is_told) -> None:
     """As pipelines run them; old ones do not say where they begin."""
     scheduler, model = copy.deepcopy(scheduler), Named()
-    follower, order = steps._Follower(lambda: scheduler), scheduler.order
+    follower, order = steps.Follower(lambda: scheduler), scheduler.order
     if begin and order == 2 and not is_told:
         pytest.skip("schedulers of second order ask to be told")
     for count in (COUNT, 4):
@@ -288,7 +288,7 @@ class Named(nn.Module):
 
 def test_sana_sprints_schedule_has_a_timestep_more_than_steps() -> None:
     scheduler = diffusers.SCMScheduler()
-    follower = steps._Follower(lambda: scheduler)
+    follower = steps.Follower(lambda: scheduler)
     scheduler.set_timesteps(3, max_timesteps=1.57, intermediate_timesteps=None)
     assert follower.step(Named(), (torch.zeros(1), scheduler.timesteps[:1]), {}) == (0, 3)
 
@@ -302,7 +302,7 @@ def test_a_scheduler_that_does_not_tell_its_step_is_refused_by_name(pipe) -> Non
     with pytest.raises(ValueError, match=r"steps of a SimpleNamespace cannot be followed.*no schedule"):
         require_followed(SimpleNamespace())
     ddim = diffusers.DDIMScheduler()
-    follower = steps._Follower(lambda: ddim)
+    follower = steps.Follower(lambda: ddim)
     ddim.set_timesteps(COUNT)
     with pytest.raises(ValueError, match=r"DDIMScheduler.*the denoiser is given 0\.8, which is none of its timesteps"):
         follower.step(Named(), (torch.zeros(1), torch.tensor([0.8])), {})

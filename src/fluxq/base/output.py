@@ -321,6 +321,8 @@ def _job_at(place: Path) -> str:
         job = record.get("job") if isinstance(record, dict) else None
     elif place.suffix in _SEALS:
         job = _sealed(place)
+    elif place.suffix == ".json":
+        job = _job_in(place)
     else:
         job = _header(place).get(JOB)
     return job if isinstance(job, str) else ""
@@ -401,6 +403,18 @@ def is_sealed(text: str) -> bool:
     return match is not None and match[2] == _text_hash(text[: match.start()], match[1] or "")
 
 
+def with_seal(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object of an output, which names its `job`, with a SHA-256 that tells whether it was changed."""
+    return {**value, "sha256": sha256_json(value)}
+
+
+def _job_in(file: Path) -> str | None:
+    """Return the job of a JSON object that is unchanged since fluxq wrote it; None for another file."""
+    with suppress(OSError, ValueError):
+        value = read_json(file)
+        return value.get("job") if value.pop("sha256", None) == sha256_json(value) else None
+
+
 def _text_hash(text: str, job: str) -> str:
     return sha256((job + text).encode(errors="surrogatepass")).hexdigest()
 
@@ -434,7 +448,7 @@ def _is_marked(file: Path, main: Path | None = None) -> bool:
         return False
     if file.suffix in _SEALS:
         return _sealed(file) is not None
-    if file.suffix == ".json" and main is not None and main.suffix not in _SEALS:
+    if file.suffix == ".json" and main not in (None, file) and main.suffix not in _SEALS:
         with suppress(ValueError, OSError, AttributeError):
             digests = json.loads(_header(main).get(BESIDE, "{}"))
             return any(

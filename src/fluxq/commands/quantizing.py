@@ -1,4 +1,4 @@
-"""Commands that make a checkpoint: plan, auto, calibrate, quantize."""
+"""Commands that make a checkpoint: plan, auto, steps, calibrate, quantize."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from fluxq.commands import show
 from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
+    RECIPES,
     bytes_in,
     common_options,
     finite_in,
@@ -205,6 +206,47 @@ def auto(dry_run: bool, **arguments: Any) -> None:
                 raise RuntimeError(show.why_failed(search.job, record.check))
 
 
+@click.command(short_help="List the steps of a call to compute; the others are extrapolated.")
+@model_options
+@click.option(
+    "--compute", type=float, callback=finite_in, metavar="X", help="Share of the steps to compute, as in 0.5."
+)
+@click.option("--gate", metavar="GATE", help="The fewest steps that hold this: 'latent_sqnr>=30', in dB.")
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    default=12,
+    show_default=True,
+    metavar="N",
+    help="Images that are measured; as many others decide.",
+)
+@run_options
+@output_option("<model>-steps.json")
+@overwrite_option
+@common_options
+def steps(**arguments: Any) -> None:
+    """List the steps of a call that MODEL's denoiser computes, for `fluxq.skip_steps(pipe, FILE)`.
+
+    At the others its output is extrapolated. The list is made in 16 bit; it is for checkpoints of MODEL as well.
+
+    \b
+    Example:
+      fluxq steps tiny --compute 0.5 --num-inference-steps 28
+      fluxq steps tiny --gate 'latent_sqnr>=40' --num-inference-steps 28
+    """
+    given = {name: arguments.pop(name) for name in ("compute", "gate", "count")}
+    with session_of(arguments | {"recipe": RECIPES[0]}) as session:  # a job has one; a list depends on none
+        session.announce(has_recipe=False)
+        from fluxq.jobs import forecast, stepping
+
+        request = stepping.request_of(session.options, **given)
+        passes = stepping.passes_of(request)
+        session.start_work(None if request.job.finished else forecast.of_choosing(request.job, passes))
+        result = stepping.make_list(request)
+        output = str(request.job.output)
+        session.print({**result, "output": output}, lambda: show.listed_steps(result, output))
+
+
 @click.command(short_help="Gather statistics of a model's activations, for wider input scales.")
 @fitting_options
 @output_option("<model>-<recipe>-statistics.safetensors")
@@ -282,4 +324,4 @@ def quantize(**arguments: Any) -> None:
             click.echo(f"uploaded: {push(job.output, record, repo, private)}", err=True)
 
 
-COMMANDS = (plan, auto, calibrate, quantize)
+COMMANDS = (plan, auto, steps, calibrate, quantize)

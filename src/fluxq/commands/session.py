@@ -99,10 +99,11 @@ class Session:
         rest = {key: value for key, value in self.arguments.items() if key not in call_keys}
         return {**rest, "call": {key: value for key, value in call.items() if value is not None}}
 
-    def announce(self, writes: str = "") -> Recipe:
+    def announce(self, writes: str = "", *, has_recipe: bool = True) -> Recipe:
         """Check the names in the options and print the first line, before anything slow is imported; return the recipe.
 
         writes: "folder" or "file", where the command has an output.
+        has_recipe: whether the recipe is the user's.
         """
         from fluxq.base.model import DEFAULT_MODEL
         from fluxq.recipes.recipe import load_recipe
@@ -127,7 +128,8 @@ class Session:
             place = self.requirements.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
             self.requirements.require_output(place, folder, arguments, is_file=is_file)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
-        self.say(f"model {chosen}, recipe {recipe_name}{self._device()}")
+        of_recipe = f", recipe {recipe_name}" if has_recipe else ""
+        self.say(f"model {chosen}{of_recipe}{self._device()}")
         return recipe
 
     def _device(self) -> str:

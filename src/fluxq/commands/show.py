@@ -180,6 +180,18 @@ def outline(search: Search, outline: Outline) -> None:
     echo(f"at most {outline.runs} runs; forward passes of one image, at most: {passes}{modelled}")
 
 
+def listed_steps(result: dict[str, Any], output: str) -> None:
+    """Print the lists that ran, and the one that was taken."""
+    made = result["list"]
+    rows = [
+        (str(each["computed"]), str(each["order"]), _nmse_db(each["predicted_nmse"]), _nmse_db(each["measured_nmse"]))
+        for each in result["tried"]
+    ]
+    print_table((f"computed of {made['steps']}", "order", "predicted, dB", "measured, dB"), rows, right=True)
+    echo(f"computed, order {made['order']}: {', '.join(map(str, made['compute']))}")
+    echo(f"list: {output}")
+
+
 def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
     """Print the plans that ran, the front, and how far prediction and measurement agree.
 

@@ -53,6 +53,7 @@ from fluxq.runtime.block_plans import kernel_settings
 from fluxq.runtime.first_block import FirstBlock, first_block_of
 from fluxq.runtime.modulation import Choice, HoistedModulation, Rows
 from fluxq.runtime.placed import Handle, Placed
+from fluxq.runtime.skipped import place_of, skipped_in
 from fluxq.runtime.steps import is_captured, why_not_captured
 
 WARM_UPS = 3
@@ -270,7 +271,7 @@ class _Step(Placed):
         self._refused: dict[tuple, str] = {}
         self._forms: list[_Form] = []
         self._logged: set[str] = set()
-        super().__init__(model, _place(model))
+        super().__init__(model, place_of(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._on or torch.compiler.is_compiling():
@@ -555,13 +556,16 @@ class _Same:
 
 def why_not(model: nn.Module) -> str:
     """Return the reason why no graph can stand for a call of this model, with the cure; empty if one can."""
-    around = _place(model) == "forward"  # hooks of the model itself then run before and after a graph
+    around = place_of(model) == "forward"  # hooks of the model itself then run before and after a graph
     modules = dict(model.named_modules())
     hoisted, cache = hoisted_in(modules.values()), first_block_of(model)
     if hoisted is not None and hoisted.offload:
         return "the weights of its modulation were hoisted to the CPU: hoist_modulation(pipe, offload=False)"
     if cache is not None and any(module._compiled_call_impl is not None for module in modules.values()):
         return "it is compiled, and a step cache decides in the middle of a step: disable_cache(), or do not compile it"
+    skipped = skipped_in(model)
+    if skipped and not isinstance(skipped.plain, _Step):
+        return "steps of it are skipped, and a graph would be in front of that: remove() that, capture, and skip again"
     kept = why_not_captured(model)
     if kept:
         return kept
@@ -601,7 +605,8 @@ def why_not(model: nn.Module) -> str:
 
 def step_of(model: nn.Module) -> _Step | None:
     """Return what stands in the place of a denoiser's forward, if its step is captured."""
-    placed = vars(model).get(_place(model))
+    skipped = skipped_in(model)
+    placed = skipped.plain if skipped else vars(model).get(place_of(model))
     return placed if isinstance(placed, _Step) and placed.is_replayed else None
 
 
@@ -669,11 +674,6 @@ def _denoisers(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, part in parts.items():
         if isinstance(part, nn.Module) and (part is pipe or name == "unet" or name.startswith("transformer")):
             yield name, part
-
-
-def _place(model: nn.Module) -> str:
-    """Return the attribute that a call of the model runs: `compile()` puts one in front of `forward`."""
-    return "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

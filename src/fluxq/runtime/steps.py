@@ -115,7 +115,7 @@ class KeptSteps(Handle):
             raise ValueError(f"weights is {weights!r}, expected 'auto', 'resident' or 'streamed'")
         self.steps, self.weights = steps, weights
         self.calls = self.calls_in_16_bit = 0
-        follower = _Follower(lambda: pipe.scheduler)
+        follower = Follower(lambda: pipe.scheduler)
         require_followed(pipe.scheduler)
         self._switches: list[StepSwitch] = []
         for name, (outer, model) in _quantized_denoisers(pipe):
@@ -156,7 +156,7 @@ class StepSwitch:
     """
 
     def __init__(
-        self, kept: KeptSteps, follower: _Follower, outer: nn.Module, model: nn.Module, originals: Originals
+        self, kept: KeptSteps, follower: Follower, outer: nn.Module, model: nn.Module, originals: Originals
     ) -> None:
         self.kept, self.follower, self.outer, self.model, self.originals = kept, follower, outer, model, originals
         self.store: Resident | Streamed | None = None
@@ -271,13 +271,17 @@ class StepSwitch:
         self._coded = []
 
 
-class _Follower:
-    """Counter of a call's steps, which asks the scheduler; users may exchange that at any time."""
+class Follower:
+    """Counter of a call's steps, which asks the scheduler; users may exchange that at any time.
+
+    schedule: timesteps of the present call; every call of a pipeline makes new ones.
+    begin: index of the call's first evaluation, once it is known.
+    """
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
-        self._schedule: Tensor | None = None
-        self._begin: int | None = None  # index of the call's first evaluation, once it is known
+        self.schedule: Tensor | None = None
+        self.begin: int | None = None
         self._is_first = False
 
     def step(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -286,17 +290,17 @@ class _Follower:
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None:
             raise _not_followed(scheduler, "it has no schedule of timesteps")
-        if timesteps is not self._schedule:  # every call of a pipeline makes a new one
-            self._schedule, self._begin, self._is_first = timesteps, None, False
+        if timesteps is not self.schedule:
+            self.schedule, self.begin, self._is_first = timesteps, None, False
         if hasattr(scheduler, "step_index"):
             index = self._index(scheduler)
         else:
-            index = self._position(scheduler, timesteps, _timestep(model, args, kwargs))
-        if self._begin is None:
-            self._begin = index
+            index = self._position(scheduler, timesteps, _first(timestep_of(model, args, kwargs)))
+        if self.begin is None:
+            self.begin = index
         order = getattr(scheduler, "order", 1)
-        evaluations = len(timesteps) - self._begin - _BEHIND_THE_LAST.get(type(scheduler).__name__, 0)
-        return (index - self._begin) // order, -(-evaluations // order)
+        evaluations = len(timesteps) - self.begin - _BEHIND_THE_LAST.get(type(scheduler).__name__, 0)
+        return (index - self.begin) // order, -(-evaluations // order)
 
     def _index(self, scheduler: Any) -> int:
         """Return the index of the evaluation; at the first one a scheduler knows at most the index where to begin."""
@@ -305,9 +309,9 @@ class _Follower:
             self._is_first = True
             return begin or 0
         if begin is not None:
-            self._begin = begin
+            self.begin = begin
         elif self._is_first:
-            self._begin = index - 1
+            self.begin = index - 1
         self._is_first = False
         return index
 
@@ -319,12 +323,16 @@ class _Follower:
         return indices[0]
 
 
-def _timestep(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
-    """Return the first of the timesteps that a denoiser is called with."""
-    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+def timestep_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the timestep that a denoiser is called with, or its timesteps."""
+    arguments = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
     timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
     if timestep is None:
         raise ValueError(f"this {type(model).__name__} is called without a timestep, so its steps cannot be followed")
+    return timestep
+
+
+def _first(timestep: Any) -> float:
     return float(timestep.flatten()[0]) if isinstance(timestep, Tensor) else float(timestep)
 
 

@@ -1,0 +1,133 @@
+"""List of the steps of a call that a denoiser computes; at the others its output is extrapolated.
+
+    v̂_t = Σ_i c_i(x_t) v_i        i: the last order + 1 computed steps
+
+x_t is the noise level of step t. Order 0 repeats the last output, order 1 goes on in a straight line, and order 2 in
+between that and the parabola, with half of its curvature: on the embedded pipeline that is nearer to the outputs than
+either. The first and the last step of a call are always computed.
+
+A list is of one scheduler class, of one shift, and of a number of steps. In a call of another number, or one that
+begins at an image, those steps are computed whose noise levels are nearest to the list's: what is extrapolated over
+stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+ORDERS = (0, 1, 2)
+MOST_STEPS = 1000  # of a call: no schedule of diffusers has more
+# Settings of a scheduler that place its noise levels.
+_PLACING = (
+    "shift",
+    "flow_shift",
+    "use_dynamic_shifting",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "timestep_spacing",
+)
+
+
+@dataclass(frozen=True)
+class StepList:
+    """Steps that are computed.
+
+    computed: their indices, in order; the first and the last step of the call are among them.
+    order: of what stands for the others' outputs.
+    levels: noise level of each step of the call, falling.
+    scheduler: class. settings: those of it that place noise levels.
+    models: component -> digest of class and configuration of each denoiser; empty for a list by hand.
+    """
+
+    computed: tuple[int, ...]
+    order: int
+    levels: tuple[float, ...]
+    scheduler: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        steps, last = list(self.computed), len(self.levels) - 1
+        if not 0 <= last < MOST_STEPS:
+            raise ValueError(f"a list of steps is of a call of 1 to {MOST_STEPS} steps, this one's has {last + 1}")
+        if not all(type(step) is int for step in steps) or steps != sorted(set(steps)):
+            raise ValueError(f"steps {str(steps)[:80]}: expected whole numbers, rising, each once")
+        if not steps or (steps[0], steps[-1]) != (0, last):
+            raise ValueError(f"steps {str(steps)[:80]}: the first and the last step, 0 and {last}, have to be computed")
+        if self.order not in ORDERS:
+            raise ValueError(f"order {self.order!r}: expected one of {', '.join(map(str, ORDERS))}")
+        if not all(map(math.isfinite, self.levels)) or any(x <= y for x, y in pairwise(self.levels)):
+            raise ValueError(
+                f"noise levels of a {self.scheduler} do not fall from step to step, so nothing can be extrapolated "
+                "over them; take another scheduler"
+            )
+
+    @property
+    def total(self) -> int:
+        """Steps of the call."""
+        return len(self.levels)
+
+    @property
+    def share(self) -> float:
+        """Computed steps by all steps."""
+        return len(self.computed) / self.total
+
+    def __str__(self) -> str:
+        return f"{len(self.computed)} of {self.total} steps computed, order {self.order}"
+
+    def at(self, levels: Sequence[float]) -> frozenset[int]:
+        """Return the steps to compute of a call with these noise levels."""
+        if len(levels) == self.total:
+            return frozenset(self.computed)
+        steps = range(len(levels))
+        nearest = {min(steps, key=lambda s: abs(levels[s] - self.levels[step])) for step in self.computed}
+        return frozenset(nearest | {0, len(levels) - 1})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "scheduler": self.scheduler,
+            "settings": dict(self.settings),
+            "steps": self.total,
+            "compute": list(self.computed),
+            "order": self.order,
+            "levels": list(self.levels),
+            "models": dict(self.models),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> StepList:
+        """Read and check the JSON form; ValueError for one that is malformed."""
+        kinds = {"scheduler": str, "settings": dict, "compute": list, "order": int, "levels": list, "models": dict}
+        for name, kind in kinds.items():
+            if type(value.get(name)) is not kind:
+                raise ValueError(f"a list of steps has {name}: {str(value.get(name))[:40]}, expected a {kind.__name__}")
+        if not all(type(level) in (int, float) for level in value["levels"]):
+            raise ValueError("a list of steps has noise levels that are no numbers")
+        levels = tuple(map(float, value["levels"]))
+        given = tuple(value[name] for name in ("order", "scheduler", "settings", "models"))
+        order, scheduler, settings, models = given
+        return cls(tuple(value["compute"]), order, levels, scheduler, settings, models)
+
+
+def extrapolation(nodes: Sequence[float], x: float) -> list[float]:
+    """Return c_i(x): what the values at one to three nodes are multiplied by for the value at x."""
+    curve = _lagrange(nodes, x)
+    if len(nodes) < 3:
+        return curve
+    line = [0.0, *_lagrange(nodes[1:], x)]
+    return [(a + b) / 2 for a, b in zip(curve, line, strict=True)]
+
+
+def _lagrange(nodes: Sequence[float], x: float) -> list[float]:
+    return [math.prod((x - b) / (a - b) for j, b in enumerate(nodes) if j != i) for i, a in enumerate(nodes)]
+
+
+def placing(scheduler: Any) -> dict[str, Any]:
+    """Return the settings of a scheduler that place its noise levels."""
+    return {name: scheduler.config[name] for name in _PLACING if scheduler.config.get(name) is not None}

@@ -1,0 +1,227 @@
+"""Make a list of the steps that a pipeline's denoiser computes: `fluxq steps`.
+
+    measure   inner products of what the scheduler is given at each step (calibrate/paths.py)
+    propose   the shortest path of each order, of as many computed steps as asked for
+    decide    run them on images that measured nothing; the least error is taken
+
+Under a gate the number of computed steps is found: the fewest whose predicted error is at most p are run, again and
+again; p is corrected by what was measured: p <- p · error of the gate / measured error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fluxq
+from fluxq.base.console import logger, without_cure
+from fluxq.base.files import read_json, write_json
+from fluxq.base.output import Output, atomic_output, job_digest, plain_path, with_seal
+from fluxq.base.tensors import TensorFile, save_sealed
+from fluxq.calibrate.capture import number_of_steps
+from fluxq.calibrate.paths import FEWEST_IMAGES, Velocities, measure_velocities, require_listed
+from fluxq.jobs import memory
+from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
+from fluxq.jobs.planning import job_of
+from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
+from fluxq.quantize.structure import denoisers_of
+from fluxq.recipes.recipe import gate_holds, parse_gate
+from fluxq.recipes.step_list import ORDERS
+from fluxq.runtime.skip import KIND
+from fluxq.runtime.step_trials import IMAGES, SEED, Trials, TriedList, computed_of, require_share
+from fluxq.runtime.steps import require_followed
+
+_MOST_COUNTS = 8  # numbers of steps that are run for a gate
+_VELOCITIES, _RUNS = "velocities.safetensors", "runs.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """All inputs of a list, read and checked.
+
+    job: whose output is the file.
+    compute: share of steps to compute, None under a gate.
+    gate: on the final latents, as "latent_sqnr>=30".
+    count: images that are measured; as many others decide.
+    """
+
+    job: Job
+    compute: float | None
+    gate: str | None
+    count: int
+    denoisers: tuple[str, ...]
+
+    @cached_property
+    def items(self) -> Sequence[Any]:
+        """Images to measure, and after them those that decide."""
+        return self.job.prompts.alike.items(2 * self.count, SEED + self.job.calibration.seed)
+
+
+def request_of(
+    options: JobOptions, compute: float | None = None, gate: str | None = None, count: int = IMAGES
+) -> Request:
+    """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
+    if (compute is None) == (gate is None):
+        raise ValueError("give --compute or --gate, and one of them alone")
+    if compute is not None:
+        require_share(compute)
+    if gate is not None:
+        _require_sound(gate)
+    if count < FEWEST_IMAGES:
+        raise ValueError(f"--count {count}: so few images say too little of others; take {FEWEST_IMAGES} or more")
+    job = job_of(replace(options, check=False), writes=False, runs=False)
+    require_steps(job.folder)
+    scheduler = scheduler_of(job.folder)
+    require_followed(scheduler)
+    require_listed(scheduler, number_of_steps(job.folder.pipeline_class, job.call))
+    place = plain_path(options.output or f"{Path(job.folder.name).name}-steps.json")
+    place = Output(place).place if place.is_symlink() else place
+    if place.suffix != ".json":
+        raise ValueError(f"output {place}: a list of steps is a .json file; call it {place.stem}.json, say")
+    output = Output(place, True)
+    output.require(reads_of(job.folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True)
+    weights = memory.weight_bytes(job.folder, options.dtype)
+    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, options.device)
+    if in_turns:
+        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
+    request = Request(replace(job, output=place, run=Run(device)), compute, gate, count, denoisers_of(job.folder))
+    job = replace(request.job, identity=_identity(request))
+    finished = False
+    if not options.overwrite:
+        output.require_free(overwrite=False, job=job_digest(decisive(job)))
+        finished = output.holds(job_digest(decisive(job)))
+    if not finished:
+        require_no_other(job)
+    return replace(request, job=replace(job, finished=finished))
+
+
+def make_list(request: Request) -> dict[str, Any]:
+    """Make the list, write it and what was measured, and return that."""
+    job = request.job
+    if job.finished:
+        clear_leftovers(job)
+        return read_json(job.output)
+    with work_of(job) as work:
+        pipe = job.load_reference()
+        velocities = _velocities(request, pipe, work / _VELOCITIES)
+        trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / _RUNS)
+        best = _held(request, trials) if request.gate else _shared(request, trials)
+        digest = job_digest(decisive(job))
+        result = _result(request, trials, best) | {"job": digest}
+        with atomic_output(Output(job.output, True), work, overwrite=job.options.overwrite) as part:
+            write_json(part / job.output.name, with_seal(result))
+    return result
+
+
+def passes_of(request: Request) -> dict[str, int]:
+    """Return name of a part -> forward passes of the denoisers with one image."""
+    steps = number_of_steps(request.job.folder.pipeline_class, request.job.call)
+    runs = 1 + len(ORDERS) * (_MOST_COUNTS if request.gate else 1)
+    return {"velocities": request.count * steps, "runs": runs * request.count * steps}
+
+
+def _require_sound(gate: str) -> None:
+    """Raise ValueError for a gate on something else than the final latents."""
+    condition = parse_gate(gate)
+    ((comparison, _), *others) = condition.bounds
+    if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
+        raise ValueError(f"--gate {gate!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
+
+
+def _identity(request: Request) -> dict[str, Any]:
+    """Return all that decides what is written."""
+    job = request.job
+    return {
+        "fluxq": fluxq.__version__,
+        "model": {component: job.folder.digest(component) for component in request.denoisers},
+        "scheduler": dict(scheduler_of(job.folder).config),
+        "prompts": job.prompts.digest,
+        "call": job.call,
+        "dtype": job.options.dtype,
+        "seed": job.calibration.seed,
+        "count": request.count,
+        "compute": request.compute,
+        "gate": request.gate,
+    }
+
+
+def _velocities(request: Request, pipe: Any, file: Path) -> Velocities:
+    """Return the inner products, read from the work folder or measured and kept there."""
+    try:
+        if file.is_file():
+            stored = TensorFile(file)
+            stored.require_as_written()
+            gram, factors, levels, called, signal = (stored.get_tensor(name) for name in _TENSORS)
+            denoisers = tuple(request.denoisers[index] for index in called.tolist())
+            return Velocities(gram.numpy(), factors.numpy(), denoisers, tuple(levels.tolist()), float(signal))
+    except ValueError as error:
+        logger.warning("%s: measured again", without_cure(error))
+    made = measure_velocities(pipe, request.denoisers, request.items[: request.count], request.job.call)
+    called = [request.denoisers.index(name) for name in made.denoisers]
+    values = (made.gram, made.factors, np.array(made.levels), np.array(called), np.array(made.signal))
+    save_sealed({name: torch.as_tensor(value) for name, value in zip(_TENSORS, values, strict=True)}, file, {})
+    return made
+
+
+def _shared(request: Request, trials: Trials) -> TriedList:
+    """Return the list of a share of the steps."""
+    return trials.best(computed_of(request.compute or 1, len(trials.velocities.levels)))
+
+
+def _held(request: Request, trials: Trials) -> TriedList:
+    """Return the list of fewest computed steps that holds the gate, by runs; RuntimeError if none tried does."""
+    gate, total = str(request.gate), len(trials.velocities.levels)
+    bound = parse_gate(gate).bounds[0][1]
+    most, ran = 10 ** (-bound / 10), dict[int, TriedList]()
+    for _ in range(_MOST_COUNTS):
+        counts = [n for n in sorted(trials.paths[0]) if min(trials.paths[o][n].nmse for o in ORDERS) <= most]
+        if not counts or counts[0] in ran or counts[0] == total:
+            break
+        ran[counts[0]] = trials.best(counts[0])
+        most *= 10 ** ((ran[counts[0]].decibels - bound) / 10)
+    holding = [n for n, each in ran.items() if gate_holds(gate, {"latent_sqnr": each.decibels})]
+    if not holding:
+        best = max((each.decibels for each in ran.values()), default=-math.inf)
+        raise RuntimeError(
+            f"no list that was tried holds {gate} (the best has {best:.1f} dB), and all {total} steps save nothing; "
+            "lower the gate, or give more --num-inference-steps"
+        )
+    return ran[min(holding)]
+
+
+def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]:
+    """Return what was made and measured, as JSON has it."""
+    curves = {order: trials.paths[order] for order in ORDERS}
+    return {
+        "kind": KIND,
+        "model": request.job.folder.name,
+        "list": best.steps.to_dict(),
+        "predicted_nmse": best.predicted,
+        "measured_nmse": best.error,
+        "sqnr_db": best.decibels if math.isfinite(best.decibels) else None,
+        "tried": [
+            {
+                "computed": len(each.steps.computed),
+                "order": each.steps.order,
+                "predicted_nmse": each.predicted,
+                "measured_nmse": each.error,
+            }
+            for each in trials.tried
+        ],
+        "curve": [
+            {"computed": count, "predicted_nmse": [curves[order][count].nmse for order in ORDERS]}
+            for count in sorted(curves[0])
+        ],
+        "images": {"measured": request.count, "judged": request.count},
+        "identity": request.job.identity,
+    }
+
+
+_TENSORS = ("gram", "factors", "levels", "called", "signal")

@@ -1,0 +1,85 @@
+"""Steps that a denoiser does not compute: `fluxq.skip_steps(pipe)`.
+
+A list says which steps of a call are computed (recipes/step_list.py). At the others the denoiser returns what its last
+outputs extrapolate to; pipeline and scheduler work as ever. Nothing is decided at run time, so that there is no
+threshold, and images of a batch do not depend on each other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.files import read_json
+from fluxq.calibrate.paths import levels_of, list_of, require_listed
+from fluxq.recipes.step_list import StepList
+from fluxq.runtime.skipped import SkippedSteps, denoisers_in, require_free
+from fluxq.runtime.step_trials import made_list
+
+KIND = "fluxq steps"
+
+
+def skip_steps(
+    pipe: Any,
+    steps: str | Path | Sequence[int] | StepList | None = None,
+    *,
+    compute: float | None = None,
+    call: Mapping[str, Any] | None = None,
+) -> SkippedSteps:
+    """Let a pipeline's denoisers compute some steps of each call, and extrapolate the others.
+
+    Stays until `remove()` of the handle, or the end of its `with` block. Works with quantized and other denoisers, with
+    adapters, ControlNets, offloading, `keep_steps`, `fluxq.optimize`, and with `fluxq.capture` and torch.compile, of
+    which both come first.
+
+    steps: file that `fluxq steps` wrote, a list, or the numbers of the steps to compute, the first and the last one
+        among them, which are extrapolated from in a straight line.
+    compute: share of the steps to compute; a list is made on the spot, with the prompts of the pipeline's folder.
+    call: arguments of the calls that such a list is for, such as num_inference_steps; by default the folder's.
+
+    Raises ValueError for a pipeline without scheduler or denoiser, or whose steps are skipped already, for a step cache
+    beside the list, and for a list of another model, scheduler or shift; at a call also for timesteps of single tokens.
+    """
+    if (steps is None) == (compute is None):
+        raise ValueError("skip_steps needs a list of steps, or the share to compute: give steps= or compute=")
+    if call is not None and compute is None:
+        raise ValueError("call= says what a list is made for, and here is one already: leave it out")
+    denoisers = dict(denoisers_in(pipe))
+    if getattr(pipe, "scheduler", None) is None or not denoisers:
+        raise ValueError(f"skip_steps needs a pipeline with a scheduler and a denoiser, got {type(pipe).__name__}")
+    for outer in denoisers.values():
+        require_free(outer)
+    if compute is not None:
+        chosen = made_list(pipe, tuple(denoisers), compute, call or {})
+    elif isinstance(steps, StepList):
+        chosen = steps
+    elif isinstance(steps, str | Path):
+        chosen = read_list(Path(steps))
+    else:
+        chosen = _by_hand(pipe.scheduler, list(steps or ()))
+    return SkippedSteps(pipe, chosen)
+
+
+def read_list(path: Path) -> StepList:
+    """Read what `fluxq steps` wrote; ValueError naming the file if it is something else."""
+    value = read_json(path)
+    if value.get("kind") != KIND or not isinstance(value.get("list"), dict):
+        raise ValueError(f"{path}: not a list of steps; `fluxq steps` writes one")
+    try:
+        return StepList.from_dict(value["list"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _by_hand(scheduler: Any, computed: Sequence[int]) -> StepList:
+    """Return the list of steps by their numbers, for a scheduler as it is."""
+    if not computed or not all(type(step) is int for step in computed):
+        raise ValueError(f"steps {str(computed)[:80]}: expected the numbers of the steps to compute, or a file")
+    total = max(computed) + 1
+    probe = copy.deepcopy(scheduler)
+    require_listed(probe, total)
+    shift = {"mu": 0.0} if probe.config.get("use_dynamic_shifting") else {}
+    probe.set_timesteps(total, **shift)
+    return list_of(probe, computed, 1, levels_of(probe))

@@ -1,0 +1,146 @@
+"""Lists of steps are proposed by inner products (calibrate/paths.py) and decided by runs on other images.
+
+error of a list = Σ ‖latents with it − latents with all steps‖² / Σ ‖latents with all steps‖²
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluxq.base.console import logger, without_cure
+from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
+from fluxq.base.model import ModelFolder
+from fluxq.calibrate.capture import Item, run_pipeline
+from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
+from fluxq.calibrate.prompts import PromptSet, load_prompts
+from fluxq.recipes.step_list import ORDERS, StepList
+from fluxq.runtime.skipped import SkippedSteps, architectures
+
+IMAGES = 12  # that a list is made of; as many others decide
+SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
+
+
+@dataclass(frozen=True)
+class TriedList:
+    """A list that ran.
+
+    predicted: NMSE of the final latents. squares: squared error of each image. signals: squared norm of each.
+    """
+
+    steps: StepList
+    predicted: float
+    squares: tuple[float, ...]
+    signals: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """NMSE of the final latents of all images."""
+        return math.fsum(self.squares) / math.fsum(self.signals)
+
+    @property
+    def decibels(self) -> float:
+        """Mean SQNR of the final latents of images, as the metric `latent_sqnr` has it."""
+        pairs = zip(self.signals, self.squares, strict=True)
+        return math.fsum(10 * math.log10(z / e) if e > 0 else math.inf for z, e in pairs) / len(self.squares)
+
+
+class Trials:
+    """Runs of lists on images that measured nothing, each once.
+
+    file: where squared errors are kept for an interrupted run to go on with, None for nowhere.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        velocities: Velocities,
+        items: Sequence[Item],
+        call: Mapping[str, Any],
+        file: Path | None = None,
+    ) -> None:
+        self.pipe, self.velocities, self.items, self.call, self.file = pipe, velocities, items, call, file
+        self.paths = {order: velocities.paths(order) for order in ORDERS}
+        self.tried: list[TriedList] = []
+        self._kept: dict[str, list[float]] = {}
+        try:
+            self._kept = read_sealed_json(file) if file and file.is_file() else {}
+        except ValueError as error:
+            logger.warning("%s: run again", without_cure(error))
+
+    def best(self, count: int) -> TriedList:
+        """Return the list of `count` computed steps of the order with the least measured error.
+
+        ValueError where so few cannot be.
+        """
+        least = min(self.paths[0])
+        if count < least:
+            raise ValueError(f"{count} computed steps are too few: this pipeline needs {least}")
+        tried = [self._run(order, count) for order in ORDERS]
+        return min(tried, key=lambda each: each.error)
+
+    def _run(self, order: int, count: int) -> TriedList:
+        way = self.paths[order][count]
+        models = architectures(self.pipe)
+        steps = list_of(self.pipe.scheduler, way.steps, order, self.velocities.levels, models=models)
+        signals = self._once("signals", lambda: [float(z.square().sum()) for z in self._reference])
+        squares = self._once(sha256_json([order, way.steps]), lambda: self._squares(steps))
+        self.tried.append(TriedList(steps, way.nmse, squares, signals))
+        return self.tried[-1]
+
+    def _once(self, key: str, measured: Any) -> tuple[float, ...]:
+        if key not in self._kept:
+            self._kept[key] = measured()
+            if self.file is not None:
+                write_sealed_json(self.file, self._kept)
+        return tuple(self._kept[key])
+
+    def _squares(self, steps: StepList) -> list[float]:
+        plain = self._reference
+        with SkippedSteps(self.pipe, steps):
+            latents = self._latents()
+        return [float((x - z).square().sum()) for x, z in zip(latents, plain, strict=True)]
+
+    @cached_property
+    def _reference(self) -> list[Tensor]:
+        return self._latents()
+
+    @torch.no_grad()
+    def _latents(self) -> list[Tensor]:
+        """Return the final latents of each image, fp64 on the CPU."""
+        batches = [z.double().cpu() for _, z in run_pipeline(self.pipe, self.items, self.call)]
+        return [image for batch in batches for image in batch]
+
+
+def made_list(pipe: Any, denoisers: Sequence[str], compute: float, call: Mapping[str, Any]) -> StepList:
+    """Return a list made on the spot, with the prompts and the call of the pipeline's folder."""
+    require_share(compute)
+    folder = ModelFolder("", Path(str(getattr(pipe, "name_or_path", None) or "")))
+    prompts = load_prompts("default", folder, pipeline=type(pipe))
+    trials = measured_steps(pipe, denoisers, prompts, {**folder.generation_defaults, **call})
+    return trials.best(computed_of(compute, len(trials.velocities.levels))).steps
+
+
+def measured_steps(pipe: Any, denoisers: Sequence[str], prompts: PromptSet, call: Mapping[str, Any]) -> Trials:
+    """Measure the steps of a pipeline on the first images of a set, and return trials on the next ones."""
+    items = prompts.alike.items(2 * IMAGES, SEED)
+    velocities = measure_velocities(pipe, denoisers, items[:IMAGES], call)
+    return Trials(pipe, velocities, items[IMAGES:], call)
+
+
+def computed_of(compute: float, total: int) -> int:
+    """Return the number of computed steps of a share of them; two at least."""
+    return max(2, round(compute * total))
+
+
+def require_share(compute: float) -> None:
+    """Raise ValueError for a share of steps that is none."""
+    if not (isinstance(compute, int | float) and 0 < compute <= 1):
+        raise ValueError(f"compute {compute!r}: expected the share of steps to compute, above 0 and at most 1")

@@ -1,0 +1,138 @@
+"""`fluxq steps`: the list that is written, under a share or a gate, gone on with, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import fluxq
+from fluxq import tiny
+from fluxq.cli import cli
+from fluxq.jobs import stepping
+from fluxq.jobs.job import JobOptions
+from fluxq.runtime import step_trials
+from fluxq.runtime.skip import read_list, skip_steps
+
+OPTIONS = JobOptions(model="tiny", dtype="float32", device="cpu", output="out.json", call={"num_inference_steps": 6})
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(**how: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"compute": 0.5} | how
+    return stepping.make_list(stepping.request_of(OPTIONS, count=4, **given))
+
+
+def test_a_list_is_written_whole_and_runs(here) -> None:
+    result = made()
+    stored = json.loads(Path("out.json").read_text())
+    assert stored.items() >= result.items() and [*here.iterdir()] == [here / "out.json"]
+    assert (result["kind"], result["model"], result["list"]["steps"]) == ("fluxq steps", "tiny", 6)
+    assert [row["order"] for row in result["tried"]] == [0, 1, 2]
+    assert result["measured_nmse"] == min(row["measured_nmse"] for row in result["tried"])
+    assert [row["computed"] for row in result["curve"]] == [2, 3, 4, 5, 6]
+    assert result["curve"][-1]["predicted_nmse"] == [0, 0, 0]
+    steps = read_list(Path("out.json"))
+    assert len(steps.computed) == 3 and steps.models.keys() == {"transformer"}
+    pipe = tiny.load()
+    with skip_steps(pipe, "out.json") as skipped:
+        pipe("a red three on black", **{**tiny.CALL_KWARGS, "num_inference_steps": 6})
+    assert (skipped.calls, skipped.computed) == (6, 3)
+
+
+def test_the_same_request_is_finished_and_another_one_refused(monkeypatch) -> None:
+    first = made()
+    before = Path("out.json").read_bytes()
+    assert stepping.request_of(OPTIONS, compute=0.5, count=4).job.finished
+    assert made().items() >= first.items() and Path("out.json").read_bytes() == before
+    with pytest.raises(ValueError, match=r"output out\.json exists; give another --output, or --overwrite"):
+        made(compute=0.9)
+    Path("out.json").write_text(Path("out.json").read_text().replace('"order": 0', '"order": 1', 1))
+    with pytest.raises(ValueError, match=r"output out\.json exists"):
+        made()
+
+
+def test_an_interrupted_run_goes_on(monkeypatch) -> None:
+    measured, ran = [], []
+    measure, run = stepping.measure_velocities, step_trials.Trials._squares
+
+    def broken(self: Any, steps: Any) -> Any:
+        ran.append(steps)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return run(self, steps)
+
+    monkeypatch.setattr(stepping, "measure_velocities", lambda *args: (measured.append(1), measure(*args))[1])
+    monkeypatch.setattr(step_trials.Trials, "_squares", broken)
+    with pytest.raises(KeyboardInterrupt):
+        made()
+    assert not Path("out.json").exists() and len([*Path().glob(".out.json.*.work")]) == 1
+    with pytest.raises(ValueError, match="interrupted run that differs in compute"):
+        made(compute=0.9)
+    made()
+    assert len(measured) == 1 and len(ran) == 4  # the first list's run is kept
+    assert not [*Path().glob(".out.json.*.work")]
+
+
+def test_a_gate_takes_the_fewest_steps_that_hold_it() -> None:
+    result = made(compute=None, gate="latent_sqnr>=30")
+    assert result["sqnr_db"] >= 30
+    fewer = made_with(len(result["list"]["compute"]) - 1)
+    assert fewer["sqnr_db"] < 30
+    with pytest.raises(RuntimeError, match=r"no list that was tried holds latent_sqnr>=90 .*lower the gate"):
+        stepping.make_list(stepping.request_of(replace(OPTIONS, output="no.json"), gate="latent_sqnr>=90", count=4))
+
+
+def made_with(count: int) -> dict[str, Any]:
+    request = stepping.request_of(replace(OPTIONS, output="few.json"), compute=count / 6, count=4)
+    return stepping.make_list(request)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({}, "give --compute or --gate"),
+        ({"compute": 0.5, "gate": "latent_sqnr>=30"}, "one of them alone"),
+        ({"compute": 1.5}, "above 0 and at most 1"),
+        ({"compute": float("nan")}, "above 0 and at most 1"),
+        ({"gate": "psnr>=30"}, "measure the final latents alone"),
+        ({"compute": 0.5, "count": 3}, "--count 3: so few images say too little of others; take 4 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(how, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        stepping.request_of(OPTIONS, **how)
+    assert not [*Path().iterdir()]
+
+
+def test_other_outputs_and_calls_are_refused(tiny_folder) -> None:
+    with pytest.raises(ValueError, match=r"a list of steps is a \.json file; call it list\.json"):
+        stepping.request_of(replace(OPTIONS, output="list.yaml"), compute=0.5)
+    with pytest.raises(ValueError, match="a call of 1 steps: a list is of 2 to 100"):
+        stepping.request_of(replace(OPTIONS, call={"num_inference_steps": 1}), compute=0.5)
+    with pytest.raises(ValueError, match="lies in"):
+        stepping.request_of(replace(OPTIONS, model=str(tiny_folder), output=str(tiny_folder / "s.json")), compute=0.5)
+    Path("mine.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"nothing marks mine\.json as fluxq's"):
+        stepping.request_of(replace(OPTIONS, output="mine.json", overwrite=True), compute=0.5)
+
+
+def test_the_command_prints_the_list_and_the_verb_returns_it() -> None:
+    words = ["steps", "tiny", "--compute", "0.5", "--count", "4", "--dtype", "float32", "--num-inference-steps", "6"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    assert "computed of 6" in done.output and "list: tiny-steps.json" in done.output
+    again = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
+    steps = read_list(Path("tiny-steps.json"))
+    assert again["list"] == steps.to_dict()
+    call = {"num_inference_steps": 6}
+    assert fluxq.choose_steps("tiny", compute=0.5, count=4, call=call, dtype="float32") == steps
+    with pytest.raises(TypeError, match="bits: no such option"):
+        fluxq.choose_steps("tiny", compute=0.5, bits=4)
