@@ -264,8 +264,8 @@ def seconds_of_groups(
 
     The sum is that of `cost`; a group's time depends on its own layers alone.
 
-    measured: seconds of products, each with the rounding of its input and its low-rank branch. Only groups whose
-    products all are there are returned, with these in place of the model's.
+    measured: seconds of products, each with the rounding of its input. Only groups whose products all are there are
+    returned, with these in place of the model's; none with low-rank branches or deflation, which the key does not know.
     """
     groups = {layer.name: layer.group or layer.name for layer in plan.layers}
     seconds: dict[str, float] = {}
@@ -277,7 +277,8 @@ def seconds_of_groups(
     missing = set()
     for layer in plan.layers:
         product = product_of(layer, forward, device.chip, prefer)
-        missing |= set() if product in measured else {groups[layer.name]}
+        is_known = product in measured and not (layer.scheme and (layer.scheme.rank or layer.scheme.deflate))
+        missing |= set() if is_known else {groups[layer.name]}
         seconds[groups[layer.name]] += measured.get(product, 0)
     return {group: seconds[group] for group in dict.fromkeys(groups.values()) if group not in missing}
 
@@ -651,7 +652,7 @@ def _part(layer: LayerPlan) -> str:
     return PARTS.get(layer.role, "other")
 
 
-TIMED = ("matmul", "low rank", "quantize", "transform", "deflate")  # kinds of steps that a call of a layer makes
+TIMED = ("matmul", "quantize", "transform")  # kinds of steps that a call of a layer makes
 _PLAIN = _Input()
 _FEW_FRAMES = {"AutoencoderKLWan": 5}  # that a VAE has at a time: of one latent frame, and kept of the last
 _CHANNELS = 256  # at full size, of a VAE whose configuration has none
