@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 import fluxq
 from fluxq import tiny
+from fluxq.calibrate.paths import Way
 from fluxq.cli import cli
 from fluxq.jobs import stepping
 from fluxq.jobs.job import JobOptions
@@ -33,7 +36,7 @@ def made(**how: Any) -> dict[str, Any]:
 def test_a_list_is_written_whole_and_runs(here) -> None:
     result = made()
     stored = json.loads(Path("out.json").read_text())
-    assert stored.items() >= result.items() and [*here.iterdir()] == [here / "out.json"]
+    assert stored == result and [*here.iterdir()] == [here / "out.json"]
     assert (result["kind"], result["model"], result["list"]["steps"]) == ("fluxq steps", "tiny", 6)
     assert [row["order"] for row in result["tried"]] == [0, 1, 2]
     assert result["measured_nmse"] == min(row["measured_nmse"] for row in result["tried"])
@@ -51,12 +54,24 @@ def test_the_same_request_is_finished_and_another_one_refused(monkeypatch) -> No
     first = made()
     before = Path("out.json").read_bytes()
     assert stepping.request_of(OPTIONS, compute=0.5, count=4).job.finished
-    assert made().items() >= first.items() and Path("out.json").read_bytes() == before
+    assert made() == first and Path("out.json").read_bytes() == before
     with pytest.raises(ValueError, match=r"output out\.json exists; give another --output, or --overwrite"):
         made(compute=0.9)
     Path("out.json").write_text(Path("out.json").read_text().replace('"order": 0', '"order": 1', 1))
     with pytest.raises(ValueError, match=r"output out\.json exists"):
         made()
+
+
+def test_another_text_encoder_is_another_request(tiny_folder) -> None:
+    options = replace(OPTIONS, model=str(tiny_folder))
+    stepping.make_list(stepping.request_of(options, compute=0.5, count=4))
+    assert stepping.request_of(options, compute=0.5, count=4).job.finished
+    file = tiny_folder / "text_encoder" / "model.safetensors"
+    weights = {name: 2 * weight for name, weight in load_file(file).items()}
+    file.unlink()
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"output out\.json exists"):
+        stepping.request_of(options, compute=0.5, count=4)
 
 
 def test_an_interrupted_run_goes_on(monkeypatch) -> None:
@@ -88,6 +103,31 @@ def test_a_gate_takes_the_fewest_steps_that_hold_it() -> None:
     assert fewer["sqnr_db"] < 30
     with pytest.raises(RuntimeError, match=r"no list that was tried holds latent_sqnr>=90 .*lower the gate"):
         stepping.make_list(stepping.request_of(replace(OPTIONS, output="no.json"), gate="latent_sqnr>=90", count=4))
+
+
+def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
+    """Where predictions jump over a number, that is run too."""
+    decibels = {2: 10.0, 3: 19.9, 4: 21.0, 5: 29.0, 6: 60.0}
+    predicted = {2: 0.02, 3: 0.019, 4: 0.018, 5: 0.001, 6: 0.0}
+    ran = []
+
+    class Drawn:
+        paths = [{count: Way(nmse, (0, 5)) for count, nmse in predicted.items()}] * 3
+        velocities = SimpleNamespace(levels=range(6))
+
+        def best(self, count: int) -> Any:
+            ran.append(count)
+            return SimpleNamespace(decibels=decibels[count], count=count)
+
+    def fewest(gate: str) -> tuple[int, list[int]]:
+        ran.clear()
+        made: Any = stepping._held(cast("Any", SimpleNamespace(gate=gate)), cast("Any", Drawn()))
+        return made.count, [*ran]
+
+    assert fewest("latent_sqnr>=20") == (4, [5, 2, 4, 3])
+    assert fewest("latent_sqnr>=5") == (2, [2])
+    with pytest.raises(RuntimeError, match=r"the best has 29\.0 dB"):
+        fewest("latent_sqnr>=50")
 
 
 def made_with(count: int) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     decide    run them on images that measured nothing; the least error is taken
 
 Under a gate the number of computed steps is found: the fewest whose predicted error is at most p are run, again and
-again; p is corrected by what was measured: p <- p · error of the gate / measured error.
+again, between those that failed and those that held; p is corrected by what was measured: p <- p · error of the gate /
+measured error.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
+from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.recipe import gate_holds, parse_gate
 from fluxq.recipes.step_list import ORDERS
@@ -114,9 +116,9 @@ def make_list(request: Request) -> dict[str, Any]:
         trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / _RUNS)
         best = _held(request, trials) if request.gate else _shared(request, trials)
         digest = job_digest(decisive(job))
-        result = _result(request, trials, best) | {"job": digest}
+        result = with_seal(_result(request, trials, best) | {"job": digest})
         with atomic_output(Output(job.output, True), work, overwrite=job.options.overwrite) as part:
-            write_json(part / job.output.name, with_seal(result))
+            write_json(part / job.output.name, result)
     return result
 
 
@@ -141,6 +143,7 @@ def _identity(request: Request) -> dict[str, Any]:
     return {
         "fluxq": fluxq.__version__,
         "model": {component: job.folder.digest(component) for component in request.denoisers},
+        "copied": digest_rest(job.folder, request.denoisers),  # what text encoders give decides, too
         "scheduler": dict(scheduler_of(job.folder).config),
         "prompts": job.prompts.digest,
         "call": job.call,
@@ -180,20 +183,23 @@ def _held(request: Request, trials: Trials) -> TriedList:
     gate, total = str(request.gate), len(trials.velocities.levels)
     bound = parse_gate(gate).bounds[0][1]
     most, ran = 10 ** (-bound / 10), dict[int, TriedList]()
-    for _ in range(_MOST_COUNTS):
-        counts = [n for n in sorted(trials.paths[0]) if min(trials.paths[o][n].nmse for o in ORDERS) <= most]
-        if not counts or counts[0] in ran or counts[0] == total:
-            break
-        ran[counts[0]] = trials.best(counts[0])
-        most *= 10 ** ((ran[counts[0]].decibels - bound) / 10)
-    holding = [n for n, each in ran.items() if gate_holds(gate, {"latent_sqnr": each.decibels})]
-    if not holding:
+    fails, holds = min(trials.paths[0]) - 1, total
+    while holds - fails > 1 and len(ran) < _MOST_COUNTS:
+        counts = (n for n in sorted(trials.paths[0]) if min(trials.paths[o][n].nmse for o in ORDERS) <= most)
+        count = min(max(next(counts, total), fails + 1), holds - 1)
+        ran[count] = trials.best(count)
+        if gate_holds(gate, {"latent_sqnr": ran[count].decibels}):
+            holds = count
+        else:
+            fails = count
+        most *= 10 ** ((ran[count].decibels - bound) / 10)
+    if holds == total:
         best = max((each.decibels for each in ran.values()), default=-math.inf)
         raise RuntimeError(
             f"no list that was tried holds {gate} (the best has {best:.1f} dB), and all {total} steps save nothing; "
             "lower the gate, or give more --num-inference-steps"
         )
-    return ran[min(holding)]
+    return ran[holds]
 
 
 def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]:
