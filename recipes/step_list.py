@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 ORDERS = (0, 1, 2)
@@ -61,11 +62,7 @@ class StepList:
             raise ValueError(f"steps {str(steps)[:80]}: the first and the last step, 0 and {last}, have to be computed")
         if self.order not in ORDERS:
             raise ValueError(f"order {self.order!r}: expected one of {', '.join(map(str, ORDERS))}")
-        if not all(map(math.isfinite, self.levels)) or any(x <= y for x, y in pairwise(self.levels)):
-            raise ValueError(
-                f"noise levels of a {self.scheduler} do not fall from step to step, so nothing can be extrapolated "
-                "over them; take another scheduler"
-            )
+        require_falling(self.levels, self.scheduler)
 
     @property
     def total(self) -> int:
@@ -82,7 +79,8 @@ class StepList:
 
     def at(self, levels: Sequence[float]) -> frozenset[int]:
         """Return the steps to compute of a call with these noise levels."""
-        if len(levels) == self.total:
+        begins_alike = levels[0] >= fmean(self.levels[:2])
+        if len(levels) == self.total and begins_alike:
             return frozenset(self.computed)
         steps = range(len(levels))
         nearest = {min(steps, key=lambda s: abs(levels[s] - self.levels[step])) for step in self.computed}
@@ -109,7 +107,10 @@ class StepList:
                 raise ValueError(f"a list of steps has {name}: {str(value.get(name))[:40]}, expected a {kind.__name__}")
         if not all(type(level) in (int, float) for level in value["levels"]):
             raise ValueError("a list of steps has noise levels that are no numbers")
-        levels = tuple(map(float, value["levels"]))
+        try:
+            levels = tuple(map(float, value["levels"]))
+        except OverflowError:
+            raise ValueError("a list of steps has noise levels that are too large") from None
         given = tuple(value[name] for name in ("order", "scheduler", "settings", "models"))
         order, scheduler, settings, models = given
         return cls(tuple(value["compute"]), order, levels, scheduler, settings, models)
@@ -126,6 +127,15 @@ def extrapolation(nodes: Sequence[float], x: float) -> list[float]:
 
 def _lagrange(nodes: Sequence[float], x: float) -> list[float]:
     return [math.prod((x - b) / (a - b) for j, b in enumerate(nodes) if j != i) for i, a in enumerate(nodes)]
+
+
+def require_falling(levels: Sequence[float], scheduler: str) -> None:
+    """Raise ValueError for noise levels, of a scheduler class, that nothing can be extrapolated over."""
+    if not all(map(math.isfinite, levels)) or any(x <= y for x, y in pairwise(levels)):
+        raise ValueError(
+            f"noise levels of a {scheduler} do not fall from step to step, so nothing can be extrapolated over them; "
+            "take another scheduler"
+        )
 
 
 def placing(scheduler: Any) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def test_a_malformed_list_names_what_is_wrong(name: str) -> None:
         StepList.from_dict({**whole, name: None})
     with pytest.raises(ValueError, match="no numbers"):
         StepList.from_dict({**whole, "levels": ["high", "low"]})
+    with pytest.raises(ValueError, match="too large"):
+        StepList.from_dict({**whole, "levels": [10**400, 1]})
 
 
 def test_another_number_of_steps_takes_the_nearest_levels() -> None:
@@ -136,3 +138,5 @@ def test_another_number_of_steps_takes_the_nearest_levels() -> None:
     finer = [1 - (step / 16) ** 1.5 for step in range(16)]
     assert steps.at(finer) == {0, 8, 14, 15}
     assert steps.at(LEVELS[3:]) == {0, 1, 4}  # a call that begins at an image
+    assert steps.at(finer[8:]) == {0, 6, 7}  # and has as many steps as the list
+    assert steps.at([level**2 for level in LEVELS]) == {0, 4, 7}  # a call of its own, of another size

@@ -126,6 +126,33 @@ def test_a_call_that_begins_at_an_image_computes_the_nearest_levels(pipe) -> Non
     assert (skipped.calls, skipped.computed) == (5, 3)
 
 
+def test_a_call_that_begins_at_an_image_with_as_many_steps_is_not_the_lists_own(pipe, caplog) -> None:
+    from_image = diffusers.FluxImg2ImgPipeline(**pipe.components)
+    from_image.set_progress_bar_config(disable=True)
+    image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    how = {"height": 16, "width": 16, "image": image, "strength": 0.5, "num_inference_steps": 12}
+    with caplog.at_level(logging.WARNING), skip_steps(from_image, [0, 1, 2, 3, 5]) as skipped:
+        run(from_image, **how)
+    assert (skipped.calls, skipped.computed) == (6, 3)  # of levels 6/12 to 1/12, nearest to 3/6 and 1/6
+    assert "of this one of 6, 3 are computed, by the nearest noise levels" in caplog.text
+
+
+def test_calls_outside_the_pipelines_steps_are_refused(pipe) -> None:
+    """As of a second pipeline with the same denoiser and a scheduler of its own."""
+    other = diffusers.FluxPipeline(**{**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)})
+    other.set_progress_bar_config(disable=True)
+    with skip_steps(pipe, COMPUTED):
+        listed = run(pipe)
+        with pytest.raises(ValueError, match=r"outside the 6 steps of the pipeline with the list.*remove"):
+            run(other)
+        assert torch.equal(run(pipe), listed)
+
+
+def test_a_call_whose_noise_levels_do_not_fall_is_refused(pipe) -> None:
+    with skip_steps(pipe, COMPUTED), pytest.raises(ValueError, match="do not fall from step to step"):
+        run(pipe, sigmas=[1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
 def test_another_number_of_steps_is_said_and_takes_the_nearest_levels(pipe, caplog) -> None:
     with caplog.at_level(logging.WARNING), skip_steps(pipe, COMPUTED) as skipped:
         for _ in range(2):
@@ -292,6 +319,7 @@ def test_a_list_is_made_on_the_spot(pipe) -> None:
         ({"steps": []}, "expected the numbers of the steps to compute"),
         ({"steps": [1, 5]}, "the first and the last step, 0 and 5, have to be computed"),
         ({"steps": ["0"]}, "expected the numbers of the steps to compute"),
+        ({"steps": 3}, "steps 3: expected the numbers of the steps to compute"),
     ],
 )
 def test_what_is_no_list_is_refused(pipe, how, message) -> None:
@@ -300,8 +328,17 @@ def test_what_is_no_list_is_refused(pipe, how, message) -> None:
     assert "forward" not in vars(pipe.transformer)
 
 
+def test_numbers_of_an_array_are_taken(pipe) -> None:
+    numbers: Any = torch.tensor(COMPUTED).numpy()
+    with skip_steps(pipe, numbers) as skipped:
+        assert skipped.steps.computed == (*COMPUTED,)
+
+
 def test_a_file_that_holds_no_list_is_refused(pipe, tmp_path) -> None:
     file = tmp_path / "list.json"
+    for missing in (file, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no such list of steps; `fluxq steps MODEL` writes one"):
+            skip_steps(pipe, missing)
     file.write_text(json.dumps({"kind": "fluxq auto"}))
     with pytest.raises(ValueError, match=r"list\.json: not a list of steps"):
         skip_steps(pipe, file)

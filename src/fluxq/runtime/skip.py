@@ -8,6 +8,7 @@ threshold, and images of a batch do not depend on each other.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,14 @@ def skip_steps(
     elif isinstance(steps, str | Path):
         chosen = read_list(Path(steps))
     else:
-        chosen = _by_hand(pipe.scheduler, list(steps or ()))
+        chosen = _by_hand(pipe.scheduler, steps)
     return SkippedSteps(pipe, chosen)
 
 
 def read_list(path: Path) -> StepList:
-    """Read what `fluxq steps` wrote; ValueError naming the file if it is something else."""
+    """Read what `fluxq steps` wrote; ValueError or FileNotFoundError naming the file if it is something else."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such list of steps; `fluxq steps MODEL` writes one")
     value = read_json(path)
     if value.get("kind") != KIND or not isinstance(value.get("list"), dict):
         raise ValueError(f"{path}: not a list of steps; `fluxq steps` writes one")
@@ -73,10 +76,14 @@ def read_list(path: Path) -> StepList:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _by_hand(scheduler: Any, computed: Sequence[int]) -> StepList:
+def _by_hand(scheduler: Any, steps: Any) -> StepList:
     """Return the list of steps by their numbers, for a scheduler as it is."""
-    if not computed or not all(type(step) is int for step in computed):
-        raise ValueError(f"steps {str(computed)[:80]}: expected the numbers of the steps to compute, or a file")
+    try:
+        computed = [operator.index(step) for step in steps]
+    except TypeError:
+        computed = []
+    if not computed:
+        raise ValueError(f"steps {str(steps)[:80]}: expected the numbers of the steps to compute, or a file")
     total = max(computed) + 1
     probe = copy.deepcopy(scheduler)
     require_listed(probe, total)

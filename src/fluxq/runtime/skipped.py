@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fluxq.base.console import logger
 from fluxq.base.files import sha256_json
 from fluxq.calibrate.paths import levels_of
-from fluxq.recipes.step_list import StepList, extrapolation, placing
+from fluxq.recipes.step_list import StepList, extrapolation, placing, require_falling
 from fluxq.runtime.first_block import first_block_of
 from fluxq.runtime.placed import Handle, Placed
 from fluxq.runtime.steps import Follower, require_followed, timestep_of
@@ -58,18 +58,25 @@ class SkippedSteps(Handle):
             _require_own(self.steps, scheduler)
             _require_one_level(model, timestep_of(model, args, kwargs))
             levels = levels_of(scheduler)[begin : begin + total]
+            require_falling(levels, type(scheduler).__name__)
             computed = self.steps.at(levels)
-            self._tell(len(computed), total)
+            self._tell(computed, total)
             self._chosen = (schedule, begin, total), computed, levels
+        if step not in range(total):
+            raise ValueError(
+                f"this {type(model).__name__} is called outside the {total} steps of the pipeline with the list, whose "
+                "scheduler says which step it is: give other pipelines of it that scheduler, or remove() the list"
+            )
         return schedule, step, step in computed, levels
 
-    def _tell(self, computed: int, total: int) -> None:
-        """Log, once for each number of steps, what a list of another number makes of a call."""
-        if total != self.steps.total and total not in self._told:
+    def _tell(self, computed: frozenset[int], total: int) -> None:
+        """Log, once for each number of steps, what a list makes of a call that is not as its own."""
+        is_own = total == self.steps.total and computed == {*self.steps.computed}
+        if not is_own and total not in self._told:
             self._told.add(total)
             logger.warning(
                 "the list is of a call of %d steps; of this one of %d, %d are computed, by the nearest noise levels",
-                *(self.steps.total, total, computed),
+                *(self.steps.total, total, len(computed)),
             )
 
 
