@@ -106,7 +106,7 @@ def test_a_gate_takes_the_fewest_steps_that_hold_it() -> None:
 
 
 def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
-    """Where predictions jump over a number, that is run too."""
+    """A number that predictions jump over is run too."""
     decibels = {2: 10.0, 3: 19.9, 4: 21.0, 5: 29.0, 6: 60.0}
     predicted = {2: 0.02, 3: 0.019, 4: 0.018, 5: 0.001, 6: 0.0}
     ran = []

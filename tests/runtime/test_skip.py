@@ -358,6 +358,9 @@ def test_a_list_of_another_scheduler_or_shift_is_refused(pipe) -> None:
     pipe.scheduler = diffusers.FlowMatchLCMScheduler.from_config(config)
     with pytest.raises(ValueError, match=r"of a FlowMatchEuler.*the pipeline has a FlowMatchLCMScheduler"):
         skip_steps(pipe, steps)
+    pipe.scheduler = diffusers.PNDMScheduler()
+    with pytest.raises(ValueError, match="steps of a PNDMScheduler cannot be followed"):
+        skip_steps(pipe, COMPUTED)
     pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
     with pytest.raises(ValueError, match="evaluates the denoiser twice a step"):
         skip_steps(pipe, COMPUTED)

@@ -18,6 +18,7 @@ from fluxq.calibrate.paths import levels_of, list_of, require_listed
 from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skipped import SkippedSteps, denoisers_in, require_free
 from fluxq.runtime.step_trials import made_list
+from fluxq.runtime.steps import require_followed
 
 KIND = "fluxq steps"
 
@@ -87,6 +88,7 @@ def _by_hand(scheduler: Any, steps: Any) -> StepList:
     total = max(computed) + 1
     probe = copy.deepcopy(scheduler)
     require_listed(probe, total)
+    require_followed(probe)
     shift = {"mu": 0.0} if probe.config.get("use_dynamic_shifting") else {}
     probe.set_timesteps(total, **shift)
     return list_of(probe, computed, 1, levels_of(probe))
