@@ -507,7 +507,9 @@ def test_prompts_are_needed(model, here) -> None:
 def test_other_files_are_not_replaced(model, here, done) -> None:
     table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
     before = table.read_bytes()
-    with pytest.raises(ValueError, match="another model, recipe, menu, call, set of prompts, seed or count"):
+    with pytest.raises(
+        ValueError, match="another model, recipe, menu, --from, call, dtype, set of prompts, seed or count"
+    ):
         search(model, replace(VELOCITY, bits=6.0), call=two)
     with pytest.raises(ValueError, match=r"output small-5\.5bits\.yaml exists; give another --output, or --overwrite"):
         search(model, replace(VELOCITY, gpu="h200"))
