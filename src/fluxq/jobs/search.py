@@ -219,11 +219,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     reads = reads_of(job.folder.path, vars(job_options)) | {f"the checkpoint {one}": one for one in options.fitted}
     output.require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if options.assemble is not None:
-        reads |= {"the recipe that is written": place}
-        try:
-            Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
-        except ValueError as error:
-            raise ValueError(str(error).replace("another --output", "another --assemble")) from None
+        _require_assemblable(search, reads | {"the recipe that is written": place}, exists_ok=True)
     if not writes:
         return search
     job = replace(search.job, run=_run(search, job_options))
@@ -234,6 +230,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     elif ranks.leads:
         require_no_other(job)
         _require_own_tables(search)
+        if options.assemble is not None:  # the checkpoint of a finished search may stand there, no other
+            _require_assemblable(search, reads, exists_ok=False)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
 
 
@@ -432,6 +430,15 @@ def _is_finished(search: Search) -> bool:
     return output.holds(job_digest(decisive(job)))
 
 
+def _require_assemblable(search: Search, reads: Mapping[str, Any], *, exists_ok: bool) -> None:
+    """Raise ValueError, as `Output.require` does, for a place that a checkpoint cannot be put together at."""
+    try:
+        output = Output(Path(str(search.options.assemble)))
+        output.require(reads, overwrite=search.job.options.overwrite, exists_ok=exists_ok)
+    except ValueError as error:
+        raise ValueError(str(error).replace("another --output", "another --assemble")) from None
+
+
 def _require_own_tables(search: Search) -> None:
     """Raise ValueError for a table of another request in this one's place, unless it may be replaced."""
     for measure in search.measures:
@@ -444,7 +451,8 @@ def _require_own_tables(search: Search) -> None:
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
                 f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed, count or "
-                "number of steps looked at, or another version of fluxq; give an --output in another folder, or --overwrite to measure again"
+                "number of steps looked at, or another version of fluxq; give an --output in another folder, or "
+                "--overwrite to measure again"
             )
 
 
