@@ -36,7 +36,7 @@ from fluxq.base.devices import driver, package_version
 from fluxq.base.files import read_json, write_json
 from fluxq.base.output import sole_writer
 from fluxq.kernels.tiles import chip_of
-from fluxq.recipes.cost import BF16, Product
+from fluxq.recipes.formats import BF16, Product
 
 KIND = "fluxq doctor"
 MEASURED = Path(__file__).parent / "measured"  # files of this form, by GPU

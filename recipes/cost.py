@@ -39,16 +39,14 @@ from typing import Any, Literal
 from fluxq.recipes.computing import Attention, attention_at
 from fluxq.recipes.devices import INSTRUCTIONS, Device, Efficiency, is_decoded
 from fluxq.recipes.family import Maker, matches
-from fluxq.recipes.formats import FORMATS, Format, Scheme
+from fluxq.recipes.formats import BF16, FORMATS, Format, Product, Scheme
 from fluxq.recipes.plan import LayerPlan, Plan
 from fluxq.recipes.workloads import STREAMS as STREAMS
 from fluxq.recipes.workloads import WORKLOADS, Convolution, ForwardPass, passes_before, stream_of
 from fluxq.recipes.workloads import forward_pass as forward_pass
 
-Product = tuple[str, int, int, int]  # weights-activations, or BF16; M, N and K
 Level = Literal["unfused", "fused", "ideal"]
 Prefer = Literal["speed", "memory"]
-BF16 = "bf16"  # a product in 16 bit
 LEVELS: tuple[Level, ...] = ("unfused", "fused", "ideal")
 
 

@@ -268,6 +268,8 @@ def find_format(name: str) -> Format:
 
 
 INT4_GROUP_SIZES = (64, 128)
+Product = tuple[str, int, int, int]  # weights-activations, or BF16; M, N and K
+BF16 = "bf16"  # a product in 16 bit
 HADAMARDS = (16, 32, 64, 128)
 # Feature that a checkpoint requires of its readers -> the field of a Scheme for it.
 FEATURES = {

@@ -9,8 +9,9 @@ from fluxq.base.files import write_json
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.search import AutoOptions, Search, search_of
 from fluxq.kernels import findings
-from fluxq.recipes.cost import BF16, product_of
+from fluxq.recipes.cost import product_of
 from fluxq.recipes.devices import find_device, is_called
+from fluxq.recipes.formats import BF16
 
 CALL = {"height": 16, "width": 16, "max_sequence_length": 8}
 MACHINE = {"gpu": "NVIDIA B200", "chip": "sm_100", "driver": "580", "fluxq": "0", "torch": "0", "triton": "0"}

@@ -39,9 +39,8 @@ from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.tensor import read_named, unpack_named
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import FAMILIES, find_published
-from fluxq.recipes.cost import BF16
 from fluxq.recipes.family import Family
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import BF16, Scheme
 from fluxq.recipes.plan import LayerPlan
 from fluxq.recipes.recipe import shipped_recipes
 from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass

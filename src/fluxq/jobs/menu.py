@@ -32,10 +32,10 @@ from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
 from fluxq.recipes.computing import Attention, Attentions, gathered
-from fluxq.recipes.cost import Product, seconds_of_groups
+from fluxq.recipes.cost import seconds_of_groups
 from fluxq.recipes.devices import find_device, is_called
 from fluxq.recipes.family import Family, matches
-from fluxq.recipes.formats import FORMATS, Scheme, find_format
+from fluxq.recipes.formats import FORMATS, Product, Scheme, find_format
 from fluxq.recipes.plan import (
     MODULATION_ROLE,
     LayerPlan,
