@@ -104,16 +104,15 @@ def with_weights(module: nn.Module, do: Callable[[], T]) -> T:
 
 @contextmanager
 def moved(layer: L, device: torch.device) -> Iterator[L]:
-    """Move a module to another device for a while; not one whose weights come by themselves."""
-    first = layer.weight if isinstance(layer, MadeAnew) else next(layer.parameters())
-    home = first.device
-    if home.type == "meta":
+    """Move a module to another device for a while; not one that is there, or whose weights come by themselves."""
+    homes = {parameter.device for parameter in layer.parameters()}  # none of a MadeAnew
+    if homes <= {device} or torch.device("meta") in homes:
         yield layer
         return
     try:
         yield layer.to(device)
     finally:
-        layer.to(home)
+        layer.to(next(iter(homes)))
 
 
 @contextmanager

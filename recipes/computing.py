@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean
 from fluxq.recipes.formats import FEATURES, Scheme
-
-if TYPE_CHECKING:
-    pass
 
 Attention = Literal["16bit", "fp8", "int8"]
 Coded = Literal["fp8", "int8"]

@@ -72,6 +72,24 @@ def test_nothing_that_is_written_differs(recipe, tight):
     assert len(plain[0]) == 3 and plain[1]["measured_nmse"] > 0
 
 
+def test_attention_is_measured_where_some_of_its_weights_stay(recipe, monkeypatch):
+    Path(recipe).write_text(RECIPE.replace("nvfp4", "fp8"))
+    options = AutoOptions(gate="latent_sqnr>=1", gpu="h200", attention=True, menu=("fp8",), count=1)
+    rooms: list[Residence] = []
+
+    def make(device: str, _limit: int) -> Residence:
+        rooms.append(Residence(device, 8_800_000))  # of which running sets 8 aside; weights take 3
+        return rooms[-1]
+
+    monkeypatch.setattr(memory, "Residence", make)
+    tables = []
+    for bound in (None, 1 << 30):
+        asked = search(recipe, options, output=f"{bound}/out.yaml", max_memory=bound)
+        choose(asked)
+        tables.append(asked.table_file("velocity").read_bytes())
+    assert tables[0] == tables[1] and len(rooms) == 1 and 0 < rooms[0].resident_bytes
+
+
 @pytest.mark.slow
 def test_gradients_are_the_same_where_no_block_is_run_again(recipe, tight, monkeypatch):
     monkeypatch.setattr(FluxTransformer2DModel, "_supports_gradient_checkpointing", False)

@@ -226,6 +226,16 @@ def test_another_choice_is_not_written_over_a_checkpoint(mixed, tmp_path) -> Non
         assemble(replace(mixed.search, options=replace(mixed.search.options, assemble=str(tmp_path / "mixed"))), result)
 
 
+def test_a_search_that_has_to_run_writes_over_no_checkpoint(folders, mixed, tmp_path) -> None:
+    shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
+    assert search(folders, tmp_path).job.finished  # its own checkpoint
+    with pytest.raises(ValueError, match=r"mixed exists; give another --assemble, or --overwrite to replace it"):
+        search_of(
+            replace(mixed.search.job.options, output=str(tmp_path / "other.yaml")),
+            replace(mixed.search.options, bits=9.0, assemble=str(tmp_path / "mixed")),
+        )
+
+
 def test_another_first_checkpoint_is_not_taken_for_the_one_that_gave_all_else(mixed, tmp_path) -> None:
     shutil.copytree(mixed.folder, tmp_path / "mixed")
     asked = replace(mixed.search, options=replace(mixed.search.options, assemble=str(tmp_path / "mixed")))

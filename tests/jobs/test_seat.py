@@ -143,7 +143,7 @@ def test_turns_of_several_denoisers_are_no_sum_and_left_out(counted) -> None:
     [
         ("much", "vram is 'much', expected bytes, or a size with its unit, as in '12GB'"),
         ("500MB", "a GPU's driver and libraries alone keep 600 MB"),
-        ("8GB", r"--vram: the largest plan takes 0\.6037 GB with everything on the GPU, so there is no choice"),
+        ("8GB", r"fits in 16 bit already, 0\.6037 GB with everything on the GPU, so there is no choice; leave it"),
     ],
 )
 def test_in_python_a_card_is_a_text_and_one_without_a_choice_is_refused(vram, words, counted, here) -> None:

@@ -137,6 +137,12 @@ def test_modules_that_patterns_name_are_set_and_all_others_are_in_16_bit(calls) 
     assert fluxq.set_attention(model, "16bit") >= 3 and torch.equal(output(model), before)
 
 
+@pytest.mark.parametrize("patterns", ["transformer_blocks.0.attn", 3, [3]])
+def test_patterns_are_a_list_of_texts(patterns) -> None:
+    with pytest.raises(ValueError, match="expected a list of patterns, as in"):
+        fluxq.set_attention(model_of(FLUX), {"fp8": patterns})
+
+
 def test_a_family_whose_attention_nothing_can_replace_is_refused_by_name() -> None:
     model = model_of(FAMILIES["sd3"])
     assert not any(hasattr(getattr(m, "processor", None), "_attention_backend") for m in model.modules())

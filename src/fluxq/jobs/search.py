@@ -29,6 +29,7 @@ from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, st
 from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.jobs.seat import Seat, seat_of
+from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.structure import component_family
 from fluxq.recipes.budget import extremes, total
@@ -139,7 +140,7 @@ class Search:
 
     def table_digest(self, measure: Measure) -> str:
         """Return the digest of all that decides a table."""
-        names = ("fluxq", "model", "units", "prompts", "call", "dtype", "seed", "count", "fitted")
+        names = ("fluxq", "model", "others", "units", "prompts", "call", "steps", "dtype", "seed", "count", "fitted")
         decisive = {name: self.job.identity[name] for name in names if name in self.job.identity}
         return job_digest([measure, decisive])
 
@@ -218,11 +219,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     reads = reads_of(job.folder.path, vars(job_options)) | {f"the checkpoint {one}": one for one in options.fitted}
     output.require(reads, overwrite=job_options.overwrite, exists_ok=True)
     if options.assemble is not None:
-        reads |= {"the recipe that is written": place}
-        try:
-            Output(Path(options.assemble)).require(reads, overwrite=job_options.overwrite, exists_ok=True)
-        except ValueError as error:
-            raise ValueError(str(error).replace("another --output", "another --assemble")) from None
+        _require_assemblable(search, reads | {"the recipe that is written": place}, exists_ok=True)
     if not writes:
         return search
     job = replace(search.job, run=_run(search, job_options))
@@ -233,6 +230,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     elif ranks.leads:
         require_no_other(job)
         _require_own_tables(search)
+        if options.assemble is not None:  # the checkpoint of a finished search may stand there, no other
+            _require_assemblable(search, reads, exists_ok=False)
     return replace(search, job=replace(search.job, finished=ranks.agree(search.job.finished)))
 
 
@@ -385,6 +384,11 @@ def _with_budget(search: Search) -> Search:
         )
     if limit > largest and len(offer.options) > 1:
         where = f" with {search.seat.way}" if search.seat else ""
+        if all(SIXTEEN_BIT in options for options in offer.choices.values()):
+            raise ValueError(
+                f"--{kind}: all that is chosen from fits in 16 bit already, {search.in_words(largest, 4)}{where}, so "
+                "there is no choice; leave it as it is, or give less"
+            )
         raise ValueError(
             f"--{kind}: the largest plan takes {search.in_words(largest, 4)}{where}, so there is no choice; give less, "
             "or a --menu with a larger format"
@@ -400,9 +404,11 @@ def _identity(search: Search) -> dict[str, Any]:
         "fluxq": fluxq.__version__,
         "recipe": job.recipe.digest,
         "model": {component: job.folder.digest(component) for component in offer.parts},
+        "others": digest_rest(job.folder, offer.parts),
         "units": sha256_json([dict(offer.units), dict(offer.choices), layers]),
         "prompts": job.prompts.digest,
         "call": job.call,
+        "steps": job.calibration.steps,
         "dtype": job.options.dtype,
         "seed": job.calibration.seed,
         "count": search.options.count,
@@ -424,6 +430,15 @@ def _is_finished(search: Search) -> bool:
     return output.holds(job_digest(decisive(job)))
 
 
+def _require_assemblable(search: Search, reads: Mapping[str, Any], *, exists_ok: bool) -> None:
+    """Raise ValueError, as `Output.require` does, for a place that a checkpoint cannot be put together at."""
+    try:
+        output = Output(Path(str(search.options.assemble)))
+        output.require(reads, overwrite=search.job.options.overwrite, exists_ok=exists_ok)
+    except ValueError as error:
+        raise ValueError(str(error).replace("another --output", "another --assemble")) from None
+
+
 def _require_own_tables(search: Search) -> None:
     """Raise ValueError for a table of another request in this one's place, unless it may be replaced."""
     for measure in search.measures:
@@ -435,8 +450,9 @@ def _require_own_tables(search: Search) -> None:
             raise ValueError(f"{file} is no table of errors, and would be replaced; move it, or give another --output")
         if digest != search.table_digest(measure) and not search.job.options.overwrite:
             raise ValueError(
-                f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed or count, "
-                "or another version of fluxq; give an --output in another folder, or --overwrite to measure again"
+                f"{file}: errors of another model, recipe, menu, --from, call, dtype, set of prompts, seed, count or "
+                "number of steps looked at, or another version of fluxq; give an --output in another folder, or "
+                "--overwrite to measure again"
             )
 
 

@@ -48,6 +48,13 @@ def set_attention(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) -
         if word not in BACKENDS:
             raise ValueError(f"attention is {word!r}, expected one of {', '.join(BACKENDS)}")
         _require_package(word)
+    for patterns in attention.values() if isinstance(attention, Mapping) else ():
+        if (
+            not isinstance(patterns, Sequence)
+            or isinstance(patterns, str)
+            or not all(isinstance(pattern, str) for pattern in patterns)
+        ):
+            raise ValueError(f"attention: expected a list of patterns, as in ['blocks.*.attn'], got {patterns!r}")
     modules = _set_modules(model, attention)
     for name, module, _ in modules:
         if not hasattr(module.processor, "_attention_backend"):
