@@ -243,7 +243,7 @@ class Auto(Strict):
     menu: list[str] = []
     dialect: str | None = None
     measure: Literal["velocity", "adjoint"] | None = None
-    count: int = Field(default=8, ge=1, le=1 << 20)
+    count: int = Field(default=8, ge=1, le=10_000)
     modulation: bool = False
     attention: bool = False
 

@@ -141,7 +141,7 @@ def plan(
 )
 @click.option(
     "--count",
-    type=click.IntRange(1, 1 << 20),
+    type=click.IntRange(1, 10_000),
     metavar="N",
     help="Images that errors are measured on, by default 8; two to four times as many decide.",
 )
