@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.integrations.loading import (
     FluxqConfig,
+    attention_in,
     check_tensor,
     dequantize_layers,
     lacking,
@@ -185,9 +186,7 @@ class FluxqQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)
-        from fluxq.quantize.structure import attention_of
-
-        if attention_of(model) != "16bit":
+        if attention_in(model) != "16bit":
             from fluxq.runtime.attention_choice import set_attention
 
             set_attention(model, "16bit")

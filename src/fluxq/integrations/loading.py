@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fluxq.base.files import write_text
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
-from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig, Steps
+from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by
 from fluxq.recipes.formats import Scheme
 
 
@@ -146,12 +146,19 @@ def _patterns(patterns: str | Iterable[str]) -> list[str]:
 
 def _layers_of(model: nn.Module, steps: Steps | None) -> QuantizationConfig:
     """Describe a model's layers; PEFT puts those that it adapts one level down."""
-    from fluxq.quantize.structure import attention_of
-
-    attention = attention_of(model)
+    attention = attention_in(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
     named = ((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)
     return QuantizationConfig.of(named, attention, steps)
+
+
+def attention_in(model: nn.Module) -> Attentions:
+    """Return the arithmetic of a model's self-attention; families' rows are imported only if some is not in 16 bit."""
+    if not any(attention_by(getattr(module, "processor", None)) for module in model.modules()):
+        return "16bit"
+    from fluxq.quantize.structure import attention_of
+
+    return attention_of(model)
 
 
 def put_layers(model: nn.Module, schemes: Mapping[str, Scheme], dtype: torch.dtype) -> dict[str, Tensor]:
