@@ -66,6 +66,19 @@ class Trajectory:
         return sha256_json(asdict(self))
 
 
+def final_latents(
+    pipe: Any,
+    items: Sequence[Item],
+    call: Mapping[str, Any],
+    *,
+    batch_size: int | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> list[Tensor]:
+    """Return the final latents of each image, fp64 on the CPU: images may differ in size. Arguments: `run_pipeline`."""
+    runs = run_pipeline(pipe, items, call, batch_size=batch_size, on_step=on_step)
+    return [image for _, latents in runs for image in latents.double().cpu()]
+
+
 def run_pipeline(
     pipe: Any,
     items: Sequence[Item],

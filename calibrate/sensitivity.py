@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import progress
 from fluxq.base.ranks import ALONE, Ranks
-from fluxq.calibrate.capture import Item, run_pipeline
+from fluxq.calibrate.capture import Item, final_latents
 from fluxq.calibrate.stand_ins import replaced_forwards
 
 IMAGES = 4
@@ -135,11 +135,10 @@ class _Run:
 def _latents(
     pipe: Any, models: Sequence[nn.Module], items: Sequence[Item], call: Mapping[str, Any], run: _Run
 ) -> Tensor:
-    """Return the final latents of the run, one after the other, fp64 on the CPU: images may differ in size."""
+    """Return the final latents of the run, one after the other."""
     with replaced_forwards({model: run.around(model.forward) for model in models}):
-        images = run_pipeline(pipe, items, call, on_step=run.at_step)
-        latents = [final.cpu().double().flatten() for _, final in images]
-    return torch.cat(latents)
+        latents = final_latents(pipe, items, call, on_step=run.at_step)
+    return torch.cat([image.flatten() for image in latents])
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fluxq.calibrate.capture import Item, run_pipeline
+from fluxq.calibrate.capture import Item, final_latents
 
 L = TypeVar("L", bound=nn.Module)
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def changes_of_runs(
 
     @torch.no_grad()
     def latents() -> Tensor:
-        return torch.cat([z.double().cpu().flatten() for _, z in run_pipeline(pipe, items, call, batch_size=1)])
+        return torch.cat([image.flatten() for image in final_latents(pipe, items, call, batch_size=1)])
 
     plain = latents() if pairs else torch.empty(0)
     for unit, option in pairs:

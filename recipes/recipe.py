@@ -439,6 +439,17 @@ def parse_gate(text: str) -> Condition:
     return Condition(metric, bounds)
 
 
+def latent_bound(gate: str) -> float:
+    """Return the dB of a gate that runs up to the final latents can judge; ValueError for any other gate."""
+    condition = parse_gate(gate)
+    ((comparison, bound), *others) = condition.bounds
+    if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
+        raise ValueError(f"--gate {gate!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
+    if bound < 0:
+        raise ValueError(f"--gate {gate!r}: below 0 dB all is error; write 'latent_sqnr>=30', say")
+    return bound
+
+
 def gate_holds(text: str, measured: Mapping[str, float | None]) -> bool:
     """Tell whether a measured value satisfies the gate; NaN, None and a missing metric never do."""
     condition = parse_gate(text)

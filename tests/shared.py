@@ -24,7 +24,8 @@ from torch import nn
 from fluxq import tiny
 from fluxq.base import devices
 from fluxq.base.console import logger
-from fluxq.jobs import making
+from fluxq.base.residence import Residence
+from fluxq.jobs import making, memory
 from fluxq.recipes.family import Family, matches
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
@@ -370,3 +371,16 @@ def pytest_runtest_makereport(item: pytest.Item):
     if marker and report.when == "call" and report.passed and recipe_of(item) in COLUMNS:
         word = dict(item.user_properties).get("cell", "yes")
         report.user_properties.append(("feature", [marker.args[0], recipe_of(item), str(word)]))
+
+
+@pytest.fixture
+def tight(monkeypatch) -> list[Residence]:
+    """Every weight is read each time, whatever the bound: the residences that were made."""
+    made = []
+
+    def make(device: str, _limit: int) -> Residence:
+        made.append(Residence(device, 1000))
+        return made[-1]
+
+    monkeypatch.setattr(memory, "Residence", make)
+    return made

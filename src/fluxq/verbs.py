@@ -180,7 +180,7 @@ def auto(
     from fluxq.recipes.recipe import load_recipe
     from fluxq.runtime.place import room_of
 
-    _require_known(options)
+    _require_known(options, _OF_AUTO)
     checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, (str, PathLike)) else fitted))
     recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
@@ -228,7 +228,7 @@ def choose_steps(
     from fluxq.jobs.job import JobOptions
     from fluxq.runtime.skip import read_list
 
-    _require_known(options)
+    _require_known(options, _OF_STEPS)
     arguments = _checked(options, prompts=prompts, call=call, overwrite=overwrite)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = f"{_require_plain(pipeline)}-steps.json"
@@ -301,15 +301,16 @@ def evaluate_pipeline(
     return report
 
 
-_OF_AUTO = {"components", "include", "exclude", "device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
+_OF_STEPS = {"device", "dtype", "seed", "revision", "local_files_only"}
+_OF_AUTO = {*_OF_STEPS, "components", "include", "exclude", "max_memory"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
 
 
-def _require_known(options: Mapping[str, Any]) -> None:
-    if unknown := options.keys() - _OF_AUTO:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(_OF_AUTO))}")
+def _require_known(options: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := options.keys() - known:
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
 
 
 def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:

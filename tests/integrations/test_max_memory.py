@@ -286,19 +286,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.fixture
-def tight(monkeypatch) -> list[Residence]:
-    """Every weight is read each time, whatever the bound: the residences that were made."""
-    made = []
-
-    def make(device: str, _limit: int) -> Residence:
-        made.append(Residence(device, 1000))
-        return made[-1]
-
-    monkeypatch.setattr(memory, "Residence", make)
-    return made
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{}, pytest.param({"parallel_blocks": True, "check": False}, marks=pytest.mark.slow)], ids=["", "parallel"]

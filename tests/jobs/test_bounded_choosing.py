@@ -38,19 +38,6 @@ def recipe(tmp_path, monkeypatch) -> str:
     return "mine.yaml"
 
 
-@pytest.fixture
-def tight(monkeypatch) -> list[Residence]:
-    """Every weight is read each time, whatever the bound: the residences that were made."""
-    made = []
-
-    def make(device: str, _limit: int) -> Residence:
-        made.append(Residence(device, 1000))
-        return made[-1]
-
-    monkeypatch.setattr(memory, "Residence", make)
-    return made
-
-
 def search(recipe: str, options: AutoOptions = OPTIONS, **job: Any) -> Search:
     return search_of(JobOptions(**{"recipe": recipe, "call": {"num_inference_steps": 1}, **job}), options)
 

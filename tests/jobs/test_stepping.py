@@ -174,5 +174,9 @@ def test_the_command_prints_the_list_and_the_verb_returns_it() -> None:
     assert again["list"] == steps.to_dict()
     call = {"num_inference_steps": 6}
     assert fluxq.choose_steps("tiny", compute=0.5, count=4, call=call, dtype="float32") == steps
+    with pytest.raises(TypeError, match="max_memory: no such option"):  # which a search takes
+        fluxq.choose_steps("tiny", compute=0.5, max_memory=1 << 30)
+    with pytest.raises(ValueError, match="below 0 dB all is error"):
+        fluxq.choose_steps("tiny", gate="latent_sqnr>=-99999")
     with pytest.raises(TypeError, match="bits: no such option"):
         fluxq.choose_steps("tiny", compute=0.5, bits=4)

@@ -38,7 +38,7 @@ from fluxq.jobs.making import sampling_of
 from fluxq.jobs.search import MOST_PLANS, Search, table_job
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, best, improved_together, paying_moves
-from fluxq.recipes.recipe import gate_holds, parse_gate
+from fluxq.recipes.recipe import gate_holds, latent_bound
 
 _FAILURES = 2  # in a row that end the swaps
 
@@ -169,7 +169,7 @@ def _decide(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> T
 def _hold(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> Tried:
     """Return the cheapest plan that holds the gate, by runs; RuntimeError if none of those tried does."""
     gate = str(search.options.gate)
-    costs, bound = search.costs.numbers, parse_gate(gate).bounds[0][1]
+    costs, bound = search.costs.numbers, latent_bound(gate)
     for measure, table in tables.items():
         errors, most = _errors(search, table), 10 ** (-bound / 10)
         for _ in range(MOST_PLANS):

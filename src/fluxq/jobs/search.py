@@ -36,7 +36,7 @@ from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.family import matches
 from fluxq.recipes.plan import component_recipe
-from fluxq.recipes.recipe import Recipe, load_recipe, parse_gate
+from fluxq.recipes.recipe import Recipe, latent_bound, load_recipe
 from fluxq.runtime.place import room_of
 
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
@@ -274,12 +274,7 @@ def _require_sound(options: AutoOptions) -> None:
     """Raise ValueError for options that mean nothing, or contradict each other."""
     kind, value = options.budget
     if kind == "gate":
-        condition = parse_gate(str(value))
-        ((comparison, bound), *others) = condition.bounds
-        if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
-            raise ValueError(f"--gate {value!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-        if bound < 0:
-            raise ValueError(f"--gate {value!r}: below 0 dB all is error; write 'latent_sqnr>=30', say")
+        latent_bound(str(value))
     elif isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < _TOO_LARGE):
         raise ValueError(f"--{kind} {value!r}: expected a number above 0 and below {_TOO_LARGE:g}")
     if kind == "ms" and options.gpu is None:
@@ -353,7 +348,7 @@ def _dialect(options: AutoOptions) -> str | None:
 def recipe_file(model: str, options: AutoOptions) -> str:
     """Return the name of the file that a search writes unless told where."""
     kind, value = options.budget
-    bound = parse_gate(value).bounds[0][1] if kind == "gate" else value / 1e9 if kind in ("size", "vram") else value
+    bound = latent_bound(value) if kind == "gate" else value / 1e9 if kind in ("size", "vram") else value
     unit = {"gate": "dB", "size": "GB", "vram": "GB-vram"}.get(kind, kind)
     return f"{Path(model).name}-{bound:g}{unit}.yaml"
 
@@ -366,9 +361,9 @@ def _with_budget(search: Search) -> Search:
         search = replace(search, costs=stored_bits(offer))
         limit = math.floor(value * search.unit[1])
     elif kind == "vram":
-        limit = 8 * room_of(value)
-        costs, seat = seat_of(job, offer, room_of(value))
-        search = replace(search, costs=costs, seat=seat)
+        room = room_of(value)
+        costs, seat = seat_of(job, offer, room)
+        search, limit = replace(search, costs=costs, seat=seat), 8 * room
     elif kind == "ms" or (kind == "gate" and options.gpu):
         search = replace(search, costs=modelled_ms(job, offer, str(options.gpu), options.times))
         limit = value

@@ -34,7 +34,7 @@ from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
-from fluxq.recipes.recipe import gate_holds, parse_gate
+from fluxq.recipes.recipe import gate_holds, latent_bound
 from fluxq.recipes.step_list import ORDERS
 from fluxq.runtime.skip import KIND
 from fluxq.runtime.step_trials import IMAGES, SEED, Trials, TriedList, computed_of, require_share
@@ -75,7 +75,7 @@ def request_of(
     if compute is not None:
         require_share(compute)
     if gate is not None:
-        _require_sound(gate)
+        latent_bound(gate)
     if count < FEWEST_IMAGES:
         raise ValueError(f"--count {count}: so few images say too little of others; take {FEWEST_IMAGES} or more")
     job = job_of(replace(options, check=False), writes=False, runs=False)
@@ -129,14 +129,6 @@ def passes_of(request: Request) -> dict[str, int]:
     return {"velocities": request.count * steps, "runs": runs * request.count * steps}
 
 
-def _require_sound(gate: str) -> None:
-    """Raise ValueError for a gate on something else than the final latents."""
-    condition = parse_gate(gate)
-    ((comparison, _), *others) = condition.bounds
-    if condition.metric != "latent_sqnr" or others or comparison not in (">", ">="):
-        raise ValueError(f"--gate {gate!r}: runs measure the final latents alone; write 'latent_sqnr>=30', say")
-
-
 def _identity(request: Request) -> dict[str, Any]:
     """Return all that decides what is written."""
     job = request.job
@@ -181,7 +173,7 @@ def _shared(request: Request, trials: Trials) -> TriedList:
 def _held(request: Request, trials: Trials) -> TriedList:
     """Return the list of fewest computed steps that holds the gate, by runs; RuntimeError if none tried does."""
     gate, total = str(request.gate), len(trials.velocities.levels)
-    bound = parse_gate(gate).bounds[0][1]
+    bound = latent_bound(gate)
     most, ran = 10 ** (-bound / 10), dict[int, TriedList]()
     fails, holds = min(trials.paths[0]) - 1, total
     while holds - fails > 1 and len(ran) < _MOST_COUNTS:

@@ -24,7 +24,7 @@ from fluxq.base.files import (
     sha256_json,
     write_sealed_json,
 )
-from fluxq.calibrate.capture import Item, batches, run_pipeline
+from fluxq.calibrate.capture import Item, batches, final_latents
 from fluxq.calibrate.errors import SIXTEEN_BIT
 from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weights
 from fluxq.eval.debug.patch import improved
@@ -188,11 +188,9 @@ class Bench:
         return self.references[number]
 
     def _latents(self, number: int) -> list[Tensor]:
-        """Return the final latents of each image of a round, fp64 on the CPU."""
-        call = self.search.job.call
+        """Return the final latents of each image of a round."""
         with torch.no_grad():
-            made = [z.double().cpu() for _, z in run_pipeline(self.pipe, self.search.judging[number], call)]
-        return [image for batch in made for image in batch]
+            return final_latents(self.pipe, self.search.judging[number], self.search.job.call)
 
     def _items(self, number: int) -> list[Item]:
         """Return the images of a round in the order in which the pipeline makes them."""

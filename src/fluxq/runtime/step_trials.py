@@ -18,7 +18,7 @@ from torch import Tensor
 from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.capture import Item, run_pipeline
+from fluxq.calibrate.capture import Item, final_latents
 from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
@@ -114,9 +114,7 @@ class Trials:
 
     @torch.no_grad()
     def _latents(self) -> list[Tensor]:
-        """Return the final latents of each image, fp64 on the CPU."""
-        batches = [z.double().cpu() for _, z in run_pipeline(self.pipe, self.items, self.call)]
-        return [image for batch in batches for image in batch]
+        return final_latents(self.pipe, self.items, self.call)
 
 
 def made_list(pipe: Any, denoisers: Sequence[str], compute: float, call: Mapping[str, Any]) -> StepList:
