@@ -32,7 +32,7 @@ from fluxq.calibrate.capture import number_of_steps
 from fluxq.calibrate.paths import FEWEST_IMAGES, Velocities, measure_velocities, require_listed
 from fluxq.jobs import memory
 from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
-from fluxq.jobs.planning import job_of
+from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
@@ -90,7 +90,7 @@ def request_of(
     numbers = None if mask is None else read_mask(mask)
     if numbers:
         options = replace(options, call={"num_inference_steps": len(numbers), **options.call})
-    job = job_of(replace(options, check=False), writes=False, runs=False)
+    job = job_of(replace(options, check=False, max_memory=None), writes=False, runs=False)
     require_steps(job.folder)
     scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
     require_followed(scheduler)
@@ -105,13 +105,8 @@ def request_of(
         raise ValueError(f"output {place}: a list of steps is a .json file; call it {place.stem}.json, say")
     output = Output(place, True)
     output.require(reads_of(job.folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True)
-    weights = memory.weight_bytes(job.folder, options.dtype)
-    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, options.device)
-    if in_turns:
-        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    job = replace(job, output=place, run=Run(device))
-    request = Request(job, compute, gate, count, denoisers_of(job.folder), numbers)
-    job = replace(request.job, identity=_identity(request))
+    request = Request(replace(job, output=place), compute, gate, count, denoisers_of(job.folder), numbers)
+    job = replace(request.job, identity=_identity(request), run=_run(request, options))
     finished = False
     if not options.overwrite:
         output.require_free(overwrite=False, job=job_digest(decisive(job)))
@@ -121,13 +116,26 @@ def request_of(
     return replace(request, job=replace(job, finished=finished))
 
 
+def _run(request: Request, options: JobOptions) -> Run:
+    """Return where the list can be made; ValueError for memory in which it cannot."""
+    job = request.job
+    sizes = memory.sizes_of(request.items, job.call)
+
+    def demand_on(device: str) -> memory.Demand:
+        return memory.demand_of(device, options.dtype, job.folder, sizes=sizes, shown=(), fitted=(), fused=())
+
+    if options.max_memory is not None:
+        return replace(job.run, memory=demand_on(job.run.device).bound(options.max_memory))
+    return settle_by(demand_on, job, options.device, "smaller images (--height, --width) take less")
+
+
 def make_list(request: Request) -> dict[str, Any]:
     """Make the list, write it and what was measured, and return that."""
     job = request.job
     if job.finished:
         clear_leftovers(job)
         return read_json(job.output)
-    with work_of(job) as work:
+    with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         pipe = job.load_reference()
         velocities = _velocities(request, pipe, work / _VELOCITIES)
         trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / _RUNS)
