@@ -326,8 +326,8 @@ def test_a_list_is_made_on_the_spot(pipe) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({}, "give steps= or compute="),
-        ({"steps": [0, 5], "compute": 0.5}, "give steps= or compute="),
+        ({}, "this pipeline's checkpoint has no list of steps: give one"),
+        ({"steps": [0, 5], "compute": 0.5}, "compute= makes another: give one of them"),
         ({"steps": [0, 5], "call": {}}, "leave it out"),
         ({"compute": 0}, "above 0 and at most 1"),
         ({"steps": []}, "expected the numbers of the steps to compute"),
