@@ -2,11 +2,14 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from family_pipelines import wan_2
 
 import fluxq
 from fluxq import tiny
@@ -97,6 +100,38 @@ def test_an_interrupted_list_goes_on_and_the_checkpoint_is_the_same(root, folder
         except KeyboardInterrupt:
             assert not (root / "again").exists()
     assert measured == [1, 2] and recorded(root / "again") == recorded(folder)
+
+
+def test_within_a_bound_of_memory_list_and_check_are_the_same(root, folder, monkeypatch) -> None:
+    monkeypatch.setattr(listing, "IMAGES", 4)
+    made = making.quantize(making.job_of(options(root, output="bound", max_memory=70 << 20)))
+    assert recorded(root / "bound") == recorded(folder)
+    assert made.check == read_record(folder).check
+
+
+@pytest.mark.slow
+def test_two_denoisers_record_the_list_of_their_pipeline(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(listing, "IMAGES", 4)
+    torch.manual_seed(0)
+    pipe, call = wan_2()
+    pipe.save_pretrained(tmp_path / "model")
+    write_json(tmp_path / "model" / "fluxq_generation.json", {**call, "num_inference_steps": 8})
+    (tmp_path / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
+    job = making.job_of(replace(options(tmp_path, check=False), model=str(tmp_path / "model")))
+    making.quantize(job)
+    lists = [read_json(tmp_path / "out" / name / "config.json") for name in ("transformer", "transformer_2")]
+    one, other = (each["quantization_config"]["runtime"] for each in lists)
+    assert one == other and one["steps"]["8"]["models"].keys() == {"transformer", "transformer_2"}
+    loaded = diffusers.WanPipeline.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    with skip_steps(loaded) as skipped:
+        loaded("a", output_type="latent", **{**call, "num_inference_steps": 8})
+    assert 0 < skipped.computed < skipped.calls
+    loaded.transformer_2.config.quantization_config._runtime = {"steps": {}}
+    skip_steps(loaded).remove()
+    fewer = dict(one["steps"]["8"], compute=[0, 7])
+    loaded.transformer_2.config.quantization_config._runtime = {"steps": {"8": fewer}}
+    with pytest.raises(ValueError, match=r"of checkpoints with different lists of steps: give one as steps="):
+        skip_steps(loaded)
 
 
 # --- who uses it
@@ -206,11 +241,9 @@ def test_a_share_alone_keeps_no_steps(tmp_path) -> None:
 def test_loading_by_a_recipe_with_a_share_says_what_makes_the_list(tmp_path, tiny_folder, caplog) -> None:
     (tmp_path / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
     how = fluxq.FluxqConfig(recipe=str(tmp_path / "half.yaml"))
-    import diffusers
-
     with caplog.at_level(logging.WARNING, "fluxq"):
         model = diffusers.FluxTransformer2DModel.from_pretrained(
-            tiny_folder, subfolder="transformer", quantization_config=how, torch_dtype=torch.bfloat16
+            tiny_folder, subfolder="transformer", quantization_config=how, dtype=torch.bfloat16
         )
     assert "`fluxq.skip_steps(pipe, compute=0.5)` makes it once the pipeline is loaded" in caplog.text
     assert "runtime" not in model.config.quantization_config.to_dict()
