@@ -18,7 +18,7 @@ from fluxq import tiny
 from fluxq.calibrate.paths import Velocities, Way
 from fluxq.cli import cli
 from fluxq.commands.exchanging import OF_LISTS
-from fluxq.jobs import stepping
+from fluxq.jobs import listing, stepping
 from fluxq.jobs.job import JobOptions
 from fluxq.recipes.step_exports import read_mask
 from fluxq.runtime import step_trials
@@ -81,7 +81,7 @@ def test_another_text_encoder_is_another_request(tiny_folder) -> None:
 
 def test_an_interrupted_run_goes_on(monkeypatch) -> None:
     measured, ran = [], []
-    measure, run = stepping.measure_velocities, step_trials.Trials._squares
+    measure, run = listing.measure_velocities, step_trials.Trials._squares
 
     def broken(self: Any, steps: Any) -> Any:
         ran.append(steps)
@@ -89,7 +89,7 @@ def test_an_interrupted_run_goes_on(monkeypatch) -> None:
             raise KeyboardInterrupt
         return run(self, steps)
 
-    monkeypatch.setattr(stepping, "measure_velocities", lambda *args: (measured.append(1), measure(*args))[1])
+    monkeypatch.setattr(listing, "measure_velocities", lambda *args: (measured.append(1), measure(*args))[1])
     monkeypatch.setattr(step_trials.Trials, "_squares", broken)
     with pytest.raises(KeyboardInterrupt):
         made()
@@ -106,7 +106,7 @@ def test_a_list_is_the_same_within_a_bound_of_memory(tight) -> None:
     bounded = stepping.request_of(replace(OPTIONS, output="bounded.json", max_memory=1 << 30), compute=0.5, count=4)
     assert stepping.make_list(bounded) == plain
     assert len(tight) == 1 and tight[0].resident_bytes < 1 << 20  # of 7 MB
-    with pytest.raises(ValueError, match=r"--max-memory 0\.0 GiB: running .* needs .*; give at least that"):
+    with pytest.raises(ValueError, match=r"--max-memory 1MiB: running transformer on .* needs .*; give at least that"):
         stepping.request_of(replace(OPTIONS, output="less.json", max_memory=1 << 20), compute=0.5, count=4)
 
 
