@@ -36,7 +36,7 @@ class SkippedSteps(Handle):
         self.pipe, self.steps = pipe, steps
         self.calls = self.computed = 0
         require_followed(pipe.scheduler)
-        _require_own(steps, pipe.scheduler)
+        require_own(steps, pipe.scheduler)
         _require_own_model(steps, pipe)
         self._follower = Follower(lambda: pipe.scheduler)
         self._chosen: tuple[Any, ...] = (None, frozenset[int](), ())
@@ -55,7 +55,7 @@ class SkippedSteps(Handle):
         key, computed, levels = self._chosen
         if key is None or key[0] is not schedule or key[1:] != (begin, total):
             scheduler = self.pipe.scheduler
-            _require_own(self.steps, scheduler)
+            require_own(self.steps, scheduler)
             _require_one_level(model, timestep_of(model, args, kwargs))
             levels = levels_of(scheduler)[begin : begin + total]
             require_falling(levels, type(scheduler).__name__)
@@ -152,7 +152,7 @@ def _combined(factors: Sequence[float], values: Sequence[Any]) -> Any:
     return functools.reduce(torch.add, terms).to(last.dtype)
 
 
-def _require_own(steps: StepList, scheduler: Any) -> None:
+def require_own(steps: StepList, scheduler: Any) -> None:
     """Raise ValueError for a list of another scheduler, or of another shift."""
     name, settings = type(scheduler).__name__, placing(scheduler)
     if name != steps.scheduler:
