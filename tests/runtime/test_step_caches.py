@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -148,12 +149,10 @@ def test_a_denoiser_without_caches_and_an_error_inside_one_are_told_by_name():
     class Denoiser(nn.Module):
         pass
 
-    class Pipe:
-        components = {"transformer": Denoiser()}
-
+    pipe = SimpleNamespace(components={"transformer": Denoiser()})
     with pytest.raises(RuntimeError, match=r"PAB 2 does not work .*Denoiser takes no step cache.*leave out"):
         with naming(cache_of("pab=2")):
-            enable_cache(Pipe(), cache_of("pab=2"))
+            enable_cache(pipe, cache_of("pab=2"))
     with pytest.raises(RuntimeError, match=r"PAB 2 does not work with this model \(KeyError: "):
         with naming(cache_of("pab=2")):
             raise KeyError("timestep")
