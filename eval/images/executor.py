@@ -48,9 +48,9 @@ from fluxq.base.output import Output, atomic_output, sole_writer
 from fluxq.base.ranks import ALONE, Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
-from fluxq.eval.images.denoiser import denoisers
 from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
+from fluxq.runtime.skipped import denoisers_in, skipped_in
 from fluxq.runtime.step_caches import counted, naming
 
 WORK_FILE = "work.json"
@@ -141,7 +141,7 @@ class ManifestLine(BaseModel):
     image, latents: SHA-256 of its files; of a video's frames, that of their names and SHA-256.
     seconds: share of the call's time.
     frames: number of frames of a video.
-    computed: with a step cache, share of the multiplications of all steps that were made.
+    computed: with a step cache or a list of steps, share of the multiplications of all steps that were made.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -203,7 +203,7 @@ class ImageFolder:
 
     @property
     def computed(self) -> float | None:
-        """Share of the multiplications of all steps that a step cache left; None without one."""
+        """Share of the multiplications of all steps that were made; None where nothing leaves any out."""
         shares = [row.computed for row in self.rows if row.computed is not None]
         return fmean(shares) if shares else None
 
@@ -305,8 +305,9 @@ class Worker:
         """Make a chunk: its files, then its rows. OSError naming the folder if the disk is full."""
         chunk = self.work.chunks[index]
         start = time.perf_counter()
-        cache = self.work.side.cache
-        with naming(cache), counted(denoisers(self.pipe).values() if cache else ()) as computed:
+        models = [model for _, model in denoisers_in(self.pipe)]
+        is_whole = self.work.side.cache is None and not any(map(skipped_in, models))
+        with naming(self.work.side.cache), counted(() if is_whole else models) as computed:
             batch = generate_batch(self.pipe, chunk.items, self.work.call)
         seconds = (time.perf_counter() - start) / len(chunk.items)
         try:
@@ -323,7 +324,7 @@ class Worker:
                     seconds=round(seconds, 4),
                     device=self.device,
                     frames=batch.frames,
-                    computed=computed() if cache else None,
+                    computed=None if is_whole else computed(),
                 )
                 for name, (prompt, seed), (image, latents), finite in zip(
                     chunk.names, chunk.items, hashes, batch.finite, strict=True

@@ -443,6 +443,9 @@ class Debug(Strict):
     patch: Patch | None = None
 
 
+STEPS = "steps"  # label, in what is said of a run or a timing, of a checkpoint's list of computed steps
+
+
 class Run(Strict):
     """One quantized side.
 
@@ -450,7 +453,7 @@ class Run(Strict):
     recipe_digest: SHA-256 of the recipe.
     backend: arithmetic that was asked for, a key of BACKENDS.
     cache: step cache, list of steps or number of steps in words; null for all steps.
-    computed: share of the multiplications of all steps that it leaves; null without one.
+    computed: share of the multiplications of all steps that it leaves; null where that is all.
     fewer: name of the run of fewer steps that computes no less, where there are any.
     served: arithmetic and memory of its layers.
     speed: of that same arithmetic.

@@ -253,7 +253,7 @@ def _gigabytes(run: Run, reference: bool) -> float | None:
 
 def _share(run: Run, reference: bool) -> float | None:
     """Return the share of all steps that is computed."""
-    return 1.0 if reference or run.cache is None else run.computed
+    return 1.0 if reference or (run.cache is run.computed is None) else run.computed
 
 
 def _comparable(runs: Sequence[Run]) -> dict[str, Metric]:

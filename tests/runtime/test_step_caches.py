@@ -138,13 +138,6 @@ def test_fewer_steps_change_the_call_and_not_the_pipeline(pipe):
     assert fewer_steps(3).label == "3 steps" and not fewer_steps(3).is_unmeasured
 
 
-@pytest.mark.slow
-def test_a_share_is_made_into_a_list_of_as_many_steps(pipe):
-    cache = cache_of("list=0.5")
-    made = cache.having(measured_for(cache, pipe, CALL, ITEM))
-    assert len(made.steps.computed) == 3 and made.value is None
-
-
 def test_a_denoiser_without_caches_and_an_error_inside_one_are_told_by_name():
     class Denoiser(nn.Module):
         pass

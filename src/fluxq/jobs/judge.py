@@ -32,6 +32,7 @@ from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, side_stamps, variant
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
+    STEPS,
     CheckpointSize,
     Debug,
     Item,
@@ -43,6 +44,7 @@ from fluxq.eval.metrics.schema import (
 )
 from fluxq.eval.report import card
 from fluxq.jobs import forecast, memory
+from fluxq.jobs.listing import lists_of_checkpoint
 from fluxq.jobs.requirements import (
     call_of,
     default_frames,
@@ -55,10 +57,10 @@ from fluxq.jobs.requirements import (
 )
 from fluxq.jobs.step_caches import (
     arguments_of,
-    computed_of,
     images_to_measure,
     measured_caches,
     require_caches,
+    share_of,
     sides_of_fewer,
 )
 from fluxq.quantize.exchange.beside import other_small_files
@@ -297,13 +299,14 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
 
     with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
         on_start(_forecast(subject, _runs(subject, backends, FLOOR_IMAGES)))
+        prompt = subject.items[0][0]
         caches = measured_caches(
-            subject.caches, subject.reference, subject.call, subject.items[0][0], options.device, root, engine
+            subject.caches, subject.folder, subject.reference, subject.call, prompt, options.device, root, engine
         )
         sides = variants(subject.quantized, backends, caches)
         reference, again = made(subject.reference), made(floor_side, subject.items[:FLOOR_IMAGES], floor_batch)
         sets = [made(side) for side in sides]
-        fewer = sides_of_fewer(sides, sets, total, engine)
+        fewer = sides_of_fewer(sides, sets, total, engine) if caches else {}
         sides += dict.fromkeys(fewer.values())
         sets += [made(side) for side in sides[len(sets) :]]
     available = [images for images in sets if images is not None]
@@ -326,7 +329,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     runs = tuple(
         run.model_copy(
             update={
-                "computed": computed_of(side, images, total),
+                "computed": share_of(side, images, total),
                 "fewer": same.get(fewer[side.name].name, fewer[side.name].name) if side.name in fewer else None,
             }
         )
@@ -424,7 +427,7 @@ def bench(
     offloaded = [side.name for side in (subject.reference, subject.quantized) if side.offload]
     if offloaded:
         layout["offload"] = f"parts of {' and '.join(offloaded)} take turns on the GPU"
-    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
+    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout, **_listed(subject)}})
     with _sole_writer(subject, SPEED_FILE):
         _keep(subject, SPEED_FILE, speed)
     return speed
@@ -475,7 +478,7 @@ class _Served:
         return f"{self.side.name}, optimized" if self.is_optimized else self.side.name
 
     def open(self, device: str) -> Any:
-        pipe = self.side.open()
+        pipe = self.side.open(skips=False)  # the list comes after graphs (speed.py)
         prepare(pipe, device=device, prefer=self.prefer)
         pipe = self.side.placed(pipe, device)
         if self.is_optimized:
@@ -695,14 +698,21 @@ def _candidates(
         **_origin(record),
     }
     identity = _named(subject), record.recipe.name, record.identity.recipe, _size(record)
-    candidates = []
+    candidates, listed = [], _listed(subject)
     for side in sides:
         pipe = side.open(device)
         is_fewer = side.cache is not None and side.cache.kind == FEWER  # beside the others, at steps of its own
         along = None if is_fewer else drift(followed, pipe, floor=floor)
         gates = () if is_fewer else _gates(subject)
-        candidates.append(Candidate(side, *identity, served(pipe, device), gates, provenance, along))
+        about = provenance | (listed if side.cache is None else {})
+        candidates.append(Candidate(side, *identity, served(pipe, device), gates, about, along))
     return candidates
+
+
+def _listed(subject: Subject) -> dict[str, str]:
+    """Return what a report says of the steps that the checkpoint computes; nothing where it computes all."""
+    lists = lists_of_checkpoint(ModelFolder(subject.quantized.name, Path(subject.quantized.folder)))
+    return {STEPS: ", or ".join(map(str, lists))} if lists else {}
 
 
 def _size(record: Record) -> CheckpointSize:

@@ -7,6 +7,7 @@ So many steps without a cache are a side of their own, with the same prompts and
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,15 +20,20 @@ from fluxq.base.console import logger, without_cure
 from fluxq.base.devices import versions
 from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.model import ModelFolder
+from fluxq.base.output import sole_writer
 from fluxq.calibrate.capture import number_of_steps
 from fluxq.calibrate.paths import require_listed
+from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.images.executor import Engine, ImageFolder, one_thread
 from fluxq.eval.images.sides import Side, shortened
+from fluxq.jobs.job import RUNS
+from fluxq.jobs.listing import velocities_of
 from fluxq.jobs.requirements import scheduler_of
 from fluxq.quantize.structure import denoisers_of
+from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skipped import require_own
 from fluxq.runtime.step_caches import CACHES, FEWER, LIST, StepCache, caches_of, fewer_steps, measured_for
-from fluxq.runtime.step_trials import IMAGES, SEED
+from fluxq.runtime.step_trials import IMAGES, SEED, Trials, computed_of
 from fluxq.runtime.steps import require_followed
 
 _SLACK = 1e-6  # of a share: sums of multiplications are exact
@@ -55,6 +61,7 @@ def require_caches(texts: Sequence[str], folder: ModelFolder, call: Mapping[str,
 
 def measured_caches(
     caches: Sequence[StepCache],
+    folder: ModelFolder,
     reference: Side,
     call: Mapping[str, Any],
     prompt: str,
@@ -66,7 +73,10 @@ def measured_caches(
     made = []
     for cache in caches:
         if cache.is_unmeasured:
-            found = _kept(cache, reference, call, prompt, device, root) if engine.leads else None
+            decides = [cache.value] if cache.kind == LIST else [prompt]
+            facts = [cache.kind, decides, reference.describe(), call, torch.device(device).type, versions()]
+            work = root / f"{cache.kind}-{sha256_json(facts)[:16]}.work"
+            found = _kept(cache, folder, reference, call, prompt, device, work) if engine.leads else None
             cache = cache.having(engine.agree(found))
         made.append(cache)
     return made
@@ -80,18 +90,18 @@ def images_to_measure(caches: Sequence[StepCache]) -> int:
 def sides_of_fewer(
     sides: Sequence[Side], sets: Sequence[ImageFolder | None], total: int, engine: Engine
 ) -> dict[str, Side]:
-    """Return name of a side with a cache -> side of fewer steps at no less compute; none where all are computed."""
+    """Return name of a side that leaves steps out -> side of fewer steps at no less compute; none where it does not."""
     counts = engine.agree([_least(images, total) for images in sets])
     plain = {side.backend: side for side in sides if side.cache is None}
     return {
         side.name: shortened(plain[side.backend], fewer_steps(count))
         for side, count in zip(sides, counts, strict=True)
-        if side.cache is not None and count < total
+        if count < total
     }
 
 
-def computed_of(side: Side, images: ImageFolder, total: int) -> float | None:
-    """Return the share of the multiplications of all steps that a side computes, None without a cache."""
+def share_of(side: Side, images: ImageFolder, total: int) -> float | None:
+    """Return the share of the multiplications of all steps that a side computes, None where that is all."""
     if side.cache is not None and side.cache.kind == FEWER:
         return (side.cache.value or 0) / total
     return images.computed
@@ -108,18 +118,36 @@ def _least(images: ImageFolder | None, total: int) -> int:
     return total if share is None else math.ceil(total * (share - _SLACK))
 
 
-def _kept(cache: StepCache, reference: Side, call: Mapping[str, Any], prompt: str, device: str, root: Path) -> str:
-    """Return what is measured for a cache, which a file keeps for the next run."""
-    decides = cache.value if cache.kind == LIST else prompt
-    facts = [cache.kind, decides, reference.describe(), call, torch.device(device).type, versions()]
-    file = root / f"{cache.kind}-{sha256_json(facts)[:16]}.json"
+def _kept(
+    cache: StepCache,
+    folder: ModelFolder,
+    reference: Side,
+    call: Mapping[str, Any],
+    prompt: str,
+    device: str,
+    work: Path,
+) -> str:
+    """Return what is measured for a cache, which a work folder keeps for the next run."""
+    file = work / "made.json"
     try:
         if file.is_file():
             return read_sealed_json(file)["made"]
     except ValueError as error:
         logger.warning("%s: measured again", without_cure(error))
-    with one_thread(torch.device(device).type):  # as images are made
-        made = measured_for(cache, reference.open(device), call, (prompt, SEED))
-    root.mkdir(parents=True, exist_ok=True)
-    write_sealed_json(file, {"made": made})
+    work.mkdir(parents=True, exist_ok=True)
+    with sole_writer(work), one_thread(torch.device(device).type):  # as images are made
+        pipe = reference.open(device)
+        if cache.kind == LIST:
+            made = json.dumps(_list(folder, pipe, cache.value or 1, call, work).to_dict())
+        else:
+            made = measured_for(cache, pipe, call, (prompt, SEED))
+        write_sealed_json(file, {"made": made})
     return made
+
+
+def _list(folder: ModelFolder, pipe: Any, share: float, call: Mapping[str, Any], work: Path) -> StepList:
+    """Return the list of a share of the steps, made as `fluxq steps` makes it."""
+    items = load_prompts("default", folder).alike.items(2 * IMAGES, SEED)
+    velocities = velocities_of(pipe, denoisers_of(folder), items[:IMAGES], call, work)
+    trials = Trials(pipe, velocities, items[IMAGES:], call, work / RUNS)
+    return trials.best(computed_of(share, len(velocities.levels))).steps

@@ -1,8 +1,8 @@
 """What leaves out part of a denoiser's steps, as data: the step caches of diffusers, a list of steps, fewer steps.
 
-    share computed = Σ multiplications of Linears in the blocks / Σ over calls of those of a whole call
+    share computed = Σ multiplications of Linears in the blocks / Σ over steps of those of a whole step
 
-A whole call is the one of most multiplications: every cache computes the first step whole. A cache has one parameter;
+A whole step is the one of most multiplications: every cache computes the first one whole. A cache has one parameter;
 the others are as diffusers has them, except where a function here says otherwise.
 """
 
@@ -47,7 +47,8 @@ class StepCache:
     @property
     def is_unmeasured(self) -> bool:
         """True for a cache whose kind measures something beforehand, which has not been."""
-        return self.made is None and self.kind != FEWER and CACHES[self.kind].measure is not None
+        measure = CACHES[self.kind].measure if self.kind in CACHES else None
+        return self.made is None and (self.kind == LIST or measure is not None)
 
     def having(self, made: str) -> StepCache:
         """Return the cache with what was measured for it."""
@@ -72,7 +73,7 @@ class CacheRow:
     meaning: of its parameter. usual: a value of it.
     is_count: whether it is a whole number, from 2 up.
     config: of pipeline, parameter and what was measured, with other settings by name, to diffusers' configuration.
-    measure: of pipeline, parameter, call and (prompt, seed) to what JSON can hold; None where nothing is measured.
+    measure: of pipeline, call and (prompt, seed) to what JSON can hold; None where nothing is measured.
     """
 
     name: str
@@ -126,7 +127,7 @@ def measured_for(cache: StepCache, pipe: Any, call: Mapping[str, Any], item: tup
     """Return the JSON of what a cache's kind measures beforehand on a pipeline. item: (prompt, seed) of an image."""
     measure = CACHES[cache.kind].measure
     with naming(cache):
-        return json.dumps(measure and measure(pipe, cache.value, call, item))
+        return json.dumps(measure and measure(pipe, call, item))
 
 
 def enable_cache(pipe: Any, cache: StepCache) -> None:
@@ -171,23 +172,40 @@ def naming(cache: StepCache | None) -> Iterator[None]:
 
 @contextmanager
 def counted(models: Iterable[nn.Module]) -> Iterator[Callable[[], float]]:
-    """Yield a function: share of the multiplications of whole calls that denoisers have made since."""
-    counts: list[list[int]] = []
-
-    def begin(mine: list[int], _model: nn.Module, _args: Any) -> None:
-        mine.append(0)
-
-    def count(mine: list[int], layer: Any, _args: Any, output: Tensor) -> None:
-        if mine:
-            mine[-1] += output.numel() * int(layer.in_features)
-
+    """Yield a function: share of the multiplications of whole steps that denoisers have made since."""
+    models = list(models)
+    counts = [_Count() for _ in models]
     with ExitStack() as stack:
-        for model in models:
-            counts.append(calls := [])
-            stack.callback(model.register_forward_pre_hook(partial(begin, calls)).remove)
+        for model, count in zip(models, counts, strict=True):
+            stack.callback(model.register_forward_pre_hook(count.begin, with_kwargs=True).remove)
             for layer in _linears(model):
-                stack.callback(layer.register_forward_hook(partial(count, calls)).remove)
-        yield lambda: sum(map(sum, counts)) / sum(len(calls) * max(calls) for calls in counts if calls)
+                stack.callback(layer.register_forward_hook(count.add).remove)
+        yield lambda: _share(counts)
+
+
+def _share(counts: Iterable[_Count]) -> float:
+    called = [each.steps for each in counts if each.steps]
+    whole = sum(len(steps) * max(steps) for steps in called)
+    return sum(map(sum, called)) / whole if whole else 1.0
+
+
+class _Count:
+    """Multiplications of a denoiser in each of its steps, of which guidance may make two calls."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._timestep = math.nan
+
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        from fluxq.runtime.steps import first_timestep, timestep_of
+
+        timestep = first_timestep(timestep_of(model, args, kwargs))
+        if timestep != self._timestep:
+            self.steps.append(0)
+        self._timestep = timestep
+
+    def add(self, layer: Any, _args: Any, output: Tensor) -> None:
+        self.steps[-1] += output.numel() * int(layer.in_features)
 
 
 def _linears(model: nn.Module) -> list[nn.Module]:
@@ -266,7 +284,7 @@ def _at(pipe: Any) -> Callable[[], int]:
     return lambda: int(pipe._current_timestep)
 
 
-def _mag_ratios(pipe: Any, _threshold: float, call: Mapping[str, Any], item: tuple[str, int]) -> list[float]:
+def _mag_ratios(pipe: Any, call: Mapping[str, Any], item: tuple[str, int]) -> list[float]:
     """Return the ratios that MagCache finds when it makes an image in all steps; it prints them."""
     from diffusers import MagCacheConfig
 
@@ -286,13 +304,6 @@ def _mag_ratios(pipe: Any, _threshold: float, call: Mapping[str, Any], item: tup
     return ast.literal_eval(printed.getvalue().strip().splitlines()[-1])
 
 
-def _list(pipe: Any, share: float, call: Mapping[str, Any], _item: tuple[str, int]) -> dict[str, Any]:
-    from fluxq.runtime.skipped import denoisers_in
-    from fluxq.runtime.step_trials import made_list
-
-    return made_list(pipe, [name for name, _ in denoisers_in(pipe)], share, call).to_dict()
-
-
 _INTERVAL = "interval of computed steps"
 
 # kind -> name, meaning of X, a usual X, …
@@ -306,5 +317,5 @@ CACHES = {
     "faster": CacheRow("FasterCache", "interval of computed attention", 2, True, _faster),
     "pab": CacheRow("PAB", "interval of computed attention", 2, True, _pab),
     "sea": CacheRow("SeaCache", "threshold", 0.25, config=_sea),
-    LIST: CacheRow("list", "share of computed steps", 0.5, measure=_list),
+    LIST: CacheRow("list", "share of computed steps", 0.5),  # which jobs/step_caches.py makes
 }
