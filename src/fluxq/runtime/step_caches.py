@@ -1,4 +1,4 @@
-"""What leaves out part of a denoiser's steps, as data: the step caches of diffusers, a list of steps, fewer steps.
+"""Step caches of diffusers, lists of steps and fewer steps, as data: each leaves out part of what a denoiser computes.
 
     share computed = Σ multiplications of Linears in the blocks / Σ over steps of those of a whole step
 
