@@ -116,6 +116,23 @@ def test_each_cache_of_diffusers_leaves_out_a_share_that_is_counted(pipe, kind):
     assert torch.equal(run(pipe)[0], latents)  # nothing is left over from one call to the next
 
 
+def test_a_share_is_of_whole_steps_also_where_guidance_makes_two_calls_of_them():
+    class Denoiser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2)])
+
+        def forward(self, x: Tensor, timestep: Tensor, is_whole: bool) -> Tensor:
+            x = self.blocks[0](self.embed(x))
+            return self.blocks[1](x) if is_whole else x
+
+    with counted([model := Denoiser(), Denoiser()]) as computed:
+        for timestep, is_whole in ((3, True), (2, False)):
+            for tokens in (5, 3):
+                model(torch.zeros(1, tokens, 4), torch.tensor([timestep]), is_whole)
+    assert computed() == pytest.approx(8 * (48 + 32) / (2 * 8 * 48))  # 4 · 8 + 8 · 2 of a token, of both calls together
+
+
 def test_lite_mode_computes_whole_steps_and_nothing_of_the_others(pipe):
     enable_cache(pipe, cache_of("taylor_lite=3"))
     assert run(pipe)[1] == pytest.approx(4 / 6)
