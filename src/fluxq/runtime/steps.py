@@ -300,7 +300,7 @@ class Follower:
             if scheduler.step_index is None:
                 self._require_one_step(model, timestep_of(model, args, kwargs))
         else:
-            index = self._position(scheduler, timesteps, _first(timestep_of(model, args, kwargs)))
+            index = self._position(scheduler, timesteps, first_timestep(timestep_of(model, args, kwargs)))
         if self.begin is None:
             self.begin = index
         order = getattr(scheduler, "order", 1)
@@ -349,7 +349,8 @@ def timestep_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return timestep
 
 
-def _first(timestep: Any) -> float:
+def first_timestep(timestep: Any) -> float:
+    """Return the first of a call's timesteps as a number, for which a GPU is waited for."""
     return float(timestep.flatten()[0]) if isinstance(timestep, Tensor) else float(timestep)
 
 
