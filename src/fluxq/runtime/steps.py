@@ -326,7 +326,7 @@ class Follower:
         One step may have two timesteps: what is read into a cache for all of them may have one of its own.
         """
         self._before_first.append(timestep)
-        if len(self._before_first) > 2 and len({_first(each) for each in self._before_first}) > 2:
+        if len(self._before_first) > 2 and len({first_timestep(each) for each in self._before_first}) > 2:
             raise ValueError(
                 f"this {type(model).__name__} is called at several timesteps, and the scheduler that says which step "
                 "it is makes none: give other pipelines of it that scheduler, or remove() what follows its steps"
