@@ -196,6 +196,14 @@ def write_component(
     return total
 
 
+def add_runtime(component: Path, added: Mapping[str, Any]) -> None:
+    """Add entries to what the config.json of a quantized component says of pipelines, before it has its digest."""
+    config = read_json(component / "config.json")
+    quantization = config["quantization_config"]
+    runtime = {**quantization.get("runtime", {}), **added}
+    write_json(component / "config.json", {**config, "quantization_config": {**quantization, "runtime": runtime}})
+
+
 def write_shards(
     target: Path,
     library: str,

@@ -186,6 +186,7 @@ class Plan:
     notes: settings of the recipe that the family or its shapes do not have.
     attention: arithmetic of its self-attention, of single modules by their paths.
     steps: those kept in 16 bit, of a transformer.
+    compute: share of the steps of a call that it computes.
     kind: of the family.
     """
 
@@ -196,6 +197,7 @@ class Plan:
     attention: Attentions = "16bit"
     steps: Steps | None = None
     kind: Kind = "transformer"
+    compute: float | None = None
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:
@@ -298,7 +300,9 @@ def plan_of(
         compat=recipe.compat,
         include=include,
     )
-    return replace(plan, steps=recipe.steps) if family.kind == "transformer" else plan
+    if family.kind != "transformer" or recipe.steps is None:
+        return plan
+    return replace(plan, steps=recipe.steps.kept, compute=recipe.steps.compute)
 
 
 def make_plan(

@@ -5,6 +5,7 @@ folders appear complete or not at all. Until then each stage keeps its results i
 job's digest, and an interrupted run goes on with all that is whole there:
 
     statistics   statistics.safetensors
+    list         velocities.safetensors, runs.json
     calls        calls/, with the digests of the weights that they were captured with; levels.json
     blocks       <component>/0000.safetensors …, those of rounded blocks with hashes of their source weights
     checkpoint   the output itself, with the closing check in its record
@@ -42,6 +43,7 @@ from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
 from fluxq.jobs import memory
 from fluxq.jobs.job import (
+    RUNS,
     Job,
     JobOptions,
     clear_leftovers,
@@ -54,6 +56,7 @@ from fluxq.jobs.job import (
     work_folder,
     work_of,
 )
+from fluxq.jobs.listing import VELOCITIES, list_of_recipe, lists_of_checkpoint
 from fluxq.jobs.planning import demand, job_of
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import is_model, model_on_meta
@@ -82,7 +85,8 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.workloads import CallSize
-from fluxq.runtime.steps import KeptSteps
+from fluxq.runtime.skipped import SkippedSteps
+from fluxq.runtime.steps import KeptSteps, about_to_keep
 
 __all__ = [  # all names that the commands need of a job, whichever file they are in
     "Job",
@@ -178,7 +182,8 @@ def _require_unchanged(job: Job, component: str, work: Path) -> None:
     try:
         job.require_unchanged(component)
     except RuntimeError:
-        measured = work / _SHARES, work / _STATISTICS, work / "calls", work / "levels.json", *work.glob("*-outputs")
+        measured = [work / name for name in (_SHARES, _STATISTICS, "calls", "levels.json", VELOCITIES, RUNS)]
+        measured += work.glob("*-outputs")
         for path in measured if job.run.ranks.leads else ():
             remove(path)
         raise
@@ -260,6 +265,8 @@ def _quantize(job: Job, work: Path) -> Record | None:
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(job.plans, outcomes, strict=True)}
         job = replace(job, identity=with_digests(job, read))
         _copy_rest(part, job, hashes)
+        if any(plan.compute for plan in job.plans):
+            _record_list(part, job, work)
         write_digests(part)
         record = _record(job, statistics, trajectory, written)
         record.files = hash_files(part, hashes)
@@ -288,6 +295,20 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
             f"{job.folder.path}: {', '.join(differing)} changed since this run began, and the checkpoint would be "
             "recorded with what was there before. Put that back, or start again when nothing writes there any more"
         )
+
+
+def _record_list(part: Path, job: Job, work: Path) -> None:
+    """Make the list of steps of the recipe's share, and write it into the config.json of quantized denoisers.
+
+    It is of the pipeline as it is quantized: what codes add to the outputs is extrapolated, too.
+    """
+    pipe = _quantized(part, job)
+    steps = list_of_recipe(job, pipe, work)
+    if job.run.memory is not None:
+        memory.let_go(pipe)
+    for plan in job.plans:
+        if plan.compute:
+            checkpoint.add_runtime(part / plan.component, {"steps": {str(steps.total): steps.to_dict()}})
 
 
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
@@ -521,10 +542,8 @@ def _source(job: Job) -> str | None:
 
 def closing_check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
-    folder, run = ModelFolder(job.output.name, part), job.run
-    pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
-    if job.recipe.steps and any(plan.steps for plan in job.plans):
-        KeptSteps(pipe, job.recipe.steps, job.weights, {})
+    pipe, lists = _quantized(part, job), lists_of_checkpoint(ModelFolder(job.output.name, part))
+    skipped = SkippedSteps(pipe, *lists) if lists else None
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
     psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
@@ -540,6 +559,7 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
         frames=reference.frames,
         seeds=[seed for _, seed in reference.items],
         steps=number_of_steps(pipe, job.call),
+        listed=str(skipped.steps) if skipped else None,
         finite=finite,
         flat=flat,
         psnr_db=[_rounded(value) for value in psnr_db],
@@ -550,6 +570,16 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
         missed=missed,
         passed=finite and not flat and not missed,
     )
+
+
+def _quantized(part: Path, job: Job) -> Any:
+    """Load the pipeline of a checkpoint, the steps that it keeps in 16 bit included."""
+    folder, run = ModelFolder(job.output.name, part), job.run
+    with about_to_keep():
+        pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
+    if job.recipe.steps and any(plan.steps for plan in job.plans):
+        KeptSteps(pipe, job.recipe.steps, job.weights, {})
+    return pipe
 
 
 def _rounded(value: float | None) -> float | None:
