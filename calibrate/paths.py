@@ -82,6 +82,12 @@ class Velocities:
                 best[count] = min(ends)
         return best
 
+    def way(self, steps: Sequence[int], order: int) -> Way:
+        """Return what a list is predicted to cost; infinite where a denoiser begins with a step that it leaves out."""
+        nodes = [tuple(steps[max(0, index - order) : index + 1]) for index in range(len(steps))]
+        costs = (self._gap(before, step) for before, step in zip(nodes, steps[1:], strict=False))
+        return Way(math.fsum(costs) / self.signal, tuple(steps))
+
     def _gap(self, nodes: tuple[int, ...], step: int) -> float:
         """Return the squared error of the final latents by the steps between the last of the nodes and `step`."""
         skipped, present = range(nodes[-1] + 1, step), self.denoisers[nodes[-1]]

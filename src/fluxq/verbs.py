@@ -207,6 +207,7 @@ def choose_steps(
     *,
     compute: float | None = None,
     gate: str | None = None,
+    mask: str | PathLike[str] | Sequence[int] | None = None,
     count: int = 12,
     output: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | None = None,
@@ -219,6 +220,7 @@ def choose_steps(
     pipeline: as `quantize_pipeline` has it.
     compute: share of the steps to compute.
     gate: of the final latents, as "latent_sqnr>=30", for the fewest steps that hold it.
+    mask: a list to judge, 1 for each step that it computes and 0 for the others; or a file of cache-dit.
     count: images that are measured; as many others decide.
     output: a .json file, by default MODEL-steps.json in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
@@ -233,7 +235,7 @@ def choose_steps(
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = f"{_require_plain(pipeline)}-steps.json"
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
-        request = stepping.request_of(JobOptions(**arguments, **where), compute, gate, count)
+        request = stepping.request_of(JobOptions(**arguments, **where), compute, gate, count, mask)
         stepping.make_list(request)
     return read_list(request.job.output)
 

@@ -6,16 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import diffusers
+import numpy as np
 import pytest
+import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import fluxq
 from fluxq import tiny
-from fluxq.calibrate.paths import Way
+from fluxq.calibrate.paths import Velocities, Way
 from fluxq.cli import cli
+from fluxq.commands.exchanging import OF_LISTS
 from fluxq.jobs import listing, stepping
 from fluxq.jobs.job import JobOptions
+from fluxq.recipes.step_exports import read_mask
 from fluxq.runtime import step_trials
 from fluxq.runtime.skip import read_list, skip_steps
 
@@ -130,6 +135,56 @@ def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
         fewest("latent_sqnr>=50")
 
 
+def test_a_mask_is_judged_as_other_lists_are(here) -> None:
+    """Its own steps are computed, and the shortest path as a mask costs what that does."""
+    result = made(compute=None, mask="1,1,0,1,0,1")
+    assert result["list"]["compute"] == [0, 1, 3, 5] and result["list"]["steps"] == 6
+    least = next(row for row in result["curve"] if row["computed"] == 4)["predicted_nmse"]
+    assert all(row["predicted_nmse"] >= low for row, low in zip(result["tried"], least, strict=True))
+    assert result["measured_nmse"] == min(row["measured_nmse"] for row in result["tried"]) > 0
+    own = made_with(3)
+    mask = [int(step in own["list"]["compute"]) for step in range(6)]
+    again = stepping.make_list(stepping.request_of(replace(OPTIONS, output="mask.json"), count=4, mask=mask))
+    rows = [{key: row[key] for key in ("order", "measured_nmse")} for row in again["tried"]]
+    assert {key: own["tried"][again["list"]["order"]][key] for key in ("order", "measured_nmse")} in rows
+
+
+def test_the_steps_of_a_mask_are_those_of_the_call() -> None:
+    options = replace(OPTIONS, call={})
+    assert stepping.request_of(options, mask="1,1,0,1").job.call["num_inference_steps"] == 4
+    with pytest.raises(ValueError, match=r"mask is of 4 steps, and the call has 6: give --num-inference-steps 4"):
+        stepping.request_of(OPTIONS, mask="1,1,0,1")
+
+
+def test_a_mask_that_leaves_out_the_first_step_of_a_denoiser_is_refused() -> None:
+    levels = (1.0, 0.8, 0.5, 0.2)
+    called = ("transformer", "transformer", "transformer_2", "transformer_2")
+    velocities = Velocities(np.eye(4), np.ones(4), called, levels, 1.0)
+    trials = step_trials.Trials(None, velocities, (), {})
+    with pytest.raises(ValueError, match=r"leaves out the first step of a denoiser; compute step 2 \(transformer_2\)"):
+        trials.judged([0, 1, 3])
+
+
+def test_a_list_is_exported_and_its_mask_judged(here) -> None:
+    made(compute=None, mask="1,1,0,1,0,1")
+    for name in OF_LISTS:
+        run = CliRunner().invoke(cli, ["export", "out.json", "--format", name])
+        assert run.exit_code == 0 and f"out-{name}.yaml" in run.output, run.output
+        again = CliRunner().invoke(cli, ["export", "out.json", "--format", name, "--json"])
+        assert json.loads(again.output) == {"list": f"out-{name}.yaml"}
+    assert read_mask("out-cache-dit.yaml") == (1, 1, 0, 1, 0, 1)
+    diffusers.TaylorSeerCacheConfig(**yaml.safe_load(Path("out-taylorseer.yaml").read_text()))
+    Path("out-cache-dit.yaml").write_text("mine: 1")
+    for extra, message in (
+        ((), "out-cache-dit.yaml exists"),
+        (("--requantize",), "is of a list of steps, which has no layers: leave out --requantize"),
+        (("-o", "x.json"), "call it x.yaml"),
+    ):
+        refused = CliRunner().invoke(cli, ["export", "out.json", "--format", "cache-dit", *extra])
+        assert refused.exit_code == 2 and message in refused.output
+    assert Path("out-cache-dit.yaml").read_text() == "mine: 1"
+
+
 def made_with(count: int) -> dict[str, Any]:
     request = stepping.request_of(replace(OPTIONS, output="few.json"), compute=count / 6, count=4)
     return stepping.make_list(request)
@@ -138,7 +193,8 @@ def made_with(count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({}, "give --compute or --gate"),
+        ({}, "give --compute, --gate or --mask"),
+        ({"compute": 0.5, "mask": "1,1"}, "one of them alone"),
         ({"compute": 0.5, "gate": "latent_sqnr>=30"}, "one of them alone"),
         ({"compute": 1.5}, "above 0 and at most 1"),
         ({"compute": float("nan")}, "above 0 and at most 1"),

@@ -137,6 +137,30 @@ def test_a_call_that_begins_at_an_image_with_as_many_steps_is_not_the_lists_own(
     assert "of this one of 6, 3 are computed, by the nearest noise levels" in caplog.text
 
 
+def test_a_controlnet_is_computed_in_all_steps_and_heard_in_computed_ones(pipe) -> None:
+    torch.manual_seed(0)
+    control = diffusers.FluxControlNetModel.from_transformer(
+        pipe.transformer, num_layers=1, num_single_layers=1, attention_head_dim=64, num_attention_heads=2
+    ).to(torch.bfloat16)
+    for layer in (*control.controlnet_blocks, *control.controlnet_single_blocks):
+        nn.init.normal_(layer.weight, std=0.1)
+    controlled = diffusers.FluxControlNetPipeline(**pipe.components, controlnet=control)
+    controlled.set_progress_bar_config(disable=True)
+    image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    ran: list[int] = []
+    hook = control.register_forward_hook(lambda *_: ran.append(1))
+    how = {"height": 16, "width": 16, "control_image": image}
+    plain = run(controlled, **how)
+    with skip_steps(controlled, range(6)):
+        assert torch.equal(run(controlled, **how), plain)
+    with skip_steps(controlled, COMPUTED) as skipped:
+        listed = run(controlled, **how)
+        assert not torch.equal(listed, run(controlled, **how, controlnet_conditioning_scale=0.0))
+    hook.remove()
+    assert (skipped.calls, skipped.computed, len(ran)) == (12, 8, 24)
+    assert 0 < (listed - plain).norm() < 0.5 * plain.norm()
+
+
 def test_calls_outside_the_pipelines_steps_are_refused(pipe) -> None:
     """As of a second pipeline with the same denoiser and a scheduler of its own."""
     other = diffusers.FluxPipeline(**{**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import shutil
 import sys
@@ -189,7 +190,20 @@ def listed_steps(result: dict[str, Any], output: str) -> None:
     ]
     print_table((f"computed of {made['steps']}", "order", "predicted, dB", "measured, dB"), rows, right=True)
     echo(f"computed, order {made['order']}: {', '.join(map(str, made['compute']))}")
+    if result["identity"]["mask"]:
+        alike = next(row for row in result["curve"] if row["computed"] == len(made["compute"]))
+        least = _nmse_db(min(alike["predicted_nmse"]))
+        share = len(made["compute"]) / made["steps"]
+        echo(f"the best list of so many steps is predicted {least} dB: --compute {share:.3g}")
     echo(f"list: {output}")
+
+
+def exported_list(place: Path) -> None:
+    """Print where a list was written for another program, and how that reads it."""
+    echo(f"list: {place}")
+    text = place.read_text(encoding="utf-8")
+    for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()):
+        echo(line[2:])
 
 
 def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:

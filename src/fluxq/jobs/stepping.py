@@ -6,7 +6,7 @@
 
 Under a gate the number of computed steps is found: the fewest whose predicted error is at most p are run, again and
 again, between those that failed and those that held; p is corrected by what was measured: p <- p · error of the gate /
-measured error.
+measured error. A mask of another program is proposed as it is, and runs decide its order.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import fluxq
-from fluxq.base.files import read_json, write_json
-from fluxq.base.output import Output, atomic_output, job_digest, plain_path, with_seal
+from fluxq.base.files import read_json, write_json, write_text
+from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal, with_seal, writing
 from fluxq.calibrate.capture import number_of_steps
 from fluxq.calibrate.paths import FEWEST_IMAGES, require_listed
 from fluxq.jobs import memory
@@ -31,8 +34,9 @@ from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.recipe import gate_holds, latent_bound
+from fluxq.recipes.step_exports import STEP_EXPORTS, read_mask
 from fluxq.recipes.step_list import ORDERS
-from fluxq.runtime.skip import KIND
+from fluxq.runtime.skip import KIND, read_list
 from fluxq.runtime.step_trials import IMAGES, SEED, Trials, TriedList, computed_of, require_share
 from fluxq.runtime.steps import require_followed
 
@@ -47,6 +51,7 @@ class Request:
     compute: share of steps to compute, None under a gate.
     gate: on the final latents, as "latent_sqnr>=30".
     count: images that are measured; as many others decide.
+    mask: of a list that is judged, 1 for each step that it computes.
     """
 
     job: Job
@@ -54,6 +59,7 @@ class Request:
     gate: str | None
     count: int
     denoisers: tuple[str, ...]
+    mask: tuple[int, ...] | None = None
 
     @cached_property
     def items(self) -> Sequence[Any]:
@@ -62,22 +68,33 @@ class Request:
 
 
 def request_of(
-    options: JobOptions, compute: float | None = None, gate: str | None = None, count: int = IMAGES
+    options: JobOptions,
+    compute: float | None = None,
+    gate: str | None = None,
+    count: int = IMAGES,
+    mask: str | PathLike[str] | Sequence[int] | None = None,
 ) -> Request:
     """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
-    if (compute is None) == (gate is None):
-        raise ValueError("give --compute or --gate, and one of them alone")
+    if [compute, gate, mask].count(None) != 2:
+        raise ValueError("give --compute, --gate or --mask, and one of them alone")
     if compute is not None:
         require_share(compute)
     if gate is not None:
         latent_bound(gate)
     if count < FEWEST_IMAGES:
         raise ValueError(f"--count {count}: so few images say too little of others; take {FEWEST_IMAGES} or more")
+    numbers = None if mask is None else read_mask(mask)
+    if numbers:
+        options = replace(options, call={"num_inference_steps": len(numbers), **options.call})
     job = job_of(replace(options, check=False), writes=False, runs=False)
     require_steps(job.folder)
-    scheduler = scheduler_of(job.folder)
+    scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
     require_followed(scheduler)
-    require_listed(scheduler, number_of_steps(job.folder.pipeline_class, job.call))
+    require_listed(scheduler, total)
+    if numbers and len(numbers) != total:
+        raise ValueError(
+            f"the mask is of {len(numbers)} steps, and the call has {total}: give --num-inference-steps {len(numbers)}"
+        )
     place = plain_path(options.output or f"{Path(job.folder.name).name}-steps.json")
     place = Output(place).place if place.is_symlink() else place
     if place.suffix != ".json":
@@ -88,7 +105,8 @@ def request_of(
     device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, options.device)
     if in_turns:
         raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    request = Request(replace(job, output=place, run=Run(device)), compute, gate, count, denoisers_of(job.folder))
+    job = replace(job, output=place, run=Run(device))
+    request = Request(job, compute, gate, count, denoisers_of(job.folder), numbers)
     job = replace(request.job, identity=_identity(request))
     finished = False
     if not options.overwrite:
@@ -109,12 +127,31 @@ def make_list(request: Request) -> dict[str, Any]:
         pipe = job.load_reference()
         velocities = velocities_of(pipe, request.denoisers, request.items[: request.count], job.call, work)
         trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / RUNS)
-        best = _held(request, trials) if request.gate else _shared(request, trials)
+        best = _best(request, trials)
         digest = job_digest(decisive(job))
         result = with_seal(_result(request, trials, best) | {"job": digest})
         with atomic_output(Output(job.output, True), work, overwrite=job.options.overwrite) as part:
             write_json(part / job.output.name, result)
     return result
+
+
+def export_list(file: Path, format: str, target: Path | None = None, *, overwrite: bool = False) -> Path:
+    """Write a list for another program, a key of STEP_EXPORTS, and return the place; ValueError if it cannot take it.
+
+    target: a .yaml file, by default ./<name of the list>-<format>.yaml.
+    """
+    settings, use = STEP_EXPORTS[format]
+    steps, place = read_list(file), plain_path(target or f"{file.stem}-{format}.yaml")
+    if place.suffix != ".yaml":
+        raise ValueError(f"output {place}: what {format} reads is a .yaml file; call it {place.stem}.yaml, say")
+    lines = [f"# {steps}, of {file.name}", *(f"#   {line.replace('FILE', place.name)}" for line in use)]
+    text = "\n".join([*lines, yaml.safe_dump(settings(steps), sort_keys=False, default_flow_style=None, width=110)])
+    output, digest = Output(place, True), job_digest([fluxq.__version__, format, text])
+    output.require({"the list": file}, overwrite=overwrite, exists_ok=True)
+    with writing(output, digest, overwrite=overwrite) as part:
+        if part:
+            write_text(part / output.place.name, seal(text, ".yaml", digest))
+    return place
 
 
 def passes_of(request: Request) -> dict[str, int]:
@@ -139,11 +176,16 @@ def _identity(request: Request) -> dict[str, Any]:
         "count": request.count,
         "compute": request.compute,
         "gate": request.gate,
+        "mask": request.mask,
     }
 
 
-def _shared(request: Request, trials: Trials) -> TriedList:
-    """Return the list of a share of the steps."""
+def _best(request: Request, trials: Trials) -> TriedList:
+    """Return the list that was asked for."""
+    if request.gate:
+        return _held(request, trials)
+    if request.mask:
+        return trials.judged([step for step, number in enumerate(request.mask) if number])
     return trials.best(computed_of(request.compute or 1, len(trials.velocities.levels)))
 
 

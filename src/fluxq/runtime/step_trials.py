@@ -6,7 +6,7 @@ error of a list = Σ ‖latents with it − latents with all steps‖² / Σ ‖
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import Item, final_latents
-from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
+from fluxq.calibrate.paths import Velocities, Way, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
 from fluxq.runtime.skipped import SkippedSteps, architectures, kept_in
@@ -85,11 +85,26 @@ class Trials:
         least = min(self.paths[0])
         if count < least:
             raise ValueError(f"{count} computed steps are too few: this pipeline needs {least}")
-        tried = [self._run(order, count) for order in ORDERS]
-        return min(tried, key=lambda each: each.error)
+        return self._best(lambda order: self.paths[order][count])
 
-    def _run(self, order: int, count: int) -> TriedList:
-        way = self.paths[order][count]
+    def judged(self, computed: Sequence[int]) -> TriedList:
+        """Return a given list of the order with the least measured error.
+
+        ValueError where a second denoiser begins with a step that it leaves out.
+        """
+        if math.isinf(self.velocities.way(computed, 0).nmse):
+            called = self.velocities.denoisers
+            first = {name: called.index(name) for name in called}
+            raise ValueError(
+                "the list leaves out the first step of a denoiser; compute "
+                f"{' and '.join(f'step {step} ({name})' for name, step in first.items() if step not in computed)}"
+            )
+        return self._best(lambda order: self.velocities.way(computed, order))
+
+    def _best(self, way_of: Callable[[int], Way]) -> TriedList:
+        return min((self._run(order, way_of(order)) for order in ORDERS), key=lambda each: each.error)
+
+    def _run(self, order: int, way: Way) -> TriedList:
         models = architectures(self.pipe)
         steps = list_of(self.pipe.scheduler, way.steps, order, self.velocities.levels, models=models)
         signals = self._once("signals", lambda: [float(z.square().sum()) for z in self._reference])
