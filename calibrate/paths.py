@@ -46,7 +46,8 @@ from fluxq.recipes.step_list import StepList, extrapolation, placing
 
 FEWEST_IMAGES = 4
 _MOST_STEPS = 100  # of a call: lists of more take long
-_RIDGE = 1e-5  # of the diagonal: factors stay small, of few images and under other guidance
+_RIDGE = 1e-5  # of the diagonal, in a fit: factors stay small, of few images and under other guidance
+_LEAST_RIDGE = 1e-9  # where lists are compared: triangles exist
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Velocities:
                 continue
             there = self.effects[step, step]
             missing = self.effects[step] - self.effects[step, :step] @ rows[:step] if there else np.eye(total)[step]
-            factors = np.linalg.solve(self._regular[np.ix_(own, own)], self.gram[own] @ missing)
+            factors = np.linalg.solve(self._regular(_RIDGE)[np.ix_(own, own)], self.gram[own] @ missing)
             rows[step, own] = factors / (there or 1)
         return rows
 
@@ -133,7 +134,7 @@ class Velocities:
 
         nodes = tuple(sorted(steps))
         after = np.array([*nodes[1:], len(self.levels)]) - 1
-        lower = cholesky(self._regular[np.ix_(nodes, nodes)], lower=True, check_finite=False)
+        lower = cholesky(self._regular(_LEAST_RIDGE)[np.ix_(nodes, nodes)], lower=True, check_finite=False)
         parts = solve_triangular(lower, self._products[np.ix_(nodes, after.tolist())], lower=True, check_finite=False)
         errors = self._squares[after] - np.triu(parts**2).sum(0)  # latents before a step, of the nodes before it
         weights = solve_triangular(lower, parts[:, -1], lower=True, trans=1, check_finite=False)
@@ -150,10 +151,9 @@ class Velocities:
     def _least(self, required: Collection[int]) -> frozenset[int]:
         return frozenset({0, len(self.levels) - 1, *self.begins, *required})
 
-    @cached_property
-    def _regular(self) -> np.ndarray:
+    def _regular(self, ridge: float) -> np.ndarray:
         diagonal = np.diag(self.gram)
-        return self.gram + np.diag(_RIDGE * diagonal + 1e-3 * _RIDGE * diagonal.mean())
+        return self.gram + ridge * np.diag(diagonal + 1e-3 * diagonal.mean())
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -256,7 +256,9 @@ def _effects(scheduler: Any, total: int) -> np.ndarray | None:
         return None
     rows = torch.stack(latents).double().cpu().numpy()
     effects, doubled = rows[:, 1 : total + 1] - rows[:, :1], rows[:, total + 1 :] - rows[:, :1]
-    is_linear = np.allclose(doubled, 2 * effects, atol=1e-5) and np.allclose(np.triu(effects, 1), 0, atol=1e-6)
+    is_linear = np.allclose(doubled, 2 * effects, rtol=1e-3, atol=1e-5) and np.allclose(
+        np.triu(effects, 1), 0, atol=1e-6
+    )
     return np.tril(effects) if is_linear and np.isfinite(effects).all() else None
 
 
