@@ -16,6 +16,7 @@ from fluxq import tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.eval.images.sides import Side
 from fluxq.jobs import judge, listing, making
+from fluxq.jobs.exchange import plan_export
 from fluxq.jobs.job import JobOptions
 from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import QuantizationConfig, Steps
@@ -167,11 +168,16 @@ def test_of_several_lists_that_of_the_nearest_number_of_steps_is_taken(folder) -
 
 def test_a_side_of_an_evaluation_uses_it_but_not_to_look_at_layers(folder) -> None:
     side, counts = Side("half", str(folder), "digest"), []
-    for how in ({}, {"skips": False}):
-        pipe = side.open(**how)
+    for skips in (True, False):
+        pipe = side.open(skips=skips)
         pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: counts.append(1))
         run(pipe)
     assert len(counts) == 4 + 8
+
+
+def test_other_programs_files_do_not_hold_it_and_export_says_so(folder, tmp_path) -> None:
+    done = plan_export(str(folder), "comfy", tmp_path / "out.safetensors", requantize=True).write()
+    assert done.notes["every step is computed there, here some are skipped by the checkpoint's list"]
 
 
 @pytest.mark.slow
@@ -231,8 +237,8 @@ def test_a_share_that_cannot_be_is_refused_before_anything_is_read(root, tmp_pat
 def test_a_share_alone_keeps_no_steps(tmp_path) -> None:
     (tmp_path / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
     chosen = load_recipe(str(tmp_path / "half.yaml"))[1].steps
-    assert chosen == Steps(compute=0.5) and chosen.kept is None
-    assert Steps(compute=0.5, last=2).kept == Steps(last=2)
+    assert chosen is not None and chosen == Steps(compute=0.5)
+    assert [chosen.kept, Steps(compute=0.5, last=2).kept] == [None, Steps(last=2)]
     plan = making.job_of(options(tmp_path), writes=False, runs=False).plans[0]
     assert (plan.steps, plan.compute) == (None, 0.5)
     assert "steps" not in QuantizationConfig.of(plan.schemes(), steps=plan.steps).to_dict()
@@ -246,4 +252,4 @@ def test_loading_by_a_recipe_with_a_share_says_what_makes_the_list(tmp_path, tin
             tiny_folder, subfolder="transformer", quantization_config=how, dtype=torch.bfloat16
         )
     assert "`fluxq.skip_steps(pipe, compute=0.5)` makes it once the pipeline is loaded" in caplog.text
-    assert "runtime" not in model.config.quantization_config.to_dict()
+    assert "runtime" not in model.config["quantization_config"].to_dict()
