@@ -332,9 +332,10 @@ def why_failed(job: Job, check: Check) -> str:
 
 def evaluated(page: Path, report: Report) -> None:
     """Print advice on which checkpoint to use, each run's verdict, main figures and gains, and the report's path."""
+    from fluxq.eval.metrics.figures import stated
     from fluxq.eval.report.advice import advice
     from fluxq.eval.report.markdown import facts
-    from fluxq.eval.report.summary import command_for, figures_of
+    from fluxq.eval.report.summary import caches, command_for, figures_of
 
     echo(advice(report))
     for run in report.runs:
@@ -343,6 +344,9 @@ def evaluated(page: Path, report: Report) -> None:
         echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
             echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
+    for row in caches(report):
+        than = "not compared" if row.difference is None else f"{stated(row.difference, '.2f', 'dB', '+')} of PSNR"
+        echo(f"{row.run.name} against {row.fewer.name}: {than}")
     for timed in report.timed:
         echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:

@@ -40,7 +40,7 @@ class SkippedSteps(Handle):
         self.calls = self.computed = 0
         require_followed(pipe.scheduler)
         for each in self._lists:
-            _require_own(each, pipe.scheduler)
+            require_own(each, pipe.scheduler)
             _require_own_model(each, pipe)
         self._follower = Follower(lambda: pipe.scheduler)
         self._chosen: tuple[Any, ...] = (None, frozenset[int](), ())
@@ -61,7 +61,7 @@ class SkippedSteps(Handle):
         if key is None or key[0] is not schedule or key[1:] != (begin, total):
             scheduler = self.pipe.scheduler
             self.steps = min(self._lists, key=lambda each: abs(each.total - total))
-            _require_own(self.steps, scheduler)
+            require_own(self.steps, scheduler)
             _require_one_level(model, timestep_of(model, args, kwargs))
             levels = levels_of(scheduler)[begin : begin + total]
             require_falling(levels, type(scheduler).__name__)
@@ -169,7 +169,7 @@ def _sum(factors: Sequence[float], values: Sequence[Any]) -> Any:
     return functools.reduce(torch.add, terms).to(last.dtype)
 
 
-def _require_own(steps: StepList, scheduler: Any) -> None:
+def require_own(steps: StepList, scheduler: Any) -> None:
     """Raise ValueError for a list of another scheduler, or of another shift."""
     name, settings = type(scheduler).__name__, placing(scheduler)
     if name != steps.scheduler:
