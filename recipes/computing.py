@@ -43,14 +43,15 @@ class Strict(BaseModel):
 
 
 class Steps(Strict):
-    """Denoising steps in which transformers compute with their 16-bit weights: the first and the last of each call.
+    """Denoising steps that transformers compute in 16 bit: the first and the last of each call.
 
-    components: what they compute in then. A checkpoint records this, `fluxq.keep_steps` does it in a pipeline.
+    components: "16bit" with their 16-bit weights, "a16" with their codes and 16-bit activations. A checkpoint records
+    this, `fluxq.keep_steps` does it in a pipeline.
     """
 
     first: int = Field(default=0, ge=0, le=1 << 20)
     last: int = Field(default=0, ge=0, le=1 << 20)
-    components: Literal["16bit"] = "16bit"
+    components: Literal["16bit", "a16"] = "16bit"
 
     @model_validator(mode="after")
     def _some(self) -> Steps:
@@ -62,6 +63,11 @@ class Steps(Strict):
         """Return the text for people: `the first step and the last 2`."""
         parts = [f"the {end} {count}" if count > 1 else f"the {end}" for end, count in self._ends]
         return " and ".join([f"{parts[0]} step{'s' if self._ends[0][1] > 1 else ''}", *parts[1:]])
+
+    @property
+    def how(self) -> str:
+        """How they are kept, for people."""
+        return "in 16 bit" if self.components == "16bit" else "at 16-bit activations"
 
     @property
     def _ends(self) -> list[tuple[str, int]]:

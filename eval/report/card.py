@@ -236,7 +236,8 @@ def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
     if steps is None:
         return []
     kept = Steps.model_validate(steps)
-    return [f"- kept in 16 bit: {kept} of every call, by `fluxq.keep_steps(pipe)` and the base model's weights"]
+    read = " and the base model's weights" if kept.components == "16bit" else ""
+    return [f"- kept {kept.how}: {kept} of every call, by `fluxq.keep_steps(pipe)`{read}"]
 
 
 def _lora(lora: Lora) -> str:
