@@ -6,7 +6,7 @@ Recipes choose it, and checkpoints record it as `quantization_config`, from whic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean
 from fluxq.recipes.formats import FEATURES, Scheme
+from fluxq.recipes.step_list import StepList
 
 Attention = Literal["16bit", "fp8", "int8"]
 Coded = Literal["fp8", "int8"]
@@ -81,9 +82,11 @@ class QuantizationConfig:
     layers: scheme -> full module names.
     attention: arithmetic of self-attention, of single modules by their paths.
     steps: those kept in 16 bit (runtime/steps.py).
+    runtime: what a pipeline may do with the model. `steps`: number of steps of a call, as text -> list of those that
+        are computed (step_list.py), the same of all denoisers of a pipeline. Other keys are kept as they are.
 
-    Loading requires neither attention nor steps: where its codes cannot be had 16 bit is nearer to the original, and a
-    model alone has no steps.
+    Loading requires neither attention nor steps nor runtime: where its codes cannot be had 16 bit is nearer to the
+    original, and a model alone has no steps.
     """
 
     layers: dict[str, list[str]]
@@ -91,10 +94,15 @@ class QuantizationConfig:
     format_version: int = FORMAT_VERSION
     attention: Attentions = "16bit"
     steps: Steps | None = None
+    runtime: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, schemes: Iterable[tuple[str, Scheme]], attention: Attentions = "16bit", steps: Steps | None = None
+        cls,
+        schemes: Iterable[tuple[str, Scheme]],
+        attention: Attentions = "16bit",
+        steps: Steps | None = None,
+        runtime: Mapping[str, Any] | None = None,
     ) -> QuantizationConfig:
         """Return the configuration of a checkpoint with these layers (module name, scheme)."""
         layers: dict[str, list[str]] = {}
@@ -102,7 +110,7 @@ class QuantizationConfig:
         for name, scheme in schemes:
             layers.setdefault(str(scheme), []).append(name)
             features.update(scheme.features)
-        return cls(layers, tuple(sorted(features)), attention=attention, steps=steps)
+        return cls(layers, tuple(sorted(features)), attention=attention, steps=steps, runtime=dict(runtime or {}))
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> QuantizationConfig:
@@ -130,16 +138,20 @@ class QuantizationConfig:
         if why := why_no_attention(attention):
             raise ValueError(f"checkpoint computes attention in {why}, unknown to this version: update fluxq")
         named = {str(scheme): list(members) for scheme, members in layers.items()}
-        return cls(named, features, version, attention, _steps(config.get("steps")))
+        runtime = config.get("runtime", {})
+        _step_lists(runtime)
+        return cls(named, features, version, attention, _steps(config.get("steps")), runtime)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, `quant_method` included.
 
-        Attention is there only if it is not in 16 bit, steps if some are kept.
+        Attention is there only if it is not in 16 bit, steps if some are kept, runtime if it says something.
         """
         chosen: dict[str, Any] = {} if self.attention == "16bit" else {"attention": self.attention}
         if self.steps is not None:
             chosen["steps"] = self.steps.model_dump(mode="json")
+        if self.runtime:
+            chosen["runtime"] = dict(self.runtime)
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.format_version,
@@ -147,6 +159,11 @@ class QuantizationConfig:
             **chosen,
             "layers": self.layers,
         }
+
+    @property
+    def step_lists(self) -> dict[int, StepList]:
+        """Number of steps of a call -> list of those that are computed."""
+        return _step_lists(self.runtime)
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -171,6 +188,23 @@ def _steps(value: Any) -> Steps | None:
         raise ValueError(
             f"checkpoint keeps steps {str(value)[:80]}, which this version does not know ({why}): update fluxq"
         ) from None
+
+
+def _step_lists(runtime: Any) -> dict[int, StepList]:
+    """Return the lists of steps of a config.json's `runtime`; ValueError for one that is malformed."""
+    try:
+        recorded = runtime.get("steps", {}) if isinstance(runtime, Mapping) else None
+        if not isinstance(recorded, Mapping) or not all(isinstance(each, Mapping) for each in recorded.values()):
+            raise ValueError(f"got {str(runtime)[:80]}, expected {{steps: {{number of steps: list}}}}")
+        lists = [StepList.from_dict(each) for each in recorded.values()]
+        if list(recorded) != [str(each.total) for each in lists]:
+            raise ValueError(f"lists of {[each.total for each in lists]} steps stand under {[*recorded]}")
+    except ValueError as error:
+        raise ValueError(
+            f"quantization_config.runtime in config.json is damaged ({error}): copy the file again, or remove "
+            "`runtime` from it to compute every step"
+        ) from None
+    return {each.total: each for each in lists}
 
 
 def why_no_attention(value: Any) -> str:

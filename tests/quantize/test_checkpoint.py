@@ -24,7 +24,9 @@ from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.quantize.run import quantize_component
 from fluxq.quantize.structure import list_linears
 from fluxq.recipes.computing import QuantizationConfig
+from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import shipped_recipes
+from fluxq.recipes.step_list import StepList
 
 LAYER = "single_transformer_blocks.0.proj_mlp"
 # Stored tensors of an (N, K) weight: name -> (dtype, shape).
@@ -410,6 +412,31 @@ def test_a_config_is_read_as_it_was_written():
         "b": "nvfp4-nvfp4-static",
         "c": "nvfp4-nvfp4-static",
     }
+
+
+def test_what_serves_of_a_checkpoint_is_kept_and_its_lists_of_steps_are_read():
+    steps = StepList((0, 1, 3), 1, (1.0, 0.75, 0.5, 0.25), "FlowMatchEulerDiscreteScheduler", {"shift": 1.0}, {})
+    runtime = {"steps": {"4": steps.to_dict()}, "of another program": [1]}
+    said = QuantizationConfig.of([("a", Scheme.parse("fp8-fp8"))], runtime=runtime)
+    read = QuantizationConfig.from_dict(json.loads(json.dumps(said.to_dict())))
+    assert read == said and read.to_dict()["runtime"] == runtime and read.step_lists == {4: steps}
+    assert "runtime" not in QuantizationConfig.of([]).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "why"),
+    [
+        ([1], r"got \[1\]"),
+        ({"steps": 7}, r"got \{'steps': 7\}"),
+        ({"steps": {"4": [0, 1]}}, "expected {steps"),
+        ({"steps": {"2": {"order": 1}}}, "scheduler: None, expected a str"),
+        ({"steps": {"3": StepList((0, 1), 1, (1.0, 0.5), "A").to_dict()}}, r"lists of \[2\] steps stand under \['3'\]"),
+    ],
+)
+def test_lists_of_steps_that_are_damaged_are_refused_with_the_cure(runtime, why):
+    said = QuantizationConfig.of([("a", Scheme.parse("fp8-fp8"))]).to_dict()
+    with pytest.raises(ValueError, match=rf"runtime in config.json is damaged.*{why}.*remove `runtime`"):
+        QuantizationConfig.from_dict({**said, "runtime": runtime})
 
 
 def test_source_weights_are_found_in_shards_and_never_twice(tmp_path, tiny_folder, statistics_file):

@@ -66,6 +66,7 @@ class FluxqConfig:
         self.include, self.exclude, self.component = _patterns(include), _patterns(exclude), component
         self._stored = QuantizationConfig.from_dict(stored) if stored else None
         self._steps = self._stored.steps if self._stored else None
+        self._runtime = self._stored.runtime if self._stored else {}
         self._model: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -84,7 +85,7 @@ class FluxqConfig:
         """Configuration that a checkpoint of the model would hold: of its present layers, once there is a model."""
         model = self.model
         if model is not None:
-            return _layers_of(model, self._steps)
+            return _layers_of(model, self._steps, self._runtime)
         if self._stored is None:
             raise ValueError(f"recipe {self.recipe} has not been applied to a model yet")
         return self._stored
@@ -97,7 +98,7 @@ class FluxqConfig:
         config = FluxqConfig.__new__(FluxqConfig)
         config.__dict__.update(self.__dict__, recipe=None)
         config._steps = self._steps or steps
-        config._stored, config._model = _layers_of(model, config._steps), weakref.ref(model)
+        config._stored, config._model = _layers_of(model, config._steps, config._runtime), weakref.ref(model)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,12 +145,12 @@ def _patterns(patterns: str | Iterable[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _layers_of(model: nn.Module, steps: Steps | None) -> QuantizationConfig:
+def _layers_of(model: nn.Module, steps: Steps | None, runtime: Mapping[str, Any]) -> QuantizationConfig:
     """Describe a model's layers; PEFT puts those that it adapts one level down."""
     attention = attention_in(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
     named = ((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)
-    return QuantizationConfig.of(named, attention, steps)
+    return QuantizationConfig.of(named, attention, steps, runtime)
 
 
 def attention_in(model: nn.Module) -> Attentions:

@@ -124,7 +124,7 @@ def _component(
     schemes = {layer.name: _scheme(search, options, f"{name}.{layer.name}") for layer in plan.layers}
     config = QuantizationConfig.from_dict(native.quantization)
     quantized = [(path, scheme) for path, scheme in schemes.items() if scheme is not None]
-    config = QuantizationConfig.of(quantized, config.attention, config.steps)
+    config = QuantizationConfig.of(quantized, config.attention, config.steps, config.runtime)
     write_json(target / "config.json", {**native.config, "quantization_config": config.to_dict()})
     plan = replace(plan, layers=tuple(replace(layer, scheme=schemes[layer.name]) for layer in plan.layers))
     records = {option: _recorded(one, name) for option, one in fitted.items()}
