@@ -1,11 +1,12 @@
 """Steps at 16-bit activations: the weight-only model's own bits in them, the quantized model's in all others."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import diffusers
 import pytest
 import torch
@@ -13,16 +14,24 @@ from torch import nn
 
 import fluxq
 from fluxq import tiny
+from fluxq.base.files import read_json
+from fluxq.eval.images.sides import Side
+from fluxq.eval.report.card import model_card
+from fluxq.jobs import making
 from fluxq.kernels.linear import LOW_RANK, QuantLinear, branch_shapes
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.recipes.computing import Steps
+from fluxq.quantize.record import read_record
+from fluxq.quantize.structure import attention_of
+from fluxq.recipes.computing import QuantizationConfig, Steps
 from fluxq.recipes.formats import Scheme
+from fluxq.recipes.step_policy import ends_of, policy_of
 from fluxq.runtime import graphs
 from fluxq.runtime.layout import add_decoded, add_row_scale, reencode_layer, swizzle
 from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.steps import KeptSteps, keep_steps
 from tests.runtime.test_graphs import Recorder
-from tests.runtime.test_steps import ADAPTED, distance, kinds, run, with_parts
+from tests.runtime.test_steps import ADAPTED, CPU, distance, kinds, run, with_parts
+from tests.shared import quick
 
 N, K = 64, 256
 SCHEMES = [
@@ -74,7 +83,8 @@ def layer_of(scheme: str, dtype: torch.dtype) -> QuantLinear:
 def weight_only_layer(layer: QuantLinear) -> QuantLinear:
     """The layer that a checkpoint of the same codes has, had its recipe asked for 16-bit activations."""
     scheme = Scheme.parse("-".join([layer.scheme.weights.name, "16bit", *_steps_of(layer.scheme)]))
-    tensors = {name: value.data.clone() for name, value in layer.named_parameters(recurse=False) if name != "input_scale"}
+    tensors = {name: value.data.clone() for name, value in layer.named_parameters(recurse=False)}
+    tensors.pop("input_scale", None)
     return QuantLinear.from_tensors(tensors, (layer.out_features, layer.in_features), scheme)
 
 
@@ -131,3 +141,198 @@ def test_all_steps_are_the_weight_only_model(checkpoint, plain_checkpoint, recip
         assert kinds(run(pipe, num_inference_steps=2), quantized, other) == "kk"
         assert (kept.placed, kept.nbytes, str(kept.steps)) == ((), 0, "the first 9 steps")
     assert kinds(run(pipe, num_inference_steps=1), quantized, other) == "q"
+
+
+@pytest.mark.parametrize(("first", "last", "want"), [(1, 2, "kqqkk"), (0, 1, "qqqqk"), (2, 0, "kkqqq")])
+def test_steps_are_asked_for(pipe, loaded, weight_only, first, last, want) -> None:
+    with keep_steps(pipe, first=first, last=last, components="a16") as kept:
+        assert kinds(run(pipe), loaded.transformer, weight_only) == want
+        assert kept.calls_in_16_bit == want.count("k")
+        twin = with_parts(loaded, transformer=copy.deepcopy(pipe.transformer))
+        assert kinds(run(twin, num_inference_steps=1), loaded.transformer, weight_only) == "q"
+    assert not any("instead" in vars(module) for module in pipe.transformer.modules())
+
+
+def test_an_image_to_image_call_counts_its_own_steps(pipe, loaded, weight_only) -> None:
+    again = diffusers.FluxImg2ImgPipeline(**pipe.components)
+    again.set_progress_bar_config(disable=True)
+    with keep_steps(pipe, first=1, last=1, components="a16"):
+        calls = run(again, image=torch.rand(1, 3, 16, 16), strength=0.8)
+    assert kinds(calls, loaded.transformer, weight_only) == "kqqk"
+
+
+def test_two_denoisers_share_the_steps_of_one_run(pipe, loaded, weight_only) -> None:
+    """As Wan 2.2's: one for high noise, one for low."""
+    second = copy.deepcopy(loaded.transformer)
+    wan = SimpleNamespace(
+        components={"transformer": pipe.transformer, "transformer_2": second},
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+    inputs, calls = run(loaded, num_inference_steps=1)[0][1], []
+    with KeptSteps(wan, Steps(first=1, last=1, components="a16")):
+        wan.scheduler.set_timesteps(4)
+        for index, t in enumerate(wan.scheduler.timesteps):
+            output = (pipe.transformer if index < 2 else second)(**inputs)[0]
+            calls.append(((), inputs, output))
+            wan.scheduler.step(output, t, inputs["hidden_states"])
+    assert kinds(calls, loaded.transformer, weight_only) == "kqqk"
+
+
+# --- together with everything else
+
+BESIDE: dict[str, Callable[[Any], Any]] = {
+    "optimized": lambda pipe: fluxq.optimize(pipe, device="cpu"),
+    "captured": fluxq.capture,
+    "offloaded": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+    "layers offloaded": lambda pipe: accelerate.cpu_offload(pipe.transformer, CPU),
+    "groups offloaded": lambda pipe: pipe.transformer.enable_group_offload(CPU, offload_type="leaf_level"),
+    "blocks compiled": lambda pipe: pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager"),
+    "compiled": lambda pipe: pipe.transformer.compile(fullgraph=True, backend="eager"),
+}
+
+
+@pytest.fixture
+def graphs_on_the_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(graphs, "CudaGraphs", Recorder)
+    monkeypatch.setattr(graphs, "WARM_UPS", 2)
+
+
+@pytest.mark.often(3)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_it_works_beside(pipe, loaded, weight_only, graphs_on_the_cpu, beside) -> None:
+    torch._dynamo.reset()
+    BESIDE[beside](pipe)
+    with keep_steps(pipe, first=1, last=2, components="a16"):
+        for _ in range(2):
+            assert kinds(run(pipe), loaded.transformer, weight_only) == "kqqkk"
+    assert kinds(run(pipe), loaded.transformer, weight_only) == "qqqqq"
+
+
+@pytest.mark.slow
+def test_a_captured_step_is_two_graphs(pipe, graphs_on_the_cpu) -> None:
+    with keep_steps(pipe, first=1, last=2, components="a16"), fluxq.capture(pipe) as captured:
+        run(pipe)
+        run(pipe)
+        assert captured.captures == 2 and sorted(row.replays for row in captured.captured) == [4, 6]
+
+
+def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, weight_only) -> None:
+    fluxq.set_attention(pipe, "fp8")
+    other = copy.deepcopy(loaded.transformer)
+    fluxq.set_attention(other, "fp8")
+    with keep_steps(pipe, first=1, last=2, components="a16"):
+        assert kinds(run(pipe), other, weight_only) == "kqqkk"
+    assert attention_of(pipe.transformer) == "fp8"
+
+
+@pytest.mark.often(1)
+@pytest.mark.parametrize("is_fused", [False, True], ids=["beside", "fused"])
+def test_an_adapter_counts_in_these_steps_too(pipe, loaded, weight_only, lora_file, is_fused) -> None:
+    models = []
+    with keep_steps(pipe, first=1, last=2, components="a16"):
+        for model in (pipe.transformer, copy.deepcopy(loaded.transformer), copy.deepcopy(weight_only)):
+            each = with_parts(loaded, transformer=model) if models else pipe
+            each.load_lora_weights(lora_file("style.safetensors", ADAPTED))
+            if is_fused:
+                each.fuse_lora()
+            models.append(each.transformer)
+        calls = run(pipe)
+        assert kinds(calls, *models[1:]) == "kqqkk"
+        assert kinds(calls, loaded.transformer, weight_only) == "?????"
+
+
+def test_a_prepared_model_computes_with_the_codes_it_has(pipe) -> None:
+    with keep_steps(pipe, first=1, last=2, components="a16"):
+        assert len(fluxq.prepare(pipe, device="cpu")) > 20
+        other = copy.deepcopy(pipe.transformer)
+        assert kinds(run(pipe), other, weight_only_model(other)) == "kqqkk"
+
+
+def test_hoisted_modulation_is_made_once(pipe, loaded, weight_only) -> None:
+    """It is weight-only, so that its table holds in every step."""
+    with hoist_modulation(pipe), keep_steps(pipe, first=1, last=2, components="a16"):
+        for index, (args, kwargs, output) in enumerate(run(pipe)):
+            near = loaded.transformer if index in (1, 2) else weight_only
+            far = weight_only if index in (1, 2) else loaded.transformer
+            off = [distance(output, model(*args, **kwargs)[0]) for model in (near, far)]
+            assert off[0] < 0.2 * off[1]
+
+
+# --- recipe, checkpoint, other programs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("a16")
+    recipe = quick("nvfp4", root, fitted=False)
+    recipe.write_text(recipe.read_text() + "steps: {first: 1, last: 2, components: a16}\n")
+    options = making.JobOptions(model="tiny", recipe=str(recipe), output=str(root / "out"), check=False)
+    making.quantize(making.job_of(options))
+    return root / "out"
+
+
+def test_a_checkpoint_has_the_policy_and_keep_steps_reads_it(folder, caplog, tmp_path) -> None:
+    said = read_json(folder / "transformer" / "config.json")["quantization_config"]
+    assert said["runtime"]["diffusion_step_policy"] == policy_of(1, 2) and "steps" not in said
+    pipe = tiny.load(folder=folder)
+    assert "keeps the first step and the last 2 of every call at 16-bit activations" in caplog.text
+    quantized, other = copy.deepcopy(pipe.transformer), weight_only_model(pipe.transformer)
+    with keep_steps(pipe) as kept:
+        assert kept.steps == Steps(first=1, last=2, components="a16")
+        assert kinds(run(pipe), quantized, other) == "kqqkk"
+    with keep_steps(pipe, last=0) as kept:
+        assert kept.steps == Steps(first=1, components="a16")
+    with keep_steps(pipe, components="16bit") as kept:
+        assert kept.placed == ("resident",)
+    pipe.transformer.save_pretrained(tmp_path)
+    assert read_json(tmp_path / "config.json")["quantization_config"] == said
+    card = model_card(read_record(folder))
+    assert (
+        "- kept at 16-bit activations: the first step and the last 2 of every call, by `fluxq.keep_steps(pipe)`" in card
+    )
+
+
+def test_a_side_of_an_evaluation_keeps_them_without_a_source(folder, tmp_path) -> None:
+    pipe = Side("a16", str(folder), "digest", source=str(tmp_path / "nowhere")).open()
+    assert kinds(run(pipe), tiny.load(folder=folder).transformer, weight_only_model(pipe.transformer)) == "kqqkk"
+
+
+def test_what_says_nothing_there_is_refused(pipe, tiny_folder) -> None:
+    for how in ({"source": str(tiny_folder)}, {"weights": "resident"}):
+        with pytest.raises(ValueError, match=r"read no 16-bit weights: leave out source= and weights="):
+            keep_steps(pipe, first=1, components="a16", **how)
+    with pytest.raises(ValueError, match=r"components.*'16bit' or 'a16'"):
+        keep_steps(pipe, first=1, last=0, components="a8")  # pyright: ignore[reportArgumentType]
+
+
+DAMAGED: list[Callable[[dict[str, Any]], Any]] = [
+    lambda policy: policy.update(schema_version=2),
+    lambda policy: policy.update(middle_steps=1),
+    lambda policy: policy.pop("overlap"),
+    lambda policy: policy.pop("scope"),
+    lambda policy: policy.update(scope=[]),
+    lambda policy: policy.update(reasoner="a8"),
+    lambda policy: policy["first_steps"].update(count=-1),
+    lambda policy: policy["first_steps"].update(count=True),
+    lambda policy: policy["last_steps"].update(mode="a8"),
+    lambda policy: policy["last_steps"].update(more=1),
+    lambda policy: policy.update(first_steps=1),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_policy_of_another_kind_is_refused_by_name(folder, damage) -> None:
+    said = read_json(folder / "transformer" / "config.json")["quantization_config"]
+    damage(said["runtime"]["diffusion_step_policy"])
+    with pytest.raises(ValueError, match=r"diffusion_step_policy.*: update fluxq, or remove"):
+        QuantizationConfig.from_dict(said)
+
+
+def test_what_other_policies_say_is_kept() -> None:
+    said = {"quant_method": "fluxq", "format_version": 1, "layers": {"fp8-fp8": ["a"]}, "required_features": []}
+    other = policy_of(0, 3) | {"scope": ["transformer", "vae"], "reasoner": "a16"}
+    config = QuantizationConfig.from_dict(said | {"runtime": {"diffusion_step_policy": other, "more": 1}})
+    assert config.steps == Steps(last=3, components="a16")
+    assert config.to_dict()["runtime"] == {"diffusion_step_policy": other, "more": 1}
+    assert ends_of(other | {"scope": ["vae"]}) == (0, 0)
+    assert QuantizationConfig.from_dict(said | {"runtime": {"diffusion_step_policy": policy_of(0, 0)}}).steps is None
