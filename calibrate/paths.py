@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,15 +60,19 @@ class Velocities:
     levels: tuple[float, ...]
     signal: float
 
-    def paths(self, order: int) -> dict[int, Way]:
-        """Return number of computed steps -> the list of least predicted error, of those that are possible."""
+    def paths(self, order: int, required: Collection[int] = ()) -> dict[int, Way]:
+        """Return number of computed steps -> the list of least predicted error, of those that are possible.
+
+        required: steps that every list computes, beside the first and the last.
+        """
         total, gap, best = len(self.levels), functools.cache(self._gap), dict[int, Way]()
         layer = {(-1, 0): Way(0.0, (0,))}
         for count in range(2, total + 1):
             following: dict[tuple[int, int], Way] = {}
             for path in layer.values():
                 nodes = path.steps[-order - 1 :]
-                for step in range(nodes[-1] + 1, total):
+                reach = min((step for step in required if step > nodes[-1]), default=total - 1)
+                for step in range(nodes[-1] + 1, reach + 1):
                     cost, state = path.nmse + gap(nodes, step) / self.signal, (nodes[-1], step)
                     if state not in following or cost < following[state].nmse:
                         following[state] = Way(cost, (*path.steps, step))

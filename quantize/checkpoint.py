@@ -191,7 +191,7 @@ def write_component(
     """
     library, codes = library_of(source, plan.component), {f"{layer.name}.weight" for layer in plan.quantized}
     total = write_shards(target, library, files, codes, max_shard_bytes, written)
-    quantization = QuantizationConfig.of(plan.schemes(), plan.attention, plan.steps).to_dict()
+    quantization = QuantizationConfig.of(plan.schemes(), plan.attention, plan.steps, plan.runtime).to_dict()
     write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     return total
 

@@ -188,6 +188,7 @@ class Check(_Part):
 
     frames: of a video, None for images.
     flat: number of images of one colour.
+    listed: list of steps that it ran with, in words; None if every step was computed.
     gates_for_eval: gates that only `fluxq eval` measures.
     missed: gates that did not hold.
     A value in dB that is None stands for infinity.
@@ -197,6 +198,7 @@ class Check(_Part):
     frames: int | None = None
     seeds: list[int] = []
     steps: int
+    listed: str | None = None
     finite: bool
     flat: int = 0
     psnr_db: list[float | None] = []

@@ -48,21 +48,36 @@ class Steps(Strict):
     """Denoising steps that transformers compute in 16 bit: the first and the last of each call.
 
     components: "16bit" with their 16-bit weights, "a16" with their codes and 16-bit activations. A checkpoint records
-    this, `fluxq.keep_steps` does it in a pipeline.
+        this, `fluxq.keep_steps` does it in a pipeline.
+    compute: share of the steps of a call that are computed at all, by a list (step_list.py) that `fluxq quantize` makes
+        and the checkpoint records. Those that are kept are among them.
     """
 
     first: int = Field(default=0, ge=0, le=1 << 20)
     last: int = Field(default=0, ge=0, le=1 << 20)
     components: Literal["16bit", "a16"] = "16bit"
+    compute: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="after")
     def _some(self) -> Steps:
-        if not self.first and not self.last:
-            raise ValueError("neither `first` nor `last` names a step to keep; write {first: 1}, or leave out `steps`")
+        if not self.first and not self.last and self.compute is None:
+            raise ValueError(
+                "neither `first` nor `last` names a step to keep, nor does `compute` say how many to compute; write "
+                "{first: 1} or {compute: 0.5}, or leave out `steps`"
+            )
         return self
 
+    @property
+    def kept(self) -> Steps | None:
+        """The same without `compute`; None if no step is kept."""
+        return self.model_copy(update={"compute": None}) if self.first or self.last else None
+
+    def kept_of(self, total: int) -> frozenset[int]:
+        """Return the steps that are kept of a call of `total`."""
+        return frozenset(step for step in range(total) if step < self.first or step >= total - self.last)
+
     def __str__(self) -> str:
-        """Return the text for people: `the first step and the last 2`."""
+        """Return the kept steps for people, of which there are some: `the first step and the last 2`."""
         parts = [f"the {end} {count}" if count > 1 else f"the {end}" for end, count in self._ends]
         return " and ".join([f"{parts[0]} step{'s' if self._ends[0][1] > 1 else ''}", *parts[1:]])
 
@@ -155,7 +170,7 @@ class QuantizationConfig:
             if policy_steps(runtime) != self.steps:
                 runtime[POLICY] = policy_of(self.steps.first, self.steps.last)
         elif self.steps is not None:
-            chosen["steps"] = self.steps.model_dump(mode="json")
+            chosen["steps"] = self.steps.model_dump(mode="json", exclude={"compute"})
         if runtime:
             chosen["runtime"] = runtime
         return {
@@ -188,7 +203,7 @@ def _steps(value: Any) -> Steps | None:
     if value is None:
         return None
     try:
-        return Steps.model_validate(value)
+        return Steps.model_validate(value).kept
     except ValidationError as error:
         why = error.errors()[0]["msg"]
         raise ValueError(

@@ -13,8 +13,8 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from fluxq.recipes.computing import Attention, Attentions, Steps, attention_in_words, gathered
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker, Producer, matches
@@ -186,6 +186,8 @@ class Plan:
     notes: settings of the recipe that the family or its shapes do not have.
     attention: arithmetic of its self-attention, of single modules by their paths.
     steps: those kept in 16 bit, of a transformer.
+    compute: share of the steps of a call that it computes.
+    runtime: what its checkpoint says of pipelines (computing.py).
     kind: of the family.
     """
 
@@ -196,6 +198,8 @@ class Plan:
     attention: Attentions = "16bit"
     steps: Steps | None = None
     kind: Kind = "transformer"
+    compute: float | None = None
+    runtime: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:
@@ -298,7 +302,9 @@ def plan_of(
         compat=recipe.compat,
         include=include,
     )
-    return replace(plan, steps=recipe.steps) if family.kind == "transformer" else plan
+    if family.kind != "transformer" or recipe.steps is None:
+        return plan
+    return replace(plan, steps=recipe.steps.kept, compute=recipe.steps.compute)
 
 
 def make_plan(

@@ -79,7 +79,7 @@ def debug(
     if record is not None and "imported" not in record:  # no recipe made an imported one
         fields = dict(record["recipe"])
         recipe = str(fields.pop("name")), Recipe.model_validate(fields)
-    pipes = reference.open(), quantized.open()
+    pipes = reference.open(), quantized.open(skips=False)
     return debug_pipelines(*pipes, items, call, search, device=device, batch_size=batch_size, recipe=recipe)
 
 

@@ -56,15 +56,18 @@ class Side:
         facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
         return facts
 
-    def open(self, device: str = "cpu") -> Any:
+    def open(self, device: str = "cpu", *, skips: bool = True) -> Any:
         """Open the pipeline, ready to be called.
+
+        skips: whether steps are skipped by the checkpoint's list, where it has one; beside a step cache they are not.
 
         Raises ValueError for a backend, cache or attention that it cannot have, and RuntimeError for files that have
         changed since the digest was taken.
         """
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
-        from fluxq.runtime.steps import about_to_keep, keep_recorded_steps  # it imports torch's compiler
+        from fluxq.runtime.skip import skip_recorded_steps  # these import torch's compiler
+        from fluxq.runtime.steps import about_to_keep, keep_recorded_steps
 
         folder = ModelFolder(self.name, Path(self.folder))
         with about_to_keep():
@@ -84,6 +87,8 @@ class Side:
         if self.cache is not None:
             _cache_steps(pipe, self.cache)
         keep_recorded_steps(pipe, self.source)
+        if skips and self.cache is None:
+            skip_recorded_steps(pipe)
         return self.placed(pipe, device)
 
     def placed(self, pipe: Any, device: str) -> Any:

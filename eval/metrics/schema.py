@@ -437,6 +437,9 @@ class Debug(Strict):
     patch: Patch | None = None
 
 
+STEPS = "steps"  # label, in what is said of a run or a timing, of a checkpoint's list of computed steps
+
+
 class Run(Strict):
     """One quantized side.
 

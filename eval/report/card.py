@@ -55,7 +55,7 @@ def model_card(record: Record) -> str:
         "",
         "```python",
         *_loading(record),
-        *(["fluxq.keep_steps(pipe)"] if record.recipe.steps else []),
+        *_steps_calls(record.recipe.steps),
         "```",
         "",
         "## Size",
@@ -232,12 +232,24 @@ def _with_section(text: str, section: str) -> str:
     return f"{text.rstrip()}\n\n{section}\n"
 
 
+def _steps_calls(steps: dict[str, Any] | None) -> list[str]:
+    """Return the calls by which a loaded pipeline keeps and skips steps."""
+    chosen = Steps.model_validate(steps) if steps else None
+    kept = ["fluxq.keep_steps(pipe)"] if chosen and chosen.kept else []
+    return [*kept, "fluxq.skip_steps(pipe)"] if chosen and chosen.compute else kept
+
+
 def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
     if steps is None:
         return []
     kept = Steps.model_validate(steps)
-    read = " and the base model's weights" if kept.components == "16bit" else ""
-    return [f"- kept {kept.how}: {kept} of every call, by `fluxq.keep_steps(pipe)`{read}"]
+    lines = []
+    if kept.kept:
+        read = " and the base model's weights" if kept.components == "16bit" else ""
+        lines = [f"- kept {kept.how}: {kept} of every call, by `fluxq.keep_steps(pipe)`{read}"]
+    if kept.compute:
+        lines.append(f"- computed: {kept.compute:g} of the steps of a call, by `fluxq.skip_steps(pipe)`")
+    return lines
 
 
 def _lora(lora: Lora) -> str:
@@ -317,7 +329,8 @@ def _check_lines(check: Check | None) -> list[str]:
     if check is None:
         return ["Not measured (the closing check was skipped)."]
     frames = check.frames
-    extent = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {check.steps} steps"
+    steps = check.listed or f"{check.steps} steps"
+    extent = f"{amount(check.images, frames)}{' of' if frames is None else ' and'} {steps}"
     images = f"{extent}, same prompts and noise as the 16-bit pipeline"
     if not check.finite:
         return [f"**FAILED: NaN or infinity** in {images}."]

@@ -22,7 +22,7 @@ from fluxq.eval.metrics.figures import (
     size,
     stated,
 )
-from fluxq.eval.metrics.schema import Debug, GateOutcome, Metric, Patch, Report, Run, Speed
+from fluxq.eval.metrics.schema import STEPS, Debug, GateOutcome, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
 from fluxq.eval.report.summary import SummaryMetric, speeds, summary, summary_metrics, undebugged, untimed
 
@@ -84,6 +84,8 @@ def facts(run: Run) -> list[str]:
             )
         else:
             sentences.append(f"no speed-up is given: {each.refused}")
+    if STEPS in run.provenance:
+        sentences.append(run.provenance[STEPS])
     if run.cache is not None:
         sentences.append(f"with a step cache, threshold {run.cache:g}")
     return sentences

@@ -50,6 +50,8 @@ from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import load_recipe
 from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.graphs import capture
+from fluxq.runtime.skip import skip_recorded_steps
+from fluxq.runtime.skipped import SkippedSteps
 
 CARDS = (8, 12, 16, 24)  # GB
 _VARIANTS = frozenset("pcie nvl laptop mobile max ti super d xt xtx gre".split())  # after a name: another card
@@ -173,7 +175,10 @@ class Round:
 
 @dataclass
 class Entry:
-    """A side in a mode at a setting, and its rounds. models: what runs as its denoisers, by component."""
+    """A side in a mode at a setting, and its rounds.
+
+    models: what runs as its denoisers, by component. computed: share of the steps that its checkpoint's list computes.
+    """
 
     opened: Opened
     mode: str
@@ -183,6 +188,7 @@ class Entry:
     rounds: list[Round] = field(default_factory=list)
     warm_seconds: float = 0.0
     peak_bytes: int | None = None
+    computed: float = 1.0
 
     def times(self, stage: str) -> Times:
         """Return the times of a stage."""
@@ -320,9 +326,10 @@ class _Bench:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
             arguments = Setting(1, *size).arguments(pipe) if size else {}
-            ((output, _),) = run_pipeline(
-                pipe, items_of(self.prompts, 1), self.call | arguments, output_type="pt", batch_size=1
-            )
+            with _listed(pipe):
+                ((output, _),) = run_pipeline(
+                    pipe, items_of(self.prompts, 1), self.call | arguments, output_type="pt", batch_size=1
+                )
             end = self.machine.mark()
             self.machine.wait()
         except Exception as problem:
@@ -404,7 +411,7 @@ class _Bench:
         machine, setting, pipe = self.machine, entry.setting, entry.opened.pipe
         call = self.call | setting.arguments(pipe)
         timer = _StageTimer(machine)
-        with _installed(pipe, entry.models), _watched(pipe, timer):
+        with _installed(pipe, entry.models), _listed(pipe) as skipped, _watched(pipe, timer):
             machine.wait()
             joules, start = machine.joules(), machine.mark()
             items = items_of(self.prompts, setting.batch)
@@ -416,6 +423,8 @@ class _Bench:
             slowdowns = machine.slowdowns()  # while the device is still busy
             machine.wait()
         after = machine.joules()
+        if skipped is not None:
+            entry.computed = skipped.computed / skipped.calls
         return Round(
             stages=timer.seconds(),
             sequences=max(1, timer.rows // max(1, timer.steps)),
@@ -502,6 +511,17 @@ def _installed(pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
             setattr(pipe, name, model)
 
 
+@contextmanager
+def _listed(pipe: Any) -> Iterator[SkippedSteps | None]:
+    """Skip steps by the list of a pipeline's checkpoint, where it has one: in front of graphs, so for each run."""
+    skipped = skip_recorded_steps(pipe)
+    try:
+        yield skipped
+    finally:
+        if skipped is not None:
+            skipped.remove()
+
+
 def _graphed(model: nn.Module) -> Any:
     """Return a model that replays a graph; it copies the output, over which the next replay writes."""
     graphed: Any = torch.compile(model, mode="reduce-overhead", dynamic=False)
@@ -585,8 +605,8 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
         peak_bytes=entry.peak_bytes,
         compile_seconds=max(0.0, entry.warm_seconds - stages[WHOLE].p50) if entry.mode != "eager" else None,
         energy_joules=sum(joules) / (len(entry.rounds) * entry.setting.batch) if joules else None,
-        flops=peak[0] if peak else None,
-        roofline_share=peak[1] / stages[STEP].p50 if peak else None,
+        flops=peak[0] * entry.computed if peak else None,
+        roofline_share=peak[1] * entry.computed / stages[STEP].p50 if peak else None,
         slowed_by=tuple(sorted(entry.slowdowns)),
     )
 

@@ -263,7 +263,7 @@ class ComponentPlan:
         for maker, folds in source.folds.items():
             done.folded[maker] = [reader for fold in folds for reader in fold.vectors.readers]
         for key, words in _NOT_CARRIED.items():
-            if self.dialect and source.quantization.get(key):
+            if self.dialect and (source.quantization | _listed(source.quantization)).get(key):
                 notes[words] += len(self.choices)
         if rules is not None and POLICY in source.quantization.get("runtime", {}):
             notes[rules.steps] += len(self.choices)
@@ -598,6 +598,11 @@ def _recipes_that_fit(dialect: str, main: tuple[str, str | None]) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
+def _listed(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `_NOT_CARRIED` calls the lists of steps of a checkpoint."""
+    return {"list": quantization.get("runtime", {}).get("steps")}
+
+
 def _schemes_of(recipe: Recipe) -> list[Scheme]:
     """Return the schemes that a recipe gives a denoiser's core and modulation, without what it tries."""
     part = recipe.components["transformer"]
@@ -613,4 +618,5 @@ def _schemes_of(recipe: Recipe) -> list[Scheme]:
 _NOT_CARRIED = {
     "attention": "attention is computed in 16 bit there, here in 8",
     "steps": "every step is computed with these codes there, here some are kept in 16 bit",
+    "list": "every step is computed there, here some are skipped by the checkpoint's list",
 }

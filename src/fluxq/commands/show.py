@@ -334,10 +334,12 @@ def evaluated(page: Path, report: Report) -> None:
 def timed(speed: Speed) -> None:
     """Print median times of every stage, speed-ups, and the reasons for those that are not given."""
     from fluxq.eval.metrics.figures import plain_shape
+    from fluxq.eval.metrics.schema import STEPS
 
     echo(f"on {speed.measured_on}")
-    if "baseline" in speed.conditions:
-        echo(f"baseline: {speed.conditions['baseline']}")
+    for condition in ("baseline", STEPS):
+        if condition in speed.conditions:
+            echo(f"{condition}: {speed.conditions[condition]}")
     rows = []
     for row in speed.rows:
         size = plain_shape(row)
@@ -676,12 +678,13 @@ def _psnr(check: Check | None) -> str:
     number = amount(check.images, check.frames)
     if check.mean_psnr_db is None:
         return f"identical ({number})" if check.finite else "not finite"
-    return f"{check.mean_psnr_db:.1f} dB ({number}, {check.steps} steps)"
+    return f"{check.mean_psnr_db:.1f} dB ({number}, {check.listed or f'{check.steps} steps'})"
 
 
 def _summary(component: Plan) -> None:
     attention = f", attention in {words}" if (words := _attention(component)) else ""
     steps = f", {component.steps} {component.steps.how}" if component.steps else ""
+    steps += f", {component.compute:g} of the steps of a call computed" if component.compute else ""
     echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
 
 

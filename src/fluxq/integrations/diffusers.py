@@ -45,6 +45,7 @@ from fluxq.integrations.loading import (
 from fluxq.integrations.whole import refuse_casting
 from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, Steps
+from fluxq.recipes.step_list import StepList
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -77,6 +78,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         self.model: nn.Module | None = None  # while a checkpoint is loaded into it
         self.attention: Attentions = "16bit"
         self.steps: Steps | None = None
+        self.lists: Collection[StepList] = ()
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Accept every device, since torch runs the reference on it."""
@@ -94,7 +96,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             self.model = model
             stored = self.quantization_config.stored
             self.exact, self.attention = put_layers(model, stored.schemes, self.dtype), stored.attention
-            self.steps = stored.steps
+            self.steps, self.lists = stored.steps, stored.step_lists.values()
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
                     scale = layer.get_parameter(name)
@@ -127,10 +129,10 @@ class FluxqQuantizer(DiffusersQuantizer):
             set_attention(model, self.attention)
         model.is_quantized = bool(quant_layers(model))
         self.quantization_config = self.quantization_config.describing(model, self.steps)
-        if self.steps is not None:
+        if self.steps is not None or self.lists:
             from fluxq.runtime.steps import tell
 
-            tell(self.steps)
+            tell(self.steps, self.lists)
         _set_config(model, self.quantization_config if model.is_quantized else None)
         return model
 

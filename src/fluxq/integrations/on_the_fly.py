@@ -78,7 +78,14 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     )
     for note in plan.notes:
         logger.warning(note)
-    return replace(plan, steps=recipe.steps if family.kind == "transformer" else None)
+    steps = recipe.steps if family.kind == "transformer" else None
+    if steps and steps.compute:
+        logger.warning(
+            "recipe %s computes %g of the steps of a call, by a list that loading cannot make: "
+            "`fluxq.skip_steps(pipe, compute=%g)` makes it once the pipeline is loaded",
+            *(recipe_name, steps.compute, steps.compute),
+        )
+    return replace(plan, steps=steps and steps.kept)
 
 
 class Arrivals:

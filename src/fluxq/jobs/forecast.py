@@ -25,6 +25,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.jobs import memory
+from fluxq.jobs.listing import passes_of_list
 from fluxq.jobs.making import MOST_CALLS
 from fluxq.jobs.planning import demand
 from fluxq.quantize.checkpoint import is_model
@@ -33,6 +34,7 @@ from fluxq.recipes.cost import steps
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
 from fluxq.recipes.workloads import CallSize
+from fluxq.runtime.step_trials import IMAGES
 
 if TYPE_CHECKING:
     from fluxq.jobs.job import Job
@@ -82,7 +84,8 @@ def of_quantizing(job: Job) -> Forecast:
     """Return the time of `fluxq quantize`, finished blocks of an interrupted run included."""
     static = any(plan.static_groups() and plan.component not in job.fitted for plan in job.plans)
     calibrates = bool(job.fitted) or (static and job.statistics is None)
-    if not (calibrates or job.options.check):
+    is_listed = any(plan.compute for plan in job.plans)
+    if not (calibrates or job.options.check or is_listed):
         return Forecast({}, _memory(job, writes=True))
     forward, items = _forward(job), job.calibration_items
     seen = steps_to_see(job.calibration.steps, forward.steps)
@@ -90,6 +93,8 @@ def of_quantizing(job: Job) -> Forecast:
     if calibrates:
         again = seen * forward.steps / 2 if job.fitted else 0  # images that tell the effect of each step's error
         parts["calibrating"] = forward.seconds(items, forward.steps) + forward.seconds(items[:LEVEL_IMAGES], again)
+    if is_listed:
+        parts["list of steps"] = IMAGES * passes_of_list(job, forward.steps) * forward.seconds_of_step(1)
     if job.fitted:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in job.fitted.values())
     if job.options.check:

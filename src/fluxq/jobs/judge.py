@@ -32,6 +32,7 @@ from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, side_stamps, variant
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
+    STEPS,
     CheckpointSize,
     Debug,
     Item,
@@ -43,6 +44,7 @@ from fluxq.eval.metrics.schema import (
 )
 from fluxq.eval.report import card
 from fluxq.jobs import forecast, memory
+from fluxq.jobs.listing import lists_of_checkpoint
 from fluxq.jobs.requirements import (
     call_of,
     default_frames,
@@ -383,7 +385,7 @@ def bench(
     offloaded = [side.name for side in (subject.reference, subject.quantized) if side.offload]
     if offloaded:
         layout["offload"] = f"parts of {' and '.join(offloaded)} take turns on the GPU"
-    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout}})
+    speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout, **_listed(subject)}})
     with _sole_writer(subject, SPEED_FILE):
         _keep(subject, SPEED_FILE, speed)
     return speed
@@ -434,7 +436,7 @@ class _Served:
         return f"{self.side.name}, optimized" if self.is_optimized else self.side.name
 
     def open(self, device: str) -> Any:
-        pipe = self.side.open()
+        pipe = self.side.open(skips=False)  # the list comes after graphs (speed.py)
         prepare(pipe, device=device, prefer=self.prefer)
         pipe = self.side.placed(pipe, device)
         if self.is_optimized:
@@ -654,12 +656,19 @@ def _candidates(
         **_origin(record),
     }
     identity = _named(subject), record.recipe.name, record.identity.recipe, _size(record)
-    candidates = []
+    candidates, listed = [], _listed(subject)
     for side in sides:
         pipe = side.open(device)
         along = drift(followed, pipe, floor=floor)
-        candidates.append(Candidate(side, *identity, served(pipe, device), _gates(subject), provenance, along))
+        about = provenance | (listed if side.cache is None else {})
+        candidates.append(Candidate(side, *identity, served(pipe, device), _gates(subject), about, along))
     return candidates
+
+
+def _listed(subject: Subject) -> dict[str, str]:
+    """Return what a report says of the steps that the checkpoint computes; nothing where it computes all."""
+    lists = lists_of_checkpoint(ModelFolder(subject.quantized.name, Path(subject.quantized.folder)))
+    return {STEPS: ", or ".join(map(str, lists))} if lists else {}
 
 
 def _size(record: Record) -> CheckpointSize:

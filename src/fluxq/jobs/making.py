@@ -5,6 +5,7 @@ folders appear complete or not at all. Until then each stage keeps its results i
 job's digest, and an interrupted run goes on with all that is whole there:
 
     statistics   statistics.safetensors
+    list         velocities.safetensors, runs.json
     calls        calls/, with the digests of the weights that they were captured with; levels.json
     blocks       <component>/0000.safetensors …, those of rounded blocks with hashes of their source weights
     checkpoint   the output itself, with the closing check in its record
@@ -42,6 +43,7 @@ from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
 from fluxq.jobs import memory
 from fluxq.jobs.job import (
+    RUNS,
     Job,
     JobOptions,
     clear_leftovers,
@@ -54,6 +56,7 @@ from fluxq.jobs.job import (
     work_folder,
     work_of,
 )
+from fluxq.jobs.listing import VELOCITIES, list_of_recipe, lists_of_checkpoint
 from fluxq.jobs.planning import demand, job_of
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import is_model, model_on_meta
@@ -82,7 +85,8 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.workloads import CallSize
-from fluxq.runtime.steps import KeptSteps
+from fluxq.runtime.skipped import SkippedSteps
+from fluxq.runtime.steps import KeptSteps, about_to_keep
 
 __all__ = [  # all names that the commands need of a job, whichever file they are in
     "Job",
@@ -178,7 +182,8 @@ def _require_unchanged(job: Job, component: str, work: Path) -> None:
     try:
         job.require_unchanged(component)
     except RuntimeError:
-        measured = work / _SHARES, work / _STATISTICS, work / "calls", work / "levels.json", *work.glob("*-outputs")
+        measured = [work / name for name in (_SHARES, _STATISTICS, "calls", "levels.json", VELOCITIES, RUNS)]
+        measured += work.glob("*-outputs")
         for path in measured if job.run.ranks.leads else ():
             remove(path)
         raise
@@ -234,7 +239,9 @@ def _quantize(job: Job, work: Path) -> Record | None:
     statistics = job.statistics or _kept_statistics(work, ranks)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in job.plans if plan.static_groups() and plan.component not in job.fitted]
-    if job.fitted or (options.check and ranks.leads) or (static and statistics is None):
+    lists: dict[str, Any] = {}
+    is_listed = any(plan.compute for plan in job.plans)
+    if job.fitted or ((options.check or is_listed) and ranks.leads) or (static and statistics is None):
         pipe = job.load_reference()
         if static and statistics is None:
             statistics = _calibrate(job, pipe, work)
@@ -243,6 +250,9 @@ def _quantize(job: Job, work: Path) -> Record | None:
                 shutil.rmtree(work / _SHARES)
         if options.check and ranks.leads:
             reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
+        if is_listed and ranks.leads:
+            steps = list_of_recipe(job, pipe, work)
+            lists = {"steps": {str(steps.total): steps.to_dict()}}
         if job.fitted:
             fittings = _fittings(job, pipe, statistics)
         if job.run.memory is not None:
@@ -256,7 +266,8 @@ def _quantize(job: Job, work: Path) -> Record | None:
         return None
     with atomic_output(Output(job.output), work, overwrite=options.overwrite) as part:
         outcomes, hashes = [Outcome.read(files) for _, files, _ in done], dict[Path, str]()
-        written = [_write(part, job, *one, outcome, hashes) for one, outcome in zip(done, outcomes, strict=True)]
+        planned = [(replace(plan, runtime=lists if plan.compute else {}), *rest) for plan, *rest in done]
+        written = [_write(part, job, *one, outcome, hashes) for one, outcome in zip(planned, outcomes, strict=True)]
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(job.plans, outcomes, strict=True)}
         job = replace(job, identity=with_digests(job, read))
         _copy_rest(part, job, hashes)
@@ -522,9 +533,12 @@ def _source(job: Job) -> str | None:
 def closing_check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
     folder, run = ModelFolder(job.output.name, part), job.run
-    pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
+    with about_to_keep():
+        pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
     if job.recipe.steps and any(plan.steps for plan in job.plans):
         KeptSteps(pipe, job.recipe.steps, job.weights, {})
+    lists = lists_of_checkpoint(folder)
+    skipped = SkippedSteps(pipe, *lists) if lists else None
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
     psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
@@ -540,6 +554,7 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
         frames=reference.frames,
         seeds=[seed for _, seed in reference.items],
         steps=number_of_steps(pipe, job.call),
+        listed=str(skipped.steps) if skipped else None,
         finite=finite,
         flat=flat,
         psnr_db=[_rounded(value) for value in psnr_db],

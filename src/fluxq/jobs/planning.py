@@ -30,6 +30,7 @@ from fluxq.jobs.job import (
     require_no_other,
     require_same_statistics,
 )
+from fluxq.jobs.listing import require_list_of_recipe
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
@@ -101,6 +102,8 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
     require_call(folder, job.call, options.call)
     if any(plan.steps for plan in plans):
         require_followed(scheduler_of(folder))
+    if any(plan.compute for plan in plans):
+        require_list_of_recipe(job)
     if statistics is not None:
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")

@@ -18,18 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 import fluxq
-from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_json, write_json
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, with_seal
-from fluxq.base.tensors import TensorFile, save_sealed
 from fluxq.calibrate.capture import number_of_steps
-from fluxq.calibrate.paths import FEWEST_IMAGES, Velocities, measure_velocities, require_listed
+from fluxq.calibrate.paths import FEWEST_IMAGES, require_listed
 from fluxq.jobs import memory
-from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
+from fluxq.jobs.job import RUNS, Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
+from fluxq.jobs.listing import velocities_of
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
@@ -41,7 +37,6 @@ from fluxq.runtime.step_trials import IMAGES, SEED, Trials, TriedList, computed_
 from fluxq.runtime.steps import require_followed
 
 _MOST_COUNTS = 8  # numbers of steps that are run for a gate
-_VELOCITIES, _RUNS = "velocities.safetensors", "runs.json"
 
 
 @dataclass(frozen=True)
@@ -112,8 +107,8 @@ def make_list(request: Request) -> dict[str, Any]:
         return read_json(job.output)
     with work_of(job) as work:
         pipe = job.load_reference()
-        velocities = _velocities(request, pipe, work / _VELOCITIES)
-        trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / _RUNS)
+        velocities = velocities_of(pipe, request.denoisers, request.items[: request.count], job.call, work)
+        trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / RUNS)
         best = _held(request, trials) if request.gate else _shared(request, trials)
         digest = job_digest(decisive(job))
         result = with_seal(_result(request, trials, best) | {"job": digest})
@@ -145,24 +140,6 @@ def _identity(request: Request) -> dict[str, Any]:
         "compute": request.compute,
         "gate": request.gate,
     }
-
-
-def _velocities(request: Request, pipe: Any, file: Path) -> Velocities:
-    """Return the inner products, read from the work folder or measured and kept there."""
-    try:
-        if file.is_file():
-            stored = TensorFile(file)
-            stored.require_as_written()
-            gram, factors, levels, called, signal = (stored.get_tensor(name) for name in _TENSORS)
-            denoisers = tuple(request.denoisers[index] for index in called.tolist())
-            return Velocities(gram.numpy(), factors.numpy(), denoisers, tuple(levels.tolist()), float(signal))
-    except ValueError as error:
-        logger.warning("%s: measured again", without_cure(error))
-    made = measure_velocities(pipe, request.denoisers, request.items[: request.count], request.job.call)
-    called = [request.denoisers.index(name) for name in made.denoisers]
-    values = (made.gram, made.factors, np.array(made.levels), np.array(called), np.array(made.signal))
-    save_sealed({name: torch.as_tensor(value) for name, value in zip(_TENSORS, values, strict=True)}, file, {})
-    return made
 
 
 def _shared(request: Request, trials: Trials) -> TriedList:
@@ -220,6 +197,3 @@ def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]
         "images": {"measured": request.count, "judged": request.count},
         "identity": request.job.identity,
     }
-
-
-_TENSORS = ("gram", "factors", "levels", "called", "signal")

@@ -23,21 +23,25 @@ from fluxq.calibrate.paths import levels_of
 from fluxq.recipes.step_list import StepList, extrapolation, placing, require_falling
 from fluxq.runtime.first_block import first_block_of
 from fluxq.runtime.placed import Handle, Placed
-from fluxq.runtime.steps import Follower, require_followed, timestep_of
+from fluxq.runtime.steps import Follower, kept_steps_of, require_followed, timestep_of
 
 
 class SkippedSteps(Handle):
     """Handle of what `skip_steps` put into a pipeline; `remove()`, or leaving its `with` block, takes it out.
 
-    steps: the list. calls, computed: of denoisers, since it was put in.
+    steps: the list; of several that of the number of steps nearest to that of the call.
+    calls, computed: of denoisers, since it was put in.
+
+    Steps that `keep_steps` keeps are computed, too.
     """
 
-    def __init__(self, pipe: Any, steps: StepList) -> None:
-        self.pipe, self.steps = pipe, steps
+    def __init__(self, pipe: Any, steps: StepList, *others: StepList) -> None:
+        self.pipe, self.steps, self._lists = pipe, steps, (steps, *others)
         self.calls = self.computed = 0
         require_followed(pipe.scheduler)
-        _require_own(steps, pipe.scheduler)
-        _require_own_model(steps, pipe)
+        for each in self._lists:
+            _require_own(each, pipe.scheduler)
+            _require_own_model(each, pipe)
         self._follower = Follower(lambda: pipe.scheduler)
         self._chosen: tuple[Any, ...] = (None, frozenset[int](), ())
         self._told: set[int] = set()
@@ -55,12 +59,14 @@ class SkippedSteps(Handle):
         key, computed, levels = self._chosen
         if key is None or key[0] is not schedule or key[1:] != (begin, total):
             scheduler = self.pipe.scheduler
+            self.steps = min(self._lists, key=lambda each: abs(each.total - total))
             _require_own(self.steps, scheduler)
             _require_one_level(model, timestep_of(model, args, kwargs))
             levels = levels_of(scheduler)[begin : begin + total]
             require_falling(levels, type(scheduler).__name__)
             computed = self.steps.at(levels)
             self._tell(computed, total)
+            computed |= kept_in(self.pipe, total)
             self._chosen = (schedule, begin, total), computed, levels
         if step not in range(total):
             raise ValueError(
@@ -220,6 +226,12 @@ def _cached(model: nn.Module) -> ValueError:
         f"this {type(model).__name__} has a step cache, which would count steps that are not there: disable_cache(), "
         "or leave the list of steps out"
     )
+
+
+def kept_in(pipe: Any, total: int) -> frozenset[int]:
+    """Return the steps of a call of `total` that `keep_steps` keeps in a pipeline."""
+    kept = (kept_steps_of(outer) for _, outer in denoisers_in(pipe))
+    return frozenset[int]().union(*(each.kept_of(total) for each in kept if each is not None))
 
 
 def denoisers_in(pipe: Any) -> Iterator[tuple[str, nn.Module]]:

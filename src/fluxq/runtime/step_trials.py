@@ -6,7 +6,7 @@ error of a list = Σ ‖latents with it − latents with all steps‖² / Σ ‖
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from fluxq.calibrate.capture import Item, final_latents
 from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
-from fluxq.runtime.skipped import SkippedSteps, architectures
+from fluxq.runtime.skipped import SkippedSteps, architectures, kept_in
 
 IMAGES = 12  # that a list is made of; as many others decide
 SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
@@ -55,6 +55,7 @@ class TriedList:
 class Trials:
     """Runs of lists on images that measured nothing, each once.
 
+    required: steps that every list computes, beside the first and the last.
     file: where squared errors are kept for an interrupted run to go on with, None for nowhere.
     """
 
@@ -65,9 +66,10 @@ class Trials:
         items: Sequence[Item],
         call: Mapping[str, Any],
         file: Path | None = None,
+        required: Collection[int] = (),
     ) -> None:
         self.pipe, self.velocities, self.items, self.call, self.file = pipe, velocities, items, call, file
-        self.paths = {order: velocities.paths(order) for order in ORDERS}
+        self.paths = {order: velocities.paths(order, required) for order in ORDERS}
         self.tried: list[TriedList] = []
         self._kept: dict[str, list[float]] = {}
         try:
@@ -127,10 +129,14 @@ def made_list(pipe: Any, denoisers: Sequence[str], compute: float, call: Mapping
 
 
 def measured_steps(pipe: Any, denoisers: Sequence[str], prompts: PromptSet, call: Mapping[str, Any]) -> Trials:
-    """Measure the steps of a pipeline on the first images of a set, and return trials on the next ones."""
+    """Measure the steps of a pipeline on the first images of a set, and return trials on the next ones.
+
+    Their lists compute the steps that `keep_steps` keeps in the pipeline.
+    """
     items = prompts.alike.items(2 * IMAGES, SEED)
     velocities = measure_velocities(pipe, denoisers, items[:IMAGES], call)
-    return Trials(pipe, velocities, items[IMAGES:], call)
+    required = kept_in(pipe, len(velocities.levels))
+    return Trials(pipe, velocities, items[IMAGES:], call, required=required)
 
 
 def computed_of(compute: float, total: int) -> int:

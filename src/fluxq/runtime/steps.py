@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -37,8 +37,9 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
 from fluxq.quantize.record import read_record
-from fluxq.recipes.computing import BACKENDS, Steps, attention_by
+from fluxq.recipes.computing import BACKENDS, QuantizationConfig, Steps, attention_by
 from fluxq.recipes.formats import Scheme
+from fluxq.recipes.step_list import StepList
 from fluxq.runtime.originals import Codes, Originals, Resident, Streamed
 from fluxq.runtime.placed import Handle
 
@@ -428,7 +429,7 @@ def keep_recorded_steps(pipe: Any, source: str | None = None) -> KeptSteps | Non
 
 @contextmanager
 def about_to_keep() -> Iterator[None]:
-    """Load models without a hint to keep their steps: the caller will."""
+    """Load models without a hint to keep or skip their steps: the caller will."""
     token = _ABOUT_TO_KEEP.set(True)
     try:
         yield
@@ -436,27 +437,37 @@ def about_to_keep() -> Iterator[None]:
         _ABOUT_TO_KEEP.reset(token)
 
 
-def tell(steps: Steps) -> None:
-    """Log, once, how to keep the steps of a model that was loaded: it does not know its pipeline."""
-    if not _ABOUT_TO_KEEP.get():
-        _tell_once(str(steps), steps.how)
+def tell(steps: Steps | None, lists: Collection[StepList]) -> None:
+    """Log, once, how to keep and to skip steps of a model that was loaded: it does not know its pipeline."""
+    if _ABOUT_TO_KEEP.get():
+        return
+    if steps is not None:
+        _tell_once(
+            f"this checkpoint's recipe keeps {steps} of every call {steps.how}, which takes `fluxq.keep_steps(pipe)` "
+            "once the pipeline is loaded; without it they are quantized as the others are"
+        )
+    for each in lists:
+        _tell_once(
+            f"this checkpoint has a list of steps ({each}), which takes `fluxq.skip_steps(pipe)` once the pipeline is "
+            "loaded; without it every step is computed"
+        )
 
 
 @functools.cache
-def _tell_once(steps: str, how: str) -> None:
-    logger.warning(
-        "this checkpoint's recipe keeps %s of every call %s, which takes `fluxq.keep_steps(pipe)` once the "
-        "pipeline is loaded; without it they are quantized as the others are",
-        steps,
-        how,
-    )
+def _tell_once(hint: str) -> None:
+    logger.warning(hint)
 
 
 def recorded_steps(model: Any) -> Steps | None:
     """Return the steps that a model's checkpoint keeps."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    stored = getattr(config, "stored", None)
+    stored = recorded_in(model)
     return stored.steps if stored else None
+
+
+def recorded_in(model: Any) -> QuantizationConfig | None:
+    """Return what a model's checkpoint says of it; None for a model that fluxq did not quantize."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    return getattr(config, "stored", None)
 
 
 def _is_offloaded(model: nn.Module) -> bool:
@@ -490,8 +501,14 @@ def is_captured(model: nn.Module) -> bool:
 def _switches_of(outer: nn.Module) -> Iterator[StepSwitch]:
     """Yield the switches in place before a denoiser's calls."""
     placed = [getattr(hook, "__self__", None) for hook in outer._forward_pre_hooks.values()]
-    placed.append(vars(outer).get("_compiled_call_impl"))
+    call = vars(outer).get("_compiled_call_impl")
+    placed += [call, getattr(call, "plain", None)]  # a list of steps stands before it
     yield from (each for each in placed if isinstance(each, StepSwitch) and each._on)
+
+
+def kept_steps_of(outer: nn.Module) -> Steps | None:
+    """Return the steps that are kept of a denoiser, as its pipeline calls it, by now."""
+    return next((switch.kept.steps for switch in _switches_of(outer)), None)
 
 
 def why_not_captured(model: nn.Module) -> str:

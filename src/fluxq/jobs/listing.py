@@ -1,0 +1,99 @@
+"""Make the list of a recipe's `steps: {compute: …}`, for the checkpoint to record.
+
+It is that of `fluxq steps`: the 16-bit pipeline is measured, and the order decided by its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fluxq.base.console import logger, without_cure
+from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import TensorFile, save_sealed
+from fluxq.calibrate.capture import Item, number_of_steps
+from fluxq.calibrate.paths import Velocities, measure_velocities, require_listed
+from fluxq.jobs.job import RUNS, Job
+from fluxq.jobs.requirements import require_steps, scheduler_of
+from fluxq.quantize.structure import denoisers_of
+from fluxq.recipes.computing import QuantizationConfig, quantization_of
+from fluxq.recipes.step_list import ORDERS, StepList
+from fluxq.runtime.step_trials import IMAGES, SEED, Trials, computed_of
+from fluxq.runtime.steps import require_followed
+
+VELOCITIES = "velocities.safetensors"  # in the work folder
+
+
+def require_list_of_recipe(job: Job) -> None:
+    """Raise ValueError for a recipe of which no list can be made."""
+    require_steps(job.folder)
+    scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
+    require_followed(scheduler)
+    require_listed(scheduler, total)
+    count, kept = _wanted(job, total)
+    least = len(kept | {0, total - 1})
+    if count < least:
+        raise ValueError(
+            f"recipe {job.recipe_name} computes {count} of the {total} steps of a call, and {least} have to be, with "
+            "those that it keeps in 16 bit: write a larger `compute` in its `steps`, or smaller `first` and `last`"
+        )
+
+
+def list_of_recipe(job: Job, pipe: Any, work: Path) -> StepList:
+    """Return the list of least measured error that computes the recipe's share of steps, and those that it keeps.
+
+    pipe: in 16 bit. What is measured stays in the work folder, and an interrupted run goes on with it.
+    """
+    items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
+    velocities = velocities_of(pipe, denoisers_of(job.folder), items[:IMAGES], job.call, work)
+    count, kept = _wanted(job, len(velocities.levels))
+    return Trials(pipe, velocities, items[IMAGES:], job.call, work / RUNS, kept).best(count).steps
+
+
+def lists_of_checkpoint(folder: ModelFolder) -> list[StepList]:
+    """Return the lists that a checkpoint's first quantized denoiser records."""
+    configs = (quantization_of(folder.config(name)) for name in denoisers_of(folder))
+    recorded = (QuantizationConfig.from_dict(config).step_lists for config in configs if config)
+    return [*next(recorded, {}).values()]
+
+
+def passes_of_list(job: Job, total: int) -> float:
+    """Return the steps of an image that `list_of_recipe` computes of each of its IMAGES."""
+    count, _ = _wanted(job, total)
+    return 2 * total + len(ORDERS) * count
+
+
+def velocities_of(
+    pipe: Any, denoisers: Sequence[str], items: Sequence[Item], call: Mapping[str, Any], work: Path
+) -> Velocities:
+    """Return the inner products, read from the work folder or measured and kept there."""
+    file = work / VELOCITIES
+    try:
+        if file.is_file():
+            stored = TensorFile(file)
+            stored.require_as_written()
+            gram, factors, levels, called, signal = (stored.get_tensor(name) for name in _TENSORS)
+            at_steps = tuple(denoisers[index] for index in called.tolist())
+            return Velocities(gram.numpy(), factors.numpy(), at_steps, tuple(levels.tolist()), float(signal))
+    except ValueError as error:
+        logger.warning("%s: measured again", without_cure(error))
+    made = measure_velocities(pipe, denoisers, items, call)
+    called = [denoisers.index(name) for name in made.denoisers]
+    values = (made.gram, made.factors, np.array(made.levels), np.array(called), np.array(made.signal))
+    save_sealed({name: torch.as_tensor(value) for name, value in zip(_TENSORS, values, strict=True)}, file, {})
+    return made
+
+
+def _wanted(job: Job, total: int) -> tuple[int, frozenset[int]]:
+    """Return how many steps of a call the recipe computes, and which it keeps."""
+    steps = job.recipe.steps
+    if steps is None or steps.compute is None:
+        return total, frozenset()
+    return computed_of(steps.compute, total), steps.kept_of(total)
+
+
+_TENSORS = ("gram", "factors", "levels", "called", "signal")
