@@ -191,9 +191,17 @@ def write_component(
     """
     library, codes = library_of(source, plan.component), {f"{layer.name}.weight" for layer in plan.quantized}
     total = write_shards(target, library, files, codes, max_shard_bytes, written)
-    quantization = QuantizationConfig.of(plan.schemes(), plan.attention, plan.steps, plan.runtime).to_dict()
+    quantization = QuantizationConfig.of(plan.schemes(), plan.attention, plan.steps).to_dict()
     write_json(target / "config.json", {**source.config(plan.component), "quantization_config": quantization})
     return total
+
+
+def add_runtime(component: Path, added: Mapping[str, Any]) -> None:
+    """Add entries to what the config.json of a quantized component says of pipelines, before it has its digest."""
+    config = read_json(component / "config.json")
+    quantization = config["quantization_config"]
+    runtime = {**quantization.get("runtime", {}), **added}
+    write_json(component / "config.json", {**config, "quantization_config": {**quantization, "runtime": runtime}})
 
 
 def write_shards(

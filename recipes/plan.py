@@ -13,8 +13,8 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 from fluxq.recipes.computing import Attention, Attentions, Steps, attention_in_words, gathered
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker, Producer, matches
@@ -187,7 +187,6 @@ class Plan:
     attention: arithmetic of its self-attention, of single modules by their paths.
     steps: those kept in 16 bit, of a transformer.
     compute: share of the steps of a call that it computes.
-    runtime: what its checkpoint says of pipelines (computing.py).
     kind: of the family.
     """
 
@@ -199,7 +198,6 @@ class Plan:
     steps: Steps | None = None
     kind: Kind = "transformer"
     compute: float | None = None
-    runtime: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:

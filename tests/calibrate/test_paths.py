@@ -50,6 +50,16 @@ def test_the_shortest_path_is_the_best_of_all_lists(order: int) -> None:
     assert ways[8] == (0.0, tuple(range(8)))
 
 
+def test_required_steps_are_in_every_list_and_the_rest_is_the_best() -> None:
+    velocities, outputs = drawn()
+    ways = velocities.paths(1, {2, 6})
+    assert [*ways] == [4, 5, 6, 7, 8]
+    for count, way in ways.items():
+        lists = [(0, *inner, 7) for inner in combinations(range(1, 7), count - 2) if {2, 6} <= {*inner}]
+        assert way.nmse == pytest.approx(min(error(outputs, steps, 1) for steps in lists), abs=1e-12)
+        assert {2, 6} <= {*way.steps}
+
+
 def test_a_path_of_order_2_costs_what_it_says() -> None:
     velocities, outputs = drawn()
     for way in velocities.paths(2).values():

@@ -14,7 +14,7 @@ import fluxq
 from fluxq import tiny
 from fluxq.calibrate.paths import Way
 from fluxq.cli import cli
-from fluxq.jobs import stepping
+from fluxq.jobs import listing, stepping
 from fluxq.jobs.job import JobOptions
 from fluxq.runtime import step_trials
 from fluxq.runtime.skip import read_list, skip_steps
@@ -76,7 +76,7 @@ def test_another_text_encoder_is_another_request(tiny_folder) -> None:
 
 def test_an_interrupted_run_goes_on(monkeypatch) -> None:
     measured, ran = [], []
-    measure, run = stepping.measure_velocities, step_trials.Trials._squares
+    measure, run = listing.measure_velocities, step_trials.Trials._squares
 
     def broken(self: Any, steps: Any) -> Any:
         ran.append(steps)
@@ -84,7 +84,7 @@ def test_an_interrupted_run_goes_on(monkeypatch) -> None:
             raise KeyboardInterrupt
         return run(self, steps)
 
-    monkeypatch.setattr(stepping, "measure_velocities", lambda *args: (measured.append(1), measure(*args))[1])
+    monkeypatch.setattr(listing, "measure_velocities", lambda *args: (measured.append(1), measure(*args))[1])
     monkeypatch.setattr(step_trials.Trials, "_squares", broken)
     with pytest.raises(KeyboardInterrupt):
         made()

@@ -291,6 +291,20 @@ def test_steps_in_16_bit_are_computed_as_the_list_says(quantized, tiny_folder) -
     assert (kept.calls, kept.calls_in_16_bit, skipped.computed) == (6, 1, 3)
 
 
+def test_steps_that_are_kept_in_16_bit_are_computed_beside_the_list(quantized, tiny_folder) -> None:
+    small = quantized("nvfp4")
+    with keep_steps(small, first=2, last=2, source=str(tiny_folder)) as kept:
+        with skip_steps(small, [0, 3, 5]) as skipped:
+            run(small)
+            run(small, num_inference_steps=7)
+        assert (kept.calls_in_16_bit, skipped.computed) == (8, 5 + 5)
+        made = skip_steps(small, compute=0.7, call=SIZE)
+        assert {0, 1, 4, 5} == {*made.steps.computed}
+        made.remove()
+        with pytest.raises(ValueError, match=r"3 computed steps are too few: this pipeline needs 4"):
+            skip_steps(small, compute=0.5, call=SIZE)
+
+
 def test_a_copy_computes_every_step(pipe) -> None:
     with skip_steps(pipe, COMPUTED) as skipped:
         pipe.transformer = copy.deepcopy(pipe.transformer)
@@ -312,8 +326,8 @@ def test_a_list_is_made_on_the_spot(pipe) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({}, "give steps= or compute="),
-        ({"steps": [0, 5], "compute": 0.5}, "give steps= or compute="),
+        ({}, "this pipeline's checkpoint has no list of steps: give one"),
+        ({"steps": [0, 5], "compute": 0.5}, "compute= makes another: give one of them"),
         ({"steps": [0, 5], "call": {}}, "leave it out"),
         ({"compute": 0}, "above 0 and at most 1"),
         ({"steps": []}, "expected the numbers of the steps to compute"),

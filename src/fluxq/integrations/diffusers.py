@@ -96,7 +96,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             self.model = model
             stored = self.quantization_config.stored
             self.exact, self.attention = put_layers(model, stored.schemes, self.dtype), stored.attention
-            self.steps, self.lists = stored.steps, stored.step_lists.values()
+            self.steps, self.lists = stored.steps, (*stored.step_lists.values(),)
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
                     scale = layer.get_parameter(name)

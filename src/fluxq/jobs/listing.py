@@ -1,6 +1,6 @@
 """Make the list of a recipe's `steps: {compute: …}`, for the checkpoint to record.
 
-It is that of `fluxq steps`: the 16-bit pipeline is measured, and the order decided by its runs.
+It is made as that of `fluxq steps`, but with the quantized pipeline, whose codes add to what is extrapolated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def require_list_of_recipe(job: Job) -> None:
 def list_of_recipe(job: Job, pipe: Any, work: Path) -> StepList:
     """Return the list of least measured error that computes the recipe's share of steps, and those that it keeps.
 
-    pipe: in 16 bit. What is measured stays in the work folder, and an interrupted run goes on with it.
+    What is measured stays in the work folder, and an interrupted run goes on with it.
     """
     items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
     velocities = velocities_of(pipe, denoisers_of(job.folder), items[:IMAGES], job.call, work)

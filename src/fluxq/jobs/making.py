@@ -239,9 +239,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
     statistics = job.statistics or _kept_statistics(work, ranks)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in job.plans if plan.static_groups() and plan.component not in job.fitted]
-    lists: dict[str, Any] = {}
-    is_listed = any(plan.compute for plan in job.plans)
-    if job.fitted or ((options.check or is_listed) and ranks.leads) or (static and statistics is None):
+    if job.fitted or (options.check and ranks.leads) or (static and statistics is None):
         pipe = job.load_reference()
         if static and statistics is None:
             statistics = _calibrate(job, pipe, work)
@@ -250,9 +248,6 @@ def _quantize(job: Job, work: Path) -> Record | None:
                 shutil.rmtree(work / _SHARES)
         if options.check and ranks.leads:
             reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
-        if is_listed and ranks.leads:
-            steps = list_of_recipe(job, pipe, work)
-            lists = {"steps": {str(steps.total): steps.to_dict()}}
         if job.fitted:
             fittings = _fittings(job, pipe, statistics)
         if job.run.memory is not None:
@@ -266,11 +261,12 @@ def _quantize(job: Job, work: Path) -> Record | None:
         return None
     with atomic_output(Output(job.output), work, overwrite=options.overwrite) as part:
         outcomes, hashes = [Outcome.read(files) for _, files, _ in done], dict[Path, str]()
-        planned = [(replace(plan, runtime=lists if plan.compute else {}), *rest) for plan, *rest in done]
-        written = [_write(part, job, *one, outcome, hashes) for one, outcome in zip(planned, outcomes, strict=True)]
+        written = [_write(part, job, *one, outcome, hashes) for one, outcome in zip(done, outcomes, strict=True)]
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(job.plans, outcomes, strict=True)}
         job = replace(job, identity=with_digests(job, read))
         _copy_rest(part, job, hashes)
+        if any(plan.compute for plan in job.plans):
+            _record_list(part, job, work)
         write_digests(part)
         record = _record(job, statistics, trajectory, written)
         record.files = hash_files(part, hashes)
@@ -299,6 +295,21 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
             f"{job.folder.path}: {', '.join(differing)} changed since this run began, and the checkpoint would be "
             "recorded with what was there before. Put that back, or start again when nothing writes there any more"
         )
+
+
+def _record_list(part: Path, job: Job, work: Path) -> None:
+    """Make the list of steps of the recipe's share, and write it into the config.json of quantized denoisers.
+
+    It is of the pipeline as it is quantized: what codes add to the outputs is extrapolated, too, and lists that know of
+    it are better (docs/steps.md).
+    """
+    pipe = _quantized(part, job)
+    steps = list_of_recipe(job, pipe, work)
+    if job.run.memory is not None:
+        memory.let_go(pipe)
+    for plan in job.plans:
+        if plan.compute:
+            checkpoint.add_runtime(part / plan.component, {"steps": {str(steps.total): steps.to_dict()}})
 
 
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
@@ -532,12 +543,7 @@ def _source(job: Job) -> str | None:
 
 def closing_check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
-    folder, run = ModelFolder(job.output.name, part), job.run
-    with about_to_keep():
-        pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
-    if job.recipe.steps and any(plan.steps for plan in job.plans):
-        KeptSteps(pipe, job.recipe.steps, job.weights, {})
-    lists = lists_of_checkpoint(folder)
+    pipe, lists = _quantized(part, job), lists_of_checkpoint(ModelFolder(job.output.name, part))
     skipped = SkippedSteps(pipe, *lists) if lists else None
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
     psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)
@@ -565,6 +571,16 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
         missed=missed,
         passed=finite and not flat and not missed,
     )
+
+
+def _quantized(part: Path, job: Job) -> Any:
+    """Load the pipeline of a checkpoint, the steps that it keeps in 16 bit included."""
+    folder, run = ModelFolder(job.output.name, part), job.run
+    with about_to_keep():
+        pipe = run.memory.load(folder, {}) if run.memory else load_pipeline(folder, job.options.dtype, run.device)
+    if job.recipe.steps and any(plan.steps for plan in job.plans):
+        KeptSteps(pipe, job.recipe.steps, job.weights, {})
+    return pipe
 
 
 def _rounded(value: float | None) -> float | None:
