@@ -143,10 +143,10 @@ def test_all_steps_are_the_weight_only_model(checkpoint, plain_checkpoint, recip
     assert kinds(run(pipe, num_inference_steps=1), quantized, other) == "q"
 
 
-@pytest.mark.parametrize(("first", "last", "want"), [(1, 2, "kqqkk"), (0, 1, "qqqqk"), (2, 0, "kkqqq")])
+@pytest.mark.parametrize(("first", "last", "want"), [(1, 1, "kqk"), (0, 2, "qkk"), (2, 0, "kkq")])
 def test_steps_are_asked_for(pipe, loaded, weight_only, first, last, want) -> None:
     with keep_steps(pipe, first=first, last=last, components="a16") as kept:
-        assert kinds(run(pipe), loaded.transformer, weight_only) == want
+        assert kinds(run(pipe, num_inference_steps=3), loaded.transformer, weight_only) == want
         assert kept.calls_in_16_bit == want.count("k")
         twin = with_parts(loaded, transformer=copy.deepcopy(pipe.transformer))
         assert kinds(run(twin, num_inference_steps=1), loaded.transformer, weight_only) == "q"
@@ -202,10 +202,11 @@ def graphs_on_the_cpu(monkeypatch) -> None:
 def test_it_works_beside(pipe, loaded, weight_only, graphs_on_the_cpu, beside) -> None:
     torch._dynamo.reset()
     BESIDE[beside](pipe)
-    with keep_steps(pipe, first=1, last=2, components="a16"):
+    with keep_steps(pipe, first=1, last=1, components="a16"):
         for _ in range(2):
-            assert kinds(run(pipe), loaded.transformer, weight_only) == "kqqkk"
-    assert kinds(run(pipe), loaded.transformer, weight_only) == "qqqqq"
+            assert kinds(run(pipe, num_inference_steps=3), loaded.transformer, weight_only) == "kqk"
+    assert kinds(run(pipe, num_inference_steps=1), loaded.transformer, weight_only) == "q"
+    pipe.remove_all_hooks()  # of encoders, which other tests' pipelines have too
 
 
 @pytest.mark.slow
@@ -220,8 +221,8 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, weight_only) -> None
     fluxq.set_attention(pipe, "fp8")
     other = copy.deepcopy(loaded.transformer)
     fluxq.set_attention(other, "fp8")
-    with keep_steps(pipe, first=1, last=2, components="a16"):
-        assert kinds(run(pipe), other, weight_only) == "kqqkk"
+    with keep_steps(pipe, last=1, first=0, components="a16"):
+        assert kinds(run(pipe, num_inference_steps=2), other, weight_only) == "qk"
     assert attention_of(pipe.transformer) == "fp8"
 
 
@@ -229,31 +230,30 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, weight_only) -> None
 @pytest.mark.parametrize("is_fused", [False, True], ids=["beside", "fused"])
 def test_an_adapter_counts_in_these_steps_too(pipe, loaded, weight_only, lora_file, is_fused) -> None:
     models = []
-    with keep_steps(pipe, first=1, last=2, components="a16"):
+    with keep_steps(pipe, first=0, last=1, components="a16"):
         for model in (pipe.transformer, copy.deepcopy(loaded.transformer), copy.deepcopy(weight_only)):
             each = with_parts(loaded, transformer=model) if models else pipe
             each.load_lora_weights(lora_file("style.safetensors", ADAPTED))
             if is_fused:
                 each.fuse_lora()
             models.append(each.transformer)
-        calls = run(pipe)
-        assert kinds(calls, *models[1:]) == "kqqkk"
-        assert kinds(calls, loaded.transformer, weight_only) == "?????"
+        calls = run(pipe, num_inference_steps=2)
+        assert kinds(calls, *models[1:]) == "qk"
+        assert kinds(calls, loaded.transformer, weight_only) == "??"
 
 
 def test_a_prepared_model_computes_with_the_codes_it_has(pipe) -> None:
-    with keep_steps(pipe, first=1, last=2, components="a16"):
+    with keep_steps(pipe, first=0, last=1, components="a16"):
         assert len(fluxq.prepare(pipe, device="cpu")) > 20
         other = copy.deepcopy(pipe.transformer)
-        assert kinds(run(pipe), other, weight_only_model(other)) == "kqqkk"
+        assert kinds(run(pipe, num_inference_steps=2), other, weight_only_model(other)) == "qk"
 
 
 def test_hoisted_modulation_is_made_once(pipe, loaded, weight_only) -> None:
     """It is weight-only, so that its table holds in every step."""
-    with hoist_modulation(pipe), keep_steps(pipe, first=1, last=2, components="a16"):
-        for index, (args, kwargs, output) in enumerate(run(pipe)):
-            near = loaded.transformer if index in (1, 2) else weight_only
-            far = weight_only if index in (1, 2) else loaded.transformer
+    with hoist_modulation(pipe), keep_steps(pipe, first=1, last=0, components="a16"):
+        for index, (args, kwargs, output) in enumerate(run(pipe, num_inference_steps=2)):
+            near, far = (loaded.transformer, weight_only) if index else (weight_only, loaded.transformer)
             off = [distance(output, model(*args, **kwargs)[0]) for model in (near, far)]
             assert off[0] < 0.2 * off[1]
 
@@ -279,13 +279,13 @@ def test_a_checkpoint_has_the_policy_and_keep_steps_reads_it(folder, caplog, tmp
     quantized, other = copy.deepcopy(pipe.transformer), weight_only_model(pipe.transformer)
     with keep_steps(pipe) as kept:
         assert kept.steps == Steps(first=1, last=2, components="a16")
-        assert kinds(run(pipe), quantized, other) == "kqqkk"
+        assert kinds(run(pipe, num_inference_steps=4), quantized, other) == "kqkk"
     with keep_steps(pipe, last=0) as kept:
         assert kept.steps == Steps(first=1, components="a16")
     with keep_steps(pipe, components="16bit") as kept:
         assert kept.placed == ("resident",)
     pipe.transformer.save_pretrained(tmp_path)
-    assert read_json(tmp_path / "config.json")["quantization_config"] == said
+    assert read_json(tmp_path / "config.json")["quantization_config"]["runtime"] == said["runtime"]
     card = model_card(read_record(folder))
     assert (
         "- kept at 16-bit activations: the first step and the last 2 of every call, by `fluxq.keep_steps(pipe)`" in card
@@ -294,14 +294,15 @@ def test_a_checkpoint_has_the_policy_and_keep_steps_reads_it(folder, caplog, tmp
 
 def test_a_side_of_an_evaluation_keeps_them_without_a_source(folder, tmp_path) -> None:
     pipe = Side("a16", str(folder), "digest", source=str(tmp_path / "nowhere")).open()
-    assert kinds(run(pipe), tiny.load(folder=folder).transformer, weight_only_model(pipe.transformer)) == "kqqkk"
+    calls, other = run(pipe, num_inference_steps=4), tiny.load(folder=folder).transformer
+    assert kinds(calls, other, weight_only_model(other)) == "kqkk"
 
 
 def test_what_says_nothing_there_is_refused(pipe, tiny_folder) -> None:
     for how in ({"source": str(tiny_folder)}, {"weights": "resident"}):
         with pytest.raises(ValueError, match=r"read no 16-bit weights: leave out source= and weights="):
             keep_steps(pipe, first=1, components="a16", **how)
-    with pytest.raises(ValueError, match=r"components.*'16bit' or 'a16'"):
+    with pytest.raises(ValueError, match=r"components\n.*'16bit' or 'a16'"):
         keep_steps(pipe, first=1, last=0, components="a8")  # pyright: ignore[reportArgumentType]
 
 
