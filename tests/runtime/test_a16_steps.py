@@ -14,12 +14,14 @@ from torch import nn
 
 import fluxq
 from fluxq import tiny
-from fluxq.base.files import read_json
+from fluxq.base.files import read_json, write_json
+from fluxq.base.model import ModelFolder
 from fluxq.eval.images.sides import Side
 from fluxq.eval.report.card import model_card
 from fluxq.jobs import making
 from fluxq.kernels.linear import LOW_RANK, QuantLinear, branch_shapes
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.record import read_record
 from fluxq.quantize.structure import attention_of
 from fluxq.recipes.computing import QuantizationConfig, Steps
@@ -29,6 +31,7 @@ from fluxq.runtime import graphs
 from fluxq.runtime.layout import add_decoded, add_row_scale, reencode_layer, swizzle
 from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.steps import KeptSteps, keep_steps
+from tests.exchange_files import export
 from tests.runtime.test_graphs import Recorder
 from tests.runtime.test_steps import ADAPTED, CPU, distance, kinds, run, with_parts
 from tests.shared import quick
@@ -229,11 +232,11 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, weight_only) -> None
 @pytest.mark.often(1)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["beside", "fused"])
 def test_an_adapter_counts_in_these_steps_too(pipe, loaded, weight_only, lora_file, is_fused) -> None:
-    models = []
+    models, file = [], lora_file("style.safetensors", ADAPTED)
     with keep_steps(pipe, first=0, last=1, components="a16"):
         for model in (pipe.transformer, copy.deepcopy(loaded.transformer), copy.deepcopy(weight_only)):
             each = with_parts(loaded, transformer=model) if models else pipe
-            each.load_lora_weights(lora_file("style.safetensors", ADAPTED))
+            each.load_lora_weights(file)
             if is_fused:
                 each.fuse_lora()
             models.append(each.transformer)
@@ -337,3 +340,22 @@ def test_what_other_policies_say_is_kept() -> None:
     assert config.to_dict()["runtime"] == {"diffusion_step_policy": other, "more": 1}
     assert ends_of(other | {"scope": ["vae"]}) == (0, 0)
     assert QuantizationConfig.from_dict(said | {"runtime": {"diffusion_step_policy": policy_of(0, 0)}}).steps is None
+
+
+def test_the_policy_goes_to_modelopt_and_comes_back(folder, tmp_path) -> None:
+    checkpoint = ModelFolder("a16", folder)
+    done = export(checkpoint, "modelopt", tmp_path / "modelopt")
+    said = read_json(tmp_path / "modelopt" / "transformer" / "config.json")
+    assert said["quantization_config"]["runtime"] == {"diffusion_step_policy": policy_of(1, 2)}
+    assert any("in Cosmos3 alone" in note for note in done.notes)
+    import_model(tmp_path / "modelopt", tmp_path / "back")
+    back = read_json(tmp_path / "back" / "transformer" / "config.json")["quantization_config"]
+    assert QuantizationConfig.from_dict(back).steps == Steps(first=1, last=2, components="a16")
+    said["quantization_config"]["runtime"]["diffusion_step_policy"]["type"] = "all"
+    write_json(tmp_path / "modelopt" / "transformer" / "config.json", said)
+    (report,) = import_model(tmp_path / "modelopt", tmp_path / "without")
+    assert any("{'type': 'all'}" in note and "all steps are computed alike" in note for note in report.notes)
+    without = read_json(tmp_path / "without" / "transformer" / "config.json")["quantization_config"]
+    assert QuantizationConfig.from_dict(without).steps is None
+    done = export(checkpoint, "comfy", tmp_path / "comfy.safetensors")
+    assert any("every step rounds its activations there" in note for note in done.notes)
