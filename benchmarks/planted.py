@@ -1018,9 +1018,33 @@ FAULTS: dict[str, Fault] = {
     ),
     "config: a save loses the kept steps": Fault(
         "src/fluxq/integrations/loading.py",
-        "            return _layers_of(model, self._steps)\n",
-        "            return _layers_of(model, None)\n",
+        "            return _layers_of(model, self._steps, self._runtime)\n",
+        "            return _layers_of(model, None, self._runtime)\n",
         _in("runtime/test_steps.py", "test_what_is_saved_is_the_checkpoint"),
+    ),
+    "config: a save loses the list of steps": Fault(
+        "src/fluxq/integrations/loading.py",
+        "            return _layers_of(model, self._steps, self._runtime)\n",
+        "            return _layers_of(model, self._steps, {})\n",
+        _in(
+            "jobs/test_recorded_steps.py",
+            "test_saving_again_keeps_the_list_and_what_another_program_wrote_beside_it",
+        ),
+    ),
+    "lists: a step that is kept in 16 bit is skipped": Fault(
+        "src/fluxq/runtime/skipped.py",
+        "            computed |= kept_in(self.pipe, total)\n",
+        "",
+        _in("runtime/test_skip.py", "test_steps_that_are_kept_in_16_bit_are_computed_beside_the_list"),
+    ),
+    "lists: that of a recipe leaves out a kept step": Fault(
+        "src/fluxq/jobs/listing.py",
+        "work / RUNS, kept)",
+        "work / RUNS)",
+        _in(
+            "jobs/test_recorded_steps.py",
+            "test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in_it",
+        ),
     ),
     "dtypes: a VAE of more digits is cast": Fault(
         "src/fluxq/integrations/diffusers.py",

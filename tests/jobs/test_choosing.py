@@ -368,6 +368,12 @@ def test_a_menu_has_16_bit_where_nothing_else_is_quantized(model, here) -> None:
     assert search(model, recipe="mine.yaml").offer.options == ("nvfp4", "fp8", "16bit")
 
 
+def test_attention_is_not_chosen_over_a_recipe_that_has_it_in_int8(model, here) -> None:
+    (here / "mine.yaml").write_text("extends: fp8\ncomponents: {transformer: {attention: int8}}\n")
+    with pytest.raises(ValueError, match="between fp8 and 16bit, and the recipe has attention in int8; write"):
+        search(model, AutoOptions(ms=1.5, gpu="b200", attention=True), recipe="mine.yaml")
+
+
 def test_attention_of_each_block_is_a_unit_that_takes_time(model, here, monkeypatch) -> None:
     """Planted times: attention in fp8 takes one less, all else is free; the call is too small for it to pay."""
     modelled = search_module.modelled_ms

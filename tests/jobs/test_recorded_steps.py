@@ -2,17 +2,21 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from family_pipelines import wan_2
 
 import fluxq
 from fluxq import tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.eval.images.sides import Side
 from fluxq.jobs import judge, listing, making
+from fluxq.jobs.exchange import plan_export
 from fluxq.jobs.job import JobOptions
 from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import QuantizationConfig, Steps
@@ -26,7 +30,7 @@ CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 8}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recorded")
-    (root / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5, first: 1, last: 2}\n")
+    (root / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5, first: 2, last: 2}\n")
     return root
 
 
@@ -57,12 +61,12 @@ def run(pipe: Any, **how: Any) -> torch.Tensor:
 
 def test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in_it(folder) -> None:
     said = recorded(folder)
-    assert said["steps"] == {"first": 1, "last": 2, "components": "16bit"}
+    assert said["steps"] == {"first": 2, "last": 2, "components": "16bit"}
     ((number, steps),) = QuantizationConfig.from_dict(said).step_lists.items()
-    assert number == steps.total == 8 and len(steps.computed) == 4 and {0, 6, 7} <= {*steps.computed}
+    assert number == steps.total == 8 and steps.computed == (0, 1, 6, 7)
     assert [*said["runtime"]["steps"]] == ["8"] and steps.models.keys() == {"transformer"}
     record = read_record(folder)
-    assert record.recipe.steps == {"first": 1, "last": 2, "components": "16bit", "compute": 0.5}
+    assert record.recipe.steps == {"first": 2, "last": 2, "components": "16bit", "compute": 0.5}
     assert record.check is not None and record.check.listed == str(steps)
     card = (folder / "README.md").read_text()
     assert "\nfluxq.keep_steps(pipe)\nfluxq.skip_steps(pipe)\n```" in card
@@ -99,6 +103,38 @@ def test_an_interrupted_list_goes_on_and_the_checkpoint_is_the_same(root, folder
     assert measured == [1, 2] and recorded(root / "again") == recorded(folder)
 
 
+def test_within_a_bound_of_memory_list_and_check_are_the_same(root, folder, monkeypatch) -> None:
+    monkeypatch.setattr(listing, "IMAGES", 4)
+    made = making.quantize(making.job_of(options(root, output="bound", max_memory=70 << 20)))
+    assert recorded(root / "bound") == recorded(folder)
+    assert made.check == read_record(folder).check
+
+
+@pytest.mark.slow
+def test_two_denoisers_record_the_list_of_their_pipeline(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(listing, "IMAGES", 4)
+    torch.manual_seed(0)
+    pipe, call = wan_2()
+    pipe.save_pretrained(tmp_path / "model")
+    write_json(tmp_path / "model" / "fluxq_generation.json", {**call, "num_inference_steps": 8})
+    (tmp_path / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
+    job = making.job_of(replace(options(tmp_path, check=False), model=str(tmp_path / "model")))
+    making.quantize(job)
+    lists = [read_json(tmp_path / "out" / name / "config.json") for name in ("transformer", "transformer_2")]
+    one, other = (each["quantization_config"]["runtime"] for each in lists)
+    assert one == other and one["steps"]["8"]["models"].keys() == {"transformer", "transformer_2"}
+    loaded = diffusers.WanPipeline.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    with skip_steps(loaded) as skipped:
+        loaded("a", output_type="latent", **{**call, "num_inference_steps": 8})
+    assert 0 < skipped.computed < skipped.calls
+    loaded.transformer_2.config.quantization_config._runtime = {"steps": {}}
+    skip_steps(loaded).remove()
+    fewer = dict(one["steps"]["8"], compute=[0, 7])
+    loaded.transformer_2.config.quantization_config._runtime = {"steps": {"8": fewer}}
+    with pytest.raises(ValueError, match=r"of checkpoints with different lists of steps: give one as steps="):
+        skip_steps(loaded)
+
+
 # --- who uses it
 
 
@@ -132,11 +168,16 @@ def test_of_several_lists_that_of_the_nearest_number_of_steps_is_taken(folder) -
 
 def test_a_side_of_an_evaluation_uses_it_but_not_to_look_at_layers(folder) -> None:
     side, counts = Side("half", str(folder), "digest"), []
-    for how in ({}, {"skips": False}):
-        pipe = side.open(**how)
+    for skips in (True, False):
+        pipe = side.open(skips=skips)
         pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: counts.append(1))
         run(pipe)
     assert len(counts) == 4 + 8
+
+
+def test_other_programs_files_do_not_hold_it_and_export_says_so(folder, tmp_path) -> None:
+    done = plan_export(str(folder), "comfy", tmp_path / "out.safetensors", requantize=True).write()
+    assert done.notes["every step is computed there, here some are skipped by the checkpoint's list"]
 
 
 @pytest.mark.slow
@@ -196,8 +237,8 @@ def test_a_share_that_cannot_be_is_refused_before_anything_is_read(root, tmp_pat
 def test_a_share_alone_keeps_no_steps(tmp_path) -> None:
     (tmp_path / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
     chosen = load_recipe(str(tmp_path / "half.yaml"))[1].steps
-    assert chosen == Steps(compute=0.5) and chosen.kept is None
-    assert Steps(compute=0.5, last=2).kept == Steps(last=2)
+    assert chosen is not None and chosen == Steps(compute=0.5)
+    assert [chosen.kept, Steps(compute=0.5, last=2).kept] == [None, Steps(last=2)]
     plan = making.job_of(options(tmp_path), writes=False, runs=False).plans[0]
     assert (plan.steps, plan.compute) == (None, 0.5)
     assert "steps" not in QuantizationConfig.of(plan.schemes(), steps=plan.steps).to_dict()
@@ -206,11 +247,9 @@ def test_a_share_alone_keeps_no_steps(tmp_path) -> None:
 def test_loading_by_a_recipe_with_a_share_says_what_makes_the_list(tmp_path, tiny_folder, caplog) -> None:
     (tmp_path / "half.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
     how = fluxq.FluxqConfig(recipe=str(tmp_path / "half.yaml"))
-    import diffusers
-
     with caplog.at_level(logging.WARNING, "fluxq"):
         model = diffusers.FluxTransformer2DModel.from_pretrained(
-            tiny_folder, subfolder="transformer", quantization_config=how, torch_dtype=torch.bfloat16
+            tiny_folder, subfolder="transformer", quantization_config=how, dtype=torch.bfloat16
         )
     assert "`fluxq.skip_steps(pipe, compute=0.5)` makes it once the pipeline is loaded" in caplog.text
-    assert "runtime" not in model.config.quantization_config.to_dict()
+    assert "runtime" not in model.config["quantization_config"].to_dict()

@@ -137,6 +137,11 @@ def test_modules_that_patterns_name_are_set_and_all_others_are_in_16_bit(calls) 
     assert fluxq.set_attention(model, "16bit") >= 3 and torch.equal(output(model), before)
 
 
+def test_a_mapping_without_modules_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention: {} names no module; write '16bit'"):
+        fluxq.set_attention(model_of(FLUX), {})
+
+
 @pytest.mark.parametrize("patterns", ["transformer_blocks.0.attn", 3, [3]])
 def test_patterns_are_a_list_of_texts(patterns) -> None:
     with pytest.raises(ValueError, match="expected a list of patterns, as in"):

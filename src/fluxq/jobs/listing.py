@@ -77,7 +77,7 @@ def velocities_of(
             stored = TensorFile(file)
             stored.require_as_written()
             gram, factors, levels, called, signal = (stored.get_tensor(name) for name in _TENSORS)
-            at_steps = tuple(denoisers[index] for index in called.tolist())
+            at_steps = tuple([denoisers[int(index)] for index in called])
             return Velocities(gram.numpy(), factors.numpy(), at_steps, tuple(levels.tolist()), float(signal))
     except ValueError as error:
         logger.warning("%s: measured again", without_cure(error))

@@ -300,8 +300,7 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
 def _record_list(part: Path, job: Job, work: Path) -> None:
     """Make the list of steps of the recipe's share, and write it into the config.json of quantized denoisers.
 
-    It is of the pipeline as it is quantized: what codes add to the outputs is extrapolated, too, and lists that know of
-    it are better (docs/steps.md).
+    It is of the pipeline as it is quantized: what codes add to the outputs is extrapolated, too.
     """
     pipe = _quantized(part, job)
     steps = list_of_recipe(job, pipe, work)

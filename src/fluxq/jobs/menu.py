@@ -334,6 +334,14 @@ def _attention_units(parts: Mapping[str, Part]) -> dict[str, tuple[str, ...]]:
     if not units:
         models = ", ".join(part.family.model for part in parts.values())
         raise ValueError(f"--attention: that of {models} cannot be replaced; leave out --attention")
+    for part in parts.values():
+        base = part.base.attention
+        others = {*([base] if isinstance(base, str) else base)} - {*ATTENTION_OPTIONS}
+        if others:
+            raise ValueError(
+                f"--attention chooses between {' and '.join(ATTENTION_OPTIONS)}, and the recipe has attention in "
+                f"{min(others)}; write `attention: 16bit` there, or leave out --attention"
+            )
     return dict.fromkeys(units, ATTENTION_OPTIONS)
 
 

@@ -44,6 +44,8 @@ def set_attention(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) -
     Raises ValueError for an unknown choice, a missing package, a model that is no transformer fluxq knows, attention
     that cannot be replaced, and for a pattern that names none.
     """
+    if isinstance(attention, Mapping) and not attention:
+        raise ValueError("attention: {} names no module; write '16bit' to set all to 16 bit")
     for word in attention if isinstance(attention, Mapping) else (attention,):
         if word not in BACKENDS:
             raise ValueError(f"attention is {word!r}, expected one of {', '.join(BACKENDS)}")

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.residence import residence_of
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
@@ -472,6 +473,8 @@ def recorded_in(model: Any) -> QuantizationConfig | None:
 
 def _is_offloaded(model: nn.Module) -> bool:
     """Tell whether anything moves a model's weights between calls."""
+    if residence_of(model) is not None:
+        return True
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
