@@ -1,6 +1,6 @@
 """Effect of 16-bit activations in a call's first and last steps: a16.json, and the table in ../docs/steps.md.
 
-    python -m benchmarks.a16 [--prompts 96]     measure what the file lacks, then write the table
+    python -m benchmarks.a16 [--prompts 256]     measure what the file lacks, then write the table
     python -m benchmarks.a16 --tables           the table again, from the result file
 
 The embedded pipeline in bf16, layers fitted by the shipped recipes; the same prompts and noise go through the 16-bit
@@ -40,6 +40,7 @@ from fluxq.jobs import making
 from fluxq.kernels.linear import quant_layers
 from fluxq.recipes.cost import cost, forward_pass, weight_only
 from fluxq.recipes.devices import find_device
+from fluxq.recipes.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "benchmarks" / "a16.json", ROOT / "docs" / "steps.md"
@@ -53,7 +54,7 @@ NEXT = ("nvfp4", "mxfp8")  # a format, and that which is the other way to buy qu
 
 
 @click.command()
-@click.option("--prompts", default=96, show_default=True, help="Prompts, each with one image.")
+@click.option("--prompts", default=256, show_default=True, help="Prompts, each with one image.")
 @click.option("--output", type=click.Path(path_type=Path), default=RESULT, show_default=True)
 @click.option("--tables", is_flag=True, help="Only write the table, from the result file.")
 def main(prompts: int, output: Path, tables: bool) -> None:
@@ -117,10 +118,11 @@ def rows_of(name: str, checkpoint: ModelFolder, steps: int, items: Sequence[tupl
 def modelled_ms(name: str, schemes: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """GPU -> modelled ms of a step of FLUX.1-dev, and of one at 16-bit activations."""
     plan, forward = at_full_size(flux_dev_plan(name), schemes), forward_pass("flux", FLUX_DEV)
-    plans = (plan, weight_only(plan))
-    return {
-        gpu: tuple(1e3 * cost(each, forward, find_device(gpu)).total.seconds["fused"] for each in plans) for gpu in GPUS
-    }
+
+    def ms(plan: Plan, gpu: str) -> float:
+        return 1e3 * cost(plan, forward, find_device(gpu)).total.seconds["fused"]
+
+    return {gpu: (ms(plan, gpu), ms(weight_only(plan), gpu)) for gpu in GPUS}
 
 
 def next_format(gpu: str) -> float:

@@ -83,7 +83,7 @@ class Steps(Strict):
 
     @property
     def how(self) -> str:
-        """How they are kept, for people."""
+        """Words for the way in which they are kept."""
         return "in 16 bit" if self.components == "16bit" else "at 16-bit activations"
 
     @property

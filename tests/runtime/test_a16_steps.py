@@ -302,7 +302,8 @@ def test_a_side_of_an_evaluation_keeps_them_without_a_source(folder, tmp_path) -
 
 
 def test_what_says_nothing_there_is_refused(pipe, tiny_folder) -> None:
-    for how in ({"source": str(tiny_folder)}, {"weights": "resident"}):
+    asked: list[dict[str, Any]] = [{"source": str(tiny_folder)}, {"weights": "resident"}]
+    for how in asked:
         with pytest.raises(ValueError, match=r"read no 16-bit weights: leave out source= and weights="):
             keep_steps(pipe, first=1, components="a16", **how)
     with pytest.raises(ValueError, match=r"components\n.*'16bit' or 'a16'"):

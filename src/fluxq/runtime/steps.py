@@ -404,7 +404,7 @@ def _steps_to_keep(
     """Return the steps that were asked for, else those of the checkpoint."""
     all_recorded = [recorded_steps(model) for model in models]
     if components is None:
-        kinds = {each.components for each in all_recorded if each}
+        kinds: set[Components] = {each.components for each in all_recorded if each}
         components = kinds.pop() if len(kinds) == 1 else "16bit"
     if first is not None and last is not None:
         return Steps(first=first, last=last, components=components)
