@@ -129,7 +129,7 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
 
 
 def runtime(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of ours says of the steps of a call, as far as readers of ModelOpt's folders have it too."""
+    """Return what readers of ModelOpt's folders take of a checkpoint's `runtime`: its policy of steps."""
     said = quantization.get("runtime", {})
     return {"runtime": {POLICY: said[POLICY]}} if POLICY in said else {}
 

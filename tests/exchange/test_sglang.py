@@ -172,7 +172,7 @@ def test_sglang_reads_comfyuis_files(read) -> None:
 
 @given
 def test_sglang_takes_no_int8_linears_beside_others(read) -> None:
-    """Which modulation is in these recipes, unless side layers are asked for in 16 bit."""
+    """Modulation is int8 in these recipes, unless side layers are asked for in 16 bit."""
     *_, said = read[1]["mxfp8", "comfy", "8bit"]
     assert said == {"error": "Unsupported Comfy quantization format(s): int8_tensorwise, mxfp8"}
     *_, said = read[1]["nvfp4", "comfy", "8bit"]

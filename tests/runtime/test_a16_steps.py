@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from fluxq.base.model import ModelFolder
 from fluxq.eval.images.sides import Side
 from fluxq.eval.report.card import model_card
 from fluxq.jobs import making
+from fluxq.kernels import launch, ops
+from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.linear import LOW_RANK, QuantLinear, branch_shapes
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.importing import import_model
@@ -124,6 +127,18 @@ def test_a_layer_laid_out_for_one_gpu_computes_them_too(laid_out) -> None:
     other = weight_only_layer(layer)
     LAID_OUT[laid_out](layer)
     assert torch.equal(layer.without_rounding(x), other(x))
+
+
+@pytest.mark.parametrize(("laid_out", "chip"), [("swizzled", "sm_100"), ("row scale", "sm_90")])
+def test_a_gpu_computes_them_with_its_weight_only_kernel(monkeypatch, laid_out, chip) -> None:
+    layer, x = layer_of("nvfp4-nvfp4-static-h128-r8", torch.bfloat16), torch.randn(5, K).bfloat16()
+    LAID_OUT[laid_out](layer)
+    reference, taken = layer.without_rounding(x), []
+    monkeypatch.setattr(launch, "announce", lambda scheme, chip, choice: taken.append(choice.implementation))
+    monkeypatch.setattr(ops, "quantized_linear", partial(launch.quantized_linear, chip=chip))
+    with interpreting(chip):
+        assert distance(layer.without_rounding(x), reference) < 0.01
+    assert taken == ["weight_only_matmul"]
 
 
 def test_a_layer_encoded_anew_takes_its_new_codes() -> None:
@@ -254,11 +269,14 @@ def test_a_prepared_model_computes_with_the_codes_it_has(pipe) -> None:
 
 def test_hoisted_modulation_is_made_once(pipe, loaded, weight_only) -> None:
     """It is weight-only, so that its table holds in every step."""
+    block, seen = pipe.transformer.transformer_blocks[0], []
+    block.register_forward_hook(lambda *_: seen.append("instead" in vars(block.norm1.linear)))
     with hoist_modulation(pipe), keep_steps(pipe, first=1, last=0, components="a16"):
         for index, (args, kwargs, output) in enumerate(run(pipe, num_inference_steps=2)):
             near, far = (loaded.transformer, weight_only) if index else (weight_only, loaded.transformer)
             off = [distance(output, model(*args, **kwargs)[0]) for model in (near, far)]
             assert off[0] < 0.2 * off[1]
+    assert seen[:2] == [False, False]
 
 
 # --- recipe, checkpoint, other programs
