@@ -1046,6 +1046,33 @@ FAULTS: dict[str, Fault] = {
             "test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in_it",
         ),
     ),
+    "caches: fewer steps compute less than the cache beside them": Fault(
+        "src/fluxq/jobs/step_caches.py",
+        "math.ceil(total * (share - _SLACK))",
+        "math.floor(total * (share + _SLACK))",
+        _in("jobs/test_step_caches.py", "test_fewer_steps_compute_no_less_and_equal_numbers_are_one_side"),
+    ),
+    "caches: a call of guidance counts as a step": Fault(
+        "src/fluxq/runtime/step_caches.py",
+        "        if timestep != self._timestep:\n",
+        "        if True:\n",
+        _in(
+            "runtime/test_step_caches.py",
+            "test_a_share_is_of_whole_steps_also_where_guidance_makes_two_calls_of_them",
+        ),
+    ),
+    "caches: the difference to fewer steps has the sign of the other order": Fault(
+        "eval/report/summary.py",
+        "            return each.difference.negated\n",
+        "            return each.difference\n",
+        _in("eval/test_markdown.py", "test_caches_stand_beside_fewer_steps_with_the_difference_in_their_order"),
+    ),
+    "caches: images with one are those without": Fault(
+        "eval/images/sides.py",
+        '        facts["cache"] = self.cache and self.cache.facts\n',
+        '        facts["cache"] = None\n',
+        _in("eval/test_sides.py", "test_what_decides_bits_is_described_and_nothing_else"),
+    ),
     "dtypes: a VAE of more digits is cast": Fault(
         "src/fluxq/integrations/diffusers.py",
         "        if name not in exempt and _is_exact(model, dtype):\n",

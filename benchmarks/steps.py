@@ -21,13 +21,11 @@ before anything was measured.
 
 from __future__ import annotations
 
-import ast
 import functools
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -36,7 +34,6 @@ from typing import Any
 import click
 import diffusers
 import torch
-from torch import nn
 
 import fluxq
 from benchmarks.pages import between
@@ -52,6 +49,8 @@ from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.metrics.fidelity import psnr
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.recipes.step_list import ORDERS, StepList
+from fluxq.runtime.step_caches import CACHES as STEP_CACHES
+from fluxq.runtime.step_caches import counted
 from fluxq.runtime.step_trials import IMAGES, measured_steps
 
 ROOT = Path(__file__).parent.parent
@@ -211,8 +210,8 @@ def scanned(pipe: Any, items: Items) -> dict[str, dict[str, Any]]:
 
 def run_cached(pipe: Any, config: Callable[[Any], Any], items: Items) -> tuple[Generated, float]:
     """Return images with a cache, and what it computed."""
-    with cached(pipe, config), counted(pipe) as computed:
-        return images_of(pipe, items), computed() / len(items)
+    with cached(pipe, config), counted([pipe.transformer]) as computed:
+        return images_of(pipe, items), computed()
 
 
 def first_of(images: Generated, count: int) -> Generated:
@@ -227,23 +226,6 @@ def cached(pipe: Any, config: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         pipe.transformer.disable_cache()
-
-
-@contextmanager
-def counted(pipe: Any) -> Iterator[Callable[[], float]]:
-    """Yield a function: images whose steps were all computed, by multiplications of the blocks' Linears."""
-    done, size = [0.0], [0.0]
-    blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
-    layers = [each for block in blocks for each in block.modules() if hasattr(each, "in_features")]
-
-    def count(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        done[0] += len(args[0]) * int(layer.in_features) * int(layer.out_features)  # pyright: ignore[reportArgumentType]
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(count).remove)
-            size[0] += int(layer.in_features) * int(layer.out_features)  # pyright: ignore[reportArgumentType]
-        yield lambda: done[0] / size[0] / STEPS
 
 
 def images_of(pipe: Any, items: Items, **how: Any) -> Generated:
@@ -459,37 +441,25 @@ def _interval(numbers: Sequence[float]) -> str:
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def _taylor(is_lite: bool) -> dict[str, Callable[[Any], Any]]:
-    grid = itertools.product((2, 3, 4, 5), (2, 3), (1, 2))
-    return {
-        f"every {interval}, from step {begin}, order {order}": lambda _, i=interval, b=begin, o=order: (
-            diffusers.TaylorSeerCacheConfig(
-                cache_interval=i,
-                disable_cache_before_step=b,
-                max_order=o,
-                taylor_factors_dtype=torch.float32,
-                use_lite_mode=is_lite,
-            )
-        )
-        for interval, begin, order in grid
-    }
+def _setting(kind: str, value: float, **others: Any) -> Callable[[Any], Any]:
+    """Return the function of a pipeline that makes the configuration of a cache that `fluxq eval --cache` judges."""
+    return lambda pipe: STEP_CACHES[kind].config(pipe, value, _measured(pipe, kind), **others)  # pyright: ignore[reportOptionalCall]
 
 
 @functools.cache
-def _mag_ratios(pipe: Any) -> list[float]:
-    """Return the ratios that MagCache calibrates itself with, of an image; it prints them."""
-    with redirect_stdout(io.StringIO()) as printed, cached(pipe, lambda _: _mag(calibrate=True)):
-        images_of(pipe, [(tiny.PROMPTS[0], 0)])
-    return ast.literal_eval(printed.getvalue().strip().splitlines()[-1])
+def _measured(pipe: Any, kind: str) -> Any:
+    """Return what a kind of cache measures beforehand."""
+    measure = STEP_CACHES[kind].measure
+    return measure and measure(pipe, CALL, (tiny.PROMPTS[0], 0))
 
 
-def _mag(**settings: Any) -> Any:
-    return diffusers.MagCacheConfig(num_inference_steps=STEPS, **settings)
-
-
-def _at(pipe: Any) -> Callable[[], int]:
-    """Return the function that tells a cache the present timestep."""
-    return lambda: int(pipe._current_timestep)
+def _taylor(kind: str) -> dict[str, Callable[[Any], Any]]:
+    return {
+        f"every {interval}, from step {begin}, order {order}": _setting(
+            kind, interval, disable_cache_before_step=begin, max_order=order
+        )
+        for interval, begin, order in itertools.product((2, 3, 4, 5), (2, 3), (1, 2))
+    }
 
 
 Items = Sequence[tuple[str, int]]
@@ -497,35 +467,20 @@ CALL = {**tiny.CALL_KWARGS, "num_inference_steps": STEPS}
 # cache -> setting -> function of the pipeline that makes its configuration
 CACHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "FirstBlockCache": {
-        f"threshold {threshold:g}": lambda _, t=threshold: diffusers.FirstBlockCacheConfig(threshold=t)
+        f"threshold {threshold:g}": _setting("first_block", threshold)
         for threshold in (0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.12, 0.15, 0.2, 0.25, 0.3, 0.4)
     },
-    "TaylorSeer": _taylor(is_lite=False),
-    "TaylorSeer lite": _taylor(is_lite=True),
+    "TaylorSeer": _taylor("taylor"),
+    "TaylorSeer lite": _taylor("taylor_lite"),
     "MagCache": {
-        f"threshold {threshold:g}, at most {most} in a row, after {kept:g}": lambda pipe, t=threshold, m=most, k=kept: (
-            _mag(threshold=t, max_skip_steps=m, retention_ratio=k, mag_ratios=_mag_ratios(pipe))
+        f"threshold {threshold:g}, at most {most} in a row, after {kept:g}": _setting(
+            "mag", threshold, max_skip_steps=most, retention_ratio=kept
         )
         for threshold, most, kept in itertools.product((0.06, 0.12, 0.24, 1.0), (1, 2, 3, 5), (0.1, 0.2))
     },
-    "FasterCache": {
-        f"every {every}": lambda pipe, e=every: diffusers.FasterCacheConfig(
-            spatial_attention_block_skip_range=e,
-            spatial_attention_timestep_skip_range=(-1, 950),
-            is_guidance_distilled=True,
-            current_timestep_callback=_at(pipe),
-        )
-        for every in (2, 3, 4)
-    },
-    "PAB": {
-        f"every {every}": lambda pipe, e=every: diffusers.PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=e,
-            spatial_attention_timestep_skip_range=(0, 950),
-            current_timestep_callback=_at(pipe),
-        )
-        for every in (2, 3, 4, 8)
-    },
-    "SeaCache": {"threshold 0.25": lambda _: diffusers.SeaCacheConfig()},
+    "FasterCache": {f"every {every}": _setting("faster", every) for every in (2, 3, 4)},
+    "PAB": {f"every {every}": _setting("pab", every) for every in (2, 3, 4, 8)},
+    "SeaCache": {"threshold 0.25": _setting("sea", 0.25)},
 }
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "DPMSolverMultistepScheduler": FLOW,

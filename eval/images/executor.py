@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,8 @@ from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
 from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
+from fluxq.runtime.skipped import denoisers_in, skipped_in
+from fluxq.runtime.step_caches import counted, naming
 
 WORK_FILE = "work.json"
 RETRIES = 3  # of a chunk whose worker died
@@ -138,6 +141,7 @@ class ManifestLine(BaseModel):
     image, latents: SHA-256 of its files; of a video's frames, that of their names and SHA-256.
     seconds: share of the call's time.
     frames: number of frames of a video.
+    computed: with a step cache or a list of steps, share of the multiplications of all steps that were made.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -152,6 +156,7 @@ class ManifestLine(BaseModel):
     seconds: float
     device: str
     frames: int | None = None
+    computed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,12 @@ class ImageFolder:
         return torch.tensor([row.finite for row in self.rows])
 
     @property
+    def computed(self) -> float | None:
+        """Share of the multiplications of all steps that were made; None where nothing leaves any out."""
+        shares = [row.computed for row in self.rows if row.computed is not None]
+        return fmean(shares) if shares else None
+
+    @property
     def device(self) -> str:
         """Device that made the images; several names, separated by commas, if there were several."""
         return ", ".join(sorted({row.device for row in self.rows}))
@@ -215,6 +226,10 @@ class Engine(Protocol):
     """Maker of chunks. leads: whether this process looks after the folder; others only help it."""
 
     leads: bool
+
+    def agree(self, value: Any) -> Any:
+        """Return the value of the process that leads, which JSON can hold, in every process."""
+        ...
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         """Make these chunks (indices into `work.chunks`), yielding each when it is finished."""
@@ -290,7 +305,10 @@ class Worker:
         """Make a chunk: its files, then its rows. OSError naming the folder if the disk is full."""
         chunk = self.work.chunks[index]
         start = time.perf_counter()
-        batch = generate_batch(self.pipe, chunk.items, self.work.call)
+        models = [model for _, model in denoisers_in(self.pipe)]
+        is_whole = self.work.side.cache is None and not any(map(skipped_in, models))
+        with naming(self.work.side.cache), counted(() if is_whole else models) as computed:
+            batch = generate_batch(self.pipe, chunk.items, self.work.call)
         seconds = (time.perf_counter() - start) / len(chunk.items)
         try:
             hashes = _write_files(self.work.folder, chunk, batch)
@@ -306,6 +324,7 @@ class Worker:
                     seconds=round(seconds, 4),
                     device=self.device,
                     frames=batch.frames,
+                    computed=None if is_whole else computed(),
                 )
                 for name, (prompt, seed), (image, latents), finite in zip(
                     chunk.names, chunk.items, hashes, batch.finite, strict=True
@@ -514,6 +533,9 @@ class _Processes:
         self.ranks, self.leads = ranks, ranks.leads
         self.name = "local" if ranks.group is None else f"rank-{ranks.rank}"
 
+    def agree(self, value: Any) -> Any:
+        return self.ranks.agree(value)
+
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         pending = self.ranks.agree(list(pending))  # the first rank's list
         share, device = self.ranks.share(pending), self.ranks.device(work.device)
@@ -563,6 +585,9 @@ class _Ray:
 
     def __init__(self, ray: Any, workers: int | None) -> None:
         self.ray, self.workers = ray, workers
+
+    def agree(self, value: Any) -> Any:
+        return value
 
     def make(self, work: Work, pending: Sequence[int]) -> Iterator[int]:
         crew = _Crew(self.ray, work)

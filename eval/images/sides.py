@@ -19,6 +19,7 @@ from fluxq.eval.images.denoiser import denoisers
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
 from fluxq.runtime.layout import StoredLayer, reencode_layer
+from fluxq.runtime.step_caches import StepCache, enable_cache, naming
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Side:
     digest: SHA-256 of all its weights, LoRA files included.
     loras: (file, weight, component) of adapters that are fused first.
     backend: key of BACKENDS.
-    cache: threshold of diffusers' FirstBlockCache, None without.
+    cache: step cache, list of steps or number of steps, None for all of the call's.
     attention: attention backend of diffusers by name, None for its default.
     source: folder of the 16-bit model, for the steps that a checkpoint keeps in 16 bit.
     offload: whether its parts take turns on a GPU, because they do not fit together.
@@ -43,7 +44,7 @@ class Side:
     dtype: str = "bfloat16"
     loras: tuple[tuple[str, float, str], ...] = ()
     backend: str = "native"
-    cache: float | None = None
+    cache: StepCache | None = None
     attention: str | None = None
     source: str | None = None
     offload: bool = False
@@ -53,16 +54,17 @@ class Side:
         """Return the facts that decide the bits of its images, for hashing: neither its name nor its folders."""
         facts = asdict(self)
         del facts["name"], facts["folder"], facts["source"], facts["offload"], facts["stamps"]
+        facts["cache"] = self.cache and self.cache.facts
         facts["loras"] = [[weight, component] for _, weight, component in self.loras]  # the files are in the digest
         return facts
 
     def open(self, device: str = "cpu", *, skips: bool = True) -> Any:
         """Open the pipeline, ready to be called.
 
-        skips: whether steps are skipped by the checkpoint's list, where it has one; beside a step cache they are not.
+        skips: whether steps are skipped by the checkpoint's list, where it has one; with a step cache they are not.
 
-        Raises ValueError for a backend, cache or attention that it cannot have, and RuntimeError for files that have
-        changed since the digest was taken.
+        Raises ValueError for a backend or attention that it cannot have, and RuntimeError for a cache that it cannot
+        have, and for files that have changed since the digest was taken.
         """
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
@@ -85,7 +87,8 @@ class Side:
         if self.attention is not None:
             _set_attention(pipe, self.attention)
         if self.cache is not None:
-            _cache_steps(pipe, self.cache)
+            with naming(self.cache):
+                enable_cache(pipe, self.cache)
         keep_recorded_steps(pipe, self.source)
         if skips and self.cache is None:
             skip_recorded_steps(pipe)
@@ -106,14 +109,18 @@ def side_stamps(folder: Path, loras: Sequence[str] = ()) -> tuple[Any, ...]:
     return platform.node(), *stamps([folder / "model_index.json", *files, *map(Path, loras)])
 
 
-def variants(side: Side, backends: Sequence[str], cache: float | None) -> list[Side]:
-    """Return `side` in each arithmetic, and with `cache` each again with a step cache, named after the difference."""
+def variants(side: Side, backends: Sequence[str], caches: Sequence[StepCache]) -> list[Side]:
+    """Return `side` in each arithmetic, and each again with every cache, named after the difference."""
     arithmetics = [
         side if backend == "native" else replace(side, name=f"{side.name} as {backend}", backend=backend)
         for backend in backends
     ]
-    cached = [replace(each, name=f"{each.name}, cached", cache=cache) for each in arithmetics] if cache else []
-    return [*arithmetics, *cached]
+    return [*arithmetics, *(shortened(each, cache) for each in arithmetics for cache in caches)]
+
+
+def shortened(side: Side, cache: StepCache) -> Side:
+    """Return a side with a step cache, or with fewer steps, named after it."""
+    return replace(side, name=f"{side.name}, {cache.label}", cache=cache)
 
 
 def quantized_layers(pipe: Any) -> dict[str, QuantLinear]:
@@ -150,16 +157,6 @@ def _set_attention(pipe: Any, backend: str) -> None:
     finally:
         log.setLevel(level)
         registry.set_active_backend(default)
-
-
-def _cache_steps(pipe: Any, threshold: float) -> None:
-    from diffusers.hooks import FirstBlockCacheConfig
-
-    models: dict[str, Any] = denoisers(pipe)
-    for model in models.values():
-        if not hasattr(model, "enable_cache"):
-            raise ValueError(f"{type(model).__name__} takes no step cache in this diffusers: leave out --cache")
-        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
 
 
 NATIVE = "native"

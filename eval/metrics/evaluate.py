@@ -128,7 +128,7 @@ def _measure(
         recipe=candidate.recipe,
         recipe_digest=candidate.recipe_digest,
         backend=side.backend,
-        cache=side.cache,
+        cache=side.cache.label if side.cache else None,
         status="broken" if sample.broken else "identical" if is_identical else "measured",
         size=candidate.size,
         verdict=Verdict(outcome="inconclusive", text="not judged yet"),

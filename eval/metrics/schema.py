@@ -65,6 +65,12 @@ class Estimate(Strict):
         mean, low, high = (number(value) for value in (interval.mean, interval.low, interval.high))
         return cls(mean=mean, low=low, high=high, n=interval.n, infinite=interval.infinite)
 
+    @property
+    def negated(self) -> Self:
+        """The estimate of a difference taken the other way round."""
+        mean, low, high = (None if value is None else -value for value in (self.mean, self.high, self.low))
+        return self.model_copy(update={"mean": mean, "low": low, "high": high})
+
 
 def number(value: float | None) -> float | None:
     """Return the value, or None where JSON has no number for it."""
@@ -446,6 +452,9 @@ class Run(Strict):
     checkpoint: name of its folder.
     recipe_digest: SHA-256 of the recipe.
     backend: arithmetic that was asked for, a key of BACKENDS.
+    cache: step cache, list of steps or number of steps in words; null for all steps.
+    computed: share of the multiplications of all steps that it leaves; null where that is all.
+    fewer: name of the run of fewer steps that computes no less, where there are any.
     served: arithmetic and memory of its layers.
     speed: of that same arithmetic.
     frames: PSNR at each frame of videos; null for images.
@@ -456,7 +465,7 @@ class Run(Strict):
     recipe: str
     recipe_digest: str
     backend: str
-    cache: float | None
+    cache: str | None
     status: Literal["broken", "identical", "measured"]
     size: CheckpointSize
     verdict: Verdict
@@ -469,6 +478,8 @@ class Run(Strict):
     frames: Curve | None = None
     speed: Speed | None = None
     debug: Debug | None = None
+    computed: float | None = None
+    fewer: str | None = None
     provenance: dict[str, str] = {}
 
     @property

@@ -117,12 +117,8 @@ def _closer(report: Report, run: Run, chosen: Run) -> Estimate | None:
     for each in report.comparisons:
         if {each.first, each.second} != {run.name, chosen.name} or each.p_holm >= _ALPHA:
             continue
-        sign = 1 if each.first == run.name else -1
-        mean, low, high = each.difference.mean, each.difference.low, each.difference.high
-        if mean is None or low is None or high is None or sign * mean <= 0:
-            return None
-        low, high = sorted((sign * low, sign * high))
-        return each.difference.model_copy(update={"mean": sign * mean, "low": low, "high": high})
+        gain = each.difference if each.first == run.name else each.difference.negated
+        return gain if gain.low is not None and (gain.mean or 0.0) > 0 else None
     return None
 
 

@@ -193,7 +193,7 @@ def _results(run: Run, report: Report) -> list[EvalResult]:
             metric_type=key,
             metric_name=metric.name,
             metric_value=metric.value.mean,
-            metric_config=run.backend if run.cache is None else f"{run.backend}, step cache {run.cache:g}",
+            metric_config=run.backend if run.cache is None else f"{run.backend}, {run.cache}",
             metric_args={"n": metric.value.n, "interval": limits(metric.value, metric.digits), "how": metric.how},
         )
         for key, metric in _measured(run)

@@ -70,10 +70,11 @@ def javascript() -> str:
 
 
 def cost_charts(report: Report) -> list[Drawing]:
-    """Draw quality against bits, time and memory, of at least two runs that have both; dominated ones are greyed."""
+    """Draw quality against bits, time, compute and memory, of at least two runs with both; dominated ones grey."""
     metrics = _comparable(report.runs)
-    charts = (_cost_chart(report.runs, metrics, key, *row) for key, row in COSTS.items()) if metrics else ()
-    return list(filter(None, charts))
+    has_caches = any(run.cache is not None for run in report.runs)
+    shown = {key: row for key, row in COSTS.items() if metrics and (has_caches or key != "compute")}
+    return list(filter(None, (_cost_chart(report.runs, metrics, key, *row) for key, row in shown.items())))
 
 
 def image_chart(report: Report) -> Drawing | None:
@@ -248,6 +249,11 @@ def _seconds(run: Run, reference: bool) -> float | None:
 def _gigabytes(run: Run, reference: bool) -> float | None:
     row = first_speed(run.speed, "16-bit" if reference else "")
     return row.peak_bytes / 1e9 if row and row.peak_bytes is not None else None
+
+
+def _share(run: Run, reference: bool) -> float | None:
+    """Return the share of all steps that is computed."""
+    return 1.0 if reference or (run.cache is run.computed is None) else run.computed
 
 
 def _comparable(runs: Sequence[Run]) -> dict[str, Metric]:
@@ -666,6 +672,7 @@ ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 COSTS: dict[str, tuple[str, str, str, Callable[[Run, bool], float | None]]] = {
     "bits": ("Quality and bits", "bits per weight in memory", ".2f", _bits),
     "latency": ("Quality and time", "seconds per {noun}, end to end, p50", ".4g", _seconds),
+    "compute": ("Quality and compute", "multiplications, by those of all steps", ".3g", _share),
     "memory": ("Quality and memory", "peak memory, GB", ".3g", _gigabytes),
 }
 

@@ -24,7 +24,19 @@ from fluxq.eval.metrics.figures import (
 )
 from fluxq.eval.metrics.schema import STEPS, Debug, GateOutcome, Metric, Patch, Report, Run, Speed
 from fluxq.eval.report.advice import advice
-from fluxq.eval.report.summary import SummaryMetric, speeds, summary, summary_metrics, undebugged, untimed
+from fluxq.eval.report.summary import (
+    CACHES_HEAD,
+    CACHES_NOTE,
+    CACHES_TITLE,
+    SummaryMetric,
+    caches,
+    psnr_of,
+    speeds,
+    summary,
+    summary_metrics,
+    undebugged,
+    untimed,
+)
 
 _MAX_LAYERS = 10
 
@@ -46,6 +58,7 @@ def markdown(report: Report) -> str:
         "",
         f"95 % BCa intervals, prompts resampled with their seeds. Noise floor: {escaped(report.noise_floor)}.",
         "",
+        *_caches(report),
         *_comparisons(report),
         *_drift(report.runs),
         *(line for name, speed in speeds(report) for line in _speed(name, speed)),
@@ -87,7 +100,7 @@ def facts(run: Run) -> list[str]:
     if STEPS in run.provenance:
         sentences.append(run.provenance[STEPS])
     if run.cache is not None:
-        sentences.append(f"with a step cache, threshold {run.cache:g}")
+        sentences.append(f"{run.cache}: computes {share(run.computed)} of all steps")
     return sentences
 
 
@@ -157,6 +170,18 @@ def verdict_lines(run: Run) -> list[str]:
 def _gate(gate: GateOutcome) -> str:
     text = "not measured" if gate.value is None else f"{gate.value:.5g}"
     return f"- gate `{code(gate.gate)}`: {'passed' if gate.passed else '**FAILED**'} ({text})"
+
+
+def _caches(report: Report) -> list[str]:
+    rows = [
+        (
+            *(row.run.name, share(row.run.computed), stated(psnr_of(row.run), ".2f")),
+            *(row.fewer.name, share(row.fewer.computed), stated(psnr_of(row.fewer), ".2f")),
+            stated(row.difference, ".2f", sign="+"),
+        )
+        for row in caches(report)
+    ]
+    return [f"## {CACHES_TITLE}", "", *_table(CACHES_HEAD, rows), "", CACHES_NOTE, ""] if rows else []
 
 
 def _comparisons(report: Report) -> list[str]:

@@ -36,7 +36,18 @@ from fluxq.eval.report.charts import (
     stage_chart,
 )
 from fluxq.eval.report.markdown import facts, markdown
-from fluxq.eval.report.summary import speeds, summary, summary_metrics, undebugged, untimed
+from fluxq.eval.report.summary import (
+    CACHES_HEAD,
+    CACHES_NOTE,
+    CACHES_TITLE,
+    caches,
+    psnr_of,
+    speeds,
+    summary,
+    summary_metrics,
+    undebugged,
+    untimed,
+)
 from fluxq.eval.report.words import GLOSSARY
 
 _PICTURE_BYTES = 11_000_000  # of data URIs on one page; with scripts, charts and tables it stays below 15 MB
@@ -73,6 +84,7 @@ def environment() -> jinja2.Environment:
     names = ("figure", "limits", "mark", "plain", "shape", "short", "size", "sizes", "computed")
     names += ("duration", "durations", "share")
     made.filters.update({name: getattr(figures, name) for name in names})
+    made.filters["psnr_of"] = psnr_of
     made.filters["quoted"] = shlex.quote
     return made
 
@@ -214,6 +226,10 @@ def _page(report: Report) -> dict[str, Any]:
     return {
         "advice": advice(report),
         "summary": summary(report),
+        "caches": caches(report),
+        "caches_title": CACHES_TITLE,
+        "caches_head": CACHES_HEAD,
+        "caches_note": CACHES_NOTE,
         "sections": SECTIONS,
         "charts": charts,
         "specs": {chart.key: chart.spec for chart in shown},

@@ -207,6 +207,7 @@ def choose_steps(
     *,
     compute: float | None = None,
     gate: str | None = None,
+    mask: str | PathLike[str] | Sequence[int] | None = None,
     count: int = 12,
     output: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | None = None,
@@ -219,6 +220,7 @@ def choose_steps(
     pipeline: as `quantize_pipeline` has it.
     compute: share of the steps to compute.
     gate: of the final latents, as "latent_sqnr>=30", for the fewest steps that hold it.
+    mask: a list to judge, 1 for each step that it computes and 0 for the others; or a file of cache-dit.
     count: images that are measured; as many others decide.
     output: a .json file, by default MODEL-steps.json in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
@@ -233,7 +235,7 @@ def choose_steps(
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = f"{_require_plain(pipeline)}-steps.json"
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
-        request = stepping.request_of(JobOptions(**arguments, **where), compute, gate, count)
+        request = stepping.request_of(JobOptions(**arguments, **where), compute, gate, count, mask)
         stepping.make_list(request)
     return read_list(request.job.output)
 
@@ -284,7 +286,7 @@ def evaluate_pipeline(
     gates: as "psnr>=30"; the report's runs say which held.
     call: arguments of the pipeline's call.
     options: device, dtype, seed, seeds, batch_size, weights, clip, fid_resize, fid_reference, backends, cache, images,
-        revision, local_files_only, as the command's options of these names.
+        revision, local_files_only, as the command's options of these names; cache is one or several.
     """
     from fluxq.jobs import judge
 
@@ -335,7 +337,7 @@ def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
     for name, value in checked.items():
         if name == "seed" and value is not None and not 0 <= value <= MAX_SEED:
             raise ValueError(f"seed={value}: expected a whole number from 0 to {MAX_SEED}")
-        if isinstance(value, int) and name not in ("seed", "cache") and not isinstance(value, bool) and value < 1:
+        if isinstance(value, int) and name != "seed" and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{name}={value}: expected a whole number from 1 up")
     require_files(checked)
     return checked
@@ -348,6 +350,8 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     plain: Any = fspath(value) if isinstance(value, PathLike) else value
     if name in _PATHS and value is not None:
         plain = Path(value)
+    elif name == "cache":  # a number, a text, or several
+        plain = tuple(map(str, (plain,) if isinstance(plain, (str, int, float)) else plain or ()))
     elif name in _LISTS and not isinstance(value, str):
         plain = tuple(plain or ())
     elif name == "call" and (value is None or isinstance(value, Mapping)):

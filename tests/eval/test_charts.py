@@ -62,6 +62,17 @@ def test_dominated_is_as_good_or_better_and_no_dearer(points, better, expected):
     assert dominated(points, better) == expected
 
 
+def test_quality_is_drawn_against_compute_where_a_run_leaves_steps_out(three, no_svg):
+    plain, cached, fewer = three.runs
+    cached = cached.model_copy(update={"cache": "list 0.5", "computed": 0.5})
+    fewer = fewer.model_copy(update={"cache": "14 steps", "computed": 0.5})
+    drawings = cost_charts(three.model_copy(update={"runs": (plain, cached, fewer)}))
+    (drawing,) = [each for each in drawings if each.key == "cost-compute"]
+    points = [row for row in rows(drawing, "cost", "value", "front") if row["metric"] == "psnr"]
+    assert [(row["run"], row["cost"]) for row in points] == [(plain.name, 1.0), (cached.name, 0.5), (fewer.name, 0.5)]
+    assert [row["front"] for row in points] == ["no", "yes", "no"]
+
+
 @pytest.mark.slow
 def test_cost_charts_hold_every_run_with_its_interval_and_cost(three, no_svg):
     bits, latency, memory = cost_charts(three)

@@ -342,13 +342,22 @@ def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room
 
 
 @pytest.mark.slow
-def test_eval_as_json_is_the_report_and_a_step_cache_is_a_run_of_its_own(quantized: Path) -> None:
-    done = fluxq("eval", quantized, *FEW, "--cache", 1000, "--json")
+def test_eval_as_json_is_the_report_and_step_caches_are_runs_beside_fewer_steps(quantized: Path) -> None:
+    caches = ("--num-inference-steps", 4, "--cache", 1000, "--cache", "taylor_lite=2")
+    done = fluxq("eval", quantized, *FEW, *caches, "--json")
     stored = json.loads((quantized / "eval" / "report.json").read_text(encoding="utf-8"))
     assert json.loads(done.output) == stored
-    assert [(run["name"], run["cache"]) for run in stored["runs"]] == [("out", None), ("out, cached", 1000)]
-    psnr = [run["metrics"]["psnr"]["value"]["mean"] for run in stored["runs"]]
-    assert psnr[0] != psnr[1]
+    rows = {run["name"]: run for run in stored["runs"]}
+    lite, cached = rows["out, TaylorSeer lite 2"], rows["out, FirstBlockCache 1000"]
+    assert cached["cache"] == "FirstBlockCache 1000" and rows["out"]["cache"] is rows["out"]["computed"] is None
+    for run in (cached, lite):
+        fewer = rows[run["fewer"]]
+        assert 0 < run["computed"] <= fewer["computed"] < 1 and fewer["metrics"]["psnr"]["value"]["mean"]
+        assert not fewer["gates"] and fewer["drift"] is None
+    assert "--cache 1000 --cache taylor_lite=2" in stored["command"]
+    made = {path: path.stat().st_mtime_ns for path in (quantized.parent / "fluxq-images").glob("*/*.png")}
+    assert fluxq("eval", quantized, *FEW, *caches, "--json").exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in (quantized.parent / "fluxq-images").glob("*/*.png")} == made
 
 
 @pytest.mark.often(2)

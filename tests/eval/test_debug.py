@@ -24,6 +24,7 @@ from fluxq.recipes.all_families import family_of
 from fluxq.recipes.formats import FORMATS
 from fluxq.recipes.plan import component_recipe, make_plan
 from fluxq.recipes.recipe import Recipe, load_recipe
+from fluxq.runtime.step_caches import cache_of
 
 ITEMS = tuple(items_of(list(tiny.PROMPTS[:2]), 2, first_seed=0))
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 4}
@@ -252,7 +253,7 @@ def test_a_library_that_saturates_int8_products(pipe, plain_checkpoint, monkeypa
 
 def test_refusals(pipe, quantized, folder):
     with pytest.raises(ValueError, match="step cache"):
-        debug(SIXTEEN_BIT, Side("q", str(folder), "", cache=0.1), ITEMS, CALL)
+        debug(SIXTEEN_BIT, Side("q", str(folder), "", cache=cache_of("0.1")), ITEMS, CALL)
     with pytest.raises(ValueError, match="a budget of 9 runs is too small for 5 blocks: give 10"):
         broken(pipe, quantized, search=Search(1, 9))
     with pytest.raises(ValueError, match="no layer that makes the latents is quantized"):

@@ -20,6 +20,7 @@ from fluxq.eval.metrics import drift as drift_module
 from fluxq.eval.metrics.drift import drift, floor_attention, follow
 from fluxq.eval.metrics.fidelity import sqnr
 from fluxq.eval.metrics.schema import Drift
+from fluxq.runtime.step_caches import cache_of
 
 STEPS = 4
 ITEMS = [("a", 0), ("b", 1), ("a", 2), ("c", 3), ("d", 4)]
@@ -272,7 +273,7 @@ def test_true_guidance_with_two_calls_in_a_step(side, quantized):
 
 
 def test_a_step_cache_has_a_velocity_error(side, followed):
-    cached = replace(side, cache=0.9).open()
+    cached = replace(side, cache=cache_of("0.9")).open()
     first, *later = means(drift(followed, cached).curves["velocity_error"])
     assert first == 0 and max(later) > 0.02  # nothing to skip at the first step
 

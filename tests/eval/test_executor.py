@@ -32,6 +32,7 @@ from fluxq.eval.images.executor import WORK_FILE, Work, audit, ensure_images, op
 from fluxq.eval.images.generate import generate, images_digest
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side
+from fluxq.runtime.step_caches import cache_of
 
 COUNT, BATCH = 11, 2
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
@@ -172,7 +173,7 @@ def test_what_decides_bits_decides_the_key(tmp_path):
         replace(work, batch_size=3),
         replace(work, device="cuda"),
         *(replace(work, side=replace(TINY, **change)) for change in ({"dtype": "bfloat16"}, {"backend": "int8"})),
-        *(replace(work, side=replace(TINY, **change)) for change in ({"digest": "x"}, {"cache": 0.1})),
+        *(replace(work, side=replace(TINY, **change)) for change in ({"digest": "x"}, {"cache": cache_of("0.1")})),
     ]
     assert len({work.key, *(each.key for each in other)}) == 1 + len(other)
     assert replace(work, device="cuda").key == replace(work, device="cuda:1").key

@@ -32,6 +32,24 @@ def test_markdown_says_what_the_report_holds(three):
     assert "> **Warning:** 16 prompts are a quick look" in text and "data:image" not in text
 
 
+def test_caches_stand_beside_fewer_steps_with_the_difference_in_their_order(three):
+    plain, cached, fewer = three.runs
+    cached = cached.model_copy(update={"cache": "list 0.5", "computed": 0.54, "fewer": fewer.name})
+    fewer = fewer.model_copy(update={"cache": "15 steps", "computed": 15 / 28})
+    report = three.model_copy(update={"runs": (plain, cached, fewer)})
+    (difference,) = (e.difference for e in three.comparisons if (e.first, e.second) == (cached.name, fewer.name))
+    text = markdown(report)
+    assert "## Step caches beside fewer steps" in text and "list 0.5: computes 54 % of all steps" in text
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {cached.name} | 54 % |")]
+    assert f"| {fewer.name} | 53.6 % |" in row and row.endswith(f"| {stated(difference, '.2f', sign='+')} |")
+    swapped = [each.model_copy(update={"first": each.second, "second": each.first}) for each in three.comparisons]
+    text = markdown(report.model_copy(update={"comparisons": tuple(swapped)}))
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {cached.name} | 54 % |")]
+    assert row.endswith(f"| {stated(difference.negated, '.2f', sign='+')} |")
+    assert (difference.negated.mean, difference.negated.low) == (-difference.mean, -difference.high)
+    assert "Step caches" not in markdown(three)
+
+
 def test_every_row_of_a_table_has_the_cells_of_its_head(three):
     name, width = "a|b", 0
     runs = tuple(run.model_copy(update={"name": f"{name} {i}"}) for i, run in enumerate(three.runs))

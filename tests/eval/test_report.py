@@ -202,6 +202,16 @@ def test_a_speed_without_a_run_of_its_arithmetic_has_a_row_of_its_own(without_ch
     assert "fluxq bench" not in text and as_int8.verdict in markdown(alone)
 
 
+def test_caches_have_a_table_beside_fewer_steps(three, without_charts):
+    plain, cached, fewer = three.runs
+    cached = cached.model_copy(update={"cache": "list 0.5", "computed": 0.54, "fewer": fewer.name})
+    fewer = fewer.model_copy(update={"cache": "15 steps", "computed": 15 / 28})
+    page = Page(render(three.model_copy(update={"runs": (plain, cached, fewer)})))
+    assert {"id": "caches", "class": "sortable stack"} in page.named("table")
+    assert f"{cached.name} 54 % " in page.text and f"{fewer.name} 53.6 % " in page.text
+    assert "caches" not in [each.get("id") for each in Page(render(three)).named("table")]
+
+
 def test_times_that_spread_say_so(without_charts):
     made = example_report.example(1)
     assert summary(made)[1].about_time == "compiled"

@@ -9,6 +9,7 @@ from fluxq import tiny
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.images.sides import BACKENDS, Side, quantized_layers, reencode_pipeline, variants
+from fluxq.runtime.step_caches import cache_of
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 2}
 ITEMS = [(tiny.PROMPTS[0], 7), (tiny.PROMPTS[1], 8)]
@@ -58,7 +59,7 @@ def test_layers_that_are_as_asked_already_are_left(checkpoint):
 
 def test_a_step_cache_skips_blocks_and_no_cache_none(side, native):
     calls = []
-    pipe = replace(side, cache=1e6).open()
+    pipe = replace(side, cache=cache_of("1e6")).open()
     pipe.transformer.single_transformer_blocks[-1].proj_out.register_forward_pre_hook(lambda *_: calls.append(1))
     cached = latents(pipe)
     assert len(calls) == 1  # of two steps: so high a threshold lets every later one be skipped
@@ -74,17 +75,26 @@ def test_another_attention_backend_is_the_same_function(side, native):
 def test_what_decides_bits_is_described_and_nothing_else(side):
     described = side.describe()
     assert described == replace(side, name="x", folder="elsewhere").describe()
-    for change in ({"digest": "d"}, {"backend": "int8"}, {"cache": 0.1}, {"attention": "native"}, {"dtype": "float32"}):
+    for change in (
+        {"digest": "d"},
+        {"backend": "int8"},
+        {"cache": cache_of("0.1")},
+        {"attention": "native"},
+        {"dtype": "float32"},
+    ):
         assert replace(side, **change).describe() != described
 
 
 def test_variants_are_named_after_what_differs(side):
-    found = variants(side, ["native", "int8"], 0.1)
+    caches = [cache_of("0.1"), cache_of("taylor_lite=3")]
+    found = variants(side, ["native", "int8"], caches)
     assert [(each.name, each.backend, each.cache) for each in found] == [
         ("tiny-nvfp4", "native", None),
         ("tiny-nvfp4 as int8", "int8", None),
-        ("tiny-nvfp4, cached", "native", 0.1),
-        ("tiny-nvfp4 as int8, cached", "int8", 0.1),
+        ("tiny-nvfp4, FirstBlockCache 0.1", "native", caches[0]),
+        ("tiny-nvfp4, TaylorSeer lite 3", "native", caches[1]),
+        ("tiny-nvfp4 as int8, FirstBlockCache 0.1", "int8", caches[0]),
+        ("tiny-nvfp4 as int8, TaylorSeer lite 3", "int8", caches[1]),
     ]
 
 

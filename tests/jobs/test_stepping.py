@@ -4,18 +4,23 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import diffusers
+import numpy as np
 import pytest
+import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import fluxq
 from fluxq import tiny
-from fluxq.calibrate.paths import Way
+from fluxq.calibrate.paths import Velocities, Way
 from fluxq.cli import cli
+from fluxq.commands.exchanging import OF_LISTS
 from fluxq.jobs import listing, stepping
 from fluxq.jobs.job import JobOptions
+from fluxq.recipes.step_exports import read_mask
 from fluxq.runtime import step_trials
 from fluxq.runtime.skip import read_list, skip_steps
 
@@ -38,10 +43,13 @@ def test_a_list_is_written_whole_and_runs(here) -> None:
     stored = json.loads(Path("out.json").read_text())
     assert stored == result and [*here.iterdir()] == [here / "out.json"]
     assert (result["kind"], result["model"], result["list"]["steps"]) == ("fluxq steps", "tiny", 6)
-    assert [row["order"] for row in result["tried"]] == [0, 1, 2]
+    assert [(row["order"], row["fitted"]) for row in result["tried"][:3]] == [(0, False), (1, False), (2, False)]
+    plain = min(result["tried"][:3], key=lambda row: row["measured_nmse"])
+    assert result["tried"][3]["fitted"] and result["tried"][3]["order"] == plain["order"] == result["list"]["order"]
+    assert result["measured_nmse"] < plain["measured_nmse"] / 2 and len(result["list"]["fitted"]) == 6
     assert result["measured_nmse"] == min(row["measured_nmse"] for row in result["tried"])
     assert [row["computed"] for row in result["curve"]] == [2, 3, 4, 5, 6]
-    assert result["curve"][-1]["predicted_nmse"] == [0, 0, 0]
+    assert result["curve"][-1]["predicted_nmse"] == 0
     steps = read_list(Path("out.json"))
     assert len(steps.computed) == 3 and steps.models.keys() == {"transformer"}
     pipe = tiny.load()
@@ -92,7 +100,7 @@ def test_an_interrupted_run_goes_on(monkeypatch) -> None:
     with pytest.raises(ValueError, match="interrupted run that differs in compute"):
         made(compute=0.9)
     made()
-    assert len(measured) == 1 and len(ran) == 4  # the first list's run is kept
+    assert len(measured) == 1 and len(ran) == 5  # the first list's run is kept
     assert not [*Path().glob(".out.json.*.work")]
 
 
@@ -112,7 +120,7 @@ def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
     ran = []
 
     class Drawn:
-        paths = [{count: Way(nmse, (0, 5)) for count, nmse in predicted.items()}] * 3
+        ways: ClassVar = {count: Way(nmse, (0, 5)) for count, nmse in predicted.items()}
         velocities = SimpleNamespace(levels=range(6))
 
         def best(self, count: int) -> Any:
@@ -130,6 +138,53 @@ def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
         fewest("latent_sqnr>=50")
 
 
+def test_a_mask_is_judged_as_other_lists_are(here) -> None:
+    """Its own steps are computed, and a list that was made costs as a mask what it did."""
+    result = made(compute=None, mask="1,1,0,1,0,1")
+    assert result["list"]["compute"] == [0, 1, 3, 5] and result["list"]["steps"] == 6
+    assert result["measured_nmse"] == min(row["measured_nmse"] for row in result["tried"]) > 0
+    own = made_with(3)
+    mask = [int(step in own["list"]["compute"]) for step in range(6)]
+    again = stepping.make_list(stepping.request_of(replace(OPTIONS, output="mask.json"), count=4, mask=mask))
+    assert again["tried"] == own["tried"] and again["list"] == own["list"]
+
+
+def test_the_steps_of_a_mask_are_those_of_the_call() -> None:
+    options = replace(OPTIONS, call={})
+    assert stepping.request_of(options, mask="1,1,0,1").job.call["num_inference_steps"] == 4
+    with pytest.raises(ValueError, match=r"mask is of 4 steps, and the call has 6: give --num-inference-steps 4"):
+        stepping.request_of(OPTIONS, mask="1,1,0,1")
+
+
+def test_a_mask_that_leaves_out_the_first_step_of_a_denoiser_is_refused() -> None:
+    levels = (1.0, 0.8, 0.5, 0.2)
+    called = ("transformer", "transformer", "transformer_2", "transformer_2")
+    velocities = Velocities(np.eye(4), np.tril(np.ones((4, 4))), called, levels, 1.0)
+    trials = step_trials.Trials(None, velocities, (), {})
+    with pytest.raises(ValueError, match=r"leaves out the first step of a denoiser; compute step 2 \(transformer_2\)"):
+        trials.judged([0, 1, 3])
+
+
+def test_a_list_is_exported_and_its_mask_judged(here) -> None:
+    made(compute=None, mask="1,1,0,1,0,1")
+    for name in OF_LISTS:
+        run = CliRunner().invoke(cli, ["export", "out.json", "--format", name])
+        assert run.exit_code == 0 and f"out-{name}.yaml" in run.output, run.output
+        again = CliRunner().invoke(cli, ["export", "out.json", "--format", name, "--json"])
+        assert json.loads(again.output) == {"list": f"out-{name}.yaml"}
+    assert read_mask("out-cache-dit.yaml") == (1, 1, 0, 1, 0, 1)
+    diffusers.TaylorSeerCacheConfig(**yaml.safe_load(Path("out-taylorseer.yaml").read_text()))
+    Path("out-cache-dit.yaml").write_text("mine: 1")
+    for extra, message in (
+        ((), "out-cache-dit.yaml exists"),
+        (("--requantize",), "is of a list of steps, which has no layers: leave out --requantize"),
+        (("-o", "x.json"), "call it x.yaml"),
+    ):
+        refused = CliRunner().invoke(cli, ["export", "out.json", "--format", "cache-dit", *extra])
+        assert refused.exit_code == 2 and message in refused.output
+    assert Path("out-cache-dit.yaml").read_text() == "mine: 1"
+
+
 def made_with(count: int) -> dict[str, Any]:
     request = stepping.request_of(replace(OPTIONS, output="few.json"), compute=count / 6, count=4)
     return stepping.make_list(request)
@@ -138,7 +193,8 @@ def made_with(count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({}, "give --compute or --gate"),
+        ({}, "give --compute, --gate or --mask"),
+        ({"compute": 0.5, "mask": "1,1"}, "one of them alone"),
         ({"compute": 0.5, "gate": "latent_sqnr>=30"}, "one of them alone"),
         ({"compute": 1.5}, "above 0 and at most 1"),
         ({"compute": float("nan")}, "above 0 and at most 1"),

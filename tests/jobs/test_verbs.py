@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig
 
 import fluxq
-from fluxq import tiny
+from fluxq import tiny, verbs
 from fluxq.base.output import job_digest
 from fluxq.jobs import making
 
@@ -94,6 +94,14 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, option
     with pytest.raises(error, match=message):
         fluxq.quantize_pipeline("tiny", output=tmp_path / "made", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("cache", "expected"),
+    [(0.1, ("0.1",)), ("list=0.5", ("list=0.5",)), (["pab=2", 0.2], ("pab=2", "0.2")), (None, ()), ((), ())],
+)
+def test_one_step_cache_may_stand_alone(cache, expected) -> None:
+    assert verbs._checked({"cache": cache}, gates=())["cache"] == expected
 
 
 def test_a_quantized_pipeline_is_not_quantized_again(tmp_path, plain_checkpoint) -> None:

@@ -84,6 +84,28 @@ def test_skipped_steps_return_what_the_last_ones_extrapolate_to(pipe, order) -> 
         assert seen[step].dtype == torch.bfloat16
 
 
+def test_a_fit_multiplies_outputs_at_skipped_and_at_computed_steps(pipe) -> None:
+    """In calls of other noise levels, and in steps that are kept beside those of the list, it does not."""
+    levels, rows = tuple(float(6 - step) / 6 for step in range(6)), ((1.0,), (0.0, 1.0), (-0.7, 1.5), (0.2, -0.5, 1.2))
+    rows = (*rows, (0.0, -1.0, 2.0), (0.1, 0.2, 0.3, 0.4))
+    steps = StepList((*COMPUTED,), 1, levels, "FlowMatchEulerDiscreteScheduler", settings(pipe), fitted=rows)
+    ran: list[Tensor] = []
+    forward = pipe.transformer.forward
+    pipe.transformer.forward = lambda *args, **kwargs: (ran.append(made := forward(*args, **kwargs)), made)[1]
+    with skip_steps(pipe, steps) as skipped:
+        seen = outputs(pipe, true_cfg_scale=2.0, negative_prompt=["a white ground"] * 2)
+        assert (skipped.calls, skipped.computed) == (12, 8)
+        for number in (0, 1):
+            computed = [made[0].float() for made in ran[number::2]]
+            for step, row in enumerate(rows):
+                expected = sum(factor * output for factor, output in zip(row, computed, strict=False))
+                torch.testing.assert_close(seen[number::2][step].float(), expected, rtol=0.01, atol=0.01)
+        fitted = run(pipe)
+        other = run(pipe, num_inference_steps=12)
+    with skip_steps(pipe, replace(steps, fitted=())):
+        assert torch.equal(run(pipe, num_inference_steps=12), other) and not torch.equal(run(pipe), fitted)
+
+
 def settings(pipe: Any) -> dict[str, Any]:
     with skip_steps(pipe, [0, 1]) as skipped:
         return dict(skipped.steps.settings)
@@ -135,6 +157,30 @@ def test_a_call_that_begins_at_an_image_with_as_many_steps_is_not_the_lists_own(
         run(from_image, **how)
     assert (skipped.calls, skipped.computed) == (6, 3)  # of levels 6/12 to 1/12, nearest to 3/6 and 1/6
     assert "of this one of 6, 3 are computed, by the nearest noise levels" in caplog.text
+
+
+def test_a_controlnet_is_computed_in_all_steps_and_heard_in_computed_ones(pipe) -> None:
+    torch.manual_seed(0)
+    control = diffusers.FluxControlNetModel.from_transformer(
+        pipe.transformer, num_layers=1, num_single_layers=1, attention_head_dim=64, num_attention_heads=2
+    ).to(torch.bfloat16)
+    for layer in (*control.controlnet_blocks, *control.controlnet_single_blocks):
+        nn.init.normal_(layer.weight, std=0.1)
+    controlled = diffusers.FluxControlNetPipeline(**pipe.components, controlnet=control)
+    controlled.set_progress_bar_config(disable=True)
+    image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    ran: list[int] = []
+    hook = control.register_forward_hook(lambda *_: ran.append(1))
+    how = {"height": 16, "width": 16, "control_image": image}
+    plain = run(controlled, **how)
+    with skip_steps(controlled, range(6)):
+        assert torch.equal(run(controlled, **how), plain)
+    with skip_steps(controlled, COMPUTED) as skipped:
+        listed = run(controlled, **how)
+        assert not torch.equal(listed, run(controlled, **how, controlnet_conditioning_scale=0.0))
+    hook.remove()
+    assert (skipped.calls, skipped.computed, len(ran)) == (12, 8, 24)
+    assert 0 < (listed - plain).norm() < 0.5 * plain.norm()
 
 
 def test_calls_outside_the_pipelines_steps_are_refused(pipe) -> None:

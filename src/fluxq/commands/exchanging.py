@@ -9,8 +9,9 @@ import click
 
 from fluxq.commands import show
 from fluxq.commands.options import PATH, bytes_in, common_options, output_option, overwrite_option
-from fluxq.commands.session import session_of
+from fluxq.commands.session import Session, session_of
 
+OF_LISTS = ("cache-dit", "taylorseer")  # formats of a list of steps; a test compares
 EXPORTS = ("bfl", "modelopt", "comfy", "compressed-tensors", "torchao", "nunchaku_lite", "nunchaku")
 
 
@@ -48,8 +49,14 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
 @click.command(
     "export", short_help="Write a checkpoint for ComfyUI, stock diffusers, vLLM-Omni, SGLang, torchao, nunchaku."
 )
-@click.argument("output", metavar="CHECKPOINT")
-@click.option("--format", "format", type=click.Choice(EXPORTS), required=True, help="The layout to write.")
+@click.argument("output", metavar="CHECKPOINT|LIST")
+@click.option(
+    "--format",
+    "format",
+    type=click.Choice((*EXPORTS, *OF_LISTS)),
+    required=True,
+    help=f"The layout to write; {' and '.join(OF_LISTS)} take a list of `fluxq steps`.",
+)
 @click.option("--output", "-o", "target", type=PATH, help="Where to write; by default ./<CHECKPOINT>-<format>.")
 @click.option(
     "--component",
@@ -74,15 +81,19 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
 @overwrite_option
 @common_options
 def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
-    """Write CHECKPOINT for another program, its codes unchanged.
+    """Write CHECKPOINT, or a LIST of steps, for another program, its codes unchanged.
 
     Layers beside the main ones, modulation for one, are rounded again where the format lacks theirs, and listed.
 
     \b
     Example:
       fluxq export tiny-nvfp4 --format comfy
+      fluxq export tiny-steps.json --format cache-dit
     """
     with session_of(arguments) as session:
+        if format in OF_LISTS:
+            _export_list(session, Path(output), format, target)
+            return
         session.requirements.require_checkpoint(output)
         from fluxq.jobs import exchange
 
@@ -90,6 +101,19 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
         session.start_work()
         done = planned.write()
         session.print(done.describe(), lambda: show.exported(done))
+
+
+def _export_list(session: Session, file: Path, format: str, target: Path | None) -> None:
+    """Write a list of steps for another program."""
+    names = ("component", "requantize", "max_shard_bytes")
+    flags = [f"--{name.replace('_bytes', '').replace('_', '-')}" for name in names if session.arguments[name]]
+    flags += ["--side-layers"] if session.arguments["side_layers"] != "8bit" else []
+    if flags:
+        raise ValueError(f"--format {format} is of a list of steps, which has no layers: leave out {', '.join(flags)}")
+    from fluxq.jobs import stepping
+
+    place = stepping.export_list(file, format, target, overwrite=session.arguments["overwrite"])
+    session.print({"list": str(place)}, lambda: show.exported_list(place))
 
 
 @click.command("import", short_help="Make a checkpoint of a file that another program quantized.")

@@ -12,6 +12,7 @@ from fluxq.commands.options import (
     FOLDER,
     PATH,
     batch_size_option,
+    caches_in,
     checkpoint_options,
     common_options,
     finite_in,
@@ -44,10 +45,11 @@ from fluxq.commands.session import session_of
 )
 @click.option(
     "--cache",
-    type=click.FloatRange(min=0, min_open=True),
-    callback=finite_in,
-    metavar="X",
-    help="Also compare with a first-block cache of this threshold.",
+    multiple=True,
+    callback=caches_in,
+    metavar="KIND=X",
+    help="Also judge a step cache beside fewer steps at equal compute (repeatable): first_block, mag or sea=THRESHOLD, "
+    "taylor, taylor_lite, faster or pab=INTERVAL, list=SHARE or list=FILE. A number alone is first_block's.",
 )
 @click.option(
     "--gate", "gates", multiple=True, metavar="GATE", help="Exit with 1 unless this holds, as psnr>=30 (repeatable)."
@@ -82,6 +84,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     Example:
       fluxq eval tiny-nvfp4
       fluxq eval tiny-nvfp4 --count 256 --gate 'psnr>=35'
+      fluxq eval tiny-nvfp4 --cache list=0.5 --cache taylor_lite=2
     """
     with session_of(arguments) as session:
         subject = session.subject(output)

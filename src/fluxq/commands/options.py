@@ -65,6 +65,18 @@ def bytes_in(_context: click.Context, _option: click.Parameter, value: str | Non
     return size
 
 
+def caches_in(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Check the names and parameters of step caches."""
+    if texts:
+        from fluxq.runtime.step_caches import caches_of
+
+        try:
+            caches_of(texts)
+        except (ValueError, OSError) as error:
+            raise click.BadParameter(str(error)) from None
+    return texts
+
+
 def finite_in(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
     """Check that a number is finite."""
     if value is not None and not math.isfinite(value):

@@ -213,6 +213,11 @@ def auto(dry_run: bool, **arguments: Any) -> None:
 )
 @click.option("--gate", metavar="GATE", help="The fewest steps that hold this: 'latent_sqnr>=30', in dB.")
 @click.option(
+    "--mask",
+    metavar="1,0,…|FILE",
+    help="Judge this list: 1 for each step that it computes, or a file of cache-dit.",
+)
+@click.option(
     "--count",
     type=click.IntRange(min=1),
     default=12,
@@ -234,7 +239,7 @@ def steps(**arguments: Any) -> None:
       fluxq steps tiny --compute 0.5 --num-inference-steps 28
       fluxq steps tiny --gate 'latent_sqnr>=40' --num-inference-steps 28
     """
-    given = {name: arguments.pop(name) for name in ("compute", "gate", "count")}
+    given = {name: arguments.pop(name) for name in ("compute", "gate", "count", "mask")}
     with session_of(arguments | {"recipe": RECIPES[0]}) as session:  # a job has one; a list depends on none
         session.announce(has_recipe=False)
         from fluxq.jobs import forecast, stepping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import shutil
 import sys
@@ -184,12 +185,30 @@ def listed_steps(result: dict[str, Any], output: str) -> None:
     """Print the lists that ran, and the one that was taken."""
     made = result["list"]
     rows = [
-        (str(each["computed"]), str(each["order"]), _nmse_db(each["predicted_nmse"]), _nmse_db(each["measured_nmse"]))
+        (str(each["computed"]), _goes_on(each), _nmse_db(each["predicted_nmse"]), _nmse_db(each["measured_nmse"]))
         for each in result["tried"]
     ]
-    print_table((f"computed of {made['steps']}", "order", "predicted, dB", "measured, dB"), rows, right=True)
-    echo(f"computed, order {made['order']}: {', '.join(map(str, made['compute']))}")
+    print_table((f"computed of {made['steps']}", "others", "predicted, dB", "measured, dB"), rows, right=True)
+    echo(f"computed, others {_goes_on(made)}: {', '.join(map(str, made['compute']))}")
+    if result["identity"]["mask"]:
+        alike = next(row for row in result["curve"] if row["computed"] == len(made["compute"]))
+        least = _nmse_db(alike["predicted_nmse"])
+        share = len(made["compute"]) / made["steps"]
+        echo(f"the best list of so many steps is predicted {least} dB: --compute {share:.3g}")
     echo(f"list: {output}")
+
+
+def _goes_on(made: Mapping[str, Any]) -> str:
+    """Return what stands for steps that are not computed."""
+    return "fitted" if made.get("fitted") else f"of order {made['order']}"
+
+
+def exported_list(place: Path) -> None:
+    """Print where a list was written for another program, and how that reads it."""
+    echo(f"list: {place}")
+    text = place.read_text(encoding="utf-8")
+    for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()):
+        echo(line[2:])
 
 
 def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
@@ -313,9 +332,10 @@ def why_failed(job: Job, check: Check) -> str:
 
 def evaluated(page: Path, report: Report) -> None:
     """Print advice on which checkpoint to use, each run's verdict, main figures and gains, and the report's path."""
+    from fluxq.eval.metrics.figures import stated
     from fluxq.eval.report.advice import advice
     from fluxq.eval.report.markdown import facts
-    from fluxq.eval.report.summary import command_for, figures_of
+    from fluxq.eval.report.summary import caches, command_for, figures_of
 
     echo(advice(report))
     for run in report.runs:
@@ -324,6 +344,9 @@ def evaluated(page: Path, report: Report) -> None:
         echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
             echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
+    for row in caches(report):
+        than = "not compared" if row.difference is None else f"{stated(row.difference, '.2f', 'dB', '+')} of PSNR"
+        echo(f"{row.run.name} against {row.fewer.name}: {than}")
     for timed in report.timed:
         echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:

@@ -25,7 +25,7 @@ from fluxq.base.devices import free_bytes, versions
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, takes_files, writing
-from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch
+from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch, number_of_steps
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
 from fluxq.eval.images.protocols import PROTOCOLS, items_of
 from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, side_stamps, variants
@@ -55,6 +55,14 @@ from fluxq.jobs.requirements import (
     require_prompts_suffice,
     require_steps,
 )
+from fluxq.jobs.step_caches import (
+    arguments_of,
+    images_to_measure,
+    measured_caches,
+    require_caches,
+    share_of,
+    sides_of_fewer,
+)
 from fluxq.quantize.exchange.beside import other_small_files
 from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import Record, bits_of, bits_per_weight, read_record
@@ -62,6 +70,7 @@ from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
 from fluxq.runtime.optimize import optimize
 from fluxq.runtime.prepare import Prefer, prepare
+from fluxq.runtime.step_caches import FEWER, StepCache
 
 if TYPE_CHECKING:
     from fluxq.eval.images.executor import ImageFolder
@@ -102,7 +111,7 @@ class JudgeOptions:
     fid_reference: Path | None = None
     clip: str | None = None
     backends: tuple[str, ...] = ()
-    cache: float | None = None
+    cache: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
     images: Path | None = None
     engine: str = "local"
@@ -124,6 +133,7 @@ class Subject:
     protocol: Protocol
     items: tuple[tuple[str, int], ...]
     call: dict[str, Any]
+    caches: tuple[StepCache, ...] = ()
 
 
 def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = False) -> Subject:
@@ -177,6 +187,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     call = call_of(folder, defaults, options.call, None if whole_videos else protocol.frames)
     require_call(quantized, call, options.call)
     require_prompts_suffice(folder, call)
+    caches = require_caches(options.cache, folder, call)
     prompts = load_prompts(options.prompts or protocol.source(folder), folder, shuffle=protocol.shuffle)
     usual = (makes_video(folder) and protocol.videos) or protocol.count
     count, seeds = options.count or usual, options.seeds or protocol.seeds
@@ -225,6 +236,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
         ),
         items=tuple(items_of(prompts.prompts, count, seeds, options.seed or 0)),
         call=call,
+        caches=caches,
     )
 
 
@@ -273,25 +285,34 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     options, started = subject.options, time.perf_counter()
     networks = _networks(subject)
     keys = _metric_keys(subject, networks)
-    sides = variants(subject.quantized, options.backends or _backends(subject.record), options.cache)
+    backends = options.backends or _backends(subject.record)
     batch = options.batch_size or images_per_batch(subject.call)
     floor_side = replace(subject.reference, name="16-bit again", attention=floor_attention(options.device))
     is_video = makes_video(subject.folder)  # two of which may be more than the device has room for
     floor_batch = max(1, batch // 2) if batch > 1 or is_video else 2
     root = options.images or subject.output.resolve().parent / IMAGES_FOLDER
-    requests = [(side, subject.items, batch) for side in (subject.reference, *sides)]
-    requests.append((floor_side, subject.items[:FLOOR_IMAGES], floor_batch))
+    total = number_of_steps(subject.folder.pipeline_class, subject.call)
+
+    def made(side: Side, items: Sequence[tuple[str, int]] = subject.items, size: int = batch) -> ImageFolder | None:
+        work = Work(side, tuple(items), arguments_of(side, subject.call), size, root, options.device)
+        return ensure_images(work, engine)
+
     with open_engine(options.engine, workers=options.workers, address=options.address) as engine:
-        runs = {"16 bit": (subject.items, 1.0), "again": (subject.items[:FLOOR_IMAGES], 1.0)}
-        on_start(_forecast(subject, {**runs, **{side.name: (subject.items, forecast.QUANTIZED) for side in sides}}))
-        image_folders = [
-            ensure_images(Work(side, items, subject.call, size, root, options.device), engine)
-            for side, items, size in requests
-        ]
-    available = [images for images in image_folders if images is not None]
-    if len(available) < len(image_folders):
+        on_start(_forecast(subject, _runs(subject, backends, FLOOR_IMAGES)))
+        prompt = subject.items[0][0]
+        caches = measured_caches(
+            subject.caches, subject.folder, subject.reference, subject.call, prompt, options.device, root, engine
+        )
+        sides = variants(subject.quantized, backends, caches)
+        reference, again = made(subject.reference), made(floor_side, subject.items[:FLOOR_IMAGES], floor_batch)
+        sets = [made(side) for side in sides]
+        fewer = sides_of_fewer(sides, sets, total, engine) if caches else {}
+        sides += dict.fromkeys(fewer.values())
+        sets += [made(side) for side in sides[len(sets) :]]
+    available = [images for images in sets if images is not None]
+    if reference is None or again is None or len(available) < len(sets):
         return None  # the process that leads the others has all of them
-    reference, *sets, again = available
+    sets = available
     same = _same_images(sides, sets)
     shown = {side: images for side, images in zip(sides, sets, strict=True) if side.name not in same}
     generated = time.perf_counter()
@@ -305,6 +326,15 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
             networks=networks,
             floor=floor,
         )
+    runs = tuple(
+        run.model_copy(
+            update={
+                "computed": share_of(side, images, total),
+                "fewer": same.get(fewer[side.name].name, fewer[side.name].name) if side.name in fewer else None,
+            }
+        )
+        for run, (side, images) in zip(runs, shown.items(), strict=True)
+    )
     noun = "image" if reference.frames is None else "video"
     report = Report(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -345,6 +375,18 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
         report = _with_records(report, subject)
         _write(subject.output, report)
     return report
+
+
+def _runs(subject: Subject, backends: Sequence[str], again: int) -> dict[str, Any]:
+    """Return what the forecast of an evaluation counts; fewer steps as all of them, for nobody knows how many yet."""
+    runs: dict[str, Any] = {"16 bit": (subject.items, 1.0), "again": (subject.items[:again], 1.0)}
+    if count := images_to_measure(subject.caches):
+        runs["measured for caches"] = (subject.items[:1], count)
+    sides = variants(subject.quantized, backends, subject.caches)
+    runs |= {side.name: (subject.items, forecast.QUANTIZED) for side in sides}
+    if subject.caches:
+        runs["fewer steps"] = (subject.items, forecast.QUANTIZED * len(backends) * len(subject.caches))
+    return runs
 
 
 def _forecast(subject: Subject, runs: Mapping[str, Any], device: str | None = None, sides: int = 1) -> Forecast:
@@ -659,9 +701,11 @@ def _candidates(
     candidates, listed = [], _listed(subject)
     for side in sides:
         pipe = side.open(device)
-        along = drift(followed, pipe, floor=floor)
+        is_fewer = side.cache is not None and side.cache.kind == FEWER  # beside the others, at steps of its own
+        along = None if is_fewer else drift(followed, pipe, floor=floor)
+        gates = () if is_fewer else _gates(subject)
         about = provenance | (listed if side.cache is None else {})
-        candidates.append(Candidate(side, *identity, served(pipe, device), _gates(subject), about, along))
+        candidates.append(Candidate(side, *identity, served(pipe, device), gates, about, along))
     return candidates
 
 
@@ -727,10 +771,11 @@ def _command(subject: Subject) -> str:
     """Return the command that makes this report again, without options that only say where images are made and kept."""
     options, default = subject.options, JudgeOptions()
     words = ["fluxq", "eval", _named(subject)]
-    for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size", "cache"):
+    for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size"):
         value = getattr(options, name)
         if value != getattr(default, name) and not (name == "model" and options.in_memory):
             words += [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for cache in options.cache for word in ("--cache", cache)]
     words += [word for gate in options.gates for word in ("--gate", gate)]
     words += ["--backends", ",".join(options.backends)] if options.backends else []
     words += ["--metrics", ",".join(options.metrics)] if options.metrics else []

@@ -1,12 +1,12 @@
 """Make a list of the steps that a pipeline's denoiser computes: `fluxq steps`.
 
     measure   inner products of what the scheduler is given at each step (calibrate/paths.py)
-    propose   the shortest path of each order, of as many computed steps as asked for
+    propose   as many computed steps as asked for, of which least error is predicted
     decide    run them on images that measured nothing; the least error is taken
 
 Under a gate the number of computed steps is found: the fewest whose predicted error is at most p are run, again and
 again, between those that failed and those that held; p is corrected by what was measured: p <- p · error of the gate /
-measured error.
+measured error. A mask of another program is proposed as it is, and runs decide what stands for its other steps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import fluxq
-from fluxq.base.files import read_json, write_json
-from fluxq.base.output import Output, atomic_output, job_digest, plain_path, with_seal
+from fluxq.base.files import read_json, write_json, write_text
+from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal, with_seal, writing
 from fluxq.calibrate.capture import number_of_steps
 from fluxq.calibrate.paths import FEWEST_IMAGES, require_listed
 from fluxq.jobs import memory
@@ -31,9 +34,9 @@ from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.recipe import gate_holds, latent_bound
-from fluxq.recipes.step_list import ORDERS
-from fluxq.runtime.skip import KIND
-from fluxq.runtime.step_trials import IMAGES, SEED, Trials, TriedList, computed_of, require_share
+from fluxq.recipes.step_exports import STEP_EXPORTS, read_mask
+from fluxq.runtime.skip import KIND, read_list
+from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, Trials, TriedList, computed_of, require_share
 from fluxq.runtime.steps import require_followed
 
 _MOST_COUNTS = 8  # numbers of steps that are run for a gate
@@ -47,6 +50,7 @@ class Request:
     compute: share of steps to compute, None under a gate.
     gate: on the final latents, as "latent_sqnr>=30".
     count: images that are measured; as many others decide.
+    mask: of a list that is judged, 1 for each step that it computes.
     """
 
     job: Job
@@ -54,6 +58,7 @@ class Request:
     gate: str | None
     count: int
     denoisers: tuple[str, ...]
+    mask: tuple[int, ...] | None = None
 
     @cached_property
     def items(self) -> Sequence[Any]:
@@ -62,22 +67,33 @@ class Request:
 
 
 def request_of(
-    options: JobOptions, compute: float | None = None, gate: str | None = None, count: int = IMAGES
+    options: JobOptions,
+    compute: float | None = None,
+    gate: str | None = None,
+    count: int = IMAGES,
+    mask: str | PathLike[str] | Sequence[int] | None = None,
 ) -> Request:
     """Read and check a request; ValueError or FileNotFoundError, before anything is computed, if it cannot work."""
-    if (compute is None) == (gate is None):
-        raise ValueError("give --compute or --gate, and one of them alone")
+    if [compute, gate, mask].count(None) != 2:
+        raise ValueError("give --compute, --gate or --mask, and one of them alone")
     if compute is not None:
         require_share(compute)
     if gate is not None:
         latent_bound(gate)
     if count < FEWEST_IMAGES:
         raise ValueError(f"--count {count}: so few images say too little of others; take {FEWEST_IMAGES} or more")
+    numbers = None if mask is None else read_mask(mask)
+    if numbers:
+        options = replace(options, call={"num_inference_steps": len(numbers), **options.call})
     job = job_of(replace(options, check=False), writes=False, runs=False)
     require_steps(job.folder)
-    scheduler = scheduler_of(job.folder)
+    scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
     require_followed(scheduler)
-    require_listed(scheduler, number_of_steps(job.folder.pipeline_class, job.call))
+    require_listed(scheduler, total)
+    if numbers and len(numbers) != total:
+        raise ValueError(
+            f"the mask is of {len(numbers)} steps, and the call has {total}: give --num-inference-steps {len(numbers)}"
+        )
     place = plain_path(options.output or f"{Path(job.folder.name).name}-steps.json")
     place = Output(place).place if place.is_symlink() else place
     if place.suffix != ".json":
@@ -88,7 +104,8 @@ def request_of(
     device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, options.device)
     if in_turns:
         raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    request = Request(replace(job, output=place, run=Run(device)), compute, gate, count, denoisers_of(job.folder))
+    job = replace(job, output=place, run=Run(device))
+    request = Request(job, compute, gate, count, denoisers_of(job.folder), numbers)
     job = replace(request.job, identity=_identity(request))
     finished = False
     if not options.overwrite:
@@ -109,7 +126,7 @@ def make_list(request: Request) -> dict[str, Any]:
         pipe = job.load_reference()
         velocities = velocities_of(pipe, request.denoisers, request.items[: request.count], job.call, work)
         trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / RUNS)
-        best = _held(request, trials) if request.gate else _shared(request, trials)
+        best = _best(request, trials)
         digest = job_digest(decisive(job))
         result = with_seal(_result(request, trials, best) | {"job": digest})
         with atomic_output(Output(job.output, True), work, overwrite=job.options.overwrite) as part:
@@ -117,10 +134,29 @@ def make_list(request: Request) -> dict[str, Any]:
     return result
 
 
+def export_list(file: Path, format: str, target: Path | None = None, *, overwrite: bool = False) -> Path:
+    """Write a list for another program, a key of STEP_EXPORTS, and return the place; ValueError if it cannot take it.
+
+    target: a .yaml file, by default ./<name of the list>-<format>.yaml.
+    """
+    settings, use = STEP_EXPORTS[format]
+    steps, place = read_list(file), plain_path(target or f"{file.stem}-{format}.yaml")
+    if place.suffix != ".yaml":
+        raise ValueError(f"output {place}: what {format} reads is a .yaml file; call it {place.stem}.yaml, say")
+    lines = [f"# {steps}, of {file.name}", *(f"#   {line.replace('FILE', place.name)}" for line in use)]
+    text = "\n".join([*lines, yaml.safe_dump(settings(steps), sort_keys=False, default_flow_style=None, width=110)])
+    output, digest = Output(place, True), job_digest([fluxq.__version__, format, text])
+    output.require({"the list": file}, overwrite=overwrite, exists_ok=True)
+    with writing(output, digest, overwrite=overwrite) as part:
+        if part:
+            write_text(part / output.place.name, seal(text, ".yaml", digest))
+    return place
+
+
 def passes_of(request: Request) -> dict[str, int]:
     """Return name of a part -> forward passes of the denoisers with one image."""
     steps = number_of_steps(request.job.folder.pipeline_class, request.job.call)
-    runs = 1 + len(ORDERS) * (_MOST_COUNTS if request.gate else 1)
+    runs = 1 + FORMS * (_MOST_COUNTS if request.gate else 1)
     return {"velocities": request.count * steps, "runs": runs * request.count * steps}
 
 
@@ -139,11 +175,16 @@ def _identity(request: Request) -> dict[str, Any]:
         "count": request.count,
         "compute": request.compute,
         "gate": request.gate,
+        "mask": request.mask,
     }
 
 
-def _shared(request: Request, trials: Trials) -> TriedList:
-    """Return the list of a share of the steps."""
+def _best(request: Request, trials: Trials) -> TriedList:
+    """Return the list that was asked for."""
+    if request.gate:
+        return _held(request, trials)
+    if request.mask:
+        return trials.judged([step for step, number in enumerate(request.mask) if number])
     return trials.best(computed_of(request.compute or 1, len(trials.velocities.levels)))
 
 
@@ -152,9 +193,9 @@ def _held(request: Request, trials: Trials) -> TriedList:
     gate, total = str(request.gate), len(trials.velocities.levels)
     bound = latent_bound(gate)
     most, ran = 10 ** (-bound / 10), dict[int, TriedList]()
-    fails, holds = min(trials.paths[0]) - 1, total
+    fails, holds = min(trials.ways) - 1, total
     while holds - fails > 1 and len(ran) < _MOST_COUNTS:
-        counts = (n for n in sorted(trials.paths[0]) if min(trials.paths[o][n].nmse for o in ORDERS) <= most)
+        counts = (count for count, way in sorted(trials.ways.items()) if way.nmse <= most)
         count = min(max(next(counts, total), fails + 1), holds - 1)
         ran[count] = trials.best(count)
         if gate_holds(gate, {"latent_sqnr": ran[count].decibels}):
@@ -173,7 +214,6 @@ def _held(request: Request, trials: Trials) -> TriedList:
 
 def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]:
     """Return what was made and measured, as JSON has it."""
-    curves = {order: trials.paths[order] for order in ORDERS}
     return {
         "kind": KIND,
         "model": request.job.folder.name,
@@ -185,15 +225,13 @@ def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]
             {
                 "computed": len(each.steps.computed),
                 "order": each.steps.order,
+                "fitted": bool(each.steps.fitted),
                 "predicted_nmse": each.predicted,
                 "measured_nmse": each.error,
             }
             for each in trials.tried
         ],
-        "curve": [
-            {"computed": count, "predicted_nmse": [curves[order][count].nmse for order in ORDERS]}
-            for count in sorted(curves[0])
-        ],
+        "curve": [{"computed": count, "predicted_nmse": way.nmse} for count, way in sorted(trials.ways.items())],
         "images": {"measured": request.count, "judged": request.count},
         "identity": request.job.identity,
     }

@@ -313,7 +313,7 @@ class Follower:
         if hasattr(scheduler, "step_index"):
             index = self._index(scheduler)
         else:
-            index = self._position(scheduler, timesteps, _first(timestep_of(model, args, kwargs)))
+            index = self._position(scheduler, timesteps, first_timestep(timestep_of(model, args, kwargs)))
         if self.begin is None:
             self.begin = index
         order = getattr(scheduler, "order", 1)
@@ -350,7 +350,8 @@ def timestep_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return timestep
 
 
-def _first(timestep: Any) -> float:
+def first_timestep(timestep: Any) -> float:
+    """Return the first of a call's timesteps as a number, for which a GPU is waited for."""
     return float(timestep.flatten()[0]) if isinstance(timestep, Tensor) else float(timestep)
 
 
