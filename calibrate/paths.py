@@ -1,46 +1,53 @@
-"""Lists of steps to compute: the shortest path through the steps of a call, by what the skipped ones cost.
+"""Lists of steps to compute: which steps, and what their outputs are multiplied by at every step.
 
-Between computed steps s < n the output of step t is extrapolated from those computed last (recipes/step_list.py). What
-that does to the final latents is
+The scheduler is given Σ_c W[t, c] v_c at step t: v_c are the outputs computed so far, guidance included. The latents
+after step n are linear in what the scheduler is given,
 
-    gap(…, s, n) = E ‖ Σ_{s<t<n} a_t (v̂_t − v_t) ‖²
+    x_{n+1} = … + Σ_{t≤n} B[n, t] v_t
 
-v_t is what the scheduler is given at step t, guidance included. Within a gap errors are summed before they are
-squared, because they point the same way; between gaps they are not. a_t is what an error there is multiplied by in the
-final latents: in flow matching σ_t − σ_{t+1}, the length of the step, else √W_t (sensitivity.py). W is measured with
-noise that knows nothing of the image. Of the embedded pipeline, errors of runs are .6 to 1.3 times what the length
-predicts (orders 1 and 2), and 2 to 6 times what √W does, whose lists are no better.
+B is read off the scheduler itself; in flow matching B[n, t] = σ_{t+1} − σ_t, the length of the step. W[n] is the least
+squares solution for the error of these latents, over images:
 
-v̂ is linear in the outputs, so a gap needs their inner products alone, which are kept, and no outputs:
+    e_n = Σ_{t≤n} B[n, t] (Σ_c W[t, c] v_c − v_t),    E ‖e_n‖² → min
 
-    gap = cᵀ G c,    G[s, t] = Σ ⟨v_s, v_t⟩ over images
+so that a skipped step is extrapolated, and a computed one also puts right what is known now of the error before it.
+All follows from inner products of the v_t, which are kept, and no outputs:
 
-A list of K steps is a path from the first step to the last over states of the last two computed steps; of order 2 a
-gap reads three, the third is that of the state's best path. A model that has computed nothing yet computes: of two
-denoisers in one call each has a list of its own.
+    G[s, t] = Σ ⟨v_s, v_t⟩ over images
+
+What a list does to the final latents is e_T, and what comes back through the denoiser: at level σ an error e of the
+latents changes the output by about e / σ, as the clean image that it points to stays.
+
+    predicted = E ‖e_T‖² + Σ_c w_c² E ‖e_{c−1}‖² / σ_c²,    w_c: what v_c is multiplied by in the final latents
+
+Steps are left out one by one, each time that which predicts the least error; of a list that runs, steps are exchanged
+for others while that predicts less. A model that has computed nothing yet computes, and of two denoisers in one call
+each takes outputs of its own.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline, spread
-from fluxq.calibrate.sensitivity import IMAGES, noise_level_effects, require_finite
+from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
+from fluxq.calibrate.sensitivity import require_finite
 from fluxq.calibrate.stand_ins import replaced_forwards
 from fluxq.recipes.step_list import StepList, extrapolation, placing
 
 FEWEST_IMAGES = 4
-_WEIGHED = 8  # steps whose effect is measured; between them it is interpolated
-_MOST_STEPS = 100  # of a call: paths of more take long
+_MOST_STEPS = 100  # of a call: lists of more take long
+_RIDGE = 1e-5  # of the diagonal, in a fit: factors stay small, of few images and under other guidance
+_LEAST_RIDGE = 1e-9  # where lists are compared: triangles exist
 
 
 @dataclass(frozen=True)
@@ -48,59 +55,114 @@ class Velocities:
     """Inner products of what a scheduler is given at the steps of a call.
 
     gram: (T, T) fp64, summed over images.
-    factors: (T,) a_t, what an error at each step is multiplied by in the final latents.
+    effects: (T, T) B, what the output of a step, in a column, adds to the latents after a step, in a row.
     denoisers: component that is called at each step.
     levels: noise level of each step.
     signal: Σ ‖final latents‖² of the images.
     """
 
     gram: np.ndarray
-    factors: np.ndarray
+    effects: np.ndarray
     denoisers: tuple[str, ...]
     levels: tuple[float, ...]
     signal: float
 
-    def paths(self, order: int, required: Collection[int] = ()) -> dict[int, Way]:
-        """Return number of computed steps -> the list of least predicted error, of those that are possible.
+    @property
+    def begins(self) -> dict[int, str]:
+        """Steps at which a denoiser is called for the first time, and which."""
+        return {self.denoisers.index(name): name for name in dict.fromkeys(self.denoisers)}
+
+    def ways(self, required: Collection[int] = ()) -> dict[int, Way]:
+        """Return number of computed steps -> the list that is left of one more, of those that are possible.
 
         required: steps that every list computes, beside the first and the last.
         """
-        total, gap, best = len(self.levels), functools.cache(self._gap), dict[int, Way]()
-        layer = {(-1, 0): Way(0.0, (0,))}
-        for count in range(2, total + 1):
-            following: dict[tuple[int, int], Way] = {}
-            for path in layer.values():
-                nodes = path.steps[-order - 1 :]
-                reach = min((step for step in required if step > nodes[-1]), default=total - 1)
-                for step in range(nodes[-1] + 1, reach + 1):
-                    cost, state = path.nmse + gap(nodes, step) / self.signal, (nodes[-1], step)
-                    if state not in following or cost < following[state].nmse:
-                        following[state] = Way(cost, (*path.steps, step))
-            layer = following
-            ends = [path for path in layer.values() if path.steps[-1] == total - 1 and math.isfinite(path.nmse)]
-            if ends:
-                best[count] = min(ends)
-        return best
+        steps, total = frozenset(range(len(self.levels))), len(self.levels)
+        least, ways = self._least(required), {total: Way(0.0, tuple(range(total)))}
+        while steps - least:
+            way = min(self._way(steps - {step}) for step in steps - least)
+            steps = frozenset(way.steps)
+            ways[len(steps)] = way
+        return ways
 
-    def way(self, steps: Sequence[int], order: int) -> Way:
-        """Return what a list is predicted to cost; infinite where a denoiser begins with a step that it leaves out."""
-        nodes = [tuple(steps[max(0, index - order) : index + 1]) for index in range(len(steps))]
-        costs = (self._gap(before, step) for before, step in zip(nodes, steps[1:], strict=False))
-        return Way(math.fsum(costs) / self.signal, tuple(steps))
+    def exchanged(self, way: Way, required: Collection[int] = ()) -> Way:
+        """Return a list of as many steps, each in the place of another while that predicts less error."""
+        least, every = self._least(required), frozenset(range(len(self.levels)))
+        while way.nmse > 0:
+            steps = frozenset(way.steps)
+            others = (self._way(steps - {out} | {taken}) for out in steps - least for taken in every - steps)
+            better = min(others, default=way)
+            if better.nmse > 0.999 * way.nmse:
+                break
+            way = better
+        return way
 
-    def _gap(self, nodes: tuple[int, ...], step: int) -> float:
-        """Return the squared error of the final latents by the steps between the last of the nodes and `step`."""
-        skipped, present = range(nodes[-1] + 1, step), self.denoisers[nodes[-1]]
-        if not skipped:
-            return 0.0
-        if any(self.denoisers[each] != present for each in skipped):
-            return math.inf
-        own = [node for node in nodes if self.denoisers[node] == present]
-        levels, sums = [self.levels[node] for node in own], np.zeros(len(self.levels))
-        for each in skipped:
-            sums[own] += self.factors[each] * np.array(extrapolation(levels, self.levels[each]))
-            sums[each] -= self.factors[each]
-        return max(float(sums @ self.gram @ sums), 0.0)
+    def fitted(self, steps: Collection[int]) -> np.ndarray:
+        """Return W, (T, T): what outputs of computed steps, in columns, are multiplied by at each step."""
+        total, rows = len(self.levels), np.zeros_like(self.gram)
+        for step in range(total):
+            before = [each for each in range(step + 1) if each in steps]
+            own = [each for each in before if self.denoisers[each] == self.denoisers[step]]
+            if len(before) == step + 1:
+                rows[step, step] = 1  # nothing has been left out
+                continue
+            there = self.effects[step, step]
+            missing = self.effects[step] - self.effects[step, :step] @ rows[:step] if there else np.eye(total)[step]
+            factors = np.linalg.solve(self._regular(_RIDGE)[np.ix_(own, own)], self.gram[own] @ missing)
+            rows[step, own] = factors / (there or 1)
+        return rows
+
+    def extrapolated(self, steps: Collection[int], order: int) -> np.ndarray:
+        """Return W of outputs that go on over noise levels, of an order."""
+        rows = np.zeros_like(self.gram)
+        for step, name in enumerate(self.denoisers):
+            own = [each for each in range(step) if each in steps and self.denoisers[each] == name][-order - 1 :]
+            nodes = [step] if step in steps else own
+            rows[step, nodes] = extrapolation([self.levels[node] for node in nodes], self.levels[step])
+        return rows
+
+    def predicted(self, steps: Iterable[int], rows: np.ndarray) -> float:
+        """Return the NMSE of the final latents that a list does, with what is multiplied by at each step."""
+        made = self.effects @ rows
+        errors = np.einsum("ns,st,nt->n", made - self.effects, self.gram, made - self.effects)
+        nodes = sorted(steps)
+        return self._nmse(nodes, made[-1][nodes], np.array([*errors[np.array(nodes[1:], int) - 1], errors[-1]]))
+
+    def _way(self, steps: Iterable[int]) -> Way:
+        """Return a list with what it is predicted to cost, as if the denoisers of a call were one."""
+        from scipy.linalg import cholesky, solve_triangular
+
+        nodes = tuple(sorted(steps))
+        after = np.array([*nodes[1:], len(self.levels)]) - 1
+        lower = cholesky(self._regular(_LEAST_RIDGE)[np.ix_(nodes, nodes)], lower=True, check_finite=False)
+        parts = solve_triangular(lower, self._products[np.ix_(nodes, after.tolist())], lower=True, check_finite=False)
+        errors = self._squares[after] - np.triu(parts**2).sum(0)  # latents before a step, of the nodes before it
+        weights = solve_triangular(lower, parts[:, -1], lower=True, trans=1, check_finite=False)
+        return Way(self._nmse(nodes, weights, errors), nodes)
+
+    def _nmse(self, nodes: Sequence[int], weights: np.ndarray, errors: np.ndarray) -> float:
+        """Return the predicted NMSE.
+
+        errors: of the latents before each node but the first, and of the final ones.
+        """
+        gains = weights[1:] * self.levels[0] / np.array([self.levels[node] for node in nodes[1:]])
+        return float(np.maximum(errors, 0) @ [*gains**2, 1.0]) / self.signal
+
+    def _least(self, required: Collection[int]) -> frozenset[int]:
+        return frozenset({0, len(self.levels) - 1, *self.begins, *required})
+
+    def _regular(self, ridge: float) -> np.ndarray:
+        diagonal = np.diag(self.gram)
+        return self.gram + ridge * np.diag(diagonal + 1e-3 * diagonal.mean())
+
+    @cached_property
+    def _products(self) -> np.ndarray:
+        """Inner products of outputs, in rows, with what all of them do to the latents after each step."""
+        return self.gram @ self.effects.T
+
+    @cached_property
+    def _squares(self) -> np.ndarray:
+        return np.einsum("nt,tn->n", self.effects, self._products)
 
 
 class Way(NamedTuple):
@@ -125,7 +187,8 @@ def measure_velocities(
     require_listed(pipe.scheduler, total)
     gram, signal = torch.zeros(total, total, dtype=torch.float64), 0.0
     called: dict[int, str] = {}
-    with _calls_noted(pipe, denoisers, called) as at_step, _outputs(pipe.scheduler) as outputs:
+    fresh: list[Any] = []
+    with _calls_noted(pipe, denoisers, called) as at_step, _outputs(pipe.scheduler, fresh) as outputs:
         for _, latents in run_pipeline(pipe, items, call, on_step=at_step):
             require_finite(latents)
             if len(outputs) != total:
@@ -139,11 +202,10 @@ def measure_velocities(
             outputs.clear()
     levels = levels_of(pipe.scheduler)[-total:]
     list_of(pipe.scheduler, range(total), 0, levels)  # refuses levels that do not fall
-    factors = -np.diff([*levels, 0.0])
-    if not is_flow(pipe.scheduler):
-        effects = noise_level_effects(pipe, denoisers, items[:IMAGES], call, spread(_WEIGHED, total))
-        factors = _interpolated(effects, factors)
-    return Velocities(gram.numpy(), factors, tuple(called[step] for step in range(total)), levels, signal)
+    effects = _effects(fresh[0], total)
+    if effects is None:
+        effects = np.tril(np.tile(np.diff([*levels, 0.0]) / levels[0], (total, 1)))
+    return Velocities(gram.numpy(), effects, tuple(called[step] for step in range(total)), levels, signal)
 
 
 def list_of(scheduler: Any, computed: Iterable[int], order: int, levels: Sequence[float], **facts: Any) -> StepList:
@@ -175,20 +237,45 @@ def is_flow(scheduler: Any) -> bool:
     return sigmas is not None and len(sigmas) >= len(scheduler.timesteps) and float(sigmas.max()) <= 1
 
 
-def _interpolated(effects: Mapping[int, float], lengths: np.ndarray) -> np.ndarray:
-    """Return √W of every step: by the step's length it is interpolated, because lengths jump and the rest does not."""
-    by_length = [math.sqrt(effect) / lengths[step] for step, effect in effects.items()]
-    return np.interp(range(len(lengths)), list(effects), by_length) * lengths
+def _effects(scheduler: Any, total: int) -> np.ndarray | None:
+    """Return what the output of each step, in a column, adds to the latents after a step, in a row.
+
+    scheduler: as it is before the first step. None for one that adds noise, whose latents are not linear in outputs,
+        or which cannot be called alone.
+    """
+    probes = torch.zeros(2 * total + 1, 1, 1, 1, device=scheduler.timesteps.device)
+    outputs = torch.cat([torch.zeros(1, total), torch.eye(total), 2 * torch.eye(total)]).to(probes)
+    latents = []
+    try:
+        for output, timestep in zip(outputs.T, scheduler.timesteps[:total], strict=True):
+            if hasattr(scheduler, "scale_model_input"):
+                scheduler.scale_model_input(probes, timestep)  # some count on it
+            probes = scheduler.step(output.reshape(probes.shape), timestep, probes, return_dict=False)[0]
+            latents.append(probes.flatten())
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    rows = torch.stack(latents).double().cpu().numpy()
+    effects, doubled = rows[:, 1 : total + 1] - rows[:, :1], rows[:, total + 1 :] - rows[:, :1]
+    is_linear = np.allclose(doubled, 2 * effects, rtol=1e-3, atol=1e-5) and np.allclose(
+        np.triu(effects, 1), 0, atol=1e-6
+    )
+    return np.tril(effects) if is_linear and np.isfinite(effects).all() else None
 
 
 @contextmanager
-def _outputs(scheduler: Any) -> Iterator[list[Tensor]]:
-    """Yield a list that the scheduler's `step` adds what it is given to."""
+def _outputs(scheduler: Any, fresh: list[Any]) -> Iterator[list[Tensor]]:
+    """Yield a list that the scheduler's `step` adds what it is given to.
+
+    fresh: gets a copy of the scheduler as it is before its first step.
+    """
     given: list[Tensor] = []
     plain, is_own = scheduler.step, "step" in vars(scheduler)
 
     @functools.wraps(plain)  # pipelines look at its signature
     def step(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not fresh:
+            fresh.append(copy.deepcopy(scheduler))
+            del fresh[0].step
         given.append(model_output.clone())
         return plain(model_output, *args, **kwargs)
 

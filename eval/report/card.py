@@ -245,7 +245,8 @@ def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
     kept = Steps.model_validate(steps)
     lines = []
     if kept.kept:
-        lines = [f"- kept in 16 bit: {kept} of every call, by `fluxq.keep_steps(pipe)` and the base model's weights"]
+        read = " and the base model's weights" if kept.components == "16bit" else ""
+        lines = [f"- kept {kept.how}: {kept} of every call, by `fluxq.keep_steps(pipe)`{read}"]
     if kept.compute:
         lines.append(f"- computed: {kept.compute:g} of the steps of a call, by `fluxq.skip_steps(pipe)`")
     return lines

@@ -84,6 +84,28 @@ def test_skipped_steps_return_what_the_last_ones_extrapolate_to(pipe, order) -> 
         assert seen[step].dtype == torch.bfloat16
 
 
+def test_a_fit_multiplies_outputs_at_skipped_and_at_computed_steps(pipe) -> None:
+    """In calls of other noise levels, and in steps that are kept beside those of the list, it does not."""
+    levels, rows = tuple(float(6 - step) / 6 for step in range(6)), ((1.0,), (0.0, 1.0), (-0.7, 1.5), (0.2, -0.5, 1.2))
+    rows = (*rows, (0.0, -1.0, 2.0), (0.1, 0.2, 0.3, 0.4))
+    steps = StepList((*COMPUTED,), 1, levels, "FlowMatchEulerDiscreteScheduler", settings(pipe), fitted=rows)
+    ran: list[Tensor] = []
+    forward = pipe.transformer.forward
+    pipe.transformer.forward = lambda *args, **kwargs: (ran.append(made := forward(*args, **kwargs)), made)[1]
+    with skip_steps(pipe, steps) as skipped:
+        seen = outputs(pipe, true_cfg_scale=2.0, negative_prompt=["a white ground"] * 2)
+        assert (skipped.calls, skipped.computed) == (12, 8)
+        for number in (0, 1):
+            computed = [made[0].float() for made in ran[number::2]]
+            for step, row in enumerate(rows):
+                expected = sum(factor * output for factor, output in zip(row, computed, strict=False))
+                torch.testing.assert_close(seen[number::2][step].float(), expected, rtol=0.01, atol=0.01)
+        fitted = run(pipe)
+        other = run(pipe, num_inference_steps=12)
+    with skip_steps(pipe, replace(steps, fitted=())):
+        assert torch.equal(run(pipe, num_inference_steps=12), other) and not torch.equal(run(pipe), fitted)
+
+
 def settings(pipe: Any) -> dict[str, Any]:
     with skip_steps(pipe, [0, 1]) as skipped:
         return dict(skipped.steps.settings)

@@ -185,17 +185,22 @@ def listed_steps(result: dict[str, Any], output: str) -> None:
     """Print the lists that ran, and the one that was taken."""
     made = result["list"]
     rows = [
-        (str(each["computed"]), str(each["order"]), _nmse_db(each["predicted_nmse"]), _nmse_db(each["measured_nmse"]))
+        (str(each["computed"]), _goes_on(each), _nmse_db(each["predicted_nmse"]), _nmse_db(each["measured_nmse"]))
         for each in result["tried"]
     ]
-    print_table((f"computed of {made['steps']}", "order", "predicted, dB", "measured, dB"), rows, right=True)
-    echo(f"computed, order {made['order']}: {', '.join(map(str, made['compute']))}")
+    print_table((f"computed of {made['steps']}", "others", "predicted, dB", "measured, dB"), rows, right=True)
+    echo(f"computed, others {_goes_on(made)}: {', '.join(map(str, made['compute']))}")
     if result["identity"]["mask"]:
         alike = next(row for row in result["curve"] if row["computed"] == len(made["compute"]))
-        least = _nmse_db(min(alike["predicted_nmse"]))
+        least = _nmse_db(alike["predicted_nmse"])
         share = len(made["compute"]) / made["steps"]
         echo(f"the best list of so many steps is predicted {least} dB: --compute {share:.3g}")
     echo(f"list: {output}")
+
+
+def _goes_on(made: Mapping[str, Any]) -> str:
+    """Return what stands for steps that are not computed."""
+    return "fitted" if made.get("fitted") else f"of order {made['order']}"
 
 
 def exported_list(place: Path) -> None:
@@ -701,7 +706,7 @@ def _psnr(check: Check | None) -> str:
 
 def _summary(component: Plan) -> None:
     attention = f", attention in {words}" if (words := _attention(component)) else ""
-    steps = f", {component.steps} in 16 bit" if component.steps else ""
+    steps = f", {component.steps} {component.steps.how}" if component.steps else ""
     steps += f", {component.compute:g} of the steps of a call computed" if component.compute else ""
     echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
 

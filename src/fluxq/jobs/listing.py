@@ -21,8 +21,8 @@ from fluxq.jobs.job import RUNS, Job
 from fluxq.jobs.requirements import require_steps, scheduler_of
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
-from fluxq.recipes.step_list import ORDERS, StepList
-from fluxq.runtime.step_trials import IMAGES, SEED, Trials, computed_of
+from fluxq.recipes.step_list import StepList
+from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, Trials, computed_of
 from fluxq.runtime.steps import require_followed
 
 VELOCITIES = "velocities.safetensors"  # in the work folder
@@ -64,7 +64,7 @@ def lists_of_checkpoint(folder: ModelFolder) -> list[StepList]:
 def passes_of_list(job: Job, total: int) -> float:
     """Return the steps of an image that `list_of_recipe` computes of each of its IMAGES."""
     count, _ = _wanted(job, total)
-    return 2 * total + len(ORDERS) * count
+    return 2 * total + FORMS * count
 
 
 def velocities_of(
@@ -76,14 +76,14 @@ def velocities_of(
         if file.is_file():
             stored = TensorFile(file)
             stored.require_as_written()
-            gram, factors, levels, called, signal = (stored.get_tensor(name) for name in _TENSORS)
+            gram, effects, levels, called, signal = (stored.get_tensor(name) for name in _TENSORS)
             at_steps = tuple([denoisers[int(index)] for index in called])
-            return Velocities(gram.numpy(), factors.numpy(), at_steps, tuple(levels.tolist()), float(signal))
+            return Velocities(gram.numpy(), effects.numpy(), at_steps, tuple(levels.tolist()), float(signal))
     except ValueError as error:
         logger.warning("%s: measured again", without_cure(error))
     made = measure_velocities(pipe, denoisers, items, call)
     called = [denoisers.index(name) for name in made.denoisers]
-    values = (made.gram, made.factors, np.array(made.levels), np.array(called), np.array(made.signal))
+    values = (made.gram, made.effects, np.array(made.levels), np.array(called), np.array(made.signal))
     save_sealed({name: torch.as_tensor(value) for name, value in zip(_TENSORS, values, strict=True)}, file, {})
     return made
 
@@ -96,4 +96,4 @@ def _wanted(job: Job, total: int) -> tuple[int, frozenset[int]]:
     return computed_of(steps.compute, total), steps.kept_of(total)
 
 
-_TENSORS = ("gram", "factors", "levels", "called", "signal")
+_TENSORS = ("gram", "effects", "levels", "called", "signal")

@@ -1,12 +1,12 @@
 """Make a list of the steps that a pipeline's denoiser computes: `fluxq steps`.
 
     measure   inner products of what the scheduler is given at each step (calibrate/paths.py)
-    propose   the shortest path of each order, of as many computed steps as asked for
+    propose   as many computed steps as asked for, of which least error is predicted
     decide    run them on images that measured nothing; the least error is taken
 
 Under a gate the number of computed steps is found: the fewest whose predicted error is at most p are run, again and
 again, between those that failed and those that held; p is corrected by what was measured: p <- p · error of the gate /
-measured error. A mask of another program is proposed as it is, and runs decide its order.
+measured error. A mask of another program is proposed as it is, and runs decide what stands for its other steps.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.recipe import gate_holds, latent_bound
 from fluxq.recipes.step_exports import STEP_EXPORTS, read_mask
-from fluxq.recipes.step_list import ORDERS, StepList
+from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skip import KIND, read_list
-from fluxq.runtime.step_trials import IMAGES, SEED, Trials, TriedList, computed_of, require_share
+from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, Trials, TriedList, computed_of, require_share
 from fluxq.runtime.steps import require_followed
 
 _MOST_COUNTS = 8  # numbers of steps that are run for a gate
@@ -185,7 +185,7 @@ def _list_at(path: Path) -> StepList:
 def passes_of(request: Request) -> dict[str, int]:
     """Return name of a part -> forward passes of the denoisers with one image."""
     steps = number_of_steps(request.job.folder.pipeline_class, request.job.call)
-    runs = 1 + len(ORDERS) * (_MOST_COUNTS if request.gate else 1)
+    runs = 1 + FORMS * (_MOST_COUNTS if request.gate else 1)
     return {"velocities": request.count * steps, "runs": runs * request.count * steps}
 
 
@@ -222,9 +222,9 @@ def _held(request: Request, trials: Trials) -> TriedList:
     gate, total = str(request.gate), len(trials.velocities.levels)
     bound = latent_bound(gate)
     most, ran = 10 ** (-bound / 10), dict[int, TriedList]()
-    fails, holds = min(trials.paths[0]) - 1, total
+    fails, holds = min(trials.ways) - 1, total
     while holds - fails > 1 and len(ran) < _MOST_COUNTS:
-        counts = (n for n in sorted(trials.paths[0]) if min(trials.paths[o][n].nmse for o in ORDERS) <= most)
+        counts = (count for count, way in sorted(trials.ways.items()) if way.nmse <= most)
         count = min(max(next(counts, total), fails + 1), holds - 1)
         ran[count] = trials.best(count)
         if gate_holds(gate, {"latent_sqnr": ran[count].decibels}):
@@ -243,7 +243,6 @@ def _held(request: Request, trials: Trials) -> TriedList:
 
 def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]:
     """Return what was made and measured, as JSON has it."""
-    curves = {order: trials.paths[order] for order in ORDERS}
     return {
         "kind": KIND,
         "model": request.job.folder.name,
@@ -255,15 +254,13 @@ def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]
             {
                 "computed": len(each.steps.computed),
                 "order": each.steps.order,
+                "fitted": bool(each.steps.fitted),
                 "predicted_nmse": each.predicted,
                 "measured_nmse": each.error,
             }
             for each in trials.tried
         ],
-        "curve": [
-            {"computed": count, "predicted_nmse": [curves[order][count].nmse for order in ORDERS]}
-            for count in sorted(curves[0])
-        ],
+        "curve": [{"computed": count, "predicted_nmse": way.nmse} for count, way in sorted(trials.ways.items())],
         "images": {"measured": request.count, "judged": request.count},
         "identity": request.job.identity,
     }

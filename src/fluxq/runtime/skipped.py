@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class SkippedSteps(Handle):
             _require_own_model(each, pipe)
         self._follower = Follower(lambda: pipe.scheduler)
         self._chosen: tuple[Any, ...] = (None, frozenset[int](), ())
+        self.factors: tuple[dict[int, float], ...] = ()
         self._told: set[int] = set()
         self._placed = [SkippedCalls(self, outer) for _, outer in denoisers_in(pipe)]
 
@@ -67,6 +68,7 @@ class SkippedSteps(Handle):
             computed = self.steps.at(levels)
             self._tell(computed, total)
             computed |= kept_in(self.pipe, total)
+            self.factors = self.steps.factors(levels, computed)
             self._chosen = (schedule, begin, total), computed, levels
         if step not in range(total):
             raise ValueError(
@@ -93,7 +95,7 @@ class SkippedCalls(Placed):
         self.skipped, self.model, self._on = skipped, getattr(outer, "_orig_mod", outer), True
         self._schedule: Any = None
         self._step = self._number = self._last = -1
-        self._outputs: dict[int, list[tuple[int, list[Any]]]] = {}  # number of a call in its step -> (step, leaves)
+        self._outputs: dict[int, dict[int, list[Any]]] = {}  # number of a call in its step -> computed step -> leaves
         super().__init__(outer, place_of(outer))
 
     @torch.compiler.disable(reason="which step it is is found out before a graph runs: compile, then fluxq.skip_steps")
@@ -105,17 +107,33 @@ class SkippedCalls(Placed):
         if schedule is not self._schedule or step < self._step:
             self._schedule, self._outputs, self._step = schedule, {}, -1
         self._step, self._number = step, self._number + 1 if step == self._step else 0
-        before = self._outputs.get(self._number, [])
+        before = self._outputs.setdefault(self._number, {})
         self.skipped.calls += 1
-        if not is_computed and before and before[-1][0] == self._last:
-            return _extrapolated(before, self._returns, levels, step)
+        fitted = self.skipped.factors[step] if self.skipped.factors else {}
+        if is_computed or not before or max(before) != self._last:
+            output = self._computed(before, step, args, kwargs)
+            return self._combined(fitted, before) if {*fitted} > {step} and {*fitted} <= {*before} else output
+        if not fitted or not {*fitted} <= {*before}:
+            nodes = [*before][-self.skipped.steps.order - 1 :]
+            factors = extrapolation([levels[node] for node in nodes], levels[step])
+            fitted = dict(zip(nodes, factors, strict=True))
+        return self._combined(fitted, before)
+
+    def _computed(self, before: dict[int, list[Any]], step: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the denoiser's output, which is kept as long as later steps may need it."""
         output = self.plain(*args, **kwargs)
         self.skipped.computed += 1
         self._last = step
         leaves, self._returns = tree_flatten(output)
-        kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._outputs[self._number] = [*before, (step, kept)][-self.skipped.steps.order - 1 :]
+        before[step] = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if not self.skipped.factors and len(before) > self.skipped.steps.order + 1:
+            del before[min(before)]
         return output
+
+    def _combined(self, factors: Mapping[int, float], outputs: Mapping[int, list[Any]]) -> Any:
+        """Return outputs of computed steps, each times its factor, added."""
+        columns = zip(*(outputs[node] for node in factors), strict=True)
+        return tree_unflatten([_sum(list(factors.values()), column) for column in columns], self._returns)
 
     @property
     def is_replayed(self) -> bool:
@@ -142,14 +160,7 @@ def skipped_in(model: nn.Module) -> SkippedCalls | None:
     return placed if isinstance(placed, SkippedCalls) and placed._on else None
 
 
-def _extrapolated(before: Sequence[tuple[int, list[Any]]], returns: Any, levels: Sequence[float], step: int) -> Any:
-    """Return the output of a step as earlier ones extrapolate to it."""
-    factors = extrapolation([levels[each] for each, _ in before], levels[step])
-    columns = zip(*(leaves for _, leaves in before), strict=True)
-    return tree_unflatten([_combined(factors, column) for column in columns], returns)
-
-
-def _combined(factors: Sequence[float], values: Sequence[Any]) -> Any:
+def _sum(factors: Sequence[float], values: Sequence[Any]) -> Any:
     last = values[-1]
     if not isinstance(last, Tensor) or not last.is_floating_point():
         return last

@@ -6,8 +6,8 @@ error of a list = Σ ‖latents with it − latents with all steps‖² / Σ ‖
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from fluxq.base.console import logger, without_cure
 from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import Item, final_latents
-from fluxq.calibrate.paths import Velocities, Way, list_of, measure_velocities
+from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.recipes.step_list import ORDERS, StepList
 from fluxq.runtime.skipped import SkippedSteps, architectures, kept_in
 
+FORMS = len(ORDERS) + 1  # that run of each list: every order, and the fit
 IMAGES = 12  # that a list is made of; as many others decide
 SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
 
@@ -69,7 +70,7 @@ class Trials:
         required: Collection[int] = (),
     ) -> None:
         self.pipe, self.velocities, self.items, self.call, self.file = pipe, velocities, items, call, file
-        self.paths = {order: velocities.paths(order, required) for order in ORDERS}
+        self.required, self.ways = required, velocities.ways(required)
         self.tried: list[TriedList] = []
         self._kept: dict[str, list[float]] = {}
         try:
@@ -78,38 +79,39 @@ class Trials:
             logger.warning("%s: run again", without_cure(error))
 
     def best(self, count: int) -> TriedList:
-        """Return the list of `count` computed steps of the order with the least measured error.
+        """Return the list of `count` computed steps with what measures the least error: a fit, or an order.
 
         ValueError where so few cannot be.
         """
-        least = min(self.paths[0])
+        least = min(self.ways)
         if count < least:
             raise ValueError(f"{count} computed steps are too few: this pipeline needs {least}")
-        return self._best(lambda order: self.paths[order][count])
+        return self._best(self.velocities.exchanged(self.ways[count], self.required).steps)
 
     def judged(self, computed: Sequence[int]) -> TriedList:
-        """Return a given list of the order with the least measured error.
+        """Return a given list with what measures the least error: a fit, or an order.
 
         ValueError where a second denoiser begins with a step that it leaves out.
         """
-        if math.isinf(self.velocities.way(computed, 0).nmse):
-            called = self.velocities.denoisers
-            first = {name: called.index(name) for name in called}
-            raise ValueError(
-                "the list leaves out the first step of a denoiser; compute "
-                f"{' and '.join(f'step {step} ({name})' for name, step in first.items() if step not in computed)}"
-            )
-        return self._best(lambda order: self.velocities.way(computed, order))
+        left_out = [f"step {step} ({name})" for step, name in self.velocities.begins.items() if step not in computed]
+        if left_out:
+            raise ValueError(f"the list leaves out the first step of a denoiser; compute {' and '.join(left_out)}")
+        return self._best(computed)
 
-    def _best(self, way_of: Callable[[int], Way]) -> TriedList:
-        return min((self._run(order, way_of(order)) for order in ORDERS), key=lambda each: each.error)
+    def _best(self, computed: Sequence[int]) -> TriedList:
+        plain = min((self._run(computed, order) for order in ORDERS), key=lambda each: each.error)
+        return min(plain, self._run(computed, plain.steps.order, is_fitted=True), key=lambda each: each.error)
 
-    def _run(self, order: int, way: Way) -> TriedList:
-        models = architectures(self.pipe)
-        steps = list_of(self.pipe.scheduler, way.steps, order, self.velocities.levels, models=models)
+    def _run(self, computed: Sequence[int], order: int, is_fitted: bool = False) -> TriedList:
+        velocities, models = self.velocities, architectures(self.pipe)
+        rows = velocities.fitted(computed) if is_fitted else velocities.extrapolated(computed, order)
+        steps = list_of(self.pipe.scheduler, computed, order, velocities.levels, models=models)
+        if is_fitted:
+            factors = (row[[each for each in computed if each <= step]] for step, row in enumerate(rows))
+            steps = replace(steps, fitted=tuple(tuple(row.tolist()) for row in factors))
         signals = self._once("signals", lambda: [float(z.square().sum()) for z in self._reference])
-        squares = self._once(sha256_json([order, way.steps]), lambda: self._squares(steps))
-        self.tried.append(TriedList(steps, way.nmse, squares, signals))
+        squares = self._once(sha256_json([order, is_fitted, *computed]), lambda: self._squares(steps))
+        self.tried.append(TriedList(steps, velocities.predicted(computed, rows), squares, signals))
         return self.tried[-1]
 
     def _once(self, key: str, measured: Any) -> tuple[float, ...]:
