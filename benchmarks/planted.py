@@ -1063,8 +1063,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "lists: that of a recipe leaves out a kept step": Fault(
         "src/fluxq/jobs/listing.py",
-        "work / RUNS, kept)",
-        "work / RUNS)",
+        "job.call, work, kept)",
+        "job.call, work)",
         _in(
             "jobs/test_recorded_steps.py",
             "test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in_it",

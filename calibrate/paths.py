@@ -42,7 +42,7 @@ from torch import Tensor
 from fluxq.calibrate.capture import Item, number_of_steps, run_pipeline
 from fluxq.calibrate.sensitivity import require_finite
 from fluxq.calibrate.stand_ins import replaced_forwards
-from fluxq.recipes.step_list import StepList, extrapolation, placing
+from fluxq.recipes.step_list import StepList, extrapolation, placing, require_falling
 
 FEWEST_IMAGES = 4
 _MOST_STEPS = 100  # of a call: lists of more take long
@@ -201,7 +201,7 @@ def measure_velocities(
             signal += float(latents.double().square().sum())
             outputs.clear()
     levels = levels_of(pipe.scheduler)[-total:]
-    list_of(pipe.scheduler, range(total), 0, levels)  # refuses levels that do not fall
+    require_falling(levels, type(pipe.scheduler).__name__)
     effects = _effects(fresh[0], total)
     if effects is None:
         effects = np.tril(np.tile(np.diff([*levels, 0.0]) / levels[0], (total, 1)))
@@ -227,11 +227,11 @@ def require_listed(scheduler: Any, total: int) -> None:
 def levels_of(scheduler: Any) -> tuple[float, ...]:
     """Return the noise level of each step of a scheduler's present schedule: sigma in flow matching, else timestep."""
     count = len(scheduler.timesteps)
-    levels = scheduler.sigmas[:count] if is_flow(scheduler) else scheduler.timesteps
+    levels = scheduler.sigmas[:count] if _is_flow(scheduler) else scheduler.timesteps
     return tuple(map(float, levels.tolist()))  # waits for the device once
 
 
-def is_flow(scheduler: Any) -> bool:
+def _is_flow(scheduler: Any) -> bool:
     """Tell whether a scheduler's sigmas are shares of noise, at most 1, by which outputs go on most evenly."""
     sigmas = getattr(scheduler, "sigmas", None)
     return sigmas is not None and len(sigmas) >= len(scheduler.timesteps) and float(sigmas.max()) <= 1

@@ -6,7 +6,9 @@ encoder or VAE without a row stays in 16 bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -99,13 +101,25 @@ def denoisers_of(folder: ModelFolder) -> tuple[str, ...]:
     )
 
 
+def denoisers_in(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield component -> module that a pipeline calls at its steps."""
+    parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
+    for name, part in parts.items():
+        if isinstance(part, nn.Module) and _has_name_of_denoiser(name):
+            yield name, part
+
+
 def _is_called_denoiser(folder: ModelFolder, component: str) -> bool:
-    if component != "unet" and not component.startswith("transformer"):
+    if not _has_name_of_denoiser(component):
         return False
     try:
         return _is_denoiser(model_class_of(library_of(folder, component), folder.components[component]))
     except ValueError:
         return False
+
+
+def _has_name_of_denoiser(component: str) -> bool:
+    return component == "unet" or component.startswith("transformer")
 
 
 def _has_row(class_name: str) -> bool:

@@ -8,17 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fluxq.quantize.structure import denoisers_in
+
 
 def denoisers(pipe: Any) -> dict[str, nn.Module]:
     """Return the models that a pipeline calls at each step, by component: a transformer, two by noise level, or a UNet.
 
     ValueError if it has none.
     """
-    models = {
-        name: part
-        for name, part in pipe.components.items()
-        if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer"))
-    }
+    models = dict(denoisers_in(pipe))
     if not models:
         raise ValueError(f"{type(pipe).__name__} has no transformer: its components are {', '.join(pipe.components)}")
     return models

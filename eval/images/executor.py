@@ -50,7 +50,8 @@ from fluxq.base.tensors import TensorFile, save_weights
 from fluxq.calibrate.capture import batches, frames_in
 from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
-from fluxq.runtime.skipped import denoisers_in, skipped_in
+from fluxq.quantize.structure import denoisers_in
+from fluxq.runtime.skipped import skipped_in
 from fluxq.runtime.step_caches import counted, naming
 
 WORK_FILE = "work.json"

@@ -138,7 +138,7 @@ def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
 
     def fewest(gate: str) -> tuple[int, list[int]]:
         ran.clear()
-        made: Any = stepping._held(cast("Any", SimpleNamespace(gate=gate)), cast("Any", Drawn()))
+        made: Any = stepping._under_gate(cast("Any", SimpleNamespace(gate=gate)), cast("Any", Drawn()))
         return made.count, [*ran]
 
     assert fewest("latent_sqnr>=20") == (4, [5, 2, 4, 3])

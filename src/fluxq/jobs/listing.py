@@ -5,7 +5,7 @@ It is made as that of `fluxq steps`, but with the quantized pipeline, whose code
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,7 @@ VELOCITIES = "velocities.safetensors"  # in the work folder
 
 def require_list_of_recipe(job: Job) -> None:
     """Raise ValueError for a recipe of which no list can be made."""
-    require_steps(job.folder)
-    scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
-    require_followed(scheduler)
-    require_listed(scheduler, total)
+    _, total = listed_call(job.folder, job.call)
     count, kept = _wanted(job, total)
     least = len(kept | {0, total - 1})
     if count < least:
@@ -43,15 +40,39 @@ def require_list_of_recipe(job: Job) -> None:
         )
 
 
+def listed_call(folder: ModelFolder, call: Mapping[str, Any]) -> tuple[Any, int]:
+    """Return the scheduler and the number of steps of a call; ValueError for those that no list can be of."""
+    require_steps(folder)
+    scheduler, total = scheduler_of(folder), number_of_steps(folder.pipeline_class, call)
+    require_followed(scheduler)
+    require_listed(scheduler, total)
+    return scheduler, total
+
+
 def list_of_recipe(job: Job, pipe: Any, work: Path) -> StepList:
-    """Return the list of least measured error that computes the recipe's share of steps, and those that it keeps.
+    """Return the list of least measured error that computes the recipe's share of steps, and those that it keeps."""
+    items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
+    count, kept = _wanted(job, number_of_steps(pipe, job.call))
+    return trials_of(pipe, denoisers_of(job.folder), items, job.call, work, kept).best(count).steps
+
+
+def trials_of(
+    pipe: Any,
+    denoisers: Sequence[str],
+    items: Sequence[Item],
+    call: Mapping[str, Any],
+    work: Path,
+    required: Collection[int] = (),
+) -> Trials:
+    """Measure the steps of a pipeline on the first half of the images, and return trials on the other.
 
     What is measured stays in the work folder, and an interrupted run goes on with it.
+
+    required: steps that every list computes, beside the first and the last.
     """
-    items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
-    velocities = velocities_of(pipe, denoisers_of(job.folder), items[:IMAGES], job.call, work)
-    count, kept = _wanted(job, len(velocities.levels))
-    return Trials(pipe, velocities, items[IMAGES:], job.call, work / RUNS, kept).best(count).steps
+    half = len(items) // 2
+    velocities = _velocities_of(pipe, denoisers, items[:half], call, work)
+    return Trials(pipe, velocities, items[half:], call, work / RUNS, required)
 
 
 def lists_of_checkpoint(folder: ModelFolder) -> list[StepList]:
@@ -67,7 +88,7 @@ def passes_of_list(job: Job, total: int) -> float:
     return 2 * total + FORMS * count
 
 
-def velocities_of(
+def _velocities_of(
     pipe: Any, denoisers: Sequence[str], items: Sequence[Item], call: Mapping[str, Any], work: Path
 ) -> Velocities:
     """Return the inner products, read from the work folder or measured and kept there."""

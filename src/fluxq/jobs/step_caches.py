@@ -22,19 +22,15 @@ from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.output import sole_writer
 from fluxq.calibrate.capture import number_of_steps
-from fluxq.calibrate.paths import require_listed
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.images.executor import Engine, ImageFolder, one_thread
 from fluxq.eval.images.sides import Side, shortened
-from fluxq.jobs.job import RUNS
-from fluxq.jobs.listing import velocities_of
-from fluxq.jobs.requirements import scheduler_of
+from fluxq.jobs.listing import listed_call, trials_of
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skipped import require_own
 from fluxq.runtime.step_caches import CACHES, FEWER, LIST, StepCache, caches_of, fewer_steps, measured_for
-from fluxq.runtime.step_trials import IMAGES, SEED, Trials, computed_of
-from fluxq.runtime.steps import require_followed
+from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, computed_of
 
 _SLACK = 1e-6  # of a share: sums of multiplications are exact
 
@@ -44,9 +40,7 @@ def require_caches(texts: Sequence[str], folder: ModelFolder, call: Mapping[str,
     caches = caches_of(texts)
     for cache in caches:
         if cache.kind == LIST:
-            scheduler = scheduler_of(folder)
-            require_followed(scheduler)
-            require_listed(scheduler, number_of_steps(folder.pipeline_class, call))
+            scheduler, _ = listed_call(folder, call)
             if cache.made is not None:
                 require_own(cache.steps, scheduler)
             continue
@@ -83,8 +77,9 @@ def measured_caches(
 
 
 def images_to_measure(caches: Sequence[StepCache]) -> int:
-    """Return the number of images that are made for caches beforehand: lists measure some, and run on others."""
-    return sum((5 * IMAGES if cache.kind == LIST else 1) for cache in caches if cache.is_unmeasured)
+    """Return how many images of all steps take as long as what is made for caches beforehand."""
+    shares = ((cache.value or 1) if cache.kind == LIST else None for cache in caches if cache.is_unmeasured)
+    return sum(1 if share is None else round(IMAGES * (2 + FORMS * share)) for share in shares)
 
 
 def sides_of_fewer(
@@ -148,6 +143,5 @@ def _kept(
 def _list(folder: ModelFolder, pipe: Any, share: float, call: Mapping[str, Any], work: Path) -> StepList:
     """Return the list of a share of the steps, made as `fluxq steps` makes it."""
     items = load_prompts("default", folder).alike.items(2 * IMAGES, SEED)
-    velocities = velocities_of(pipe, denoisers_of(folder), items[:IMAGES], call, work)
-    trials = Trials(pipe, velocities, items[IMAGES:], call, work / RUNS)
-    return trials.best(computed_of(share, len(velocities.levels))).steps
+    trials = trials_of(pipe, denoisers_of(folder), items, call, work)
+    return trials.best(computed_of(share, number_of_steps(pipe, call))).steps

@@ -26,12 +26,12 @@ from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal, with_seal, writing
 from fluxq.calibrate.capture import number_of_steps
-from fluxq.calibrate.paths import FEWEST_IMAGES, require_listed
+from fluxq.calibrate.paths import FEWEST_IMAGES
 from fluxq.jobs import memory
-from fluxq.jobs.job import RUNS, Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
-from fluxq.jobs.listing import lists_of_checkpoint, velocities_of
+from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
+from fluxq.jobs.listing import listed_call, lists_of_checkpoint, trials_of
 from fluxq.jobs.planning import job_of, settle_by
-from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
+from fluxq.jobs.requirements import reads_of, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.recipe import gate_holds, latent_bound
@@ -39,7 +39,6 @@ from fluxq.recipes.step_exports import STEP_EXPORTS, read_mask
 from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skip import KIND, read_list
 from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, Trials, TriedList, computed_of, require_share
-from fluxq.runtime.steps import require_followed
 
 _MOST_COUNTS = 8  # numbers of steps that are run for a gate
 
@@ -88,10 +87,7 @@ def request_of(
     if numbers:
         options = replace(options, call={"num_inference_steps": len(numbers), **options.call})
     job = job_of(replace(options, check=False, max_memory=None), writes=False, runs=False)
-    require_steps(job.folder)
-    scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
-    require_followed(scheduler)
-    require_listed(scheduler, total)
+    _, total = listed_call(job.folder, job.call)
     if numbers and len(numbers) != total:
         raise ValueError(
             f"the mask is of {len(numbers)} steps, and the call has {total}: give --num-inference-steps {len(numbers)}"
@@ -134,8 +130,7 @@ def make_list(request: Request) -> dict[str, Any]:
         return read_json(job.output)
     with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         pipe = job.load_reference()
-        velocities = velocities_of(pipe, request.denoisers, request.items[: request.count], job.call, work)
-        trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / RUNS)
+        trials = trials_of(pipe, request.denoisers, request.items, job.call, work)
         best = _best(request, trials)
         digest = job_digest(decisive(job))
         result = with_seal(_result(request, trials, best) | {"job": digest})
@@ -211,13 +206,13 @@ def _identity(request: Request) -> dict[str, Any]:
 def _best(request: Request, trials: Trials) -> TriedList:
     """Return the list that was asked for."""
     if request.gate:
-        return _held(request, trials)
+        return _under_gate(request, trials)
     if request.mask:
         return trials.judged([step for step, number in enumerate(request.mask) if number])
     return trials.best(computed_of(request.compute or 1, len(trials.velocities.levels)))
 
 
-def _held(request: Request, trials: Trials) -> TriedList:
+def _under_gate(request: Request, trials: Trials) -> TriedList:
     """Return the list of fewest computed steps that holds the gate, by runs; RuntimeError if none tried does."""
     gate, total = str(request.gate), len(trials.velocities.levels)
     bound = latent_bound(gate)

@@ -48,6 +48,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from fluxq.base.console import first_line, logger
 from fluxq.kernels.quantize_activation.op import Rounding
+from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.block_plans import kernel_settings
 from fluxq.runtime.first_block import FirstBlock, first_block_of
@@ -670,10 +671,7 @@ def _context_of(cache: FirstBlock | None) -> tuple:
 
 
 def _denoisers(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    parts = {type(pipe).__name__: pipe} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
-    for name, part in parts.items():
-        if isinstance(part, nn.Module) and (part is pipe or name == "unet" or name.startswith("transformer")):
-            yield name, part
+    yield from [(type(pipe).__name__, pipe)] if isinstance(pipe, nn.Module) else denoisers_in(pipe)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -17,8 +17,9 @@ from torch import nn
 
 from fluxq.base.files import read_json
 from fluxq.calibrate.paths import levels_of, list_of, require_listed
+from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.step_list import StepList
-from fluxq.runtime.skipped import SkippedSteps, denoisers_in, require_free
+from fluxq.runtime.skipped import SkippedSteps, require_free
 from fluxq.runtime.step_trials import made_list
 from fluxq.runtime.steps import recorded_in, require_followed
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fluxq.base.console import logger
 from fluxq.base.files import sha256_json
 from fluxq.calibrate.paths import levels_of
+from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.step_list import StepList, extrapolation, placing, require_falling
 from fluxq.runtime.first_block import first_block_of
 from fluxq.runtime.placed import Handle, Placed
@@ -243,11 +244,3 @@ def kept_in(pipe: Any, total: int) -> frozenset[int]:
     """Return the steps of a call of `total` that `keep_steps` keeps in a pipeline."""
     kept = (kept_steps_of(outer) for _, outer in denoisers_in(pipe))
     return frozenset[int]().union(*(each.kept_of(total) for each in kept if each is not None))
-
-
-def denoisers_in(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield component -> module that the pipeline calls at its steps."""
-    parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
-    for name, part in parts.items():
-        if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer")):
-            yield name, part

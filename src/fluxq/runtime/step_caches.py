@@ -135,8 +135,9 @@ def enable_cache(pipe: Any, cache: StepCache) -> None:
 
     ValueError for a denoiser that takes none.
     """
+    from fluxq.quantize.structure import denoisers_in
     from fluxq.runtime.skip import skip_steps
-    from fluxq.runtime.skipped import denoisers_in, require_free
+    from fluxq.runtime.skipped import require_free
 
     if cache.kind == FEWER:
         return
@@ -289,7 +290,7 @@ def _mag_ratios(pipe: Any, call: Mapping[str, Any], item: tuple[str, int]) -> li
     from diffusers import MagCacheConfig
 
     from fluxq.calibrate.capture import number_of_steps, run_pipeline
-    from fluxq.runtime.skipped import denoisers_in
+    from fluxq.quantize.structure import denoisers_in
 
     models: list[Any] = [model for _, model in denoisers_in(pipe)]
     if len(models) > 1:
@@ -310,9 +311,7 @@ _INTERVAL = "interval of computed steps"
 CACHES = {
     PLAIN: CacheRow("FirstBlockCache", "threshold", 0.1, config=_first_block),
     "taylor": CacheRow("TaylorSeer", _INTERVAL, 3, True, _taylor),
-    "taylor_lite": CacheRow(
-        "TaylorSeer lite", "interval of computed steps", 3, True, partial(_taylor, use_lite_mode=True)
-    ),
+    "taylor_lite": CacheRow("TaylorSeer lite", _INTERVAL, 3, True, partial(_taylor, use_lite_mode=True)),
     "mag": CacheRow("MagCache", "threshold", 0.12, config=_mag, measure=_mag_ratios),
     "faster": CacheRow("FasterCache", "interval of computed attention", 2, True, _faster),
     "pab": CacheRow("PAB", "interval of computed attention", 2, True, _pab),

@@ -38,6 +38,7 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
 from fluxq.quantize.record import read_record
+from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.computing import BACKENDS, QuantizationConfig, Steps, attention_by
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.step_list import StepList
@@ -382,12 +383,10 @@ def _not_followed(scheduler: Any, why: str) -> ValueError:
 
 def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.Module]]]:
     """Yield component -> (module that the pipeline calls, model in it) of quantized models that run at every step."""
-    parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
-    for name, part in parts.items():
-        if isinstance(part, nn.Module) and (name == "unet" or name.startswith("transformer")):
-            model = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
-            if _layers_of(model):
-                yield name, (part, model)
+    for name, part in denoisers_in(pipe):
+        model = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
+        if _layers_of(model):
+            yield name, (part, model)
 
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
