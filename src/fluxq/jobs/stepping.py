@@ -243,7 +243,7 @@ def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]
         "model": request.job.folder.name,
         "list": best.steps.to_dict(),
         "predicted_nmse": best.predicted,
-        "measured_nmse": best.error,
+        "measured_nmse": best.error if math.isfinite(best.error) else None,
         "sqnr_db": best.decibels if math.isfinite(best.decibels) else None,
         "tried": [
             {
@@ -251,7 +251,7 @@ def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]
                 "order": each.steps.order,
                 "fitted": bool(each.steps.fitted),
                 "predicted_nmse": each.predicted,
-                "measured_nmse": each.error,
+                "measured_nmse": each.error if math.isfinite(each.error) else None,
             }
             for each in trials.tried
         ],

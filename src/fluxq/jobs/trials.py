@@ -9,7 +9,7 @@ prediction chooses among those that are left.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.base.console import logger, without_cure
-from fluxq.base.files import (
-    read_sealed_json,
-    sha256_json,
-    write_sealed_json,
-)
+from fluxq.base.files import sha256_json
 from fluxq.calibrate.capture import Item, batches, final_latents
 from fluxq.calibrate.errors import SIXTEEN_BIT
+from fluxq.calibrate.runs import Judged, KeptRuns, mean_of, squares_of
 from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weights
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
@@ -39,13 +35,10 @@ LEVEL = 0.1  # dB
 
 
 @dataclass
-class Tried:
+class Tried(Judged):
     """A plan that ran, and what it did to the images of its rounds.
 
-    proposed_by: its measures.
-    squares: squared error of each image's final latents.
-    signals: squared norm of each image's latents in 16 bit.
-    prompts: of each image.
+    proposed_by: its measures. prompts: of each image.
     """
 
     proposed_by: tuple[str, ...]
@@ -62,35 +55,15 @@ class Tried:
         mean = math.fsum(self.signals) / len(self.signals)
         return [square / mean for square in self.squares]
 
-    @property
-    def error(self) -> float:
-        """NMSE of the final latents of all images."""
-        return math.fsum(self.squares) / math.fsum(self.signals)
-
-    @property
-    def ratios(self) -> list[float]:
-        """SQNR of the final latents of each image in dB."""
-        return [_decibels(z, e) for z, e in zip(self.signals, self.squares, strict=True)]
-
-    @property
-    def decibels(self) -> float:
-        """Mean SQNR of the final latents of images, as the metric `latent_sqnr` has it."""
-        return _mean(self.ratios)
-
 
 class Bench:
     """Runs of plans with a pipeline, each once; squared errors are kept in a file of the work folder."""
 
     def __init__(self, search: Search, pipe: Any, file: Path) -> None:
-        self.search, self.pipe, self.file = search, pipe, file
+        self.search, self.pipe, self.runs = search, pipe, KeptRuns(file)
         self.originals = {name: module_of(pipe, name) for names in search.offer.modules.values() for name in names}
         self.tried: list[Tried] = []
         self.references: dict[int, list[Tensor]] = {}  # round -> final latents of the 16-bit pipeline
-        self.kept: dict[str, list[float | None]] = {}
-        try:
-            self.kept = read_sealed_json(file) if file.is_file() else {}
-        except ValueError as error:
-            logger.warning("%s: run again", without_cure(error))
 
     def layers(self, unit: str, option: str) -> dict[str, Any]:
         """Return layer -> itself in an option, rounded to nearest or as it was fitted; an attention -> itself in it."""
@@ -139,8 +112,8 @@ class Bench:
     def run_again(self, tried: Tried) -> None:
         """Run a plan on the images of its next round."""
         number, key = tried.rounds, sha256_json(sorted(tried.choice.items()))
-        signals = self._kept("signals", number, lambda: [float(z.square().sum()) for z in self._reference(number)])
-        squares = self._kept(key, number, lambda: self._squares(tried.choice, number))
+        signals = self.runs.once(f"signals {number}", lambda: squares_of(self._reference(number)))
+        squares = self.runs.once(f"{key} {number}", lambda: self._squares(tried.choice, number))
         tried.squares += squares
         tried.signals += signals
         tried.prompts += [prompt for prompt, _ in self._items(number)]
@@ -157,7 +130,7 @@ class Bench:
         left = list(tried)
         while True:
             count = min(len(each.squares) for each in left)
-            best = max(left, key=lambda each: _mean(each.ratios[:count]))
+            best = max(left, key=lambda each: mean_of(each.ratios[:count]))
             left = [each for each in left if each is best or not loss(each, best).low > 0]
             least = min(left, key=lambda each: (total(errors, each.choice), each.cost))
             level = [each for each in left if each is least or loss(each, least).high <= LEVEL]
@@ -168,19 +141,11 @@ class Bench:
                 if each.rounds == rounds:
                     self.run_again(each)
 
-    def _kept(self, key: str, number: int, measured: Callable[[], list[float]]) -> list[float]:
-        key = f"{key} {number}"
-        if key not in self.kept:
-            self.kept[key] = [value if math.isfinite(value) else None for value in measured()]
-            write_sealed_json(self.file, self.kept)
-        return [math.inf if value is None else value for value in self.kept[key]]
-
     def _squares(self, choice: Choice, number: int) -> list[float]:
         plain = self._reference(number)
         layers = {n: la for u, o in choice.items() if o != SIXTEEN_BIT for n, la in self.layers(u, o).items()}
         with replaced(self.pipe, layers):
-            latents = self._latents(number)
-        return [float((q - z).square().sum()) for q, z in zip(latents, plain, strict=True)]
+            return squares_of(self._latents(number), plain)
 
     def _reference(self, number: int) -> list[Tensor]:
         if number not in self.references:
@@ -208,13 +173,3 @@ def loss(one: Tried, other: Tried) -> Interval:
     if endless:
         return Interval(endless[0], endless[0], endless[0], len(differences))
     return clustered_interval(differences, prompts)
-
-
-def _decibels(signal: float, square: float) -> float:
-    if square == 0:
-        return math.inf
-    return 10 * math.log10(signal / square) if square < math.inf else -math.inf
-
-
-def _mean(decibels: Sequence[float]) -> float:
-    return -math.inf if -math.inf in decibels else math.fsum(decibels) / len(decibels)

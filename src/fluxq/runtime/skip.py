@@ -1,7 +1,7 @@
 """Steps that a denoiser does not compute: `fluxq.skip_steps(pipe)`.
 
-A list says which steps of a call are computed (recipes/step_list.py). At the others the denoiser returns what its last
-outputs extrapolate to; pipeline and scheduler work as ever. Nothing is decided at run time, so that there is no
+A list says which steps of a call are computed (recipes/step_list.py). At the others the denoiser returns a sum of its
+outputs before; pipeline and scheduler work as ever. Nothing is decided at run time, so that there is no
 threshold, and images of a batch do not depend on each other.
 """
 

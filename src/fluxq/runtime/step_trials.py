@@ -1,11 +1,10 @@
 """Lists of steps are proposed by inner products (calibrate/paths.py) and decided by runs on other images.
 
-error of a list = Σ ‖latents with it − latents with all steps‖² / Σ ‖latents with all steps‖²
+The reference of a list's error (calibrate/runs.py) is the same pipeline with all steps.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.base.console import logger, without_cure
-from fluxq.base.files import read_sealed_json, sha256_json, write_sealed_json
+from fluxq.base.files import sha256_json
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import Item, final_latents
 from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
+from fluxq.calibrate.runs import Judged, KeptRuns, squares_of
 from fluxq.recipes.step_list import ORDERS, StepList
 from fluxq.runtime.skipped import SkippedSteps, architectures, kept_in
 
@@ -30,27 +29,13 @@ SEED = 5 << 20  # evaluation begins at 0, calibration at 1 << 20
 
 
 @dataclass(frozen=True)
-class TriedList:
-    """A list that ran.
-
-    predicted: NMSE of the final latents. squares: squared error of each image. signals: squared norm of each.
-    """
+class TriedList(Judged):
+    """A list that ran, and what it did to the images. predicted: NMSE of the final latents."""
 
     steps: StepList
     predicted: float
-    squares: tuple[float, ...]
-    signals: tuple[float, ...]
-
-    @property
-    def error(self) -> float:
-        """NMSE of the final latents of all images."""
-        return math.fsum(self.squares) / math.fsum(self.signals)
-
-    @property
-    def decibels(self) -> float:
-        """Mean SQNR of the final latents of images, as the metric `latent_sqnr` has it."""
-        pairs = zip(self.signals, self.squares, strict=True)
-        return math.fsum(10 * math.log10(z / e) if e > 0 else math.inf for z, e in pairs) / len(self.squares)
+    squares: Sequence[float]
+    signals: Sequence[float]
 
 
 class Trials:
@@ -69,14 +54,9 @@ class Trials:
         file: Path | None = None,
         required: Collection[int] = (),
     ) -> None:
-        self.pipe, self.velocities, self.items, self.call, self.file = pipe, velocities, items, call, file
+        self.pipe, self.velocities, self.items, self.call, self.runs = pipe, velocities, items, call, KeptRuns(file)
         self.required, self.ways = required, velocities.ways(required)
         self.tried: list[TriedList] = []
-        self._kept: dict[str, list[float]] = {}
-        try:
-            self._kept = read_sealed_json(file) if file and file.is_file() else {}
-        except ValueError as error:
-            logger.warning("%s: run again", without_cure(error))
 
     def best(self, count: int) -> TriedList:
         """Return the list of `count` computed steps with what measures the least error: a fit, or an order.
@@ -109,23 +89,15 @@ class Trials:
         if is_fitted:
             factors = (row[[each for each in computed if each <= step]] for step, row in enumerate(rows))
             steps = replace(steps, fitted=tuple(tuple(row.tolist()) for row in factors))
-        signals = self._once("signals", lambda: [float(z.square().sum()) for z in self._reference])
-        squares = self._once(sha256_json([order, is_fitted, *computed]), lambda: self._squares(steps))
+        signals = self.runs.once("signals", lambda: squares_of(self._reference))
+        squares = self.runs.once(sha256_json([order, is_fitted, *computed]), lambda: self._squares(steps))
         self.tried.append(TriedList(steps, velocities.predicted(computed, rows), squares, signals))
         return self.tried[-1]
-
-    def _once(self, key: str, measured: Any) -> tuple[float, ...]:
-        if key not in self._kept:
-            self._kept[key] = measured()
-            if self.file is not None:
-                write_sealed_json(self.file, self._kept)
-        return tuple(self._kept[key])
 
     def _squares(self, steps: StepList) -> list[float]:
         plain = self._reference
         with SkippedSteps(self.pipe, steps):
-            latents = self._latents()
-        return [float((x - z).square().sum()) for x, z in zip(latents, plain, strict=True)]
+            return squares_of(self._latents(), plain)
 
     @cached_property
     def _reference(self) -> list[Tensor]:
