@@ -301,6 +301,7 @@ class Follower:
         self.schedule: Tensor | None = None
         self.begin: int | None = None
         self._is_first = False
+        self._before_first: list[Any] = []  # timesteps of calls before the scheduler's first step
 
     def step(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
         """Return (step, steps) of this call of a denoiser, counted from where the pipeline's call began."""
@@ -309,9 +310,11 @@ class Follower:
         if timesteps is None:
             raise _not_followed(scheduler, "it has no schedule of timesteps")
         if timesteps is not self.schedule:
-            self.schedule, self.begin, self._is_first = timesteps, None, False
+            self.schedule, self.begin, self._is_first, self._before_first = timesteps, None, False, []
         if hasattr(scheduler, "step_index"):
             index = self._index(scheduler)
+            if scheduler.step_index is None:
+                self._require_one_step(model, timestep_of(model, args, kwargs))
         else:
             index = self._position(scheduler, timesteps, first_timestep(timestep_of(model, args, kwargs)))
         if self.begin is None:
@@ -332,6 +335,18 @@ class Follower:
             self.begin = index - 1
         self._is_first = False
         return index
+
+    def _require_one_step(self, model: nn.Module, timestep: Any) -> None:
+        """Raise ValueError where calls are of several steps though the scheduler, another pipeline's, makes none.
+
+        One step may have two timesteps: what is read into a cache for all of them may have one of its own.
+        """
+        self._before_first.append(timestep)
+        if len(self._before_first) > 2 and len({first_timestep(each) for each in self._before_first}) > 2:
+            raise ValueError(
+                f"this {type(model).__name__} is called at several timesteps, and the scheduler that says which step "
+                "it is makes none: give other pipelines of it that scheduler, or remove() what follows its steps"
+            )
 
     def _position(self, scheduler: Any, timesteps: Tensor, timestep: float) -> int:
         indices = (timesteps == timestep).nonzero().flatten().tolist()
