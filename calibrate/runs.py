@@ -17,7 +17,7 @@ from fluxq.base.files import read_sealed_json, write_sealed_json
 
 
 class Judged:
-    """What a run did to the images that judge it.
+    """Errors of a run in the images that judge it.
 
     squares: squared error of each image's final latents. signals: squared norm of each image's, of the reference.
     """
