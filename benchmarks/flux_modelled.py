@@ -10,6 +10,9 @@ Products and attention are priced by recipes/cost.py, and so are rates: a pass t
 or, of a kernel of ours, its instructions (recipes/devices.py) over what the GPU's schedulers begin, if that is longer.
 tests/benchmarks/test_flux_step.py runs a block of each kind and finds the bytes of "eager" and "optimized" in its
 operators. Left out are launches and what is read for all tokens: vectors, tables of angles, weights of norms.
+
+An image with a list of steps computes the list's; its text encoders, its VAE and its one product for the modulation of
+all steps stay. What stands for the output of a skipped step is left out: it moves a few MB.
 """
 
 from __future__ import annotations
@@ -199,7 +202,7 @@ def modelled(plans: Mapping[str, Plan], config: Mapping[str, Any]) -> dict[str, 
     plans: by recipe, of RECIPES. config: of the transformer.
     """
     found: dict[str, Any] = {"modelled": True, "text": 512, "batch": 1}
-    found |= {"steps": [], "passes": [], "switches": [], "parts": []}
+    found |= {"steps": [], "passes": [], "switches": [], "parts": [], "images": []}
     found["small"] = [_on_a_small_card(gpu, plans["nvfp4"], config) for gpu in SMALL]
     for gpu, pixels, recipe in itertools.product(GPUS, SIZES, RECIPES):
         plan, device, place = plans[recipe], find_device(gpu), {"gpu": gpu, "recipe": recipe}
@@ -213,6 +216,7 @@ def modelled(plans: Mapping[str, Plan], config: Mapping[str, Any]) -> dict[str, 
             today = parts_of_step(work, device, "optimized", hoisted=True)
             floor = parts_of_step(work, at_peak(device), "every fusion", hoisted=True)
             found["parts"].append(place | {"today": _rounded(today), "data sheet": _rounded(floor)})
+            found["images"].append(place | _rounded(_images(today, device)))
     return found | {"goals": _goals(found["steps"])}
 
 
@@ -231,6 +235,17 @@ def _times(work: Work, in_fp8: Work, device: Device) -> dict[str, float]:
     times["every fusion"] = _sum(parts_of_step(in_fp8, device, "every fusion", hoisted=True))
     times["data sheet"] = _sum(parts_of_step(in_fp8, at_peak(device), "every fusion", hoisted=True))
     return times
+
+
+def _images(step: Mapping[str, float], device: Device) -> dict[str, float]:
+    """ms of an image by the number of computed steps, and of that of what runs once.
+
+    step: ms of the parts of a step, with its share of the modulation that is made once.
+    """
+    once = sum(flops / device.flops("bf16") + size / device.bytes_per_second for flops, size in ONCE.values())
+    once = 1e3 * once + DENOISING_STEPS * step["modulation"]
+    each = _sum(step) - step["modulation"]
+    return {"once": once, **{str(count): once + count * each for count in LISTS}}
 
 
 def _on_a_small_card(gpu: str, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,6 +338,7 @@ def _tables(found: Mapping[str, Any]) -> dict[str, list[list[str]]]:
         "parts": _parts_table(found),
         "goals": _goals_table(found),
         "small cards": _small_table(found),
+        "lists": _lists_table(found),
     }
 
 
@@ -413,6 +429,20 @@ def _small_table(found: Mapping[str, Any]) -> list[list[str]]:
     return table
 
 
+def _lists_table(found: Mapping[str, Any]) -> list[list[str]]:
+    table = [["", "once, ms", *(f"{count} of {DENOISING_STEPS} steps" for count in LISTS)]]
+    for row in found["images"]:
+        whole = row[str(DENOISING_STEPS)]
+        cells = (f"{row[str(count)]:.0f} ({whole / row[str(count)]:.2f}x)" for count in LISTS)
+        table.append([f"{row['gpu']}, {row['recipe']}", f"{row['once']:.0f}", *cells])
+    return table
+
+
+# Computed steps of an image: all, and lists.
+LISTS = (DENOISING_STEPS, 15, 11, 9)
+# What runs once for an image of 1024² in 16 bit -> FLOPs of its products and convolutions, and bytes that its other
+# operators move, as diffusers and transformers run it with 512 and 77 tokens; a test counts them.
+ONCE = {"T5-XXL": (4.845e12, 33.4e9), "CLIP-L": (0.0133e12, 0.106e9), "FLUX.1 VAE": (10.47e12, 27.5e9)}
 # Kind of pass of a kernel of ours -> its name in INSTRUCTIONS.
 NORM, ALONE, CONCATENATED = "norm, modulation, codes", "codes of the attention", "GELU, concatenation, codes"
 COUNTED_AS = {NORM: "norm", ALONE: "quantize", "GELU, codes": "activation", CONCATENATED: "concatenation"}

@@ -1031,6 +1031,30 @@ FAULTS: dict[str, Fault] = {
             "test_saving_again_keeps_the_list_and_what_another_program_wrote_beside_it",
         ),
     ),
+    "lists: computed steps put nothing right": Fault(
+        "src/fluxq/runtime/skipped.py",
+        "if {*fitted} > {step} and {*fitted} <= {*before} else output",
+        "if False else output",
+        _in("runtime/test_skip.py", "test_a_fit_multiplies_outputs_at_skipped_and_at_computed_steps"),
+    ),
+    "lists: a fit forgets the error of the steps before": Fault(
+        "calibrate/paths.py",
+        "self.effects[step] - self.effects[step, :step] @ rows[:step] if there",
+        "np.eye(total)[step] * there if there",
+        _in("calibrate/test_paths.py", "test_latents_after_every_step_are_as_near_as_outputs_so_far_allow"),
+    ),
+    "lists: what is fitted is for calls of any noise levels": Fault(
+        "recipes/step_list.py",
+        "        if not same or any(",
+        "        if not same or all(",
+        _in("calibrate/test_paths.py", "test_a_fit_is_for_calls_of_its_own_levels_and_steps"),
+    ),
+    "lists: what comes back of errors is not predicted": Fault(
+        "calibrate/paths.py",
+        "[*gains**2, 1.0]",
+        "[*0 * gains, 1.0]",
+        _in("calibrate/test_paths.py", "test_a_fit_is_predicted_by_the_outputs_and_as_it_was_searched"),
+    ),
     "lists: a step that is kept in 16 bit is skipped": Fault(
         "src/fluxq/runtime/skipped.py",
         "            computed |= kept_in(self.pipe, total)\n",

@@ -3,11 +3,11 @@
     python -m benchmarks.steps               measure, then write steps.json, the tables, the picture
     python -m benchmarks.steps --tables      the tables again, from the result file
 
-The embedded pipeline in fp32, 28 steps; in 16 bit, and its layers rounded to nearest in fp8 and in nvfp4. A list is
-made as `fluxq.skip_steps(pipe, compute=…)` makes it, in 16 bit, of the first 24 of its prompts; it is the list of all
-three. The last 256 prompts judge (128 of them the quantized pipelines), one image each, with noise that nothing else
-draws. Images are compared with those that the same pipeline makes with all steps, so that what is seen is what leaving
-out costs:
+The embedded pipeline in fp32, 28 steps; in 16 bit, and its layers rounded to nearest in fp8 and in nvfp4. Lists are
+made as `fluxq.skip_steps(pipe, compute=…)` makes them, each of its own pipeline, of the first 24 of its prompts; beside
+those of the quantized pipelines stand the lists of 16 bit. The last 256 prompts judge (128 of them the quantized
+pipelines), one image each, with noise that nothing else draws. Images are compared with those that the same pipeline
+makes with all steps, so that what is seen is what leaving out costs:
 
     difference = mean over images of PSNR with the list - PSNR with another way, in dB, 95 % interval of the paired mean
 
@@ -48,10 +48,10 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.metrics.fidelity import psnr
 from fluxq.eval.metrics.statistics import paired_interval
-from fluxq.recipes.step_list import ORDERS, StepList
+from fluxq.recipes.step_list import StepList
 from fluxq.runtime.step_caches import CACHES as STEP_CACHES
 from fluxq.runtime.step_caches import counted
-from fluxq.runtime.step_trials import IMAGES, measured_steps
+from fluxq.runtime.step_trials import FORMS, IMAGES, measured_steps
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "benchmarks" / "steps.json", ROOT / "docs" / "steps.md"
@@ -59,7 +59,7 @@ PICTURE = ROOT / "docs" / "steps_grid.png"
 BEGIN, END = "<!-- steps: begin -->\n", "<!-- steps: end -->"
 STEPS, COMPUTED = 28, (15, 11, 9)
 KINDS = ("16 bit", "fp8", "nvfp4")
-FIRST_SEED = 7 << 20  # evaluation begins at 0, calibration at 1 << 20, lists of steps at 5 << 20
+FIRST_SEED = 9 << 20  # evaluation begins at 0, calibration at 1 << 20, lists of steps at 5 << 20
 SCANNED = 8
 SHARE = {"16 bit": 1.0, "fp8": 0.5, "nvfp4": 0.5}  # of the prompts
 OVER_FEWER, OVER_CACHES, FACTOR, ADDS = 6.0, 1.5, 2.5, 1.3
@@ -96,13 +96,15 @@ def measure(file: Path, prompts: int) -> None:
         raise ValueError(f"{prompts} prompts: the model has fewer that the lists do not see; give fewer --prompts")
     plain = load_pipeline(folder, "float32")
     if "lists" not in report:
-        report["lists"] = made_lists(plain, folder)
+        report["lists"] = {KINDS[0]: made_lists(plain, folder)}
         report["settings"] = scanned(plain, items[:SCANNED])
         write_json(file, report)
     whole = images_of(plain, items)
     for kind in KINDS[len({row["kind"] for row in report["rows"]}) :]:
         some = items[: round(SHARE[kind] * prompts)]
         with pipeline_of(kind, plain) as pipe:
+            if kind not in report["lists"]:
+                report["lists"][kind] = made_lists(pipe, folder)
             report["rows"] += judged(kind, pipe, some, first_of(whole, len(some)), report)
         write_json(file, report)
     if "held_out" not in report:
@@ -118,8 +120,13 @@ def made_lists(pipe: Any, folder: ModelFolder) -> list[dict[str, Any]]:
     for count in COMPUTED:
         best = trials.best(count)
         tried = [
-            {"order": t.steps.order, "predicted": t.predicted, "measured": t.error}
-            for t in trials.tried[-len(ORDERS) :]
+            {
+                "order": t.steps.order,
+                "fitted": bool(t.steps.fitted),
+                "predicted": t.predicted,
+                "measured": t.error,
+            }
+            for t in trials.tried[-FORMS:]
         ]
         lists.append(
             {"list": best.steps.to_dict(), "predicted": best.predicted, "measured": best.error, "tried": tried}
@@ -146,9 +153,9 @@ def judged(kind: str, pipe: Any, items: Items, whole: Generated, report: Mapping
     full = whole if kind == "16 bit" else images_of(pipe, items)
     alone, rows = nmse(whole, full), []
     ran: dict[tuple[str, str], tuple[Generated, float]] = {}
-    for count, made in zip(COMPUTED, report["lists"], strict=True):
-        with fluxq.skip_steps(pipe, StepList.from_dict(made["list"])):
-            images = images_of(pipe, items)
+    for index, count in enumerate(COMPUTED):
+        images = listed_images(pipe, items, report["lists"][kind][index])
+        sixteen = images if kind == KINDS[0] else listed_images(pipe, items, report["lists"][KINDS[0]][index])
         listed, others = psnr_of(full, images), {}
         fewer = images_of(pipe, items, num_inference_steps=count)
         others["fewer steps"] = compared(listed, full, fewer, count / STEPS, f"{count} steps")
@@ -166,10 +173,23 @@ def judged(kind: str, pipe: Any, items: Items, whole: Generated, report: Mapping
                 "nmse": nmse(full, images),
                 "alone_nmse": alone,
                 "together_nmse": nmse(whole, images),
+                "sixteen": {
+                    "psnr_db": fmean(psnr_of(full, sixteen)),
+                    "nmse": nmse(full, sixteen),
+                    "first_nmse": nmse(
+                        *(first_of(each, round(SHARE[KINDS[-1]] * len(items))) for each in (full, sixteen))
+                    ),
+                    "together_nmse": nmse(whole, sixteen),
+                },
                 "others": others,
             }
         )
     return rows
+
+
+def listed_images(pipe: Any, items: Items, made: Mapping[str, Any]) -> Generated:
+    with fluxq.skip_steps(pipe, StepList.from_dict(made["list"])):
+        return images_of(pipe, items)
 
 
 def compared(listed: Sequence[float], full: Generated, images: Generated, share: float, setting: str) -> dict[str, Any]:
@@ -258,7 +278,8 @@ def held_out(pipe: Any, items: Items) -> list[dict[str, Any]]:
                 share = skipped.computed / skipped.calls
             total = how.get("num_inference_steps", STEPS)
             fewer = nmse(full, images_of(pipe, items, **how | {"num_inference_steps": round(share * total)}))
-            rows.append({"what": what, "share": share, "order": chosen.order, "nmse": error, "fewer_nmse": fewer})
+            goes_on = _goes_on(chosen.order, bool(skipped.factors))
+            rows.append({"what": what, "share": share, "others": goes_on, "nmse": error, "fewer_nmse": fewer})
         except (ValueError, RuntimeError, AssertionError) as why:  # the pipeline refuses schedulers, too
             rows.append({"what": what, "error": first_line(why.__cause__ or why)})
 
@@ -275,6 +296,11 @@ def held_out(pipe: Any, items: Items) -> list[dict[str, Any]]:
     for scale in (1.5, 3.0):
         guidance = {"true_cfg_scale": scale, "negative_prompt": [""] * len(items)}
         row(f"guidance of {scale:g} in two calls, the list without", of_28, **guidance)
+        row(
+            f"guidance of {scale:g} in two calls, a list of its own",
+            own(**guidance | {"negative_prompt": ""}),
+            **guidance,
+        )
     try:
         for name, settings in SCHEDULERS.items():
             pipe.scheduler = getattr(diffusers, name)(**settings)
@@ -293,9 +319,8 @@ def held_out(pipe: Any, items: Items) -> list[dict[str, Any]]:
 def draw(pipe: Any, items: Items, report: Mapping[str, Any], target: Path) -> None:
     """Draw images of all steps, of half and a third of them, of fewer steps and of a cache, top to bottom."""
     rows = [images_of(pipe, items).images]
-    for made in (report["lists"][0], report["lists"][-1]):
-        with fluxq.skip_steps(pipe, StepList.from_dict(made["list"])):
-            rows.append(images_of(pipe, items).images)
+    for index in (0, -1):
+        rows.append(listed_images(pipe, items, report["lists"][KINDS[0]][index]).images)
     rows.append(images_of(pipe, items, num_inference_steps=COMPUTED[-1]).images)
     with cached(pipe, CACHES["FirstBlockCache"]["threshold 0.4"]):
         rows.append(images_of(pipe, items).images)
@@ -374,20 +399,20 @@ def comparison_table(report: Mapping[str, Any]) -> list[str]:
 
 def errors_table(report: Mapping[str, Any]) -> list[str]:
     """Return a line for each kind and number of steps: predicted, measured, and together with quantization."""
-    header = ("layers", "computed", "order", "predicted", "measured", "measured / predicted")
+    header = ("layers", "computed", "others", "predicted", "measured", "measured / predicted", "list of 16 bit")
     lines = [f"| {' | '.join(header)} | together / sum of both |", "|" + "---|" * (1 + len(header))]
     for row in report["rows"]:
-        made, is_plain = _made(report, row), row["kind"] == "16 bit"
-        cells = [row["kind"], f"{row['computed'] / STEPS:.2f}", str(made["list"]["order"])]
-        cells += [f"{made['predicted']:.2e}" if is_plain else "–", f"{row['nmse']:.2e}"]
-        cells += [f"{_factor(report, row):.2f}", "–"] if is_plain else ["–", f"{_added(report, row):.2f}"]
+        made, steps = _made(report, row), _made(report, row)["list"]
+        cells = [row["kind"], f"{row['computed'] / STEPS:.2f}", _goes_on(steps["order"], bool(steps.get("fitted")))]
+        cells += [f"{made['predicted']:.2e}", f"{row['nmse']:.2e}", f"{_factor(report, row):.2f}"]
+        cells += ["–", "–"] if row["kind"] == KINDS[0] else _with_that_of_16_bit(report, row)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def held_out_table(report: Mapping[str, Any]) -> list[str]:
     """Return a line for each other call."""
-    lines = ["| call | computed | order | NMSE | with fewer steps |", "|" + "---|" * 5]
+    lines = ["| call | computed | others | NMSE | with fewer steps |", "|" + "---|" * 5]
     for row in report["held_out"]:
         if "error" in row:
             lines.append(f"| {row['what']} | refused: {row['error']} | | | |")
@@ -395,7 +420,7 @@ def held_out_table(report: Mapping[str, Any]) -> list[str]:
         cells = [
             row["what"],
             f"{row['share']:.2f}",
-            str(row["order"]),
+            row["others"],
             f"{row['nmse']:.1e}",
             f"{row['fewer_nmse']:.1e}",
         ]
@@ -423,7 +448,15 @@ def _better(row: Mapping[str, Any], name: str) -> bool:
 
 
 def _made(report: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return report["lists"][COMPUTED.index(row["computed"])]
+    return report["lists"][row["kind"]][COMPUTED.index(row["computed"])]
+
+
+def _goes_on(order: int, is_fitted: bool) -> str:
+    return "fitted" if is_fitted else f"order {order}"
+
+
+def _with_that_of_16_bit(report: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['sixteen']['nmse']:.2e}", f"{_added(report, row):.2f}"]
 
 
 def _factor(report: Mapping[str, Any], row: Mapping[str, Any]) -> float:
@@ -431,9 +464,12 @@ def _factor(report: Mapping[str, Any], row: Mapping[str, Any]) -> float:
 
 
 def _added(report: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    """Return the error of list and quantization together, by the sum of both errors alone, all against 16 bit."""
-    of_list = next(r["nmse"] for r in report["rows"] if (r["kind"], r["computed"]) == ("16 bit", row["computed"]))
-    return row["together_nmse"] / (of_list + row["alone_nmse"])
+    """Return the error of the list of 16 bit and of quantization together, by the sum of both alone.
+
+    All are against 16 bit with all steps, of the same images.
+    """
+    plain = next(r for r in report["rows"] if (r["kind"], r["computed"]) == (KINDS[0], row["computed"]))
+    return row["sixteen"]["together_nmse"] / (plain["sixteen"]["first_nmse"] + row["alone_nmse"])
 
 
 def _interval(numbers: Sequence[float]) -> str:

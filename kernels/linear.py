@@ -132,7 +132,7 @@ class QuantLinear(nn.Linear):
 
     All from `bias` on are in the compute dtype; ops.py computes with them. `scheme` is the present one, `prepared` the
     change for one GPU. `instead` computes for the layer, from it and its input, in the steps that runtime/steps.py
-    keeps in 16 bit.
+    keeps.
     """
 
     prepared: Layout | None = None
@@ -171,6 +171,7 @@ class QuantLinear(nn.Linear):
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
         self._scheme, self._scheme_text, self._roundings = scheme, str(scheme), _roundings(scheme)
+        self._weight_only_text = str(scheme.weight_only)
 
     @classmethod
     def from_quantized(
@@ -373,6 +374,11 @@ class QuantLinear(nn.Linear):
         if self.instead is not None:
             return self.instead(self, x)
         return ops.quantized_linear(x, *self.operands)
+
+    def without_rounding(self, x: Tensor) -> Tensor:
+        """Compute (…, N) of x (…, K), whose 16 bit stay: the bits of a weight-only layer of the same codes."""
+        tensors = self.tensors._replace(input_scale=None, row_scale=None)
+        return ops.quantized_linear(x, *pack_named(tensors, self._weight_only_text))
 
     def forward(self, input: Tensor) -> Tensor:
         return self.of_tokens(input)

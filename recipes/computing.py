@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from fluxq.base.console import did_you_mean, without_cure
 from fluxq.recipes.formats import FEATURES, Scheme
 from fluxq.recipes.step_list import StepList
+from fluxq.recipes.step_policy import POLICY, ends_of, policy_of
 
 Attention = Literal["16bit", "fp8", "int8"]
 Coded = Literal["fp8", "int8"]
@@ -44,16 +45,17 @@ class Strict(BaseModel):
 
 
 class Steps(Strict):
-    """Denoising steps in which transformers compute with their 16-bit weights: the first and the last of each call.
+    """Denoising steps that transformers compute in 16 bit: the first and the last of each call.
 
-    components: what they compute in then. A checkpoint records this, `fluxq.keep_steps` does it in a pipeline.
+    components: "16bit" with their 16-bit weights, "a16" with their codes and 16-bit activations. A checkpoint records
+        this, `fluxq.keep_steps` does it in a pipeline.
     compute: share of the steps of a call that are computed at all, by a list (step_list.py) that `fluxq quantize` makes
         and the checkpoint records. Those that are kept are among them.
     """
 
     first: int = Field(default=0, ge=0, le=1 << 20)
     last: int = Field(default=0, ge=0, le=1 << 20)
-    components: Literal["16bit"] = "16bit"
+    components: Literal["16bit", "a16"] = "16bit"
     compute: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="after")
@@ -80,6 +82,11 @@ class Steps(Strict):
         return " and ".join([f"{parts[0]} step{'s' if self._ends[0][1] > 1 else ''}", *parts[1:]])
 
     @property
+    def how(self) -> str:
+        """Words for the way in which they are kept."""
+        return "in 16 bit" if self.components == "16bit" else "at 16-bit activations"
+
+    @property
     def _ends(self) -> list[tuple[str, int]]:
         return [(end, count) for end, count in (("first", self.first), ("last", self.last)) if count]
 
@@ -90,7 +97,7 @@ class QuantizationConfig:
 
     layers: scheme -> full module names.
     attention: arithmetic of self-attention, of single modules by their paths.
-    steps: those kept in 16 bit (runtime/steps.py).
+    steps: those kept in 16 bit (runtime/steps.py); at 16-bit activations they are stored as `runtime`'s policy.
     runtime: what a pipeline may do with the model. `steps`: number of steps of a call, as text -> list of those that
         are computed (step_list.py), the same of all denoisers of a pipeline. Other keys are kept as they are.
 
@@ -149,7 +156,8 @@ class QuantizationConfig:
         named = {str(scheme): list(members) for scheme, members in layers.items()}
         runtime = config.get("runtime", {})
         _step_lists(runtime)
-        return cls(named, features, version, attention, _steps(config.get("steps")), runtime)
+        steps = _steps(config.get("steps")) or policy_steps(runtime)
+        return cls(named, features, version, attention, steps, runtime)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, `quant_method` included.
@@ -157,10 +165,14 @@ class QuantizationConfig:
         Attention is there only if it is not in 16 bit, steps if some are kept, runtime if it says something.
         """
         chosen: dict[str, Any] = {} if self.attention == "16bit" else {"attention": self.attention}
-        if self.steps is not None:
+        runtime = dict(self.runtime)
+        if self.steps is not None and self.steps.components == "a16":
+            if policy_steps(runtime) != self.steps:
+                runtime[POLICY] = policy_of(self.steps.first, self.steps.last)
+        elif self.steps is not None:
             chosen["steps"] = self.steps.model_dump(mode="json", exclude={"compute"})
-        if self.runtime:
-            chosen["runtime"] = dict(self.runtime)
+        if runtime:
+            chosen["runtime"] = runtime
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.format_version,
@@ -197,6 +209,20 @@ def _steps(value: Any) -> Steps | None:
         raise ValueError(
             f"checkpoint keeps steps {str(value)[:80]}, which this version does not know ({why}): update fluxq"
         ) from None
+
+
+def policy_steps(runtime: Mapping[str, Any]) -> Steps | None:
+    """Return the steps at 16-bit activations of a config.json's `runtime`; ValueError for a policy of another kind."""
+    if POLICY not in runtime:
+        return None
+    try:
+        first, last = ends_of(runtime[POLICY])
+    except ValueError as error:
+        raise ValueError(
+            f"quantization_config.runtime in config.json: {error}: update fluxq, or remove {POLICY} from it to compute "
+            "every step alike"
+        ) from None
+    return Steps(first=first, last=last, components="a16") if first or last else None
 
 
 def _step_lists(runtime: Any) -> dict[int, StepList]:

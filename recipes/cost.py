@@ -297,6 +297,12 @@ def in_16_bit(plan: Plan) -> Plan:
     return replace(plan, layers=tuple(replace(layer, scheme=None) for layer in plan.layers), attention="16bit")
 
 
+def weight_only(plan: Plan) -> Plan:
+    """Return the plan with activations of all layers in 16 bit, as in steps at 16-bit activations; attention too."""
+    layers = (replace(layer, scheme=layer.scheme and layer.scheme.weight_only) for layer in plan.layers)
+    return replace(plan, layers=tuple(layers), attention="16bit")
+
+
 def route(scheme: Scheme | None, chip: str, prefer: Prefer = "speed") -> Route:
     """Return the way in which a chip computes a scheme.
 

@@ -243,6 +243,11 @@ class Scheme:
         return tuple(name for name, field in FEATURES.items() if getattr(self, field))
 
     @property
+    def weight_only(self) -> Scheme:
+        """The scheme of the same stored weight whose activations keep their 16 bit."""
+        return dataclasses.replace(self, activations=None, static_input=False, four_over_six=False)
+
+    @property
     def is_transformed(self) -> bool:
         """True if x is transformed before it is rounded."""
         return bool(self.center or self.smooth or self.deflate or self.hadamard)

@@ -47,8 +47,8 @@ READERS = (
         "sglang",
         "0.5.23",
         ("NVFP4",),
-        "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit; its "
-        "fp8 has one scale for each weight, and x",
+        "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit, and so "
+        "is the policy of 16-bit activations; its fp8 has one scale for each weight, and x",
         interpreter="FLUXQ_SGLANG_PYTHON",
     ),
     Reader(
@@ -94,12 +94,13 @@ READERS = (
     Reader(
         "SGLang-Diffusion",
         "comfy",
-        "fluxq export tiny-nvfp4 --format comfy && "
+        "fluxq export tiny-nvfp4 --format comfy --side-layers 16bit && "
         "sglang generate --model-path MODEL --transformer-weights-path tiny-nvfp4-comfy.safetensors --prompt TEXT",
         "sglang",
         "0.5.23",
         ("nvfp4", "mxfp8", "int8_tensorwise"),
-        "its reader of markers: format of every layer; NVFP4 comes out in rows with the codes we have",
+        "its reader of markers: format of every layer, of which a file may have one; NVFP4 comes out in rows with the "
+        "codes we have",
         interpreter="FLUXQ_SGLANG_PYTHON",
     ),
     Reader(

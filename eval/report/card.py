@@ -249,7 +249,8 @@ def _steps_calls(steps: Steps | None) -> list[str]:
 def _steps_lines(steps: Steps | None) -> list[str]:
     lines = []
     if steps and steps.kept:
-        lines = [f"- kept in 16 bit: {steps} of every call, by `fluxq.keep_steps(pipe)` and the base model's weights"]
+        read = " and the base model's weights" if steps.components == "16bit" else ""
+        lines = [f"- kept {steps.how}: {steps} of every call, by `fluxq.keep_steps(pipe)`{read}"]
     if steps and steps.compute:
         lines.append(f"- computed: {100 * steps.compute:g}% of the steps of a call, by `fluxq.skip_steps(pipe)`")
     return lines

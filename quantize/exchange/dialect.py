@@ -82,7 +82,8 @@ class Dialect:
         ranks: all low-rank pairs of a file have one rank, a multiple of this; 0: each its own. units: Linears of a file
         that has blocks of its own, arranged as `arrange` says. unreadable: why no program reads a side layer's format
         beside those of main layers, (format, main formats, whether it is a modulation). note: on a layer of a class of
-        models. said: what an entry calls the format. why_larger: than the checkpoint.
+        models. said: what an entry calls the format. why_larger: than the checkpoint. steps: note where some are kept
+        at 16-bit activations.
     Faults for its readers
         faults: (kind, layer, what). left_out: end of a Linear's name -> why it often is in 16 bit.
     """
@@ -129,6 +130,7 @@ class Dialect:
     note: Callable[[Scheme, str], str] = lambda scheme, class_name: ""
     said: str = ""
     why_larger: str = ""
+    steps: str = "every step rounds its activations there, here the first or last do not"
 
     faults: Callable[[Headers], Iterator[tuple[str, str, str]]] = lambda model: iter(())
     left_out: Mapping[str, str] = field(default_factory=dict)

@@ -45,6 +45,7 @@ from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymaps import Joined, original_names
 from fluxq.recipes.plan import MODULATION_ROLE
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
+from fluxq.recipes.step_policy import POLICY
 
 SideLayers = Literal["8bit", "16bit"]
 MOST_ADDED = 0.03  # ‖W' - W‖ / ‖W‖ that rounding a side layer again may add: what E4M3 has on any weight is 0.027
@@ -264,6 +265,8 @@ class ComponentPlan:
         for key, words in _NOT_CARRIED.items():
             if self.dialect and (source.quantization | _listed(source.quantization)).get(key):
                 notes[words] += len(self.choices)
+        if rules is not None and POLICY in source.quantization.get("runtime", {}):
+            notes[rules.steps] += len(self.choices)
         done.notes, done.formats = dict(notes), dict(formats)
         in_16_bit = [name for name in source.linears if name not in entries]
         return Contents(source, parts, entries, plain, in_16_bit, max_shard_bytes)

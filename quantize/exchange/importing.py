@@ -39,7 +39,7 @@ from fluxq.quantize.exchange.reference import Base, settled
 from fluxq.quantize.exchange.rows import not_finite
 from fluxq.quantize.record import Record, write_digests, write_record
 from fluxq.quantize.verify import stored_fault
-from fluxq.recipes.computing import QuantizationConfig
+from fluxq.recipes.computing import QuantizationConfig, Steps, policy_steps
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import Joined
 
@@ -303,8 +303,18 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
     for other, (count, nbytes) in model.other_components().items():
         report.notes.append(f"{other}, {count} tensors of {console.size(nbytes)} beside the denoiser, was left out")
     if schemes:
-        config["quantization_config"] = QuantizationConfig.of(schemes.items()).to_dict()
+        steps = _steps(model.quantization, report.notes)
+        config["quantization_config"] = QuantizationConfig.of(schemes.items(), steps=steps).to_dict()
     write_json(folder / "config.json", config)
+
+
+def _steps(quantization: Mapping[str, Any], notes: list[str]) -> Steps | None:
+    """Return the steps at 16-bit activations that a file names; a policy of another kind is left out, with a note."""
+    try:
+        return policy_steps(quantization.get("runtime") or {})
+    except (TypeError, ValueError) as error:
+        notes.append(f"{error}; all steps are computed alike")
+        return None
 
 
 def _proved(model: ModelFile, base: Base) -> Inspection:

@@ -33,6 +33,7 @@ from fluxq.quantize.exchange.layouts import scaled
 from fluxq.quantize.exchange.marks import Headers, by_config, codes_of, guess_word, matrix_shape
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, row_for
 from fluxq.recipes.formats import ELEMENTS, find_format
+from fluxq.recipes.step_policy import POLICY
 
 
 def encode(layer: QuantTensors) -> Encoded:
@@ -125,6 +126,12 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
         described |= {"group_size": 16, "swap_weight_nibbles": False}
         described |= {"checkpoint_weight_scale_layout": "linear", "checkpoint_uses_packed_qkv": False}
     return described
+
+
+def runtime(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what readers of ModelOpt's folders take of a checkpoint's `runtime`: its policy of steps."""
+    said = quantization.get("runtime", {})
+    return {"runtime": {POLICY: said[POLICY]}} if POLICY in said else {}
 
 
 def _ignored(name: str, quantized: Collection[str]) -> str:
@@ -281,7 +288,8 @@ DIALECT = Dialect(
     put_back=_put_back,
     rows=ROWS,
     encode=encode,
-    writer=pipeline_writer(lambda one: config(one.entries, one.in_16_bit, _SCHEMA)),
+    writer=pipeline_writer(lambda one: config(one.entries, one.in_16_bit, _SCHEMA) | runtime(one.source.quantization)),
+    steps="first and last steps at 16-bit activations are in config.json, and its readers do them in Cosmos3 alone",
     unreadable=_unreadable,
     said="quant_algo",
     why_larger="its readers compute modulation in 16 bit, whatever the recipe",

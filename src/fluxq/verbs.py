@@ -224,7 +224,7 @@ def choose_steps(
     count: images that are measured; as many others decide.
     output: a .json file, by default MODEL-steps.json in the current folder.
     prompts, call, overwrite: as `quantize_pipeline` has them.
-    options: device, dtype, seed, revision and local_files_only.
+    options: device, dtype, seed, max_memory (bytes), revision and local_files_only.
     """
     from fluxq.jobs import stepping
     from fluxq.jobs.job import JobOptions
@@ -303,8 +303,8 @@ def evaluate_pipeline(
     return report
 
 
-_OF_STEPS = {"device", "dtype", "seed", "revision", "local_files_only"}
-_OF_AUTO = {*_OF_STEPS, "components", "include", "exclude", "max_memory"}
+_OF_STEPS = {"device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
+_OF_AUTO = {*_OF_STEPS, "components", "include", "exclude"}
 _LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
 _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}

@@ -3,18 +3,23 @@
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.tensor import unpack_named
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.cost import ForwardPass
 from fluxq.recipes.formats import Scheme
 
@@ -516,7 +521,7 @@ def test_the_modelled_tables_are_those_of_the_committed_file_and_of_the_model(sc
     page, with_tables = script.PAGE.read_text(encoding="utf-8"), script.flux_modelled.with_tables
     assert with_tables(page, found) == page
     now = script.modelled_steps()
-    for part in ("steps", "passes", "switches", "parts", "goals", "small"):
+    for part in ("steps", "passes", "switches", "parts", "goals", "small", "images"):
         assert now[part] == found[part], part
         changed = [_with_other_numbers(row) for row in found[part]]
         assert with_tables(page, found | {part: changed}) != page, part
@@ -533,6 +538,56 @@ def test_a_pass_takes_its_bytes_time_or_that_of_its_instructions(script, state: 
     )
     assert few.seconds(device, state) == pytest.approx(2)
     assert many.seconds(device, state) == pytest.approx({"compiled": 4, "optimized": 3, "every fusion": 2}[state])
+
+
+def test_an_image_takes_the_lists_steps_and_what_runs_once(script) -> None:
+    model = script.flux_modelled
+    device, parts = model.find_device("h200"), {"products": 40.0, "modulation": 1.0, "passes": 8.0}
+    found = model._images(parts, device)
+    assert found["28"] - found["9"] == pytest.approx(19 * 48.0)
+    counted = sum(flops / device.flops("bf16") + size / device.bytes_per_second for flops, size in model.ONCE.values())
+    assert found["28"] - 28 * 48.0 == pytest.approx(found["once"])
+    assert found["once"] == pytest.approx(28 * 1.0 + 1e3 * counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["T5-XXL", "CLIP-L", "FLUX.1 VAE"])
+def test_what_runs_once_is_counted_in_its_operators(script, name: str) -> None:
+    row, config = next((row, each.config) for row in FAMILIES.values() for each in row.published if each.name == name)
+    model: Any
+    with torch.device("meta"):
+        if row.kind == "vae":
+            model = diffusers.AutoencoderKL.from_config(dict(config))
+            model.to(torch.bfloat16)
+            run = partial(model.decode, torch.empty(1, 16, 128, 128, dtype=torch.bfloat16))
+        else:
+            kind = getattr(transformers, row.model)
+            model = kind(kind.config_class.from_dict(dict(config))).to(torch.bfloat16)
+            run = partial(model, torch.zeros(1, 512 if name == "T5-XXL" else 77, dtype=torch.long))
+    with torch.no_grad(), Operators() as counted:
+        run()
+    assert script.flux_modelled.ONCE[name] == pytest.approx((counted.flops, counted.bytes), rel=0.01)
+
+
+class Operators(TorchDispatchMode):
+    """FLOPs of products and convolutions, and bytes that the other operators read and write; of tables one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+            return out
+        read, written = ([x for x in tree_leaves(v) if isinstance(x, torch.Tensor)] for v in ((args, kwargs), out))
+        places = {x.untyped_storage()._cdata for x in read}
+        if not all(x.untyped_storage()._cdata in places for x in written):  # else it is a view
+            read = written if func._schema.name == "aten::embedding" else read
+            self.bytes += sum(x.nbytes for x in (*read, *written))
+        return out
 
 
 def _with_other_numbers(value: Any) -> Any:

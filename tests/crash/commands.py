@@ -131,6 +131,7 @@ COMMANDS = {
         "export {base}/model-fp8 --format bfl -o out.safetensors --overwrite",
         (("other.safetensors", "out.safetensors"), ("other.config.json", "out.config.json")),
     ),
+    "export a list of steps": Command("export {base}/model-steps.json --format cache-dit -o out.yaml"),
     "export to a folder": Command("export {base}/model-fp8 --format torchao -o out"),
     "export to a folder, replacing": Command(
         "export {base}/model-fp8 --format torchao -o out --overwrite", (("other-torchao", "out"),)

@@ -8,6 +8,7 @@ scales into rows, in its own order; its kernels, and the models that are built a
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from exchange_files import export
 from exchange_readers import READERS
 from safetensors.torch import load_file
-from shared import said_by
+from shared import copy_of, said_by
 
+from fluxq.base.files import read_json, write_json
 from fluxq.base.model import resolve_model
+from fluxq.recipes.computing import QuantizationConfig, Steps
 
 PYTHON = os.environ.get("FLUXQ_SGLANG_PYTHON", "")
 given = pytest.mark.skipif(not PYTHON, reason="FLUXQ_SGLANG_PYTHON names no interpreter that has SGLang-Diffusion")
@@ -30,20 +33,28 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from safetensors.torch import load_file, save_file
-from sglang.multimodal_gen.runtime.layers.quantization import modelopt_quant
+from sglang.multimodal_gen.runtime.layers.quantization import modelopt_fp8_step_precision, modelopt_quant
+from sglang.multimodal_gen.runtime.layers.linear import LinearBase
 from sglang.multimodal_gen.runtime.utils import quantization_utils as utils
 
 def read(path, layers, out):
     if path.is_dir():
         folder = path / "transformer"
         files = sorted(map(str, folder.glob("*.safetensors")))
-        config = utils.get_quant_config(json.loads((folder / "config.json").read_text()), str(folder))
-        said = {"config": type(config).__name__, "ignored": [n for n in layers if config.is_layer_excluded(n)]}
+        described = json.loads((folder / "config.json").read_text())
+        config = utils.get_quant_config(described, str(folder))
+        policy = modelopt_fp8_step_precision.read_checkpoint_step_policy(described["quantization_config"])
+        ends = policy and [policy.first_steps, policy.last_steps, policy.reasoner_a16]
+        ignored = [name for name in layers if config.is_layer_excluded(name)]
+        said = {"config": type(config).__name__, "policy": ends, "ignored": ignored}
     else:
         files = [str(path)]
         markers = utils.inspect_comfy_quant_markers(files)
-        said = {"config": type(utils.resolve_comfy_checkpoint_quantization(markers)).__name__,
-                "formats": {name: marker["format"] for name, marker in markers.items()}}
+        config = utils.resolve_comfy_checkpoint_quantization(markers)
+        said = {"config": type(config).__name__, "formats": {name: m["format"] for name, m in markers.items()}}
+        for name in said["formats"] if "nvfp4" in said["formats"].values() else ():
+            if said["formats"][name] == "int8_tensorwise":
+                config.get_quant_method(LinearBase.__new__(LinearBase), name)  # of a Linear, which may be refused
     found = utils.build_nvfp4_config_from_safetensors_list(files)
     if found is None:
         return said
@@ -74,13 +85,16 @@ models = []
 for path, layers, out in json.loads(sys.argv[1]):
     try:
         models.append(read(Path(path), layers, out))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         models.append({"error": str(error)})
 assert "fluxq" not in sys.modules
 print(json.dumps({"version": importlib.metadata.version("sglang"), "models": models}))
 """
 
-MODELS = [("nvfp4", "modelopt"), ("fp8", "modelopt"), ("nvfp4", "comfy"), ("mxfp8", "comfy"), ("int8", "comfy")]
+MODELS = [  # recipe, dialect, side layers: with "8bit" comfy's are int8
+    *(("nvfp4", "modelopt", "8bit"), ("fp8", "modelopt", "8bit"), ("int8", "comfy", "8bit")),
+    *((recipe, "comfy", side_layers) for recipe in ("nvfp4", "mxfp8") for side_layers in ("8bit", "16bit")),
+]
 
 
 def shapes_of(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
@@ -96,15 +110,28 @@ def shapes_of(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]
     return held, shapes
 
 
+def with_policy(checkpoint: Path, target: Path) -> Path:
+    """A copy of the checkpoint whose recipe asks for 16-bit activations in a step at the start and two at the end."""
+    file = copy_of(checkpoint, target) / "transformer" / "config.json"
+    config = read_json(file)
+    stored = QuantizationConfig.from_dict(config["quantization_config"])
+    config["quantization_config"] = replace(stored, steps=Steps(first=1, last=2, components="a16")).to_dict()
+    write_json(file, config)
+    return target
+
+
 @pytest.fixture(scope="module")
 def read(plain_checkpoint, tmp_path_factory):
     """Of every file: (what it holds, its Linears, what SGLang made of it, what it said)."""
     root, asked, models = tmp_path_factory.mktemp("sglang"), [], []
-    for recipe, dialect in MODELS:
-        target = root / f"{recipe}-{dialect}{'.safetensors' if dialect == 'comfy' else ''}"
-        export(resolve_model(str(plain_checkpoint(recipe))), dialect, target)
+    for recipe, dialect, side_layers in MODELS:
+        target = root / f"{recipe}-{dialect}-{side_layers}{'.safetensors' if dialect == 'comfy' else ''}"
+        checkpoint = plain_checkpoint(recipe)
+        if dialect == "modelopt":
+            checkpoint = with_policy(checkpoint, root / recipe)
+        export(resolve_model(str(checkpoint)), dialect, target, side_layers=side_layers)
         models.append(shapes_of(target))
-        asked.append([str(target), models[-1][1], str(root / f"{recipe}-{dialect}-read.safetensors")])
+        asked.append([str(target), models[-1][1], str(root / f"{target.name}-read.safetensors")])
     said = json.loads(said_by([PYTHON, "-c", READ, json.dumps(asked)], root).splitlines()[-1])
     held = [load_file(job[2]) if Path(job[2]).exists() else {} for job in asked]
     of_each = zip(MODELS, models, held, said["models"], strict=True)
@@ -114,32 +141,48 @@ def read(plain_checkpoint, tmp_path_factory):
 @given
 @pytest.mark.reader("SGLang-Diffusion", "modelopt")
 def test_sglang_reads_a_folder_of_modelopts(read) -> None:
-    held, linears, rows, said = read[1]["nvfp4", "modelopt"]
+    held, linears, rows, said = read[1]["nvfp4", "modelopt", "8bit"]
     in_16_bit = [name for name in linears if f"{name}.weight_scale" not in held]
     assert said["config"] == "ModelOptFp4Config" and "proj_out" in in_16_bit
     assert said["ignored"] == said["found ignored"] == in_16_bit  # by config.json alone, and by the file
     assert (said["swap"], said["order"], said["group"]) == (False, "linear", 16)
     require_rows(rows, held, linears.keys() - set(in_16_bit))
-    *_, said = read[1]["fp8", "modelopt"]
+    *_, said = read[1]["fp8", "modelopt", "8bit"]
     assert "FP8_PER_CHANNEL_PER_TOKEN" in said["error"]
 
 
 @given
 @pytest.mark.reader("SGLang-Diffusion", "comfy")
 def test_sglang_reads_comfyuis_files(read) -> None:
-    held, linears, rows, said = read[1]["nvfp4", "comfy"]
+    held, linears, rows, said = read[1]["nvfp4", "comfy", "16bit"]
     in_16_bit = [name for name in linears if f"{name}.weight_scale" not in held]
     assert said["config"] == "ComfyNvfp4Config" and said["found ignored"] == in_16_bit
     assert (said["swap"], said["order"]) == (True, "swizzled")
-    rowwise = read[1]["nvfp4", "modelopt"][0]  # of the same codes, by diffusers' names
+    rowwise = read[1]["nvfp4", "modelopt", "8bit"][0]  # of the same codes, by diffusers' names
     doubles = "transformer_blocks.0.attn."
     for part in ("weight", "weight_scale"):
         whole = torch.cat([rowwise[f"{doubles}to_{each}.{part}"].view(torch.uint8) for each in "qkv"])
         assert torch.equal(rows[f"double_blocks.0.img_attn.qkv.{part}"].view(torch.uint8), whole), part
-    for recipe, config, kind in (("mxfp8", "MXFP8Config", "mxfp8"), ("int8", "ConvRotInt8Config", "int8_tensorwise")):
-        held, _, _, said = read[1][recipe, "comfy"]
+    alone = (("mxfp8", "16bit", "MXFP8Config", "mxfp8"), ("int8", "8bit", "ConvRotInt8Config", "int8_tensorwise"))
+    for recipe, side_layers, config, kind in alone:
+        held, _, _, said = read[1][recipe, "comfy", side_layers]
         assert said["config"] == config and set(said["formats"].values()) == {kind}
         assert said["formats"].keys() == {n.removesuffix(".comfy_quant") for n in held if n.endswith(".comfy_quant")}
+
+
+@given
+def test_sglang_takes_no_int8_linears_beside_others(read) -> None:
+    """Modulation is int8 in these recipes, unless side layers are asked for in 16 bit."""
+    *_, said = read[1]["mxfp8", "comfy", "8bit"]
+    assert said == {"error": "Unsupported Comfy quantization format(s): int8_tensorwise, mxfp8"}
+    *_, said = read[1]["nvfp4", "comfy", "8bit"]
+    assert said["error"].startswith("Unsupported quantized linear marker for 'double_blocks.0.")
+
+
+@given
+def test_sglang_reads_the_policy_of_steps(read) -> None:
+    *_, said = read[1]["nvfp4", "modelopt", "8bit"]
+    assert said["policy"] == [1, 2, False]
 
 
 @given

@@ -25,7 +25,10 @@ import fluxq
 from fluxq.base.model import resolve_model
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
+from fluxq.quantize.exchange import modelopt
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import QuantizationConfig, Steps
+from fluxq.recipes.formats import Scheme
 
 PYTHON = os.environ.get("FLUXQ_VLLM_OMNI_PYTHON", "")
 given = pytest.mark.skipif(not PYTHON, reason="FLUXQ_VLLM_OMNI_PYTHON names no interpreter that has vLLM-Omni")
@@ -112,6 +115,19 @@ with set_current_vllm_config(VllmConfig()):
             models.append({"error": f"{type(error).__name__}: {error}"})
 assert "fluxq" not in sys.modules
 print(json.dumps({"version": importlib.metadata.version("vllm-omni"), "models": models}))
+"""
+
+# argv: JSON of a quantization_config. The files that read a policy need nothing of the rest, which wants a GPU's vLLM.
+POLICY = """
+import importlib, importlib.util, json, sys
+from types import ModuleType, SimpleNamespace
+(package,) = importlib.util.find_spec("vllm_omni").submodule_search_locations
+policies = sys.modules["policies"] = ModuleType("policies")
+policies.__path__ = [package + "/diffusion/models/cosmos3/mixed_precision"]
+config = SimpleNamespace(get_name=lambda: "modelopt_fp4", is_checkpoint_nvfp4_serialized=True)
+model = SimpleNamespace(params={"quantization_config": json.loads(sys.argv[1])}, quant_config=config)
+read = importlib.import_module("policies.checkpoint").read_checkpoint_policy(SimpleNamespace(tf_model_config=model))
+print(json.dumps([read.first_steps, read.last_steps, read.reasoner]))
 """
 
 MODELS = [  # family, recipe, excluded, the file of vLLM-Omni's class, and what is to be read there
@@ -203,6 +219,14 @@ def test_vllm_omni_loads_what_was_exported(read, number) -> None:
         if name in said["input_scales"]:
             scales = {file[f"{part}.input_scale"].item() for part in parts_of(name, names)}
             assert scales == {said["input_scales"][name]}, name
+
+
+@given
+def test_vllm_omni_reads_the_policy_of_steps(tmp_path) -> None:
+    steps = Steps(first=1, last=2, components="a16")
+    ours = QuantizationConfig.of({"a": Scheme.parse("nvfp4-nvfp4-static")}.items(), steps=steps).to_dict()
+    said = said_by([PYTHON, "-c", POLICY, json.dumps(modelopt.runtime(ours))], tmp_path)
+    assert json.loads(said) == [1, 2, "native"]
 
 
 @given

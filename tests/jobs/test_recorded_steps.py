@@ -20,9 +20,11 @@ from fluxq.jobs import judge, listing, making
 from fluxq.jobs.exchange import plan_export
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.planning import demand
+from fluxq.jobs.stepping import export_list
 from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import QuantizationConfig, Steps
 from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.step_exports import read_mask
 from fluxq.runtime import step_trials, steps
 from fluxq.runtime.skip import recorded_lists, skip_steps
 
@@ -74,6 +76,13 @@ def test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in
     assert "\nfluxq.keep_steps(pipe)\nfluxq.skip_steps(pipe)\n```" in card
     assert "- computed: 50% of the steps of a call, by `fluxq.skip_steps(pipe)`" in card
     assert f"4 images of {steps}, same prompts" in card
+
+
+def test_the_list_of_a_checkpoint_is_exported(folder, root) -> None:
+    place = export_list(folder, "cache-dit", root / "mask.yaml")
+    assert read_mask(place) == (1, 1, 0, 0, 0, 0, 1, 1)
+    with pytest.raises(ValueError, match=r"records 0 lists of steps: give the file of one"):
+        export_list(Path(tiny.path()), "cache-dit", root / "none.yaml")
 
 
 def test_saving_again_keeps_the_list_and_what_another_program_wrote_beside_it(folder, tmp_path) -> None:

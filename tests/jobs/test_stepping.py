@@ -104,6 +104,15 @@ def test_an_interrupted_run_goes_on(monkeypatch) -> None:
     assert not [*Path().glob(".out.json.*.work")]
 
 
+def test_a_list_is_the_same_within_a_bound_of_memory(tight) -> None:
+    plain = made()
+    bounded = stepping.request_of(replace(OPTIONS, output="bounded.json", max_memory=1 << 30), compute=0.5, count=4)
+    assert stepping.make_list(bounded) == plain
+    assert len(tight) == 1 and tight[0].resident_bytes < 1 << 20  # of 7 MB
+    with pytest.raises(ValueError, match=r"--max-memory 1MiB: running transformer on .* needs .*; give at least that"):
+        stepping.request_of(replace(OPTIONS, output="less.json", max_memory=1 << 20), compute=0.5, count=4)
+
+
 def test_a_gate_takes_the_fewest_steps_that_hold_it() -> None:
     result = made(compute=None, gate="latent_sqnr>=30")
     assert result["sqnr_db"] >= 30
@@ -230,8 +239,8 @@ def test_the_command_prints_the_list_and_the_verb_returns_it() -> None:
     assert again["list"] == steps.to_dict()
     call = {"num_inference_steps": 6}
     assert fluxq.choose_steps("tiny", compute=0.5, count=4, call=call, dtype="float32") == steps
-    with pytest.raises(TypeError, match="max_memory: no such option"):  # which a search takes
-        fluxq.choose_steps("tiny", compute=0.5, max_memory=1 << 30)
+    with pytest.raises(TypeError, match="include: no such option"):  # which a search takes
+        fluxq.choose_steps("tiny", compute=0.5, include=["a"])
     with pytest.raises(ValueError, match="below 0 dB all is error"):
         fluxq.choose_steps("tiny", gate="latent_sqnr>=-99999")
     with pytest.raises(TypeError, match="bits: no such option"):

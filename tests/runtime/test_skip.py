@@ -194,6 +194,18 @@ def test_calls_outside_the_pipelines_steps_are_refused(pipe) -> None:
         assert torch.equal(run(pipe), listed)
 
 
+def test_calls_of_another_pipeline_are_refused_before_the_first_one_ran() -> None:
+    first = tiny.load()
+    other = diffusers.FluxPipeline(**{**first.components, "scheduler": copy.deepcopy(first.scheduler)})
+    for made in (first, other):
+        made.set_progress_bar_config(disable=True)
+    with skip_steps(first, COMPUTED) as skipped:
+        with pytest.raises(ValueError, match=r"at several timesteps, and the scheduler .*makes none: give other"):
+            run(other, true_cfg_scale=3.0, negative_prompt=["a white ground"] * 2)
+        run(first, true_cfg_scale=3.0, negative_prompt=["a white ground"] * 2)
+    assert skipped.computed == 4 + 8
+
+
 def test_a_call_whose_noise_levels_do_not_fall_is_refused(pipe) -> None:
     with skip_steps(pipe, COMPUTED), pytest.raises(ValueError, match="do not fall from step to step"):
         run(pipe, sigmas=[1.0, 1.0, 0.8, 0.6, 0.4, 0.2])

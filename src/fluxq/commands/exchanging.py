@@ -112,7 +112,8 @@ def _export_list(session: Session, file: Path, format: str, target: Path | None)
         raise ValueError(f"--format {format} is of a list of steps, which has no layers: leave out {', '.join(flags)}")
     from fluxq.jobs import stepping
 
-    place = stepping.export_list(file, format, target, overwrite=session.arguments["overwrite"])
+    how = {"overwrite": session.arguments["overwrite"], "on_start": session.start_work}
+    place = stepping.export_list(file, format, target, **how)
     session.print({"list": str(place)}, lambda: show.exported_list(place))
 
 

@@ -226,6 +226,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     help="Images that are measured; as many others decide.",
 )
 @run_options
+@max_memory_option
 @output_option("<model>-steps.json")
 @overwrite_option
 @common_options

@@ -707,7 +707,7 @@ def _psnr(check: Check | None) -> str:
 
 def _summary(component: Plan) -> None:
     attention = f", attention in {words}" if (words := _attention(component)) else ""
-    steps = f", {component.steps} in 16 bit" if component.steps else ""
+    steps = f", {component.steps} {component.steps.how}" if component.steps else ""
     steps += f", {100 * component.compute:g}% of the steps of a call computed" if component.compute else ""
     echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
 

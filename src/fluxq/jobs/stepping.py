@@ -12,7 +12,7 @@ measured error. A mask of another program is proposed as it is, and runs decide 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -23,18 +23,20 @@ import yaml
 
 import fluxq
 from fluxq.base.files import read_json, write_json, write_text
+from fluxq.base.model import resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal, with_seal, writing
 from fluxq.calibrate.capture import number_of_steps
 from fluxq.calibrate.paths import FEWEST_IMAGES, require_listed
 from fluxq.jobs import memory
 from fluxq.jobs.job import RUNS, Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
-from fluxq.jobs.listing import velocities_of
-from fluxq.jobs.planning import job_of
+from fluxq.jobs.listing import lists_of_checkpoint, velocities_of
+from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import reads_of, require_steps, scheduler_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.recipe import gate_holds, latent_bound
 from fluxq.recipes.step_exports import STEP_EXPORTS, read_mask
+from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skip import KIND, read_list
 from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, Trials, TriedList, computed_of, require_share
 from fluxq.runtime.steps import require_followed
@@ -85,7 +87,7 @@ def request_of(
     numbers = None if mask is None else read_mask(mask)
     if numbers:
         options = replace(options, call={"num_inference_steps": len(numbers), **options.call})
-    job = job_of(replace(options, check=False), writes=False, runs=False)
+    job = job_of(replace(options, check=False, max_memory=None), writes=False, runs=False)
     require_steps(job.folder)
     scheduler, total = scheduler_of(job.folder), number_of_steps(job.folder.pipeline_class, job.call)
     require_followed(scheduler)
@@ -100,13 +102,8 @@ def request_of(
         raise ValueError(f"output {place}: a list of steps is a .json file; call it {place.stem}.json, say")
     output = Output(place, True)
     output.require(reads_of(job.folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True)
-    weights = memory.weight_bytes(job.folder, options.dtype)
-    device, in_turns = memory.settle_pipeline(job.folder, job.run.device, weights, options.device)
-    if in_turns:
-        raise ValueError(f"{job.folder.name} does not fit on {device}: give --device cpu, or a GPU with more memory")
-    job = replace(job, output=place, run=Run(device))
-    request = Request(job, compute, gate, count, denoisers_of(job.folder), numbers)
-    job = replace(request.job, identity=_identity(request))
+    request = Request(replace(job, output=place), compute, gate, count, denoisers_of(job.folder), numbers)
+    job = replace(request.job, identity=_identity(request), run=_run(request, options))
     finished = False
     if not options.overwrite:
         output.require_free(overwrite=False, job=job_digest(decisive(job)))
@@ -116,13 +113,26 @@ def request_of(
     return replace(request, job=replace(job, finished=finished))
 
 
+def _run(request: Request, options: JobOptions) -> Run:
+    """Return where the list can be made; ValueError for memory in which it cannot."""
+    job = request.job
+    sizes = memory.sizes_of(request.items, job.call)
+
+    def demand_on(device: str) -> memory.Demand:
+        return memory.demand_of(device, options.dtype, job.folder, sizes=sizes, shown=(), fitted=(), fused=())
+
+    if options.max_memory is not None:
+        return replace(job.run, memory=demand_on(job.run.device).bound(options.max_memory))
+    return settle_by(demand_on, job, options.device, "smaller images (--height, --width) take less")
+
+
 def make_list(request: Request) -> dict[str, Any]:
     """Make the list, write it and what was measured, and return that."""
     job = request.job
     if job.finished:
         clear_leftovers(job)
         return read_json(job.output)
-    with work_of(job) as work:
+    with memory.within(job.run.limit, job.run.device), work_of(job) as work:
         pipe = job.load_reference()
         velocities = velocities_of(pipe, request.denoisers, request.items[: request.count], job.call, work)
         trials = Trials(pipe, velocities, request.items[request.count :], job.call, work / RUNS)
@@ -134,23 +144,42 @@ def make_list(request: Request) -> dict[str, Any]:
     return result
 
 
-def export_list(file: Path, format: str, target: Path | None = None, *, overwrite: bool = False) -> Path:
+def export_list(
+    file: Path,
+    format: str,
+    target: Path | None = None,
+    *,
+    overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
+) -> Path:
     """Write a list for another program, a key of STEP_EXPORTS, and return the place; ValueError if it cannot take it.
 
+    file: that `fluxq steps` wrote, or a checkpoint that records a list.
     target: a .yaml file, by default ./<name of the list>-<format>.yaml.
     """
     settings, use = STEP_EXPORTS[format]
-    steps, place = read_list(file), plain_path(target or f"{file.stem}-{format}.yaml")
+    steps, place = _list_at(file), plain_path(target or f"{file.resolve().stem}-{format}.yaml")
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: what {format} reads is a .yaml file; call it {place.stem}.yaml, say")
     lines = [f"# {steps}, of {file.name}", *(f"#   {line.replace('FILE', place.name)}" for line in use)]
     text = "\n".join([*lines, yaml.safe_dump(settings(steps), sort_keys=False, default_flow_style=None, width=110)])
     output, digest = Output(place, True), job_digest([fluxq.__version__, format, text])
     output.require({"the list": file}, overwrite=overwrite, exists_ok=True)
+    on_start()
     with writing(output, digest, overwrite=overwrite) as part:
         if part:
             write_text(part / output.place.name, seal(text, ".yaml", digest))
     return place
+
+
+def _list_at(path: Path) -> StepList:
+    """Return the list of a file, or the one that a checkpoint records."""
+    if not (path / "model_index.json").is_file():
+        return read_list(path)
+    lists = lists_of_checkpoint(resolve_model(str(path)))
+    if len(lists) != 1:
+        raise ValueError(f"{path} records {len(lists)} lists of steps: give the file of one, as `fluxq steps` makes")
+    return lists[0]
 
 
 def passes_of(request: Request) -> dict[str, int]:

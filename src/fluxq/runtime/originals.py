@@ -4,6 +4,8 @@
     streamed    a block is read from the model's files when one of its layers is called, and the next one meanwhile:
                 two blocks at most are in memory, and none between such steps
 
+Steps whose activations alone are in 16 bit need none of it: layers compute them with their codes (`Codes`).
+
 Only quantized layers have something here; all other weights are in 16 bit anyway. The original weight takes the input
 as it comes, with the original bias: mean, factors, rotation and deflation of the input belong to the codes, and so do
 the changes of bias and low-rank branch that make up for them.
@@ -159,6 +161,28 @@ class Resident:
 
     def close(self) -> None:
         self._by_layer = {}
+
+
+class Codes:
+    """The layers' own codes, which 16-bit activations meet as they come: no weights beside them."""
+
+    nbytes = 0
+
+    def __init__(self, layers: Mapping[str, QuantLinear]) -> None:
+        self._layers = layers
+
+    def enter(self) -> None:
+        """Let layers take their inputs without rounding from now on; those that are weight-only do so anyway."""
+        for layer in self._layers.values():
+            if layer.scheme.activations is not None:
+                layer.instead = QuantLinear.without_rounding
+
+    def leave(self) -> None:
+        """Let layers round their inputs again."""
+        give_back(self._layers)
+
+    def close(self) -> None:
+        pass
 
 
 class Streamed:

@@ -2,7 +2,9 @@
 
 An error of the first steps changes the subject of an image, and no later step washes out one of the last steps. In the
 steps that are kept a quantized layer computes with its original weight on its input as it comes, and self-attention in
-16 bit: the denoiser is then the 16-bit model, bit for bit where that was loaded in the same dtype.
+16 bit: the denoiser is then the 16-bit model, bit for bit where that was loaded in the same dtype. With
+`components="a16"` the layer multiplies its input, as it comes, with its own codes: the denoiser is then the weight-only
+model, bit for bit, and nothing is read or held beside the codes.
 
 The scheduler says which step a call of the denoiser belongs to, so guidance with two calls a step, two denoisers in one
 run, image-to-image and step caches need nothing. A step is one of those that users ask for: two evaluations of a
@@ -20,7 +22,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -39,10 +41,11 @@ from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import BACKENDS, QuantizationConfig, Steps, attention_by
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.step_list import StepList
-from fluxq.runtime.originals import Originals, Resident, Streamed
+from fluxq.runtime.originals import Codes, Originals, Resident, Streamed
 from fluxq.runtime.placed import Handle
 
 Placing = Literal["auto", "resident", "streamed"]
+Components = Literal["16bit", "a16"]
 
 
 def keep_steps(
@@ -50,6 +53,7 @@ def keep_steps(
     *,
     first: int | None = None,
     last: int | None = None,
+    components: Components | None = None,
     source: str | Path | None = None,
     weights: Placing = "auto",
 ) -> KeptSteps:
@@ -60,6 +64,8 @@ def keep_steps(
     resident; compile and, where the whole denoiser is compiled, capture first.
 
     first, last: how many steps; by default those of the checkpoint's recipe.
+    components: "16bit" computes them with 16-bit weights, "a16" with the codes and 16-bit activations, for which source
+    and weights say nothing; by default as in the checkpoint's recipe, else "16bit".
     source: folder or hub id of the 16-bit model, by default as in `fluxq_plan.json`, which also names fused LoRA files.
     weights: "resident" keeps 16-bit weights of all quantized layers beside their codes, "streamed" reads them block by
     block in each of these steps, "auto" decides by the free memory, and again where the pipeline is moved or offloaded.
@@ -74,7 +80,14 @@ def keep_steps(
         raise ValueError(
             f"keep_steps needs a pipeline with a scheduler and a quantized denoiser, got {type(pipe).__name__}"
         )
-    steps = _steps_to_keep(models, first, last)
+    steps = _steps_to_keep((model for _, model in models.values()), first, last, components)
+    if steps.components == "a16":
+        if source is not None or weights != "auto":
+            raise ValueError(
+                "steps at 16-bit activations (a16) compute with the checkpoint's own codes and read no 16-bit weights: "
+                "leave out source= and weights=, or say components='16bit'"
+            )
+        return KeptSteps(pipe, steps)
     weights_of, recorded = _sources(pipe, models, source)
     return KeptSteps(pipe, steps, weights_of, recorded, weights)
 
@@ -103,13 +116,13 @@ class KeptSteps(Handle):
         self,
         pipe: Any,
         steps: Steps,
-        weights_of: Callable[[str], SourceWeights],
+        weights_of: Callable[[str], SourceWeights] | None = None,
         recorded: Mapping[str, Mapping[str, int]] | None = None,
         weights: Placing = "auto",
     ) -> None:
         """Switch steps of all quantized denoisers in a pipeline.
 
-        weights_of: component -> its 16-bit weights.
+        weights_of: component -> its 16-bit weights, which steps at 16-bit activations do not read.
         recorded: component -> layer -> rank that it was quantized with; None if nothing is known of the checkpoint, and
         weights are to be compared with the codes.
         """
@@ -123,12 +136,11 @@ class KeptSteps(Handle):
         for name, (outer, model) in _quantized_denoisers(pipe):
             if any(True for _ in _switches_of(outer)):
                 raise ValueError(f"steps of this {type(model).__name__} are kept already: remove() that first")
-            layers = _layers_of(model)
-            recorded_ranks = (recorded or {}).get(name, {})
-            ranks = {path: recorded_ranks.get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
-            originals = Originals(layers, weights_of(name), ranks)
-            if recorded is None:
-                originals.require_alike()
+            originals = None
+            if steps.components == "16bit":
+                if weights_of is None:
+                    raise ValueError("steps in 16 bit need weights_of, from where their weights are read")
+                originals = _originals_of(model, weights_of(name), None if recorded is None else recorded.get(name, {}))
             self._switches.append(StepSwitch(self, follower, outer, model, originals))
         for switch in self._switches:
             switch.choose()  # what cannot be is refused before anything is put in place
@@ -137,8 +149,8 @@ class KeptSteps(Handle):
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """Of each denoiser, where its 16-bit weights are: "resident" or "streamed"."""
-        return tuple("streamed" if switch.is_streamed else "resident" for switch in self._switches)
+        """Of each denoiser, where its 16-bit weights are: "resident" or "streamed"; () where none are read."""
+        return tuple("streamed" if each.is_streamed else "resident" for each in self._switches if each.originals)
 
     @property
     def nbytes(self) -> int:
@@ -155,13 +167,14 @@ class StepSwitch:
     """Switch between quantized and 16-bit steps: hooks before and after each call of a denoiser.
 
     outer: the module that the pipeline calls. model: the one in it, where torch.compile has put something around it.
+    originals: None for steps at 16-bit activations.
     """
 
     def __init__(
-        self, kept: KeptSteps, follower: Follower, outer: nn.Module, model: nn.Module, originals: Originals
+        self, kept: KeptSteps, follower: Follower, outer: nn.Module, model: nn.Module, originals: Originals | None
     ) -> None:
         self.kept, self.follower, self.outer, self.model, self.originals = kept, follower, outer, model, originals
-        self.store: Resident | Streamed | None = None
+        self.store: Resident | Streamed | Codes | None = None
         self._chosen_for: tuple[object, ...] = ()
         self._coded: list[tuple[Any, Any]] = []  # attention processors and their backends
         self._handles: list[Any] = []
@@ -226,11 +239,14 @@ class StepSwitch:
         if self._on:
             self._leave()
 
-    def choose(self) -> Resident | Streamed:
-        """Return the store of the 16-bit weights; a new one where layers were moved or offloaded since.
+    def choose(self) -> Resident | Streamed | Codes:
+        """Return the store of the steps' weights; a new one where those in 16 bit were moved or offloaded since.
 
         Raises ValueError where the weights can be neither resident nor streamed, or not in the way that was asked for.
         """
+        if self.originals is None:
+            self.store = self.store or Codes(_layers_of(self.model))
+            return self.store
         layers, offloaded = self.originals.layers, _is_offloaded(self.model)
         situation = (offloaded, *(layer.weight.device for layer in layers.values()))
         if self.store is not None and (situation == self._chosen_for or self.is_streamed):
@@ -285,6 +301,7 @@ class Follower:
         self.schedule: Tensor | None = None
         self.begin: int | None = None
         self._is_first = False
+        self._before_first: list[Any] = []  # timesteps of calls before the scheduler's first step
 
     def step(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
         """Return (step, steps) of this call of a denoiser, counted from where the pipeline's call began."""
@@ -293,9 +310,11 @@ class Follower:
         if timesteps is None:
             raise _not_followed(scheduler, "it has no schedule of timesteps")
         if timesteps is not self.schedule:
-            self.schedule, self.begin, self._is_first = timesteps, None, False
+            self.schedule, self.begin, self._is_first, self._before_first = timesteps, None, False, []
         if hasattr(scheduler, "step_index"):
             index = self._index(scheduler)
+            if scheduler.step_index is None:
+                self._require_one_step(model, timestep_of(model, args, kwargs))
         else:
             index = self._position(scheduler, timesteps, first_timestep(timestep_of(model, args, kwargs)))
         if self.begin is None:
@@ -316,6 +335,18 @@ class Follower:
             self.begin = index - 1
         self._is_first = False
         return index
+
+    def _require_one_step(self, model: nn.Module, timestep: Any) -> None:
+        """Raise ValueError where calls are of several steps though the scheduler, another pipeline's, makes none.
+
+        One step may have two timesteps: what is read into a cache for all of them may have one of its own.
+        """
+        self._before_first.append(timestep)
+        if len(self._before_first) > 2 and len({first_timestep(each) for each in self._before_first}) > 2:
+            raise ValueError(
+                f"this {type(model).__name__} is called at several timesteps, and the scheduler that says which step "
+                "it is makes none: give other pipelines of it that scheduler, or remove() what follows its steps"
+            )
 
     def _position(self, scheduler: Any, timesteps: Tensor, timestep: float) -> int:
         indices = (timesteps == timestep).nonzero().flatten().tolist()
@@ -365,16 +396,34 @@ def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
     return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in layers}
 
 
+def _originals_of(model: nn.Module, source: SourceWeights, recorded: Mapping[str, int] | None) -> Originals:
+    """Return the reader of a model's 16-bit weights.
+
+    recorded: layer -> rank that it was quantized with; None if nothing is known, and weights are to be like the codes.
+    """
+    layers = _layers_of(model)
+    ranks = {path: (recorded or {}).get(path, _own_rank(model, path, layer)) for path, layer in layers.items()}
+    originals = Originals(layers, source, ranks)
+    if recorded is None:
+        originals.require_alike()
+    return originals
+
+
 def _own_rank(model: nn.Module, path: str, layer: QuantLinear) -> int:
     """Return the ranks of a layer's branch without adapters that are fused now."""
     return layer.stored_scheme.rank - sum(getattr(model.get_submodule(path), "merged_ranks", ()))
 
 
-def _steps_to_keep(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int | None, last: int | None) -> Steps:
+def _steps_to_keep(
+    models: Iterable[nn.Module], first: int | None, last: int | None, components: Components | None
+) -> Steps:
     """Return the steps that were asked for, else those of the checkpoint."""
+    all_recorded = [recorded_steps(model) for model in models]
+    if components is None:
+        kinds: set[Components] = {each.components for each in all_recorded if each}
+        components = kinds.pop() if len(kinds) == 1 else "16bit"
     if first is not None and last is not None:
-        return Steps(first=first, last=last)
-    all_recorded = [recorded_steps(model) for _, model in models.values()]
+        return Steps(first=first, last=last, components=components)
     recorded = all_recorded[0] if all_recorded.count(all_recorded[0]) == len(all_recorded) else None
     if recorded is None and first is None and last is None:
         raise ValueError(
@@ -383,13 +432,16 @@ def _steps_to_keep(models: Mapping[str, tuple[nn.Module, nn.Module]], first: int
             else "the pipeline's denoisers are of recipes that keep other steps: say first= and last="
         )
     defaults = (recorded.first, recorded.last) if recorded else (0, 0)
-    return Steps(first=defaults[0] if first is None else first, last=defaults[1] if last is None else last)
+    first, last = defaults[0] if first is None else first, defaults[1] if last is None else last
+    return Steps(first=first, last=last, components=components)
 
 
 def keep_recorded_steps(pipe: Any, source: str | None = None) -> KeptSteps | None:
     """Call `keep_steps` as the pipeline's checkpoint says; None where it says nothing."""
-    are_recorded = any(recorded_steps(model) for _, (_, model) in _quantized_denoisers(pipe))
-    return keep_steps(pipe, source=source) if are_recorded else None
+    recorded = [steps for _, (_, model) in _quantized_denoisers(pipe) if (steps := recorded_steps(model))]
+    if not recorded:
+        return None
+    return keep_steps(pipe, source=source if any(steps.components == "16bit" for steps in recorded) else None)
 
 
 @contextmanager
@@ -408,7 +460,7 @@ def tell(steps: Steps | None, lists: Collection[StepList]) -> None:
         return
     if steps is not None:
         _tell_once(
-            f"this checkpoint's recipe keeps {steps} of every call in 16 bit, which takes `fluxq.keep_steps(pipe)` "
+            f"this checkpoint's recipe keeps {steps} of every call {steps.how}, which takes `fluxq.keep_steps(pipe)` "
             "once the pipeline is loaded; without it they are quantized as the others are"
         )
     for each in lists:
@@ -424,7 +476,7 @@ def _tell_once(hint: str) -> None:
 
 
 def recorded_steps(model: Any) -> Steps | None:
-    """Return the steps that a model's checkpoint keeps in 16 bit."""
+    """Return the steps that a model's checkpoint keeps."""
     stored = recorded_in(model)
     return stored.steps if stored else None
 
