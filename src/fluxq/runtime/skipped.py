@@ -89,7 +89,7 @@ class SkippedSteps(Handle):
 
 
 class SkippedCalls(Placed):
-    """Callable in the place of a denoiser's forward: computes, or extrapolates what was computed last."""
+    """Callable in the place of a denoiser's forward: computes, and returns a sum of what has been computed."""
 
     def __init__(self, skipped: SkippedSteps, outer: nn.Module) -> None:
         self.skipped, self.model, self._on = skipped, getattr(outer, "_orig_mod", outer), True
