@@ -221,7 +221,10 @@ def require_listed(scheduler: Any, total: int) -> None:
             "those of first order, such as FlowMatchEulerDiscreteScheduler or DPMSolverMultistepScheduler"
         )
     if not 2 <= total <= _MOST_STEPS:
-        raise ValueError(f"a call of {total} steps: a list is of 2 to {_MOST_STEPS}")
+        raise ValueError(
+            f"a call of {total} step{'s' * (total != 1)}: a list is of 2 to {_MOST_STEPS}; give another "
+            "num_inference_steps"
+        )
 
 
 def levels_of(scheduler: Any) -> tuple[float, ...]:

@@ -389,6 +389,7 @@ def test_a_list_is_made_on_the_spot(pipe) -> None:
         ({"steps": [0, 5], "compute": 0.5}, "compute= makes another: give one of them"),
         ({"steps": [0, 5], "call": {}}, "leave it out"),
         ({"compute": 0}, "above 0 and at most 1"),
+        ({"compute": True}, "above 0 and at most 1"),
         ({"steps": []}, "expected the numbers of the steps to compute"),
         ({"steps": [1, 5]}, "the first and the last step, 0 and 5, have to be computed"),
         ({"steps": ["0"]}, "expected the numbers of the steps to compute"),

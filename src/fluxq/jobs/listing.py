@@ -51,9 +51,9 @@ def listed_call(folder: ModelFolder, call: Mapping[str, Any]) -> tuple[Any, int]
 
 def list_of_recipe(job: Job, pipe: Any, work: Path) -> StepList:
     """Return the list of least measured error that computes the recipe's share of steps, and those that it keeps."""
-    items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
     count, kept = _wanted(job, number_of_steps(pipe, job.call))
-    return trials_of(pipe, denoisers_of(job.folder), items, job.call, work, kept).best(count).steps
+    trials = trials_of(pipe, denoisers_of(job.folder), items_of_list(job), job.call, work, kept)
+    return trials.best(count).steps
 
 
 def trials_of(
@@ -75,11 +75,16 @@ def trials_of(
     return Trials(pipe, velocities, items[half:], call, work / RUNS, required)
 
 
+def items_of_list(job: Job) -> Sequence[Item]:
+    """Return the images of a recipe's list: the first half is measured, the other decides."""
+    return job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
+
+
 def lists_of_checkpoint(folder: ModelFolder) -> list[StepList]:
-    """Return the lists that a checkpoint's first quantized denoiser records."""
+    """Return the lists that a checkpoint's denoisers record."""
     configs = (quantization_of(folder.config(name)) for name in denoisers_of(folder))
     recorded = (QuantizationConfig.from_dict(config).step_lists for config in configs if config)
-    return [*next(recorded, {}).values()]
+    return [*next(filter(None, recorded), {}).values()]
 
 
 def passes_of_list(job: Job, total: int) -> float:
