@@ -46,7 +46,7 @@ from fluxq.recipes.step_list import StepList, extrapolation, placing
 
 FEWEST_IMAGES = 4
 _MOST_STEPS = 100  # of a call: lists of more take long
-_RIDGE = 1e-5  # of the diagonal, in a fit: factors stay small, of few images and under other guidance
+_RIDGE = 3e-5  # of the diagonal, in a fit: factors stay small, for other guidance and noise of codes
 _LEAST_RIDGE = 1e-9  # where lists are compared: triangles exist
 
 
@@ -221,7 +221,10 @@ def require_listed(scheduler: Any, total: int) -> None:
             "those of first order, such as FlowMatchEulerDiscreteScheduler or DPMSolverMultistepScheduler"
         )
     if not 2 <= total <= _MOST_STEPS:
-        raise ValueError(f"a call of {total} steps: a list is of 2 to {_MOST_STEPS}")
+        raise ValueError(
+            f"a call of {total} step{'s' * (total != 1)}: a list is of 2 to {_MOST_STEPS}; give another "
+            "num_inference_steps"
+        )
 
 
 def levels_of(scheduler: Any) -> tuple[float, ...]:

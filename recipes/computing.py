@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from fluxq.base.console import did_you_mean
+from fluxq.base.console import did_you_mean, without_cure
 from fluxq.recipes.formats import FEATURES, Scheme
 from fluxq.recipes.step_list import StepList
 from fluxq.recipes.step_policy import MOST_KEPT, POLICY, ends_of, policy_of
@@ -236,8 +236,8 @@ def _step_lists(runtime: Any) -> dict[int, StepList]:
             raise ValueError(f"lists of {[each.total for each in lists]} steps stand under {[*recorded]}")
     except ValueError as error:
         raise ValueError(
-            f"quantization_config.runtime in config.json is damaged ({error}): copy the file again, or remove "
-            "`runtime` from it to compute every step"
+            f"quantization_config.runtime in config.json is damaged ({without_cure(error)}): copy the file again, or "
+            "remove `runtime` from it to compute every step"
         ) from None
     return {each.total: each for each in lists}
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 ORDERS = (0, 1, 2)
 MOST_STEPS = 1000  # of a call: no schedule of diffusers has more
+_KINDS = {str: "a text", dict: "an object", list: "a list", int: "a whole number"}
 # Settings of a scheduler that place its noise levels, or say what outputs do there.
 _PLACING = (
     "shift",
@@ -149,7 +150,7 @@ class StepList:
         kinds = {"scheduler": str, "settings": dict, "compute": list, "order": int, "levels": list, "models": dict}
         for name, kind in kinds.items():
             if type(value.get(name)) is not kind:
-                raise ValueError(f"a list of steps has {name}: {str(value.get(name))[:40]}, expected a {kind.__name__}")
+                raise ValueError(f"a list of steps has {name}: {str(value.get(name))[:40]}, expected {_KINDS[kind]}")
         rows = value.get("fitted", [])
         if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
             raise ValueError(f"a list of steps has fitted: {str(rows)[:40]}, expected a list of lists")
@@ -158,6 +159,11 @@ class StepList:
         given = tuple(value[name] for name in ("order", "scheduler", "settings", "models"))
         order, scheduler, settings, models = given
         return cls(tuple(value["compute"]), order, levels, scheduler, settings, models, fitted)
+
+
+def nearest_list(lists: Iterable[StepList], total: int) -> StepList:
+    """Return the list, of several, for a call of `total` steps: that of the nearest number."""
+    return min(lists, key=lambda each: abs(each.total - total))
 
 
 def extrapolation(nodes: Sequence[float], x: float) -> list[float]:

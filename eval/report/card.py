@@ -29,6 +29,7 @@ from fluxq.quantize.record import (
     bits_of,
     fitted_db,
 )
+from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import Steps, attention_in_words
 from fluxq.recipes.plan import KEPT_ROLE
 
@@ -55,7 +56,7 @@ def model_card(record: Record) -> str:
         "",
         "```python",
         *_loading(record),
-        *_steps_calls(record.recipe.steps),
+        *_steps_calls(_steps_of(record)),
         "```",
         "",
         "## Size",
@@ -110,7 +111,7 @@ def _recipe_lines(record: Record) -> list[str]:
     recipe, prompts = record.recipe, record.prompts
     return [
         f"- recipe `{code(recipe.name)}`, profile `{recipe.profile}`, SHA-256 `{record.identity.recipe[:16]}`",
-        *_steps_lines(recipe.steps),
+        *_steps_lines(_steps_of(record)),
         *(
             f"- {len(part.layers)} layers in {part.format}, fitted in the checkpoint `{code(part.checkpoint)}`"
             for part in record.mixed
@@ -232,23 +233,26 @@ def _with_section(text: str, section: str) -> str:
     return f"{text.rstrip()}\n\n{section}\n"
 
 
-def _steps_calls(steps: dict[str, Any] | None) -> list[str]:
+def _steps_of(record: Record) -> Steps | None:
+    """Return what the recipe says of steps, which is of denoisers; None where none is quantized."""
+    kinds = (getattr(FAMILIES.get(part.family), "kind", "transformer") for part in record.components)
+    steps = record.recipe.steps
+    return Steps.model_validate(steps) if steps and "transformer" in kinds else None
+
+
+def _steps_calls(steps: Steps | None) -> list[str]:
     """Return the calls by which a loaded pipeline keeps and skips steps."""
-    chosen = Steps.model_validate(steps) if steps else None
-    kept = ["fluxq.keep_steps(pipe)"] if chosen and chosen.kept else []
-    return [*kept, "fluxq.skip_steps(pipe)"] if chosen and chosen.compute else kept
+    kept = ["fluxq.keep_steps(pipe)"] if steps and steps.kept else []
+    return [*kept, "fluxq.skip_steps(pipe)"] if steps and steps.compute else kept
 
 
-def _steps_lines(steps: dict[str, Any] | None) -> list[str]:
-    if steps is None:
-        return []
-    kept = Steps.model_validate(steps)
+def _steps_lines(steps: Steps | None) -> list[str]:
     lines = []
-    if kept.kept:
-        read = " and the base model's weights" if kept.components == "16bit" else ""
-        lines = [f"- kept {kept.how}: {kept} of every call, by `fluxq.keep_steps(pipe)`{read}"]
-    if kept.compute:
-        lines.append(f"- computed: {kept.compute:g} of the steps of a call, by `fluxq.skip_steps(pipe)`")
+    if steps and steps.kept:
+        read = " and the base model's weights" if steps.components == "16bit" else ""
+        lines = [f"- kept {steps.how}: {steps} of every call, by `fluxq.keep_steps(pipe)`{read}"]
+    if steps and steps.compute:
+        lines.append(f"- computed: {100 * steps.compute:g}% of the steps of a call, by `fluxq.skip_steps(pipe)`")
     return lines
 
 

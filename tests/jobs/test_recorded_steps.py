@@ -15,9 +15,11 @@ import fluxq
 from fluxq import tiny
 from fluxq.base.files import read_json, write_json
 from fluxq.eval.images.sides import Side
+from fluxq.eval.report.card import model_card
 from fluxq.jobs import judge, listing, making
 from fluxq.jobs.exchange import plan_export
 from fluxq.jobs.job import JobOptions
+from fluxq.jobs.planning import demand
 from fluxq.jobs.stepping import export_list
 from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import QuantizationConfig, Steps
@@ -72,7 +74,7 @@ def test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in
     assert record.check is not None and record.check.listed == str(steps)
     card = (folder / "README.md").read_text()
     assert "\nfluxq.keep_steps(pipe)\nfluxq.skip_steps(pipe)\n```" in card
-    assert "- computed: 0.5 of the steps of a call, by `fluxq.skip_steps(pipe)`" in card
+    assert "- computed: 50% of the steps of a call, by `fluxq.skip_steps(pipe)`" in card
     assert f"4 images of {steps}, same prompts" in card
 
 
@@ -117,6 +119,18 @@ def test_within_a_bound_of_memory_list_and_check_are_the_same(root, folder, monk
     made = making.quantize(making.job_of(options(root, output="bound", max_memory=70 << 20)))
     assert recorded(root / "bound") == recorded(folder)
     assert made.check == read_record(folder).check
+
+
+def test_a_list_is_within_the_bound_of_memory_where_nothing_else_runs(root) -> None:
+    (root / "alone.yaml").write_text("extends: fp8\nsteps: {compute: 0.5}\n")
+    how = {"recipe": "alone.yaml", "output": "alone", "profile": "rtn", "check": False}
+    with pytest.raises(ValueError, match="--max-memory 977KiB: running transformer on 12 images of 16x16 needs"):
+        making.job_of(options(root, max_memory=10**6, **how))
+    job = making.job_of(options(root, max_memory=70 << 20, **how))
+    assert job.run.memory is not None and job.run.memory.working["transformer"] > 0
+    assert (
+        demand(replace(job, plans=tuple(replace(plan, compute=None) for plan in job.plans)), "cpu", writes=True) is None
+    )
 
 
 @pytest.mark.slow
@@ -198,6 +212,20 @@ def test_eval_and_bench_say_that_they_use_it(folder) -> None:
     assert f"\n- {said}\n" in (folder / "eval" / "report.md").read_text()
     speed = judge.bench(subject, rounds=3, warmup=1)
     assert speed.conditions["steps"] == said
+
+
+def test_a_report_says_what_becomes_of_the_list_in_a_call_of_another_number_of_steps(folder) -> None:
+    (said,) = map(str, recorded_lists(tiny.load(folder=folder).transformer))
+    for total, words in ((8, said), (20, f"{said}; here of 20, those of the nearest noise levels")):
+        subject = judge.subject_of(folder, judge.JudgeOptions(count=4, call={"num_inference_steps": total}))
+        assert judge._listed(subject) == {"steps": words}
+
+
+def test_the_card_of_a_quantized_text_encoder_has_nothing_of_steps(root, folder) -> None:
+    record = read_record(folder)
+    (part,) = record.components
+    card = model_card(record.model_copy(update={"components": [part.model_copy(update={"family": "clip"})]}))
+    assert "skip_steps" in model_card(record) and "_steps" not in card
 
 
 # --- what is refused

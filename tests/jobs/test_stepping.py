@@ -234,7 +234,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(how, message) -> None:
 def test_other_outputs_and_calls_are_refused(tiny_folder) -> None:
     with pytest.raises(ValueError, match=r"a list of steps is a \.json file; call it list\.json"):
         stepping.request_of(replace(OPTIONS, output="list.yaml"), compute=0.5)
-    with pytest.raises(ValueError, match="a call of 1 steps: a list is of 2 to 100"):
+    with pytest.raises(ValueError, match="a call of 1 step: a list is of 2 to 100; give another num_inference_steps"):
         stepping.request_of(replace(OPTIONS, call={"num_inference_steps": 1}), compute=0.5)
     with pytest.raises(ValueError, match="lies in"):
         stepping.request_of(replace(OPTIONS, model=str(tiny_folder), output=str(tiny_folder / "s.json")), compute=0.5)

@@ -429,14 +429,19 @@ def test_what_serves_of_a_checkpoint_is_kept_and_its_lists_of_steps_are_read():
         ([1], r"got \[1\]"),
         ({"steps": 7}, r"got \{'steps': 7\}"),
         ({"steps": {"4": [0, 1]}}, "expected {steps"),
-        ({"steps": {"2": {"order": 1}}}, "scheduler: None, expected a str"),
+        ({"steps": {"2": {"order": 1}}}, "scheduler: None, expected a text"),
+        (
+            {"steps": {"2": StepList((0, 1), 1, (1.0, 0.5), "A").to_dict() | {"levels": [0, 1]}}},
+            "levels of a A do not fall",
+        ),
         ({"steps": {"3": StepList((0, 1), 1, (1.0, 0.5), "A").to_dict()}}, r"lists of \[2\] steps stand under \['3'\]"),
     ],
 )
 def test_lists_of_steps_that_are_damaged_are_refused_with_the_cure(runtime, why):
     said = QuantizationConfig.of([("a", Scheme.parse("fp8-fp8"))]).to_dict()
-    with pytest.raises(ValueError, match=rf"runtime in config.json is damaged.*{why}.*remove `runtime`"):
+    with pytest.raises(ValueError, match=rf"runtime in config.json is damaged.*{why}.*remove `runtime`") as refused:
         QuantizationConfig.from_dict({**said, "runtime": runtime})
+    assert "take another scheduler" not in str(refused.value)
 
 
 def test_source_weights_are_found_in_shards_and_never_twice(tmp_path, tiny_folder, statistics_file):

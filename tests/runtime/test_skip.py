@@ -161,9 +161,10 @@ def test_a_call_that_begins_at_an_image_with_as_many_steps_is_not_the_lists_own(
 
 def test_a_controlnet_is_computed_in_all_steps_and_heard_in_computed_ones(pipe) -> None:
     torch.manual_seed(0)
-    control = diffusers.FluxControlNetModel.from_transformer(
+    control: Any = diffusers.FluxControlNetModel.from_transformer(
         pipe.transformer, num_layers=1, num_single_layers=1, attention_head_dim=64, num_attention_heads=2
-    ).to(torch.bfloat16)
+    )
+    control.to(torch.bfloat16)
     for layer in (*control.controlnet_blocks, *control.controlnet_single_blocks):
         nn.init.normal_(layer.weight, std=0.1)
     controlled = diffusers.FluxControlNetPipeline(**pipe.components, controlnet=control)
@@ -388,6 +389,7 @@ def test_a_list_is_made_on_the_spot(pipe) -> None:
         ({"steps": [0, 5], "compute": 0.5}, "compute= makes another: give one of them"),
         ({"steps": [0, 5], "call": {}}, "leave it out"),
         ({"compute": 0}, "above 0 and at most 1"),
+        ({"compute": True}, "above 0 and at most 1"),
         ({"steps": []}, "expected the numbers of the steps to compute"),
         ({"steps": [1, 5]}, "the first and the last step, 0 and 5, have to be computed"),
         ({"steps": ["0"]}, "expected the numbers of the steps to compute"),

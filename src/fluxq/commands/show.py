@@ -194,8 +194,9 @@ def listed_steps(result: dict[str, Any], output: str) -> None:
         alike = next(row for row in result["curve"] if row["computed"] == len(made["compute"]))
         least = _nmse_db(alike["predicted_nmse"])
         share = len(made["compute"]) / made["steps"]
-        echo(f"the best list of so many steps is predicted {least} dB: --compute {share:.3g}")
+        echo(f"a list chosen of so many steps is predicted {least} dB or more: --compute {share:.3g}")
     echo(f"list: {output}")
+    echo(f"next: fluxq.skip_steps(pipe, {output!r})")
 
 
 def _goes_on(made: Mapping[str, Any]) -> str:
@@ -707,7 +708,7 @@ def _psnr(check: Check | None) -> str:
 def _summary(component: Plan) -> None:
     attention = f", attention in {words}" if (words := _attention(component)) else ""
     steps = f", {component.steps} {component.steps.how}" if component.steps else ""
-    steps += f", {component.compute:g} of the steps of a call computed" if component.compute else ""
+    steps += f", {100 * component.compute:g}% of the steps of a call computed" if component.compute else ""
     echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
 
 

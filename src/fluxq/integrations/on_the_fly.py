@@ -81,9 +81,9 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     steps = recipe.steps if family.kind == "transformer" else None
     if steps and steps.compute:
         logger.warning(
-            "recipe %s computes %g of the steps of a call, by a list that loading cannot make: "
+            "recipe %s computes %g%% of the steps of a call, by a list that loading cannot make: "
             "`fluxq.skip_steps(pipe, compute=%g)` makes it once the pipeline is loaded",
-            *(recipe_name, steps.compute, steps.compute),
+            *(recipe_name, 100 * steps.compute, steps.compute),
         )
     return replace(plan, steps=steps and steps.kept)
 

@@ -68,6 +68,7 @@ from fluxq.quantize.lora import recorded_loras
 from fluxq.quantize.record import Record, bits_of, bits_per_weight, read_record
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import parse_gate
+from fluxq.recipes.step_list import nearest_list
 from fluxq.runtime.optimize import optimize
 from fluxq.runtime.prepare import Prefer, prepare
 from fluxq.runtime.step_caches import FEWER, StepCache
@@ -712,7 +713,12 @@ def _candidates(
 def _listed(subject: Subject) -> dict[str, str]:
     """Return what a report says of the steps that the checkpoint computes; nothing where it computes all."""
     lists = lists_of_checkpoint(ModelFolder(subject.quantized.name, Path(subject.quantized.folder)))
-    return {STEPS: ", or ".join(map(str, lists))} if lists else {}
+    if not lists:
+        return {}
+    total = number_of_steps(subject.folder.pipeline_class, subject.call)
+    steps = nearest_list(lists, total)
+    others = "" if steps.total == total else f"; here of {total}, those of the nearest noise levels"
+    return {STEPS: f"{steps}{others}"}
 
 
 def _size(record: Record) -> CheckpointSize:

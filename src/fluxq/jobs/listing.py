@@ -48,17 +48,23 @@ def list_of_recipe(job: Job, pipe: Any, work: Path) -> StepList:
 
     What is measured stays in the work folder, and an interrupted run goes on with it.
     """
-    items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
-    velocities = velocities_of(pipe, denoisers_of(job.folder), items[:IMAGES], job.call, work)
+    measured, judged = items_of_list(job)
+    velocities = velocities_of(pipe, denoisers_of(job.folder), measured, job.call, work)
     count, kept = _wanted(job, len(velocities.levels))
-    return Trials(pipe, velocities, items[IMAGES:], job.call, work / RUNS, kept).best(count).steps
+    return Trials(pipe, velocities, judged, job.call, work / RUNS, kept).best(count).steps
+
+
+def items_of_list(job: Job) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return the images that are measured, and as many that decide."""
+    items = job.prompts.alike.items(2 * IMAGES, SEED + job.calibration.seed)
+    return items[:IMAGES], items[IMAGES:]
 
 
 def lists_of_checkpoint(folder: ModelFolder) -> list[StepList]:
-    """Return the lists that a checkpoint's first quantized denoiser records."""
+    """Return the lists that a checkpoint's denoisers record."""
     configs = (quantization_of(folder.config(name)) for name in denoisers_of(folder))
     recorded = (QuantizationConfig.from_dict(config).step_lists for config in configs if config)
-    return [*next(recorded, {}).values()]
+    return [*next(filter(None, recorded), {}).values()]
 
 
 def passes_of_list(job: Job, total: int) -> float:

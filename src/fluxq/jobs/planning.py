@@ -30,7 +30,7 @@ from fluxq.jobs.job import (
     require_no_other,
     require_same_statistics,
 )
-from fluxq.jobs.listing import require_list_of_recipe
+from fluxq.jobs.listing import items_of_list, require_list_of_recipe
 from fluxq.jobs.memory import FREE, Bound, Demand, in_words, weight_bytes
 from fluxq.jobs.requirements import (
     output_for,
@@ -209,14 +209,16 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     """
     fitted = job.fitted.values() if writes else ()
     checks, runs = writes and job.options.check, any(plan.static_groups() for plan in job.plans)
-    if not (checks or job.fitted or runs):
+    is_listed = writes and any(plan.compute for plan in job.plans)
+    if not (checks or job.fitted or runs or is_listed):
         return None
-    calibrating = memory.sizes_of(job.calibration_items, job.call) if job.fitted or runs else ()
+    calibrating = memory.sizes_of(job.calibration_items, job.call) if job.fitted or runs else frozenset()
+    listing = memory.sizes_of(items_of_list(job)[0], job.call) if is_listed else frozenset()
     return memory.demand_of(
         device,
         job.options.dtype,
         job.folder,
-        sizes=calibrating,
+        sizes=calibrating | listing,
         shown=memory.sizes_of(job.check_items, job.check_call) if checks else (),
         fitted=fitted,
         fused=job.updates.keys(),

@@ -1,8 +1,8 @@
 """Steps that a denoiser does not compute: `fluxq.skip_steps(pipe)`.
 
-A list says which steps of a call are computed (recipes/step_list.py). At the others the denoiser returns what its last
-outputs extrapolate to; pipeline and scheduler work as ever. Nothing is decided at run time, so that there is no
-threshold, and images of a batch do not depend on each other.
+A list says which steps of a call are computed (recipes/step_list.py). At the others the denoiser returns a sum of its
+outputs so far, and where the list is fitted at computed steps, too; pipeline and scheduler work as ever. Nothing is
+decided at run time, so that there is no threshold, and images of a batch do not depend on each other.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fluxq.base.console import logger
 from fluxq.base.files import sha256_json
 from fluxq.calibrate.paths import levels_of
-from fluxq.recipes.step_list import StepList, extrapolation, placing, require_falling
+from fluxq.recipes.step_list import StepList, extrapolation, nearest_list, placing, require_falling
 from fluxq.runtime.first_block import first_block_of
 from fluxq.runtime.placed import Handle, Placed
 from fluxq.runtime.steps import Follower, kept_steps_of, require_followed, timestep_of
@@ -60,7 +60,7 @@ class SkippedSteps(Handle):
         key, computed, levels = self._chosen
         if key is None or key[0] is not schedule or key[1:] != (begin, total):
             scheduler = self.pipe.scheduler
-            self.steps = min(self._lists, key=lambda each: abs(each.total - total))
+            self.steps = nearest_list(self._lists, total)
             require_own(self.steps, scheduler)
             _require_one_level(model, timestep_of(model, args, kwargs))
             levels = levels_of(scheduler)[begin : begin + total]
@@ -89,7 +89,7 @@ class SkippedSteps(Handle):
 
 
 class SkippedCalls(Placed):
-    """Callable in the place of a denoiser's forward: computes, or extrapolates what was computed last."""
+    """Callable in the place of a denoiser's forward: computes, and returns a sum of what has been computed."""
 
     def __init__(self, skipped: SkippedSteps, outer: nn.Module) -> None:
         self.skipped, self.model, self._on = skipped, getattr(outer, "_orig_mod", outer), True

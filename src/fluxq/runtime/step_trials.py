@@ -169,5 +169,5 @@ def computed_of(compute: float, total: int) -> int:
 
 def require_share(compute: float) -> None:
     """Raise ValueError for a share of steps that is none."""
-    if not (isinstance(compute, int | float) and 0 < compute <= 1):
+    if isinstance(compute, bool) or not (isinstance(compute, int | float) and 0 < compute <= 1):
         raise ValueError(f"compute {compute!r}: expected the share of steps to compute, above 0 and at most 1")
