@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from fluxq.base.console import did_you_mean, without_cure
 from fluxq.recipes.formats import FEATURES, Scheme
 from fluxq.recipes.step_list import StepList
-from fluxq.recipes.step_policy import POLICY, ends_of, policy_of
+from fluxq.recipes.step_policy import MOST_KEPT, POLICY, ends_of, policy_of
 
 Attention = Literal["16bit", "fp8", "int8"]
 Coded = Literal["fp8", "int8"]
@@ -53,8 +53,8 @@ class Steps(Strict):
         and the checkpoint records. Those that are kept are among them.
     """
 
-    first: int = Field(default=0, ge=0, le=1 << 20)
-    last: int = Field(default=0, ge=0, le=1 << 20)
+    first: int = Field(default=0, ge=0, le=MOST_KEPT)
+    last: int = Field(default=0, ge=0, le=MOST_KEPT)
     components: Literal["16bit", "a16"] = "16bit"
     compute: float | None = Field(default=None, gt=0, le=1)
 

@@ -58,6 +58,7 @@ _PLACING = (
     "solver_order",
     "solver_type",
 )
+_MOST_FACTOR = 1e30  # that an output is multiplied by: fp32 ends at 3e38
 _ALIKE = 1e-3  # of the first noise level: levels that differ by less are the same
 
 
@@ -197,11 +198,13 @@ def _numbers(values: Sequence[Any], what: str) -> tuple[float, ...]:
 
 
 def _require_whole(rows: Sequence[Sequence[float]], lengths: Sequence[int]) -> None:
-    """Raise ValueError for fitted factors that are not of all computed steps up to each, or are no finite numbers."""
-    if [len(row) for row in rows] != [*lengths] or not all(map(math.isfinite, itertools.chain(*rows))):
+    """Raise ValueError for fitted factors that are not of all computed steps up to each, or that no sum is left of."""
+    wrong = [factor for factor in itertools.chain(*rows) if not abs(factor) <= _MOST_FACTOR]
+    if [len(row) for row in rows] != [*lengths] or wrong:
         raise ValueError(
-            f"a list of {len(lengths)} steps has fitted factors of {[len(row) for row in rows]} computed steps, "
-            f"expected finite ones of {[*lengths]}: make it again with `fluxq steps`"
+            f"a list of {len(lengths)} steps has fitted factors of {[len(row) for row in rows]} computed steps"
+            f"{f', {wrong[0]:g} among them' if wrong else ''}, expected finite ones of {[*lengths]}, each of at most "
+            f"{_MOST_FACTOR:g}: make it again with `fluxq steps`"
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 POLICY = "diffusion_step_policy"
+MOST_KEPT = 1 << 20  # steps of an end of a call
 _COMPONENT = "transformer"
 
 
@@ -40,7 +41,7 @@ def ends_of(policy: Any) -> tuple[int, int]:
         different = sorted(key for key in {*policy, *wanted} if policy.get(key) != wanted.get(key))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{POLICY} is {str(policy)[:80]}, expected {policy_of(1, 2)} ({error!r})") from None
-    if any(type(count) is not int or count < 0 for count in counts):
+    if any(type(count) is not int or not 0 <= count <= MOST_KEPT for count in counts):
         different += ["first_steps", "last_steps"]
     if not isinstance(scope, list) or not scope or not all(isinstance(name, str) for name in scope):
         different.append("scope")

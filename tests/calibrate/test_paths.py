@@ -191,6 +191,7 @@ def test_a_scheduler_that_adds_noise_is_taken_for_lengths_of_steps(monkeypatch) 
             r"computed steps, expected finite ones of \[1, 2, 2, 3\]",
         ),
         ({"fitted": ((1.0,), (0.0, float("nan")), (1.0, 0.5), (1.0, 0.5, 1.0))}, "make it again with `fluxq steps`"),
+        ({"fitted": ((1.0,), (0.0, 1.0), (-1e300, 0.5), (1.0, 0.5, 1.0))}, r"-1e\+300 among them, .* at most 1e\+30"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused(changed: dict, message: str) -> None:

@@ -21,6 +21,7 @@ from fluxq.jobs.exchange import plan_export
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.planning import demand
 from fluxq.jobs.stepping import export_list
+from fluxq.kernels.linear import quant_layers
 from fluxq.quantize.record import read_record
 from fluxq.recipes.computing import QuantizationConfig, Steps
 from fluxq.recipes.recipe import load_recipe
@@ -61,6 +62,19 @@ def run(pipe: Any, **how: Any) -> torch.Tensor:
 
 
 # --- what is recorded
+
+
+def test_the_list_is_made_with_the_16_bit_pipeline(root, monkeypatch) -> None:
+    seen = []
+
+    def noted(job, pipe, work):
+        seen.append(quant_layers(pipe.transformer))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(making, "list_of_recipe", noted)
+    with pytest.raises(RuntimeError, match="enough"):
+        making.quantize(making.job_of(options(root, output="other", profile="rtn", check=False)))
+    assert seen == [[]]
 
 
 def test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in_it(folder) -> None:

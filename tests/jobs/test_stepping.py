@@ -158,6 +158,20 @@ def test_a_mask_is_judged_as_other_lists_are(here) -> None:
     assert again["tried"] == own["tried"] and again["list"] == own["list"]
 
 
+def test_what_is_predicted_of_the_best_list_is_with_exchanges(monkeypatch) -> None:
+    """Of its own number of steps, and of that of a mask, which is compared with it."""
+    ways = Velocities.ways
+    monkeypatch.setattr(Velocities, "ways", lambda self, _=(): ways(self) | {3: self._way((0, 1, 5))})
+    result = made()
+    best = result["tried"][3]["predicted_nmse"]
+    assert result["list"]["compute"] != [0, 1, 5] and result["curve"][1]["predicted_nmse"] == pytest.approx(
+        best, rel=0.01
+    )
+    options = replace(OPTIONS, output="mask.json")
+    judged = stepping.make_list(stepping.request_of(options, count=4, mask="1,1,0,0,0,1"))
+    assert judged["curve"] == result["curve"] and judged["tried"][3]["predicted_nmse"] > 1.1 * best
+
+
 def test_the_steps_of_a_mask_are_those_of_the_call() -> None:
     options = replace(OPTIONS, call={})
     assert stepping.request_of(options, mask="1,1,0,1").job.call["num_inference_steps"] == 4

@@ -337,6 +337,7 @@ DAMAGED: list[Callable[[dict[str, Any]], Any]] = [
     lambda policy: policy.update(reasoner="a8"),
     lambda policy: policy["first_steps"].update(count=-1),
     lambda policy: policy["first_steps"].update(count=True),
+    lambda policy: policy["first_steps"].update(count=10**12),
     lambda policy: policy["last_steps"].update(mode="a8"),
     lambda policy: policy["last_steps"].update(more=1),
     lambda policy: policy.update(first_steps=1),

@@ -194,7 +194,7 @@ def listed_steps(result: dict[str, Any], output: str) -> None:
         alike = next(row for row in result["curve"] if row["computed"] == len(made["compute"]))
         least = _nmse_db(alike["predicted_nmse"])
         share = len(made["compute"]) / made["steps"]
-        echo(f"a list chosen of so many steps is predicted {least} dB or more: --compute {share:.3g}")
+        echo(f"a list chosen of so many steps is predicted {least} dB: --compute {share:.3g}")
     echo(f"list: {output}")
     echo(f"next: fluxq.skip_steps(pipe, {output!r})")
 

@@ -94,7 +94,7 @@ def of_quantizing(job: Job) -> Forecast:
         again = seen * forward.steps / 2 if job.fitted else 0  # images that tell the effect of each step's error
         parts["calibrating"] = forward.seconds(items, forward.steps) + forward.seconds(items[:LEVEL_IMAGES], again)
     if is_listed:
-        parts["list of steps"] = QUANTIZED * IMAGES * passes_of_list(job, forward.steps) * forward.seconds_of_step(1)
+        parts["list of steps"] = IMAGES * passes_of_list(job, forward.steps) * forward.seconds_of_step(1)
     if job.fitted:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in job.fitted.values())
     if job.options.check:

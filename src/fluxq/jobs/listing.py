@@ -1,6 +1,7 @@
 """Make the list of a recipe's `steps: {compute: …}`, for the checkpoint to record.
 
-It is made as that of `fluxq steps`, but with the quantized pipeline, whose codes add to what is extrapolated.
+It is made as that of `fluxq steps`, with the 16-bit pipeline: fitted to outputs with the noise of codes in them, a list
+is worse for the quantized one, too (docs/steps.md).
 """
 
 from __future__ import annotations

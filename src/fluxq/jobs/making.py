@@ -84,6 +84,7 @@ from fluxq.recipes.cost import Cost, Prefer, activation_bytes, cost, forward_pas
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
+from fluxq.recipes.step_list import StepList
 from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.skipped import SkippedSteps
 from fluxq.runtime.steps import KeptSteps, about_to_keep
@@ -236,10 +237,12 @@ def _quantize(job: Job, work: Path) -> Record | None:
     if ranks.leads:
         require_space(job, work)
     reference: Generated | None = None
+    steps: StepList | None = None
     statistics = job.statistics or _kept_statistics(work, ranks)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in job.plans if plan.static_groups() and plan.component not in job.fitted]
-    if job.fitted or (options.check and ranks.leads) or (static and statistics is None):
+    listed = ranks.leads and any(plan.compute for plan in job.plans)
+    if job.fitted or listed or (options.check and ranks.leads) or (static and statistics is None):
         pipe = job.load_reference()
         if static and statistics is None:
             statistics = _calibrate(job, pipe, work)
@@ -248,6 +251,8 @@ def _quantize(job: Job, work: Path) -> Record | None:
                 shutil.rmtree(work / _SHARES)
         if options.check and ranks.leads:
             reference = generate(pipe, job.check_items, job.check_call, description="16-bit pipeline")
+        if listed:
+            steps = list_of_recipe(job, pipe, work)
         if job.fitted:
             fittings = _fittings(job, pipe, statistics)
         if job.run.memory is not None:
@@ -265,8 +270,8 @@ def _quantize(job: Job, work: Path) -> Record | None:
         read = {plan.component: outcome.fingerprints for plan, outcome in zip(job.plans, outcomes, strict=True)}
         job = replace(job, identity=with_digests(job, read))
         _copy_rest(part, job, hashes)
-        if any(plan.compute for plan in job.plans):
-            _record_list(part, job, work)
+        if steps is not None:
+            _record_list(part, job, steps)
         write_digests(part)
         record = _record(job, statistics, trajectory, written)
         record.files = hash_files(part, hashes)
@@ -297,15 +302,8 @@ def _copy_rest(part: Path, job: Job, hashes: dict[Path, str]) -> None:
         )
 
 
-def _record_list(part: Path, job: Job, work: Path) -> None:
-    """Make the list of steps of the recipe's share, and write it into the config.json of quantized denoisers.
-
-    It is of the pipeline as it is quantized: what codes add to the outputs is extrapolated, too.
-    """
-    pipe = _quantized(part, job)
-    steps = list_of_recipe(job, pipe, work)
-    if job.run.memory is not None:
-        memory.let_go(pipe)
+def _record_list(part: Path, job: Job, steps: StepList) -> None:
+    """Write a list of steps into the config.json of quantized denoisers."""
     for plan in job.plans:
         if plan.compute:
             checkpoint.add_runtime(part / plan.component, {"steps": {str(steps.total): steps.to_dict()}})

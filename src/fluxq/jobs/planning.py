@@ -227,7 +227,8 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
 
 def settle(job: Job, device_option: str, *, writes: bool) -> Run:
     """Return where quantizing can run, or gathering statistics unless it `writes`; else as `settle_by`."""
-    rounding = "`--profile rtn --no-check` only rounds, which takes a few GB"
+    without = " without `steps: {compute: …}`" if any(plan.compute for plan in job.plans) else ""
+    rounding = f"`--profile rtn --no-check`{without} only rounds, which takes a few GB"
     return settle_by(partial(demand, job, writes=writes), job, device_option, rounding)
 
 

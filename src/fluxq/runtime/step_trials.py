@@ -66,7 +66,7 @@ class Trials:
         least = min(self.ways)
         if count < least:
             raise ValueError(f"{count} computed steps are too few: this pipeline needs {least}")
-        return self._best(self.velocities.exchanged(self.ways[count], self.required).steps)
+        return self._best(self._exchanged(count))
 
     def judged(self, computed: Sequence[int]) -> TriedList:
         """Return a given list with what measures the least error: a fit, or an order.
@@ -76,7 +76,13 @@ class Trials:
         left_out = [f"step {step} ({name})" for step, name in self.velocities.begins.items() if step not in computed]
         if left_out:
             raise ValueError(f"the list leaves out the first step of a denoiser; compute {' and '.join(left_out)}")
+        self._exchanged(len(computed))  # the best of so many, for comparison
         return self._best(computed)
+
+    def _exchanged(self, count: int) -> tuple[int, ...]:
+        """Return the list of `count` computed steps of which least error is predicted; `ways` has it from then on."""
+        self.ways[count] = self.velocities.exchanged(self.ways[count], self.required)
+        return self.ways[count].steps
 
     def _best(self, computed: Sequence[int]) -> TriedList:
         plain = min((self._run(computed, order) for order in ORDERS), key=lambda each: each.error)
