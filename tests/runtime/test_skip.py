@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
+from diffusers.configuration_utils import FrozenDict
 from family_pipelines import chroma, flux2, ltx, pixart, sana, sdxl, wan, z_image
 from torch import Tensor, nn
 
@@ -451,6 +452,17 @@ def test_a_list_of_another_model_is_refused_but_not_of_its_checkpoints(pipe, qua
     with pytest.raises(ValueError, match=r"of another model: its transformer has another class or configuration"):
         skip_steps(pipe, steps)
     skip_steps(pipe, plain).remove()
+
+
+def test_a_setting_at_its_default_makes_no_other_model(pipe) -> None:
+    before, config = architectures(pipe), pipe.transformer._internal_dict
+    assert config["patch_size"] == 1  # the default, as a newer version of the class would add it
+    pipe.transformer._internal_dict = FrozenDict({key: config[key] for key in config if key != "patch_size"})
+    without = architectures(pipe)
+    pipe.transformer._internal_dict = FrozenDict({**config, "patch_size": 2})
+    other = architectures(pipe)
+    pipe.transformer._internal_dict = config
+    assert before == without != other
 
 
 def test_a_cache_and_a_list_at_once_are_refused(pipe) -> None:

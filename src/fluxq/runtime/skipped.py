@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -200,13 +201,25 @@ def _require_own_model(steps: StepList, pipe: Any) -> None:
 
 
 def architectures(pipe: Any) -> dict[str, str]:
-    """Return component -> digest of class and configuration of each denoiser, the same for checkpoints of a model."""
+    """Return component -> digest of class and configuration of each denoiser, the same for checkpoints of a model.
+
+    Defaults of the class do not count: another version of it may have more of them.
+    """
     digests = {}
     for name, outer in denoisers_in(pipe):
         model: Any = getattr(outer, "_orig_mod", outer)
-        config = {key: value for key, value in model.config.items() if key[:1] != "_" and key != "quantization_config"}
-        digests[name] = sha256_json([type(model).__name__, json.loads(json.dumps(config, default=str))])
+        parameters = inspect.signature(type(model).__init__).parameters
+        defaults = {key: _plain(each.default) for key, each in parameters.items()}
+        config = {key: _plain(value) for key, value in model.config.items() if key[:1] != "_"}
+        config = {key: value for key, value in config.items() if key not in defaults or value != defaults[key]}
+        config.pop("quantization_config", None)
+        digests[name] = sha256_json([type(model).__name__, config])
     return digests
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a configuration as JSON has it, which knows no tuples."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _require_one_level(model: nn.Module, timestep: Any) -> None:
