@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean, without_cure
 from fluxq.recipes.formats import FEATURES, Scheme
-from fluxq.recipes.step_list import StepList
 from fluxq.recipes.step_policy import MOST_KEPT, POLICY, ends_of, policy_of
+
+if TYPE_CHECKING:
+    from fluxq.recipes.step_list import StepList
 
 Attention = Literal["16bit", "fp8", "int8"]
 Coded = Literal["fp8", "int8"]
@@ -231,6 +233,10 @@ def _step_lists(runtime: Any) -> dict[int, StepList]:
         recorded = runtime.get("steps", {}) if isinstance(runtime, Mapping) else None
         if not isinstance(recorded, Mapping) or not all(isinstance(each, Mapping) for each in recorded.values()):
             raise ValueError(f"got {str(runtime)[:80]}, expected {{steps: {{number of steps: list}}}}")
+        if not recorded:
+            return {}
+        from fluxq.recipes.step_list import StepList
+
         lists = [StepList.from_dict(each) for each in recorded.values()]
         if list(recorded) != [str(each.total) for each in lists]:
             raise ValueError(f"lists of {[each.total for each in lists]} steps stand under {[*recorded]}")

@@ -69,13 +69,13 @@ def read_mask(given: str | PathLike[str] | Sequence[int]) -> tuple[int, ...]:
     Raises ValueError, or FileNotFoundError, for what is none.
     """
     numbers: Any
+    shown = str(given)[:80]
     if isinstance(given, str) and re.fullmatch(r"[\d, ]*", given):
         numbers = [int(digit) for digit in re.findall(r"\d", given)]
     elif isinstance(given, str | PathLike):
-        numbers = _mask_in(Path(given).expanduser())
+        numbers, shown = _mask_in(Path(given).expanduser()), str(given)
     else:
         numbers = [*given]
-    shown = str(given)[:80]
     if not isinstance(numbers, list) or not 2 <= len(numbers) <= MOST_STEPS:
         raise ValueError(f"mask {shown}: expected 1 or 0 for each of 2 to {MOST_STEPS} steps, as in 1,1,0,1, or a file")
     if any(number not in (0, 1) for number in numbers):

@@ -549,6 +549,7 @@ class Dying:
     deaths: tuple[str, ...]
     at: int = 2
     name = "dying"
+    cache = None
 
     def describe(self):
         return self.side.describe()
@@ -642,6 +643,7 @@ class Meeting:
     side: Side
     flags: Path
     name = "meeting"
+    cache = None
 
     def describe(self):
         return self.side.describe()

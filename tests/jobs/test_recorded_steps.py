@@ -166,7 +166,7 @@ def test_two_denoisers_record_the_list_of_their_pipeline(tmp_path, monkeypatch) 
     assert 0 < skipped.computed < skipped.calls
     loaded.transformer_2.config.quantization_config._runtime = {"steps": {}}
     skip_steps(loaded).remove()
-    fewer = dict(one["steps"]["8"], compute=[0, 7])
+    fewer = dict(one["steps"]["8"], compute=[0, 7], fitted=[])
     loaded.transformer_2.config.quantization_config._runtime = {"steps": {"8": fewer}}
     with pytest.raises(ValueError, match=r"of checkpoints with different lists of steps: give one as steps="):
         skip_steps(loaded)

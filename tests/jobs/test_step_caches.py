@@ -11,6 +11,7 @@ from fluxq.eval.images.executor import open_engine
 from fluxq.eval.images.sides import Side, variants
 from fluxq.jobs import listing, step_caches
 from fluxq.runtime.step_caches import cache_of, fewer_steps
+from fluxq.runtime.step_trials import Trials
 
 CALL = {**tiny.CALL_KWARGS, "num_inference_steps": 4}
 SIDE = Side("q", str(tiny.path()), "digest")
@@ -76,7 +77,7 @@ def test_a_share_becomes_a_list_and_an_interrupted_one_goes_on(tmp_path, monkeyp
     side, caches = Side("16-bit", str(tiny.path()), "digest", dtype="float32"), [cache_of("list=0.5")]
     measured, measure = [], listing.measure_velocities
     monkeypatch.setattr(listing, "measure_velocities", lambda *args: (measured.append(1), measure(*args))[1])
-    monkeypatch.setattr(step_caches.Trials, "best", lambda *_: 1 / 0)
+    monkeypatch.setattr(Trials, "best", lambda *_: 1 / 0)
     with open_engine("local") as engine:
         arguments = caches, resolve_model("tiny"), side, CALL, "a", "cpu", tmp_path, engine
         with pytest.raises(ZeroDivisionError):

@@ -264,7 +264,7 @@ def test_pipelines_of_all_kinds_run_with_a_list(make) -> None:
     pipe, call = make()
     pipe.set_progress_bar_config(disable=True)
     if make is pixart:
-        call["use_resolution_binning"] = False
+        call = {**call, "use_resolution_binning": False}
     how = {**call, "num_inference_steps": 6, "generator": torch.Generator().manual_seed(0), "output_type": "latent"}
     with skip_steps(pipe, COMPUTED) as skipped:
         made = pipe(prompt="a red circle", **how)[0]

@@ -45,12 +45,12 @@ from fluxq.integrations.loading import (
 from fluxq.integrations.whole import refuse_casting
 from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, Steps
-from fluxq.recipes.step_list import StepList
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
     from fluxq.integrations.on_the_fly import Arrivals
+    from fluxq.recipes.step_list import StepList
 
 
 _SAME_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
