@@ -99,7 +99,7 @@ class Velocities:
 
     def fitted(self, steps: Collection[int]) -> np.ndarray:
         """Return W, (T, T): what outputs of computed steps, in columns, are multiplied by at each step."""
-        total, rows = len(self.levels), np.zeros_like(self.gram)
+        total, rows, regular = len(self.levels), np.zeros_like(self.gram), self._regular(_RIDGE)
         for step in range(total):
             before = [each for each in range(step + 1) if each in steps]
             own = [each for each in before if self.denoisers[each] == self.denoisers[step]]
@@ -108,7 +108,7 @@ class Velocities:
                 continue
             there = self.effects[step, step]
             missing = self.effects[step] - self.effects[step, :step] @ rows[:step] if there else np.eye(total)[step]
-            factors = np.linalg.solve(self._regular(_RIDGE)[np.ix_(own, own)], self.gram[own] @ missing)
+            factors = np.linalg.solve(regular[np.ix_(own, own)], self.gram[own] @ missing)
             rows[step, own] = factors / (there or 1)
         return rows
 
@@ -134,7 +134,7 @@ class Velocities:
 
         nodes = tuple(sorted(steps))
         after = np.array([*nodes[1:], len(self.levels)]) - 1
-        lower = cholesky(self._regular(_LEAST_RIDGE)[np.ix_(nodes, nodes)], lower=True, check_finite=False)
+        lower = cholesky(self._comparable[np.ix_(nodes, nodes)], lower=True, check_finite=False)
         parts = solve_triangular(lower, self._products[np.ix_(nodes, after.tolist())], lower=True, check_finite=False)
         errors = self._squares[after] - np.triu(parts**2).sum(0)  # latents before a step, of the nodes before it
         weights = solve_triangular(lower, parts[:, -1], lower=True, trans=1, check_finite=False)
@@ -154,6 +154,10 @@ class Velocities:
     def _regular(self, ridge: float) -> np.ndarray:
         diagonal = np.diag(self.gram)
         return self.gram + ridge * np.diag(diagonal + 1e-3 * diagonal.mean())
+
+    @cached_property
+    def _comparable(self) -> np.ndarray:
+        return self._regular(_LEAST_RIDGE)
 
     @cached_property
     def _products(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from fluxq.eval.images.denoiser import denoisers
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.quantize.lora import LoraFile, fuse_into, updates_of
 from fluxq.runtime.layout import StoredLayer, reencode_layer
-from fluxq.runtime.step_caches import StepCache, enable_cache, naming
+from fluxq.runtime.step_caches import FEWER, StepCache, enable_cache, naming
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ class Side:
     source: str | None = None
     offload: bool = False
     stamps: tuple[Any, ...] = ()
+
+    @property
+    def fewer(self) -> int | None:
+        """Number of steps of a side that stands for fewer of them, all computed; None for others."""
+        cache = self.cache
+        return int(cache.value or 0) if cache is not None and cache.kind == FEWER else None
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that decide the bits of its images, for hashing: neither its name nor its folders."""

@@ -84,8 +84,7 @@ def of_quantizing(job: Job) -> Forecast:
     """Return the time of `fluxq quantize`, finished blocks of an interrupted run included."""
     static = any(plan.static_groups() and plan.component not in job.fitted for plan in job.plans)
     calibrates = bool(job.fitted) or (static and job.statistics is None)
-    is_listed = any(plan.compute for plan in job.plans)
-    if not (calibrates or job.options.check or is_listed):
+    if not (calibrates or job.options.check or job.is_listed):
         return Forecast({}, _memory(job, writes=True))
     forward, items = _forward(job), job.calibration_items
     seen = steps_to_see(job.calibration.steps, forward.steps)
@@ -93,7 +92,7 @@ def of_quantizing(job: Job) -> Forecast:
     if calibrates:
         again = seen * forward.steps / 2 if job.fitted else 0  # images that tell the effect of each step's error
         parts["calibrating"] = forward.seconds(items, forward.steps) + forward.seconds(items[:LEVEL_IMAGES], again)
-    if is_listed:
+    if job.is_listed:
         parts["list of steps"] = IMAGES * passes_of_list(job, forward.steps) * forward.seconds_of_step(1)
     if job.fitted:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in job.fitted.values())

@@ -128,6 +128,11 @@ class Job:
         return {name: plan for name, plan in plans if any(la.method.needs_data for la in plan.quantized)}
 
     @property
+    def is_listed(self) -> bool:
+        """True if the recipe has a list of the steps to compute made."""
+        return any(plan.compute for plan in self.plans)
+
+    @property
     def call(self) -> dict[str, Any]:
         """Pipeline arguments: the folder's defaults, overridden by the command line."""
         return call_of(self.folder, self.folder.generation_defaults, self.options.call)

@@ -71,7 +71,7 @@ from fluxq.recipes.recipe import parse_gate
 from fluxq.recipes.step_list import nearest_list
 from fluxq.runtime.optimize import optimize
 from fluxq.runtime.prepare import Prefer, prepare
-from fluxq.runtime.step_caches import FEWER, StepCache
+from fluxq.runtime.step_caches import StepCache
 
 if TYPE_CHECKING:
     from fluxq.eval.images.executor import ImageFolder
@@ -702,7 +702,7 @@ def _candidates(
     candidates, listed = [], _listed(subject)
     for side in sides:
         pipe = side.open(device)
-        is_fewer = side.cache is not None and side.cache.kind == FEWER  # beside the others, at steps of its own
+        is_fewer = side.fewer is not None  # beside the others, at steps of its own
         along = None if is_fewer else drift(followed, pipe, floor=floor)
         gates = () if is_fewer else _gates(subject)
         about = provenance | (listed if side.cache is None else {})

@@ -241,7 +241,7 @@ def _quantize(job: Job, work: Path) -> Record | None:
     statistics = job.statistics or _kept_statistics(work, ranks)
     fittings: dict[str, Fitting] = {}
     static = [plan for plan in job.plans if plan.static_groups() and plan.component not in job.fitted]
-    listed = ranks.leads and any(plan.compute for plan in job.plans)
+    listed = ranks.leads and job.is_listed
     if job.fitted or listed or (options.check and ranks.leads) or (static and statistics is None):
         pipe = job.load_reference()
         if static and statistics is None:
@@ -540,7 +540,8 @@ def _source(job: Job) -> str | None:
 
 def closing_check(part: Path, job: Job, reference: Generated) -> Check:
     """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
-    pipe, lists = _quantized(part, job), lists_of_checkpoint(ModelFolder(job.output.name, part))
+    pipe = _quantized(part, job)
+    lists = lists_of_checkpoint(ModelFolder(job.output.name, part))  # a model within a bound does not know of them
     skipped = SkippedSteps(pipe, *lists) if lists else None
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
     psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)

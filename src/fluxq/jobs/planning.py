@@ -209,7 +209,7 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     """
     fitted = job.fitted.values() if writes else ()
     checks, runs = writes and job.options.check, any(plan.static_groups() for plan in job.plans)
-    is_listed = writes and any(plan.compute for plan in job.plans)
+    is_listed = writes and job.is_listed
     if not (checks or job.fitted or runs or is_listed):
         return None
     calibrating = memory.sizes_of(job.calibration_items, job.call) if job.fitted or runs else frozenset()
@@ -227,7 +227,7 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
 
 def settle(job: Job, device_option: str, *, writes: bool) -> Run:
     """Return where quantizing can run, or gathering statistics unless it `writes`; else as `settle_by`."""
-    without = " without `steps: {compute: …}`" if any(plan.compute for plan in job.plans) else ""
+    without = " without `steps: {compute: …}`" if job.is_listed else ""
     rounding = f"`--profile rtn --no-check`{without} only rounds, which takes a few GB"
     return settle_by(partial(demand, job, writes=writes), job, device_option, rounding)
 

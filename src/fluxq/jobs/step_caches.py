@@ -29,7 +29,7 @@ from fluxq.jobs.listing import listed_call, trials_of
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skipped import require_own
-from fluxq.runtime.step_caches import CACHES, FEWER, LIST, StepCache, caches_of, fewer_steps, measured_for
+from fluxq.runtime.step_caches import CACHES, LIST, StepCache, caches_of, fewer_steps, measured_for
 from fluxq.runtime.step_trials import FORMS, IMAGES, SEED, computed_of
 
 _SLACK = 1e-6  # of a share: sums of multiplications are exact
@@ -97,15 +97,12 @@ def sides_of_fewer(
 
 def share_of(side: Side, images: ImageFolder, total: int) -> float | None:
     """Return the share of the multiplications of all steps that a side computes, None where that is all."""
-    if side.cache is not None and side.cache.kind == FEWER:
-        return (side.cache.value or 0) / total
-    return images.computed
+    return images.computed if side.fewer is None else side.fewer / total
 
 
 def arguments_of(side: Side, call: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a side's calls."""
-    is_fewer = side.cache is not None and side.cache.kind == FEWER
-    return {**call, "num_inference_steps": int(side.cache.value or 0)} if is_fewer and side.cache else dict(call)
+    return dict(call) if side.fewer is None else {**call, "num_inference_steps": side.fewer}
 
 
 def _least(images: ImageFolder | None, total: int) -> int:
