@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels.workloads import FLUX_STEP
 from benchmarks.pages import between
 from fluxq.kernels.library import LIBRARY
 from fluxq.kernels.tiles import tuned_rows
@@ -339,7 +342,55 @@ def _tables(found: Mapping[str, Any]) -> dict[str, list[list[str]]]:
         "goals": _goals_table(found),
         "small cards": _small_table(found),
         "lists": _lists_table(found),
+        "rates": _rates_table(),
+        "measured": _measured_table(),
     }
+
+
+@functools.cache
+def rates_of_a_step() -> dict[tuple[str, str], float]:
+    """Return what an H200 reached at the shapes of a step: (arithmetic, implementation) -> TFLOP/s; passes: GB/s.
+
+    Of products the FLOPs of all with more than 512 tokens over their time; of passes the bytes of a step's.
+    """
+    timed = json.loads(RATES_FILE.read_text(encoding="utf-8"))["results"]
+    us = {(row["scheme"], row["implementation"], row["m"], row["n"], row["k"]): row["us"] for row in timed}
+    shapes = [(count, shape) for count, shape in FLUX_STEP if shape[0] > 512]
+    flops = sum(2.0 * count * m * n * k for count, (m, n, k) in shapes)
+    found = {}
+    for scheme, by in dict.fromkeys((row["scheme"], row["implementation"]) for row in timed if row["tflops"]):
+        if scheme in ("16bit", "fp8") and "attention" in by:
+            found[scheme, by] = next(row["tflops"] for row in timed if row["implementation"] == by)
+        else:
+            found[scheme, by] = flops / sum(count * us[scheme, by, *shape] for count, shape in shapes) / 1e6
+    moved, spent = 0.0, 0.0
+    for row in timed:
+        count = PASSES_OF_A_STEP.get((row["op"], row["scheme"]), 0)
+        moved, spent = moved + count * row["mb"], spent + count * row["us"]
+    return found | {("passes", "fp8"): 1e3 * moved / spent}
+
+
+def _rates_table() -> list[list[str]]:
+    rows = [["", "TFLOP/s", "of the data sheet's"]]
+    device, found = find_device(GOALS_GPU), rates_of_a_step()
+    for key, (what, arithmetic) in RATED.items():
+        rows.append([what, f"{found[key]:.0f}", f"{found[key] / device.peaks[arithmetic]:.2f}"])
+    passes = found["passes", "fp8"]
+    return [
+        *rows,
+        ["our passes of an optimized step in fp8, GB/s", f"{passes:.0f}", f"{passes / device.bandwidth:.2f}"],
+    ]
+
+
+def _measured_table() -> list[list[str]]:
+    rows = [["", "ms", "over compiled 16 bit", "products", "attention", "passes", "in none of these", "modelled"]]
+    for row in json.loads(STEP_FILE.read_text(encoding="utf-8"))["rows"]:
+        low, ms, high = (1e3 * seconds for seconds in row["seconds"])
+        ratio = "{1:.2f}x ({0:.2f} to {2:.2f})".format(*row["over_compiled_16bit"])
+        parts = (f"{ms * row['parts'][part]:.1f}" for part in ("products", "attention", "passes", "gaps"))
+        modelled = f"{1e3 * sum(row['modelled'].values()):.1f}"
+        rows.append([row["row"], f"{ms:.1f} ({low:.1f} to {high:.1f})", ratio, *parts, modelled])
+    return rows
 
 
 Steps = Mapping[tuple[str, int, str], Mapping[str, Any]]
@@ -468,3 +519,27 @@ GOALS = {"fp8": ("16bit", 1.6), "fp8, attention too": ("fp8", 1.8)}
 BY_ATTENTION = {"16bit": {"": "optimized"}, "fp8": {"": "attention alone", ", by FlashAttention-3": "package"}}
 # What a package reaches in fp8 that computes our op where `fluxq doctor` proved and timed it.
 PACKAGE = {"H200 SXM": Efficiency(0.46, "FlashAttention-3, 4k tokens, heads of 128 on an H100: its paper")}
+
+# What one call measured on an H200, and what the table of it shows: (scheme, implementation) -> words, arithmetic.
+RATES_FILE = Path(__file__).with_name("h200_rates.json")
+STEP_FILE = Path(__file__).with_name("h200_flux_step.json")  # what `flux_step.py` measured there
+SDPA = "F.scaled_dot_product_attention"
+RATED = {
+    ("16bit", "F.linear"): ("products in bf16, the library", "bf16"),
+    ("fp8-fp8", "F.scaled_mm"): ("in fp8, the library, fast accumulation", "fp8"),
+    ("fp8-fp8", "F.scaled_mm exact"): ("in fp8, the library, exact accumulation", "fp8"),
+    ("fp8-fp8", "scaled_matmul"): ("in fp8, our kernel", "fp8"),
+    ("int8-int8", "scaled_matmul"): ("in int8, our kernel", "int8"),
+    ("int8-int8", "torch._int_mm"): ("in int8, the library, without scales and bias", "int8"),
+    ("16bit", f"{SDPA} cudnn"): ("attention in 16 bit, cuDNN", "bf16"),
+    ("16bit", f"{SDPA} flash"): ("attention in 16 bit, FlashAttention-2 of torch", "bf16"),
+    ("fp8", "attention_fp8"): ("attention in fp8, our kernel, with its codes", "fp8"),
+    ("fp8", "attention_fp8 warps apart"): ("attention in fp8, our kernel of warps apart, with its codes", "fp8"),
+}
+# (op, scheme) of a row of the file -> how often an optimized step in fp8 does as much.
+PASSES_OF_A_STEP = {
+    ("adaln_quantize", "fp8"): 76,
+    ("act_quantize", "fp8"): 19 * 4608 / 4096,
+    ("act_quantize", "fp8 beside"): 38,
+    ("qk_norm_rope", "16bit"): 57,
+}

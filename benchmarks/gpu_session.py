@@ -386,8 +386,8 @@ def _judge_blocks(session: Session) -> dict[str, Any]:
 
 
 def missing_packages() -> list[str]:
-    """Return those packages that whole models need, kernels do not, and this machine lacks."""
-    return [name for name in ("diffusers", "pydantic", "peft", "accelerate") if find_spec(name) is None]
+    """Return those packages that whole models and their tests need, kernels do not, and this machine lacks."""
+    return [name for name in ("diffusers", "pydantic", "peft", "accelerate", "altair") if find_spec(name) is None]
 
 
 def _same_bits(name: str) -> Callable[[Session, float], list[Sequence[str]]]:

@@ -207,6 +207,7 @@ _H100 = Device(
         0.306, "605 TFLOP/s, Triton, 4k tokens, heads of 128 on an H100: the FlashAttention-3 paper"
     ),
 )
+_OF_A_STEP = "at the shapes of a step of FLUX.1-dev on an H200: benchmarks/h200_rates.json"
 _RTX_4060_TI = Device(
     name="RTX 4060 Ti 16GB",
     chip="sm_89",
@@ -234,7 +235,20 @@ DEVICES = {
     ),
     "h100": _H100,
     "h200": replace(
-        _H100, name="H200 SXM", memory=141, bandwidth=4800, source="NVIDIA H200 data sheet, sparse figures halved"
+        _H100,
+        name="H200 SXM",
+        memory=141,
+        bandwidth=4800,
+        matmul=_H100.matmul
+        | {
+            "bf16": Efficiency(0.714, f"706 TFLOP/s, the library, {_OF_A_STEP}"),
+            "fp8": Efficiency(0.695, f"1375 TFLOP/s, the library, fast accumulation, {_OF_A_STEP}"),
+            "int8": Efficiency(0.465, f"920 TOP/s, our kernel, {_OF_A_STEP}"),
+        },
+        source="NVIDIA H200 data sheet, sparse figures halved",
+        attention=Efficiency(0.659, f"652 TFLOP/s, cuDNN, {_OF_A_STEP}"),
+        attention_fp8=Efficiency(0.278, f"550 TFLOP/s, our kernel of warps apart, its codes included, {_OF_A_STEP}"),
+        streaming=Efficiency(0.618, f"2.97 TB/s, our passes, {_OF_A_STEP}"),
     ),
     "b200": Device(
         name="B200",

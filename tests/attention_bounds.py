@@ -12,6 +12,7 @@ changes nothing of it.
 import math
 
 import torch
+from kernel_tests import lost_in_the_unit
 from torch import Tensor
 
 from fluxq.kernels.attention.op import KEY_BLOCK, P_EXPONENT, QUERY_BLOCK, Operands
@@ -32,11 +33,13 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
         ε = 2 · (blocks · (2^-21 + max e) + keys · u)            of the corrections' product, and of sums over keys
 
     A key adds a number in 2^(m - last m) · [E4M3(p (1 - δ)), E4M3(p (1 + δ))] · v to acc; sum and acc are wrong by ε.
-    Matrix units that hold fewer bits than fp32 are outside.
+    On Hopper, whose matrix units hold fewer bits of fp8 sums than fp32, e counts as many roundings more for the D
+    products, and ε for those of a block of keys.
     """
     u = 2.0**-24
     q, k, v = (x.double() for x in (operands.q[:, :, :queries], operands.k[:, :, :keys], operands.v[..., :keys].mT))
-    share, terms = (1, 0) if operands.q.dtype == torch.int8 else (QUERY_BLOCK, operands.q.shape[-1])
+    d = operands.q.shape[-1]
+    share, terms = (1, 0) if operands.q.dtype == torch.int8 else (QUERY_BLOCK, d + lost_in_the_unit(d))
     q_scale = operands.q_scale.double().repeat_interleave(share, 2)[:, :, :queries, None]
     k_scale = operands.k_scale.double().repeat_interleave(KEY_BLOCK, 2)[:, :, None, :keys]
     factor = log2_scale * q_scale * k_scale  # (B, H, S, Skv), as all that follows
@@ -57,7 +60,8 @@ def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype
     middle, half = weight * (low + high).double() / 2, weight * (high - low).double() / 2
     scale = operands.v_scale.double()[:, :, None]
     o = middle @ v / total * scale
-    epsilon = 2 * (blocks * (2.0**-21 + worst) + keys * u)
+    lost = lost_in_the_unit(KEY_BLOCK) if operands.v.dtype == torch.float8_e4m3fn else 0
+    epsilon = 2 * (blocks * (2.0**-21 + worst) + (keys + lost) * u)
     error = (half @ v.abs() + epsilon * ((middle + half) @ v.abs())) / total * scale
     rounding = torch.finfo(dtype)
     error += rounding.eps / 2 * (o.abs() + error) + rounding.smallest_normal * rounding.eps

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 
 def sibling(name: str, prefix: str = "beside") -> ModuleType:
     """Execute a test file of tests/kernels anew, as the module PREFIX_NAME; its tests are then plain functions."""
@@ -34,3 +36,14 @@ def executed(name: str, file: Path) -> ModuleType:
     sys.modules[name] = module  # imports and dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def on_hopper() -> bool:
+    """Tell whether kernels may run on the matrix unit that keeps 13 bits of sums of fp8 products."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def lost_in_the_unit(k: int, acc_split: int = 0) -> int:
+    """Number of fp32 roundings that Hopper's matrix unit may lose of a sum of k fp8 products; 0 elsewhere."""
+    steps = -(-min(k, acc_split or k) // 32)
+    return (32 + 1) * 2 ** (24 - 13) * steps if on_hopper() else 0

@@ -28,7 +28,8 @@ from triton.experimental.gluon.nvidia import hopper
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fluxq.kernels import interpreter
+from fluxq.kernels import dispatch, interpreter
+from fluxq.kernels.tiles import chip_of
 
 
 @contextmanager
@@ -89,6 +90,7 @@ class _Copies:
 # What follows is the pytest plugin.
 
 LEFT_OUT = ("_fault_", "outside_the_interpreter")  # in the names of tests
+BLOCK_SCALED = "block_scaled_matmul"  # whose tests take every format of it
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -102,12 +104,24 @@ def pytest_configure(config: Any) -> None:
     """Before the test files are imported, which take `interpreting` from its module."""
     device = torch.device(config.getoption("--on-device"))
     if device.type == "cuda":
-        interpreter.interpreting = partial(launching_on, device)
+        interpreter.interpreting = partial(_launching, device)
     else:
         interpreter.interpreting = _interpreting_copies
 
 
 _interpreting = interpreter.interpreting
+
+
+@contextmanager
+def _launching(device: torch.device, chip: str = "") -> Iterator[None]:
+    """Launch on the device; a test that asks for another chip is skipped."""
+    import pytest  # which launches outside of tests do without
+
+    here = chip_of(device)
+    if chip not in ("", here):
+        pytest.skip(f"it is for {chip}, this is {here}")
+    with launching_on(device):
+        yield
 
 
 @contextmanager
@@ -118,6 +132,9 @@ def _interpreting_copies() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     fit = [item for item in items if not any(part in item.name for part in LEFT_OUT)]
+    on_gpu = str(config.getoption("--on-device")).startswith("cuda")
+    if on_gpu and dispatch.refusal(BLOCK_SCALED, "nvfp4", chip_of(torch.device(config.getoption("--on-device")))):
+        fit = [item for item in fit if BLOCK_SCALED not in Path(item.path).name]
     if config.getoption("--at-most"):
         files = dict.fromkeys(item.path for item in fit)
         fit = [item for path in files for item in [i for i in fit if i.path == path][: config.getoption("--at-most")]]

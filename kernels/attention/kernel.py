@@ -290,7 +290,7 @@ def key_statistics_kernel(
         for start in range(0, S, ROWS):
             tokens = (start + tl.arange(0, ROWS)).to(tl.int64)
             sums += tl.load(x + tokens[:, None] * stride_ks, mask=(tokens < S)[:, None], other=0.0).to(tl.float32)
-        tl.store(mean + head * D + channels, tl.div_rn(tl.sum(sums, 0), S.to(tl.float32)))
+        tl.store(mean + head * D + channels, tl.div_rn(tl.sum(sums, 0), tl.full((), S, tl.float32)))
     else:
         x = v + head // H * stride_vb + head % H * stride_vh + channels[None, :]
         amax = tl.zeros((ROWS, CHANNELS), tl.int32)

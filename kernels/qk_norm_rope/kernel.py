@@ -72,6 +72,7 @@ def qk_norm_rope(
         heads,
         k_heads,
         eps,
+        TWO=len(streams) == 2,
         D=d,
         INTERLEAVED=interleaved,
         ROUND_BEFORE_WEIGHT=round_before_weight,
@@ -211,6 +212,7 @@ def qk_norm_rope_kernel(
     H,
     HK,
     eps,
+    TWO: tl.constexpr,  # whether there is a second: of a tuple that holds None the compiler cannot tell
     D: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROUND_BEFORE_WEIGHT: tl.constexpr,
@@ -233,9 +235,11 @@ def qk_norm_rope_kernel(
     if v_out is not None:
         v_out += token * HK * D
     angles, out = (cos, sin), (q_out, k_out, v_out)
-    if s < S_FIRST:
+    if not TWO:
         stream_heads(first, image, s, angles, out, H, HK, eps, D, INTERLEAVED, ROUND_BEFORE_WEIGHT, ROWS, COLUMNS)
-    elif second is not None:
+    elif s < S_FIRST:
+        stream_heads(first, image, s, angles, out, H, HK, eps, D, INTERLEAVED, ROUND_BEFORE_WEIGHT, ROWS, COLUMNS)
+    else:
         stream_heads(
             second, image, s - S_FIRST, angles, out, H, HK, eps, D, INTERLEAVED, ROUND_BEFORE_WEIGHT, ROWS, COLUMNS
         )

@@ -43,7 +43,19 @@ from fluxq.kernels.codes import (
     row_step,
     transform_tile,
 )
-from fluxq.kernels.compare import Product, Sample, Verdict, of_dtype, picked, product, same, taken, within, worst
+from fluxq.kernels.compare import (
+    Product,
+    Sample,
+    Verdict,
+    of_dtype,
+    picked,
+    product,
+    same,
+    same_but_few,
+    taken,
+    within,
+    worst,
+)
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.quantize_activation.op import (
@@ -242,14 +254,20 @@ def compare(
     return worst(*verdicts)
 
 
-def compare_codes(found: QuantizedTensor, a: Tensor, given: RoundingTensors, how: Rounding, rows: Tensor) -> Verdict:
-    """Compare codes and scales with those that the torch reference makes of a, the given rows of an input."""
+def compare_codes(
+    found: QuantizedTensor, a: Tensor, given: RoundingTensors, how: Rounding, rows: Tensor, sums: bool = False
+) -> Verdict:
+    """Compare codes and scales with those that the torch reference makes of a, the given rows of an input.
+
+    sums: whether another launch than that of the codes computed a, by sums whose order it may choose.
+    """
     scale = given.input_scale
     some = RoundingTensors(scale[rows] if scale is not None and scale.ndim == 2 else scale, given.smooth, given.mean)
     plain = Rounding(how.format, "", how.hadamard, how.four_over_six)
     made = coded(REFERENCES[OP.name](a, *pack_named(some, plain)), some, plain)
     parts = zip(found.tensors().items(), made.tensors().values(), strict=True)
-    return worst(*(same({"weight": "codes"}.get(name, "scales"), ours, theirs) for (name, ours), theirs in parts))
+    verdict = worst(*(same({"weight": "codes"}.get(name, "scales"), ours, theirs) for (name, ours), theirs in parts))
+    return same_but_few(found, made, a.dtype != torch.float32) if sums and verdict.is_wrong else verdict
 
 
 def coded(made: Sequence[Tensor], given: RoundingTensors, how: Rounding, rows: Tensor | None = None) -> QuantizedTensor:

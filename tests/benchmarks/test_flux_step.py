@@ -516,6 +516,22 @@ def test_what_cannot_be_asked_is_named(script, tmp_path: Path, monkeypatch) -> N
     assert done.exit_code == 2 and "--device cpu" in done.output
 
 
+def test_an_h200_is_priced_by_what_was_measured(script) -> None:
+    model, found = script.flux_modelled, script.flux_modelled.rates_of_a_step()
+    device = model.find_device("h200")
+    for efficiency, key, peak in (
+        (device.matmul["bf16"], ("16bit", "F.linear"), device.peaks["bf16"]),
+        (device.matmul["fp8"], ("fp8-fp8", "F.scaled_mm"), device.peaks["fp8"]),
+        (device.matmul["int8"], ("int8-int8", "scaled_matmul"), device.peaks["int8"]),
+        (device.attention, ("16bit", f"{model.SDPA} cudnn"), device.peaks["bf16"]),
+        (device.attention_fp8, ("fp8", "attention_fp8 warps apart"), device.peaks["fp8"]),
+        (device.streaming, ("passes", "fp8"), device.bandwidth),
+    ):
+        assert efficiency.fraction == pytest.approx(found[key] / peak, abs=5e-4), key
+        rate = f"{found[key] / 1e3:.2f} TB/s" if key[0] == "passes" else f"{found[key]:.0f} T"
+        assert efficiency.measured.startswith(rate) and model.RATES_FILE.name in efficiency.measured
+
+
 def test_the_modelled_tables_are_those_of_the_committed_file_and_of_the_model(script) -> None:
     found = json.loads(script.MODELLED_FILE.read_text(encoding="utf-8"))
     page, with_tables = script.PAGE.read_text(encoding="utf-8"), script.flux_modelled.with_tables

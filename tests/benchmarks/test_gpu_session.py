@@ -151,6 +151,20 @@ def test_shards_share_out_all_tests_but_those_that_plant_faults(tmp_path) -> Non
     assert {line["outcome"] for line in lines} == {"not run"}
 
 
+def test_a_gpu_skips_tests_of_other_chips_and_of_what_it_is_not_offered(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(on_gpu, "chip_of", lambda device: "sm_90")
+    with on_gpu._launching(CPU), on_gpu._launching(CPU, "sm_90"):
+        pass
+    with (
+        pytest.raises(pytest.skip.Exception, match="it is for sm_100, this is sm_90"),
+        on_gpu._launching(CPU, "sm_100"),
+    ):
+        pass
+    items = [Item("test_a", "test_block_scaled_matmul_kernel.py"), Item("test_b")]
+    on_gpu.pytest_collection_modifyitems(Config(on_device="cuda", shard="0/1", outcomes=tmp_path / "lines"), items)
+    assert [item.name for item in items] == ["test_b"]
+
+
 # --- bytes
 
 

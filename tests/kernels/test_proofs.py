@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from kernel_tests import sibling
 from poison import poisoned
 from torch.utils._pytree import tree_map_only
 
+from benchmarks.accumulation import unit_product
 from fluxq.base import settings
-from fluxq.kernels import dispatch, findings, launch, proofs
-from fluxq.kernels.compare import Product, Sample, picked, product
+from fluxq.kernels import dispatch, findings, launch, ops, proofs
+from fluxq.kernels.compare import FP8_SUMS, Product, Sample, lost_in_fp8, picked, product, same_but_few
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.qk_norm_rope.op import RopeTensors
 from fluxq.kernels.tensor import pack_named
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import FORMATS, Scheme
 
 CHIP = "sm_89"  # on which our own kernel multiplies fp8
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -267,3 +269,35 @@ def test_a_comparison_of_two_streams_speaks_of_the_tokens_of_both() -> None:
     for given, tokens in ((RopeTensors(), 10), (RopeTensors(q2=image, k2=image), 28)):
         arguments = text, text, *pack_named(given), 1e-6, True, False
         assert proofs.shape_of("qk_norm_rope", arguments, ("qk_norm_rope", "16bit", CHIP)) == (tokens, 192, 192)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4"])
+def test_few_codes_of_another_launch_may_be_neighbours(name: str) -> None:
+    """Numbers beside a rounding go to its other side where sums are added up in another order; no number goes far."""
+    v = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = ops.quantize_activation(v, FORMATS[name])
+
+    def flipped(places: tuple[slice, slice], bit: int) -> Any:
+        codes = expected.codes.clone()
+        codes.view(torch.uint8)[places] ^= bit
+        return replace(expected, codes=codes)
+
+    one, many = (slice(3, 4), slice(5, 6)), (slice(None), slice(8))
+    assert same_but_few(expected, expected, True).share == 0
+    assert not same_but_few(flipped(one, 1), expected, True).is_wrong
+    assert same_but_few(flipped(many, 1), expected, True).is_wrong
+    assert same_but_few(flipped(one, 0x40 if expected.format.element.bits == 8 else 4), expected, True).is_wrong
+    if expected.scale.dtype == torch.float32:
+        scaled = replace(expected, scale=expected.scale * (1 + 2.0**-22))
+        assert same_but_few(scaled, expected, True).is_wrong and not same_but_few(scaled, expected, False).is_wrong
+
+
+@pytest.mark.parametrize("k", [3072, 12288])
+def test_what_a_matrix_unit_may_lose_of_fp8_products_of_one_sign_is_allowed(k: int) -> None:
+    """As a row of weights that is aligned with the tokens makes them: Hopper's unit, emulated, loses .04 at 3072."""
+    x = torch.randn(4, k, generator=torch.Generator().manual_seed(0))
+    codes = ops.quantize_activation(x.bfloat16(), FORMATS["fp8"]).codes.float()
+    exact, size = codes.double() @ codes.double().T, codes.double().abs() @ codes.double().abs().T
+    lost = (unit_product(codes, codes) - exact).abs()
+    allowed = lost_in_fp8(exact, size, k)
+    assert (lost <= allowed).all() and (lost > FP8_SUMS * size).any() and (allowed < 0.5 * size).all()

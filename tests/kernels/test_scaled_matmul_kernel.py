@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_tests import sibling
+from kernel_tests import lost_in_the_unit, on_hopper, sibling
 from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -90,17 +90,6 @@ def check_epilogue(
     with poisoned():
         out = kernels.scaled_matmul(q, w, epilogue=epilogue, tile=tile)
     assert_within(out.double(), value, bound, tile)
-
-
-def on_hopper() -> bool:
-    """Tell whether kernels may run on the matrix unit that keeps 13 bits of sums of fp8 products."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-def lost_in_the_unit(k: int, acc_split: int) -> int:
-    """Number of fp32 roundings that Hopper's matrix unit may lose of a sum of k fp8 products; 0 elsewhere."""
-    steps = -(-min(k, acc_split or k) // 32)
-    return (32 + 1) * 2 ** (24 - 13) * steps if on_hopper() else 0
 
 
 def one_scale(q: QuantizedTensor) -> QuantizedTensor:

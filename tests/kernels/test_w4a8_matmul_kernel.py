@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernel_tests import sibling
+from kernel_tests import lost_in_the_unit, sibling
 from poison import poisoned
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -58,7 +58,7 @@ def check_composed(
     w8 = reencode.reencode(w, activations)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     a, b = x.dequantize().double(), w8.dequantize().double()
-    lost = matmul.lost_in_the_unit(x.shape[1], TILE.acc_split) if activations == "fp8" else 0
+    lost = lost_in_the_unit(x.shape[1], TILE.acc_split) if activations == "fp8" else 0
     sizes = a @ b.T, a.abs() @ b.abs().T, x.shape[1] + lost, bias, torch.float32
     epilogue, value, bound = matmul.followed_by(*sizes, **follows)
     with poisoned():

@@ -483,20 +483,19 @@ def test_fusing_never_costs_time_and_the_total_is_the_sum(recipe, device):
 def test_published_speeds_of_flux_follow_from_the_efficiencies():
     """Against 16 bit with one kernel a step; the literature's bound has fusions that the kernels here do not have."""
     h200, rtx5090 = cost(plan_of("fp8"), FLUX, H200).total, cost(plan_of("nvfp4"), FLUX, RTX5090).total
-    assert 1.62 <= h200.seconds_16bit / h200.seconds["ideal"] <= 1.68
+    assert 1.74 <= h200.seconds_16bit / h200.seconds["ideal"] <= 1.78
     assert 2.25 <= rtx5090.seconds_16bit / rtx5090.seconds["ideal"] <= 2.45
-    # What is lost to it: q and k pass memory once more, activations do before they are quantized, and a norm takes the
-    # time of its instructions where those of its bytes, three an element, are fewer.
+    # What is lost to it: q and k pass memory once more, and activations do before they are quantized; at the rate that an
+    # H200 reached, a norm takes the time of its bytes, not of its instructions.
     passes = 57 * (4 + 4 * 1.5) * 2 * S * D / H200.bytes_per_second
-    norms = INSTRUCTIONS["norm", "fp8"]["sm_90"] / H200.instructions_per_second - 3 / H200.bytes_per_second
-    passes += (2 * 19 + 38) * S * D * norms
-    assert norms > 0 and h200.seconds["fused"] - h200.seconds["ideal"] == pytest.approx(passes, rel=1e-2)
-    assert 1.5 < h200.speedup < 1.62
+    assert INSTRUCTIONS["norm", "fp8"]["sm_90"] / H200.instructions_per_second < 3 / H200.bytes_per_second
+    assert h200.seconds["fused"] - h200.seconds["ideal"] == pytest.approx(passes, rel=1e-2)
+    assert 1.6 < h200.speedup < 1.66
 
 
-@pytest.mark.parametrize(("n", "low", "high"), [(3072, 0.85, 0.88), (9216, 0.945, 0.98), (12288, 0.95, 0.98)])
+@pytest.mark.parametrize(("n", "low", "high"), [(3072, 0.80, 0.84), (9216, 0.92, 0.95), (12288, 0.94, 0.96)])
 def test_what_a_separate_quantization_costs_a_matmul(n, low, high):
-    """fp8 on an H200, K = 3072: three bytes an element against 2N FLOPs."""
+    """fp8 on an H200, K = 3072: three bytes an element against 2N FLOPs; .84 and .95 were measured of the ends."""
     linear = LinearShape("transformer_blocks.0.ff.net.0.proj", n, 3072)
     recipe = Component.model_validate({"weights": {"format": "fp8"}, "activations": {"format": "fp8"}})
     plan = make_plan(FAMILIES["flux"], "transformer", recipe, [linear], static_inputs=False)
@@ -584,10 +583,12 @@ def test_cross_attention_stays_in_16_bit_and_16_bit_is_all_16_bit():
 def test_the_sources_of_a_cost_are_those_of_what_it_multiplies():
     found = cost(plan_of("int8"), FLUX, H200)
     assert list(found.efficiencies()) == ["bf16", "int8", "attention", "memory bandwidth"]
-    assert [name for name, e in found.efficiencies().items() if not e.measured] == ["memory bandwidth"]
-    told = found.describe()
+    assert all(efficiency.measured for efficiency in found.efficiencies().values())
+    on_h100 = cost(plan_of("int8"), FLUX, DEVICES["h100"])
+    assert [name for name, e in on_h100.efficiencies().items() if not e.measured] == ["memory bandwidth"]
+    told = on_h100.describe()
     assert told["modelled"] is True and told["efficiencies"]["memory bandwidth"] == {"fraction": 0.85, "measured": None}
-    measured = found.efficiencies()["int8"].measured
+    measured = on_h100.efficiencies()["int8"].measured
     assert told["efficiencies"]["int8"] == {"fraction": 0.668, "measured": measured} and "sglang#3035" in measured
     assert told["routes"] == {"int8-int8": "native", "int8-16bit": "weight-only: decoded to 16 bit in the kernel"}
 

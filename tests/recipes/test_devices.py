@@ -25,7 +25,7 @@ def test_every_row_has_a_chip_and_an_efficiency_for_each_peak(device):
 def test_every_efficiency_is_a_fraction_with_a_source_or_the_word_assumed(device):
     attention = device.attention, device.attention_fp8
     for efficiency in (*device.matmul.values(), *attention, device.streaming, device.scalar):
-        assert 0.3 < efficiency.fraction < 1.05  # cards that clock higher than the data sheet counts on pass 1
+        assert 0.25 < efficiency.fraction < 1.05  # cards that clock higher than the data sheet counts on pass 1
         assert bool(efficiency.measured) != bool(efficiency.why)
         assert bool(efficiency.why) == ("assumed: " in str(efficiency))
         if efficiency.measured:
@@ -58,7 +58,7 @@ def test_peaks_are_dense(device):
 
 def test_h200_is_an_h100_with_more_memory():
     h100, h200 = DEVICES["h100"], DEVICES["h200"]
-    assert h100.peaks == h200.peaks and h100.matmul == h200.matmul
+    assert h100.peaks == h200.peaks and h100.matmul.keys() == h200.matmul.keys()
     assert h200.memory > h100.memory and h200.bandwidth > h100.bandwidth
 
 

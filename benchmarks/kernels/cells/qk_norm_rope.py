@@ -21,7 +21,7 @@ def _cell(d: str, how: str, tile: Tile, targets: tuple[str, ...]) -> Cell:
         "outputs": ("*bf16", "*bf16", v[0]),
     }
     sizes = {"S": "i32", "S_FIRST": "i32", "H": "i32", "HK": "i32", "eps": "fp32"}
-    constants = {"D": int(d), "INTERLEAVED": "halves" not in how, "ROUND_BEFORE_WEIGHT": not rotated}
+    constants = {"TWO": two, "D": int(d), "INTERLEAVED": "halves" not in how, "ROUND_BEFORE_WEIGHT": not rotated}
     return Cell(
         qk_norm_rope_kernel,
         f"16bit {d} {how}",

@@ -115,6 +115,7 @@ def random_layer(like: QuantLinear, device: torch.device, dtype: torch.dtype) ->
     }
     wanted = branch_shapes(scheme, n, k)
     branches = {name: make().to(dtype).contiguous() for name, make in makers.items() if name in wanted}
+    noise.manual_seed((n << 32) + k)  # weights of one stream would be those of a norm's, which x would be aligned with
     w = QuantizedTensor.quantize(normal(n, k) * k**-0.5, scheme.weights)
     bias = normal(n).to(dtype) if like.bias is not None else None
     layer = QuantLinear.from_quantized(w, bias, scheme, _input_scale(scheme, device), branches)
