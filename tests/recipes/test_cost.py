@@ -485,8 +485,8 @@ def test_published_speeds_of_flux_follow_from_the_efficiencies():
     h200, rtx5090 = cost(plan_of("fp8"), FLUX, H200).total, cost(plan_of("nvfp4"), FLUX, RTX5090).total
     assert 1.74 <= h200.seconds_16bit / h200.seconds["ideal"] <= 1.78
     assert 2.25 <= rtx5090.seconds_16bit / rtx5090.seconds["ideal"] <= 2.45
-    # What is lost to it: q and k pass memory once more, and activations do before they are quantized; at the rate that an
-    # H200 reached, a norm takes the time of its bytes, not of its instructions.
+    # What is lost to it: q and k pass memory once more, and activations do before they are quantized; at the rate that
+    # an H200 reached, a norm takes the time of its bytes, not of its instructions.
     passes = 57 * (4 + 4 * 1.5) * 2 * S * D / H200.bytes_per_second
     assert INSTRUCTIONS["norm", "fp8"]["sm_90"] / H200.instructions_per_second < 3 / H200.bytes_per_second
     assert h200.seconds["fused"] - h200.seconds["ideal"] == pytest.approx(passes, rel=1e-2)
