@@ -135,7 +135,7 @@ def chosen_result(
     """Return what was chosen and measured, as JSON has it."""
     job, offer, table = search.job, search.offer, next(iter(tables.values()))
     per, (kind, value) = search.unit[1], search.options.budget
-    predicted = table.predicted_together(winner.choice) + winner.error_of_list
+    predicted = table.predicted_together(winner.choice) + winner.predicted_of_list
     interval = clustered_interval(winner.errors, winner.prompts)
     agrees = winner.error <= _AGREES * predicted and predicted <= _AGREES * winner.error
     return {
@@ -166,7 +166,7 @@ def chosen_result(
                 "chosen": each is winner,
                 "cost": each.cost / per,
                 **({"computed": _computed(each, lists)} if lists else {}),
-                "predicted_nmse": table.predicted_together(each.choice) + each.error_of_list,
+                "predicted_nmse": table.predicted_together(each.choice) + each.predicted_of_list,
                 "nmse": each.error if math.isfinite(each.error) else None,
                 "images": len(each.squares),
                 "sqnr_db": each.decibels if math.isfinite(each.decibels) else None,
@@ -227,7 +227,7 @@ def _steps(search: Search, bench: Bench, errors: Numbers, winner: Tried, lists: 
                 "predicted_nmse": shares[count].error if count in shares else None,
                 "nmse": measured[count] if math.isfinite(measured.get(count, math.inf)) else None,
             }
-            for count, error in lists.errors.items()
+            for count, error in sorted(lists.errors.items(), reverse=True)
         ],
     }
 

@@ -54,9 +54,9 @@ class Tried(Judged):
     rounds: int = 0
 
     @property
-    def error_of_list(self) -> float:
-        """NMSE by the steps that are left out, alone; errors of list and formats add."""
-        return self.listed.error if self.listed else 0.0
+    def predicted_of_list(self) -> float:
+        """Predicted NMSE by the steps that are left out, alone; errors of list and formats add."""
+        return self.listed.predicted if self.listed else 0.0
 
     @property
     def errors(self) -> list[float]:
@@ -144,7 +144,7 @@ class Bench:
             count = min(len(each.squares) for each in left)
             best = max(left, key=lambda each: mean_of(each.ratios[:count]))
             left = [each for each in left if each is best or not loss(each, best).low > 0]
-            least = min(left, key=lambda each: (total(errors, each.choice) + each.error_of_list, each.cost))
+            least = min(left, key=lambda each: (total(errors, each.choice) + each.predicted_of_list, each.cost))
             level = [each for each in left if each is least or loss(each, least).high <= LEVEL]
             rounds = min(each.rounds for each in left)
             if len(level) == len(left) or rounds == len(self.search.judging):
