@@ -71,7 +71,7 @@ def run(model: Path, options: AutoOptions, **job: Any) -> dict[str, Any]:
 
 
 def a_list(computed: tuple[int, ...] = (0, 2, 5), order: int = 1) -> StepList:
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tiny.path(), subfolder="scheduler")
+    scheduler: Any = FlowMatchEulerDiscreteScheduler.from_pretrained(tiny.path(), subfolder="scheduler")
     scheduler.set_timesteps(STEPS)
     return list_of(scheduler, computed, order, levels_of(scheduler))
 

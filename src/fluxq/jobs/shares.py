@@ -95,7 +95,12 @@ class Lists:
 
         The latter, if it fits: what lists have to be better than.
         """
-        first, *others = self.best(errors)
+        found = self.best(errors)
+        if not found:
+            raise RuntimeError(
+                "no plan whose latents are finite takes so little time; give more --ms, or add 16bit to --menu"
+            )
+        first, *others = found
         others = [share for share in others if share.computed in self.coarse]
         few = others[: MOST_SHARES - 2]
         return [first, *few, *(share for share in others if share.computed == self.total and share not in few)]
