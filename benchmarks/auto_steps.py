@@ -9,8 +9,8 @@ each, with noise that nothing else draws, beside the images of the 16-bit pipeli
 
     formats alone    `fluxq auto` under the same budget, all steps computed; nothing where no plan fits
     fewer steps      `fluxq auto` for calls of K steps, each of which may take 28 / K times the budget; 16 bit where all
-                     fits so. K is each number that `auto --steps` looked at between its own and 28, and the best of
-                     these by the images that judge is the opponent
+                     fits so. K rises from the number that `auto --steps` computes until one is a dB worse than another;
+                     the best of these by the images that judge is the opponent
     difference       mean over images of PSNR of one - PSNR of the other, in dB, 95 % interval of the paired mean
 
 What list and formats do alone says whether errors add. Goals were fixed before this code measured anything. Tries with
@@ -78,12 +78,12 @@ def measure(file: Path, prompts: int) -> None:
     with TemporaryDirectory() as folder:
         judge: Judge | None = None
         for share in SHARES[len(report["rows"]) :]:
-            judge = judge or Judge(searching(Path(folder), share, lists=True), prompts)
+            judge = judge or Judge(searching(Path(folder), share, STEPS, lists=True), prompts)
             report["rows"].append(judged_row(Path(folder), share, judge))
             write_json(file, report)
 
 
-def searching(folder: Path, share: float, count: int = STEPS, *, lists: bool = False) -> Search:
+def searching(folder: Path, share: float, count: int, *, lists: bool = False) -> Search:
     """Return the search of the command, for calls of `count` steps that take a share of the time of 16 bit at STEPS."""
     place = folder / f"{count}"
     place.mkdir(parents=True, exist_ok=True)
@@ -112,15 +112,15 @@ class Judge:
         self.items = [(prompt, FIRST_SEED + index) for index, (prompt, _) in enumerate(fresh(search, prompts))]
         self.reference = self._images("16 bit")
 
-    def judged(self, search: Search, choice: Choice, steps: StepList | None = None, count: int = STEPS) -> Judged:
-        """Return what a plan does to the images, in calls of `count` steps."""
+    def judged(self, search: Search, choice: Choice, steps: StepList | None = None) -> Judged:
+        """Return what a plan does to the images, in calls of as many steps as the search's."""
         layers = {
             name: improved(module_of(self.pipe, name), replace(scheme, static_input=False))
             for name, scheme in search.offer.schemes(choice).items()
             if scheme
         }
         with replaced(self.pipe, layers), fluxq.skip_steps(self.pipe, steps) if steps else nullcontext():
-            images = self._images("Judging", num_inference_steps=count)
+            images = self._images("Judging", num_inference_steps=search.job.call["num_inference_steps"])
         plain, error = self.reference.latents.double(), images.latents.double() - self.reference.latents.double()
         return Judged(fidelity(self.reference, images)[0], float(error.square().sum() / plain.square().sum()))
 
@@ -130,22 +130,21 @@ class Judge:
 
 def judged_row(folder: Path, share: float, judge: Judge) -> dict[str, Any]:
     """Return the plan of `auto --steps` under a budget, judged beside its opponents, as JSON has it."""
-    search = searching(folder, share, lists=True)
+    search = searching(folder, share, STEPS, lists=True)
     result, choice = decided(search)
     made = result["steps"]
     steps = StepList.from_dict(made["list"]) if made["list"] else None
     chosen = judge.judged(search, choice, steps)
     plain = dict.fromkeys(choice, "16bit")
     alone = {"formats": judge.judged(search, choice).nmse, "list": judge.judged(search, plain, steps).nmse}
-    fewer = {
-        count: opponent(folder, share, count, chosen, judge)
-        for count in [each["computed"] for each in made["shares"]]
-        if made["computed"] <= count < STEPS and fits(search, count)
-    }
-    best = max(fewer, key=lambda count: fewer[count]["psnr_db"][0])
+    fewer: list[dict[str, Any]] = []
+    for count in range(made["computed"], STEPS):
+        if not fits(search, count) or (fewer and fewer[-1]["psnr_db"][0] < _best(fewer)["psnr_db"][0] - 1):
+            break
+        fewer.append(opponent(folder, share, count, chosen, judge))
     weights = {unit["unit"]: unit["weights"] for unit in result["units"]}
     parts = {option: sum(w for unit, w in weights.items() if choice[unit] == option) for option in MENU}
-    others = {"fewer steps": fewer[best]}
+    others = {"fewer steps": _best(fewer)}
     if fits(search, STEPS):
         others["formats alone"] = opponent(folder, share, STEPS, chosen, judge)
     return {
@@ -162,8 +161,12 @@ def judged_row(folder: Path, share: float, judge: Judge) -> dict[str, Any]:
         "shares": made["shares"],
         "tried": [{name: each[name] for name in TRIED} for each in result["tried"]],
         "others": others,
-        "all_fewer": [{name: each[name] for name in ("steps", "cost", "psnr_db")} for each in fewer.values()],
+        "all_fewer": [{name: each[name] for name in ("steps", "cost", "psnr_db")} for each in fewer],
     }
+
+
+def _best(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return max(plans, key=lambda each: each["psnr_db"][0])
 
 
 def fits(search: Search, count: int) -> bool:
@@ -176,7 +179,7 @@ def opponent(folder: Path, share: float, count: int, chosen: Judged, judge: Judg
     search = searching(folder, share, count)
     is_whole = share * STEPS >= count  # all in 16 bit
     choice = dict.fromkeys(search.offer.units, "16bit") if is_whole else decided(search)[1]
-    judged = judge.judged(search, choice, count=count)
+    judged = judge.judged(search, choice)
     return {
         "steps": count,
         "cost": search.cost(choice) * count / STEPS,
