@@ -193,7 +193,7 @@ def global_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) 
     four_over_six: amax / (6 · 256), which leaves room for that block's larger scale, 256 · 6 / 4.
     """
     largest = 256.0 if four_over_six else 448.0
-    scale = (amax.float() / (format.element.max * largest)).clamp(min=_FP32_SMALLEST)
+    scale = _over(amax.float(), format.element.max * largest).clamp(min=_FP32_SMALLEST)
     return torch.where(amax == 0, 1.0, scale)
 
 
@@ -227,12 +227,17 @@ def _amax(blocks: Tensor) -> Tensor:
 
 def _amax_scale(amax: Tensor, largest: float, format: Format, global_scale: Tensor | None) -> Tensor:
     """Return the scale, as stored, that takes amax to the code value `largest`."""
-    scale = amax / largest
+    scale = _over(amax, largest)
     if global_scale is not None:
         scale = (scale / global_scale).clamp(_E4M3_SMALLEST, 448.0)
     scale = torch.where(amax == 0, 1.0, scale.clamp(min=_FP32_SMALLEST))
     scale = torch.where(torch.isfinite(amax), scale, torch.nan)
     return scale.to(SCALE_DTYPES[format.scale])
+
+
+def _over(x: Tensor, number: float) -> Tensor:
+    """Return x / number, rounded once: torch on a GPU would multiply by the reciprocal of a plain number."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def float_codes(x: Tensor, element: Element) -> Tensor:

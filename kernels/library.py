@@ -58,6 +58,8 @@ def library_refusal(format: str, layout: str, chip: str, m: int, n: int, k: int,
         return f"the library's product is not for {dtype} tokens"
     if format == "fp8" and chip != "sm_90" and _numbers(torch.__version__) < ROWS_ON_BLACKWELL:
         return f"torch {torch.__version__} launches the library's product on another stream there"
+    if format == IN_128S and m % TOKENS_IN_128S:
+        return f"the library's product with scales per 128 columns takes multiples of {TOKENS_IN_128S} tokens, not {m}"
     if format == IN_128S and torch.version.cuda and _numbers(torch.version.cuda) < CUDA_IN_128S:
         return (
             f"torch {torch.__version__} is built on CUDA {torch.version.cuda}, whose library has no {format} product: "
@@ -132,4 +134,5 @@ LIBRARY = {
     "nvfp4": LibraryProduct(SCALED_MM, "the library's block-scaled product", 32, _BLACKWELL, "BlockWise1x16"),
 }
 ROWS_ON_BLACKWELL = (2, 12)  # torch before it launched that product on another stream: pytorch/pytorch#177651
+TOKENS_IN_128S = 4  # fp32 scales of so many are 16 bytes; an H200 refuses one token: CUBLAS_STATUS_NOT_SUPPORTED
 CUDA_IN_128S = (12, 9)  # torch built on one before it raises NotImplementedError

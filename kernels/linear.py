@@ -360,7 +360,8 @@ class QuantLinear(nn.Linear):
     def rounding(self) -> Rounding:
         """Steps from its input to codes, as the ops that quantize take them."""
         scale = self._parameters["weight_scale"]
-        return self._roundings[bool(self._scheme.weights.group_size) and scale is not None and scale.ndim == 1]
+        swizzled = bool(self._scheme.weights.group_size) and scale is not None and scale.ndim == 1
+        return self._roundings[int(swizzled)]  # torch.compile of 2.11 takes no bool for an index
 
     @property
     def tensors(self) -> ops.LinearTensors:

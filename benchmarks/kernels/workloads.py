@@ -26,7 +26,7 @@ from fluxq.kernels.attention.kernel import attention_fp8, by_warps_apart
 from fluxq.kernels.block_scaled_matmul.kernel import block_scaled_matmul
 from fluxq.kernels.dequantize.kernel import dequantize
 from fluxq.kernels.epilogue import Epilogue
-from fluxq.kernels.library import library_product
+from fluxq.kernels.library import IN_128S, library_product
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.products import ProductTensors
 from fluxq.kernels.qk_norm_rope import op as rope
@@ -541,7 +541,7 @@ def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
     sweep = (
         ((4608, 12288, 3072), (*products, *GRADIENTS)),
         ((4608, 3072, 15360), GATED),
-        ((1, 18432, 3072), (*(case for case in products if case.implementation != "torch._int_mm"),)),
+        ((1, 18432, 3072), (*(case for case in products if takes_a_token(case)),)),
         ((4608, 3072, 3072), (*NORMS, ATTENTIONS[1], APART, *QUANTIZERS)),
         ((4608, 12288, 12288), ACTS),
         ((4608, 15360, 15360), BESIDE),
@@ -550,6 +550,11 @@ def first_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:
         for shape, cases in sweep:
             yield shape, (*(case for case in cases if ("fp8" in case.scheme) == is_first),)
     yield (1, 18432, 3072), DECODERS
+
+
+def takes_a_token(case: Case) -> bool:
+    """Tell whether what computes a case takes a single token: two of the library's products do not."""
+    return case.implementation != ops.INT_MM and not (case.scheme == IN_128S and is_library(case))
 
 
 def rates_sweep() -> Iterator[tuple[Shape, tuple[Case, ...]]]:

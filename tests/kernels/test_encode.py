@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluxq.kernels import encode
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks
@@ -389,3 +391,33 @@ def test_nan_and_infinity_reach_all_that_shares_a_derived_global_scale(bad):
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(3))
     x[1, 70] = bad
     assert quantize_blocks(x, FORMATS["nvfp4"], None, "activation").dequantize().isnan().all()
+
+
+class DividesAsGpus(TorchDispatchMode):
+    """Multiplies by the reciprocal of a plain number in place of dividing by it, as torch does on a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_plain = func is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor)
+        if is_plain:
+            return args[0] * (torch.ones((), dtype=args[0].dtype) / torch.full((), args[1], dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gpu_makes_the_same_scales_and_codes(name):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = QuantizedTensor.quantize(x, name)
+    with DividesAsGpus():
+        found = QuantizedTensor.quantize(x, name)
+    for part, tensor in expected.tensors().items():
+        assert torch.equal(found.tensors()[part].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), (
+            part
+        )
+
+
+def test_a_gpu_makes_the_same_scales_for_inputs():
+    amax = torch.rand(4096, generator=torch.Generator().manual_seed(0))
+    for wide in (False, True):
+        expected = encode.global_scale_for(amax, FORMATS["nvfp4"], wide)
+        with DividesAsGpus():
+            assert torch.equal(encode.global_scale_for(amax, FORMATS["nvfp4"], wide), expected)

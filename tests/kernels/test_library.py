@@ -90,6 +90,7 @@ def test_scales_of_128_columns_are_passed_beside_each_row_of_the_weight_as_often
     assert not library_refusal(name, "", "sm_90", M, N, K, torch.bfloat16)
     assert "no fp8-fp8_1x128 product for sm_100" in library_refusal(name, "", "sm_100", M, N, K, torch.bfloat16)
     assert "not for torch.float16" in library_refusal(name, "", "sm_90", M, N, K, torch.float16)
+    assert "multiples of 4 tokens, not 1" in library_refusal(name, "", "sm_90", 1, N, K, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("configured", "fast"), [(None, True), ("exact", False), ("fast", True)])
