@@ -1070,6 +1070,30 @@ FAULTS: dict[str, Fault] = {
             "test_a_checkpoint_records_a_list_of_the_recipes_share_with_the_kept_steps_in_it",
         ),
     ),
+    "auto --steps: plans run with every step computed": Fault(
+        "src/fluxq/jobs/trials.py",
+        "SkippedSteps(self.pipe, listed.steps) if listed else nullcontext()",
+        "nullcontext()",
+        _in("jobs/test_shares.py", "test_a_plan_runs_with_the_steps_of_its_list"),
+    ),
+    "auto --steps: what a list costs in quality is forgotten": Fault(
+        "recipes/budget.py",
+        "total(errors, choice) + lists[count], cost)",
+        "total(errors, choice), cost)",
+        _in("recipes/test_budget.py", "test_no_plan_of_any_number_of_steps_within_the_budget_has_less_error[0]"),
+    ),
+    "auto --steps: only what is chosen takes time": Fault(
+        "recipes/budget.py",
+        "limit * max(lists) / count - fixed)",
+        "limit * max(lists) / count)",
+        _in("recipes/test_budget.py", "test_no_plan_of_any_number_of_steps_within_the_budget_has_less_error[0]"),
+    ),
+    "auto --steps: swaps take the time of a step with all computed": Fault(
+        "src/fluxq/jobs/choosing.py",
+        "(search.limit / listed.steps.share if listed else search.limit)",
+        "search.limit",
+        _in("jobs/test_shares.py", "test_swaps_stay_within_the_time_of_the_steps_that_are_computed"),
+    ),
     "caches: fewer steps compute less than the cache beside them": Fault(
         "src/fluxq/jobs/step_caches.py",
         "math.ceil(total * (share - _SLACK))",

@@ -11,12 +11,18 @@ Errors of units also add up or cancel. With r[u, o] the signed error of an optio
     error of all = mean (Σ r[u, o(u)])² = Σ gram[(u, o(u)), (v, o(v))]
 
 which `improved_together` lowers by changing one unit or two at a time.
+
+Where K of a call's T steps are computed, each of them may cost T / K times as much, and the error of leaving out the
+others adds to that of the options. K is tried number by number, and the rest is the program above:
+
+    minimize Σ goal[u, o(u)] + list[K]    over K and o(u), with K / T · (Σ bounded[u, o(u)] + fixed) <= limit
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fluxq.base.console import without_native_output
@@ -64,6 +70,76 @@ def front(errors: Numbers, costs: Numbers, points: int = FRONT_POINTS) -> list[C
         if choice is not None and choice not in choices:
             choices.append(choice)
     return choices
+
+
+@dataclass(frozen=True)
+class Share:
+    """A choice for a number of computed steps.
+
+    error: of the choice and of leaving out the other steps. cost: of a step, in the mean of all steps.
+    """
+
+    computed: int
+    choice: Choice
+    error: float
+    cost: float
+
+
+def counts_of_shares(total: int, least: int) -> list[int]:
+    """Return the numbers of computed steps to try, falling by about a sixth from all of them to the least."""
+    counts = [total]
+    while counts[-1] > least:
+        counts.append(max(least, min(counts[-1] - 1, round(counts[-1] * 5 / 6))))
+    return counts
+
+
+def best_of_shares(
+    errors: Numbers, costs: Numbers, limit: float, lists: Mapping[int, float], fixed: float = 0.0
+) -> list[Share]:
+    """Return the choice of least error of each number of computed steps that fits the limit, the best of all first.
+
+    limit: of the cost of a step, in the mean of all.
+    lists: number of computed steps -> error of leaving out the others; all steps, which have none, are among them.
+    fixed: cost of a computed step beside the options.
+    """
+    choices = {count: best(errors, costs, limit * max(lists) / count - fixed) for count in lists}
+    shares = [_share(errors, costs, lists, fixed, count, choice) for count, choice in choices.items() if choice]
+    return sorted(shares, key=lambda share: (share.error, share.cost))
+
+
+def cheapest_of_shares(
+    errors: Numbers, costs: Numbers, most: float, lists: Mapping[int, float], fixed: float = 0.0
+) -> list[Share]:
+    """Return the cheapest choice of so much error for each number of computed steps, the cheapest of all first.
+
+    most: error of choice and list together.
+    lists, fixed: as `best_of_shares` has them.
+    """
+    choices = {count: best(costs, errors, most - error) for count, error in lists.items() if error <= most}
+    shares = [_share(errors, costs, lists, fixed, count, choice) for count, choice in choices.items() if choice]
+    return sorted(shares, key=lambda share: (share.cost, share.error))
+
+
+def front_of_shares(
+    errors: Numbers, costs: Numbers, lists: Mapping[int, float], fixed: float = 0.0, points: int = FRONT_POINTS
+) -> list[Share]:
+    """Return the best share for so many limits, evenly from the least cost to the largest, each share once."""
+    low, high = (cost + fixed for cost in extremes(costs))
+    low *= min(lists) / max(lists)
+    shares: list[Share] = []
+    for index in range(points):
+        limit = low + (high - low) * index / (points - 1) if index < points - 1 else high
+        found = best_of_shares(errors, costs, limit * (1 + _SAME), lists, fixed)
+        if found and found[0] not in shares:
+            shares.append(found[0])
+    return shares
+
+
+def _share(
+    errors: Numbers, costs: Numbers, lists: Mapping[int, float], fixed: float, count: int, choice: Choice
+) -> Share:
+    cost = (total(costs, choice) + fixed) * count / max(lists)
+    return Share(count, choice, total(errors, choice) + lists[count], cost)
 
 
 def improved_together(gram: Any, costs: Numbers, limit: float, start: Mapping[str, str]) -> Choice:

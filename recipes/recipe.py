@@ -232,6 +232,7 @@ class Auto(Strict):
     measure: the only way to measure errors.
     count: images that errors are measured on.
     modulation, attention: whether formats of modulation, and the arithmetic of each block's attention, are chosen.
+    steps: whether the number of computed steps is, under a budget of time.
     """
 
     bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -246,6 +247,7 @@ class Auto(Strict):
     count: int = Field(default=8, ge=1, le=10_000)
     modulation: bool = False
     attention: bool = False
+    steps: bool = False
 
     @field_validator("size", "vram", mode="before")
     @classmethod
@@ -286,6 +288,10 @@ class Auto(Strict):
             raise ValueError(f"a search has one budget, and {' and '.join(given)} are {len(given)}: {cure}")
         if self.ms is not None and self.gpu is None:
             raise ValueError("ms is modelled time on a GPU: write gpu too, as in {ms: 70, gpu: h200}")
+        if self.steps and self.ms is None and not (self.gate and self.gpu):
+            raise ValueError(
+                "steps that are left out save time alone: write ms and gpu, or gate and gpu, as the budget"
+            )
         return self
 
     def __str__(self) -> str:

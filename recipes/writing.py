@@ -18,6 +18,7 @@ def recipe_with(
     changes: Mapping[str, Mapping[str, Any] | None],
     families: Mapping[str, Family],
     about: str,
+    compute: float | None = None,
 ) -> str:
     """Return a recipe in YAML with other entries.
 
@@ -25,6 +26,7 @@ def recipe_with(
         that it has.
     families: component -> its family.
     about: end of the first line, which begins with the recipe's name.
+    compute: share of the steps that are computed, None for what the recipe says.
 
     ValueError if the recipe cannot hold them.
     """
@@ -41,8 +43,10 @@ def recipe_with(
             both["overrides"] = [*entry.get("overrides", ()), *added]
         entries[component] = both if is_shipped and component in recipe.components else entry | both
     whole["components"] |= {c: whole["components"].get(c, {}) | entry for c, entry in entries.items()}
-    Recipe.model_validate(whole)
     document = {"extends": name, "components": entries} if is_shipped else whole
+    if compute is not None:
+        whole["steps"] = document["steps"] = {**whole.get("steps", {}), "compute": compute}
+    Recipe.model_validate(whole)
     body = yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None)
     return f"# {name}, {about}.\n{body}"
 

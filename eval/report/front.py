@@ -49,10 +49,14 @@ def _units(found: Mapping[str, Any]) -> list[tuple[str, str, float, list[float |
 
 
 def _tried(found: Mapping[str, Any]) -> list[tuple[str, bool, float, float | None, float | None, int]]:
-    """Return proposer, whether it was chosen, cost, predicted and measured SQNR in dB, images, of each plan."""
+    """Return proposer, whether it was chosen, cost, predicted and measured SQNR in dB, images, of each plan.
+
+    Beside the proposer stands the number of computed steps, where that was chosen.
+    """
+    steps = found.get("steps")
     return [
         (
-            ", ".join(plan["proposed_by"]),
+            ", ".join(plan["proposed_by"]) + (f", {plan['computed']} of {steps['total']} steps" if steps else ""),
             plan["chosen"],
             plan["cost"],
             decibels(plan["predicted_nmse"]),

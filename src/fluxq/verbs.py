@@ -138,6 +138,7 @@ def auto(
     count: int | None = None,
     modulation: bool = False,
     attention: bool = False,
+    steps: bool = False,
     fitted: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     assemble: str | PathLike[str] | None = None,
     output: str | PathLike[str] | None = None,
@@ -165,6 +166,8 @@ def auto(
     measure: the only way to measure errors; by default all that the model allows.
     count: images that errors are measured on, by default 8; two to four times as many decide.
     modulation, attention: whether formats of modulation, and the arithmetic of each block's self-attention, are chosen.
+    steps: whether it is chosen how many steps of a call are computed, under `ms`, which is then that of a step in the
+        mean of all, or under `gate` with `gpu`; `fluxq.skip_steps` does it in a checkpoint of the recipe.
     fitted: checkpoints of this pipeline, one for each format to choose from; plans are made of their fitted layers.
     assemble: folder for the checkpoint that is put together of these; `Checkpoint.open` opens it.
     output: a .yaml file, by default MODEL-BUDGET.yaml in the current folder.
@@ -190,7 +193,8 @@ def auto(
     room, path = None if vram is None else room_of(vram), None if times is None else Path(times)
     given: dict[str, Any] = {"bits": bits, "size": size, "vram": room, "ms": ms, "gate": gate, "gpu": gpu}
     given |= {"times": path, "menu": tuple(menu), "dialect": dialect, "measure": measure, "count": count}
-    given |= {"modulation": modulation, "attention": attention, "fitted": checkpoints, "assemble": place}
+    given |= {"modulation": modulation, "attention": attention, "steps": steps}
+    given |= {"fitted": checkpoints, "assemble": place}
     search_options = auto_options(load_recipe(arguments["recipe"])[1], given)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = recipe_file(_require_plain(pipeline), search_options)

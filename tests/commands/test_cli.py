@@ -130,7 +130,7 @@ WRITES = {"--output", "-o", "--overwrite"}
 FITS = {"--no-check", "--parallel-blocks", "--push-to-hub", "--private", "--max-shard-size", "--max-memory"}
 BUDGET = {"--bits", "--size", "--vram", "--ms", "--gate", "--gpu", "--times"}
 CHOICE = {"--menu", "--for", "--measure", "--count", "--dry-run", "--from", "--assemble", "--max-memory"}
-UNITS = {"--modulation", "--attention"}
+UNITS = {"--modulation", "--attention", "--steps"}
 GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 

@@ -88,7 +88,7 @@ def test_a_plan_shows_the_base_and_says_so(model, mine) -> None:
     done = CliRunner().invoke(cli, ["plan", str(model), "--recipe", "mine.yaml"])
     assert done.exit_code == 0 and "formats are chosen by a search, for bits: 5.5" in done.stdout
     said = json.loads(CliRunner().invoke(cli, ["plan", str(model), "--recipe", "mine.yaml", "--json"]).stdout)
-    off = {"modulation": False, "attention": False}
+    off = {"modulation": False, "attention": False, "steps": False}
     assert said["auto"] == {"bits": 5.5, "measure": "velocity", "count": 1, "menu": [], **off}
     Path("plain.yaml").write_text("extends: nvfp4\nprofile: rtn\n")
     plain = json.loads(CliRunner().invoke(cli, ["plan", str(model), "--recipe", "plain.yaml", "--json"]).stdout)

@@ -154,11 +154,11 @@ def test_errors_of_other_steps_or_of_another_pipeline_are_not_taken(model, here,
 def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:
     squares, ran = Bench._squares, []
 
-    def interrupted(bench: Any, choice: Any, number: int) -> list[float]:
+    def interrupted(bench: Any, choice: Any, number: int, listed: Any) -> list[float]:
         ran.append((choice, number))
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return squares(bench, choice, number)
+        return squares(bench, choice, number, listed)
 
     monkeypatch.setattr(Bench, "_squares", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -177,11 +177,11 @@ def test_runs_are_kept_where_the_table_was_there(model, here, done, monkeypatch)
     """And what another search is writing beside it is left alone."""
     squares, ran = Bench._squares, []
 
-    def interrupted(bench: Any, choice: Any, number: int) -> list[float]:
+    def interrupted(bench: Any, choice: Any, number: int, listed: Any) -> list[float]:
         ran.append((choice, number))
         if len(ran) == 2:
             raise ZeroDivisionError
-        return squares(bench, choice, number)
+        return squares(bench, choice, number, listed)
 
     monkeypatch.setattr(Bench, "_squares", interrupted)
     part = here / ".small-velocity-errors.safetensors.0123abcd.part"

@@ -75,6 +75,18 @@ def test_two_processes_write_what_one_writes(alone, here):
 
 
 @pytest.mark.slow
+def test_formats_and_steps_are_chosen_alike(here, monkeypatch):
+    words = "auto tiny --recipe mine.yaml --ms 0.0015 --gpu rtx5090 --steps --menu fp8,16bit --measure velocity"
+    words = [*words.split(), *"--num-inference-steps 5 --count 2 -o out.yaml".split()]
+    done = ranks.run(2, __file__, "9 velocity kill", *words, cwd=here)
+    assert done.returncode == 0 and "steps: {compute: " in (here / "out.yaml").read_text(), done.stderr
+    twice = written(here)
+    monkeypatch.chdir(here)
+    assert CliRunner().invoke(cli, [*words, "--overwrite"]).exit_code == 0
+    assert written(here) == twice and not list(here.glob(".*"))
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_all_and_one_alone_goes_on(alone, here, monkeypatch):
     done = together(here, "1 velocity kill")
     assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr

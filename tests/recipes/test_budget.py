@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from fluxq.recipes.budget import best, extremes, front, improved_together, paying_moves, total
+from fluxq.recipes.budget import (
+    best,
+    best_of_shares,
+    cheapest_of_shares,
+    counts_of_shares,
+    extremes,
+    front,
+    front_of_shares,
+    improved_together,
+    paying_moves,
+    total,
+)
 
 OPTIONS = ("4", "8", "16")
 
@@ -122,3 +133,65 @@ def test_no_change_of_two_units_improves_what_is_found(seed: int) -> None:
 
     near = [c for c in choices(costs) if sum(c[u] != found[u] for u in c) <= 2 and total(costs, c) <= limit]
     assert total(costs, found) <= limit and error(found) <= min(map(error, near)) * (1 + 1e-9)
+
+
+# --- numbers of computed steps
+
+
+LISTS, FIXED = {12: 0.0, 10: 1e-5, 7: 4e-4, 4: 8e-3, 2: 0.3}, 5000.0
+
+
+def plans(seed: int) -> tuple[dict, dict, list[tuple[float, float, int]]]:
+    """Errors and costs, and error, cost of the mean step and computed steps of all plans there are."""
+    errors, costs = drawn(seed, 5)
+    every = [
+        (total(errors, choice) + LISTS[count], (total(costs, choice) + FIXED) * count / 12, count)
+        for count in LISTS
+        for choice in choices(errors)
+    ]
+    return errors, costs, every
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_of_any_number_of_steps_within_the_budget_has_less_error(seed: int) -> None:
+    errors, costs, every = plans(seed)
+    spent = sorted(cost for _, cost, _ in every)
+    for limit in (spent[0] * 1.001, *spent[100::200], spent[-1]):
+        found = best_of_shares(errors, costs, limit, LISTS, FIXED)
+        assert found == sorted(found, key=lambda share: share.error)
+        assert {share.computed for share in found} == {count for _, cost, count in every if cost <= limit}
+        for share in found:
+            within = (error for error, cost, count in every if count == share.computed and cost <= limit)
+            assert share.error == pytest.approx(min(within), rel=1e-6, abs=1e-15)
+            assert share.cost == (total(costs, share.choice) + FIXED) * share.computed / 12 <= limit * (1 + 1e-12)
+            assert share.error == total(errors, share.choice) + LISTS[share.computed]
+    assert best_of_shares(errors, costs, spent[0] * 0.999, LISTS, FIXED) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_of_any_number_of_steps_with_so_little_error_is_cheaper(seed: int) -> None:
+    errors, costs, every = plans(seed)
+    for most in (1e-9, 2e-5, 1e-3, 1e-2, 1.0):
+        found = cheapest_of_shares(errors, costs, most, LISTS, FIXED)
+        assert found == sorted(found, key=lambda share: share.cost)
+        assert {share.computed for share in found} == {count for error, _, count in every if error <= most}
+        for share in found:
+            within = (cost for error, cost, count in every if count == share.computed and error <= most)
+            assert share.cost == pytest.approx(min(within)) and share.error <= most * (1 + 1e-9)
+
+
+def test_the_front_of_shares_goes_from_the_fewest_steps_to_no_error() -> None:
+    errors, costs = drawn(0)
+    points = front_of_shares(errors, costs, LISTS, FIXED, 8)
+    assert [point.cost for point in points] == sorted(point.cost for point in points)
+    assert [point.error for point in points] == sorted((point.error for point in points), reverse=True)
+    low, high = (cost + FIXED for cost in extremes(costs))
+    assert (points[0].computed, points[0].cost) == (2, pytest.approx(low * 2 / 12))
+    assert (points[-1].computed, points[-1].error, points[-1].cost) == (12, 0.0, pytest.approx(high))
+    assert len(points) == len({(point.computed, *point.choice.items()) for point in points}) > 4
+
+
+def test_numbers_of_steps_fall_by_about_a_sixth_to_the_least() -> None:
+    assert counts_of_shares(28, 2) == [28, 23, 19, 16, 13, 11, 9, 8, 7, 6, 5, 4, 3, 2]
+    assert counts_of_shares(100, 40) == [100, 83, 69, 58, 48, 40]
+    assert counts_of_shares(3, 2) == [3, 2] and counts_of_shares(4, 4) == [4]

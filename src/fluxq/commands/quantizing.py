@@ -148,6 +148,11 @@ def plan(
 @click.option("--modulation", is_flag=True, help="Choose formats of the modulation's Linears too, weight-only.")
 @click.option("--attention", is_flag=True, help="With --ms or --gpu: choose blocks whose self-attention is in fp8.")
 @click.option(
+    "--steps",
+    is_flag=True,
+    help="With --ms or --gpu: choose how many steps are computed, too; --ms is then the mean of all steps.",
+)
+@click.option(
     "--components",
     callback=names_in,
     metavar="NAME,NAME",
@@ -180,11 +185,12 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     Example:
       fluxq auto tiny --bits 5.5
       fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200
+      fluxq auto tiny --gate 'latent_sqnr>=30' --gpu b200 --steps --num-inference-steps 28
       fluxq auto tiny --bits 6 --from tiny-nvfp4,tiny-fp8 --assemble tiny-6bits
     """
     names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
     names += ("fitted", "assemble")
-    names += ("modulation", "attention")
+    names += ("modulation", "attention", "steps")
     given = {name: arguments.pop(name) for name in names}
     with session_of(arguments) as session, session.together() as ranks:
         arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])

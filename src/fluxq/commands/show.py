@@ -221,13 +221,16 @@ def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
     rows = [
         (
             ", ".join(each["proposed_by"]) + (" (chosen)" if each["chosen"] else ""),
+            *_computed(each),
             f"{each['cost']:.4g}",
             _nmse_db(each["predicted_nmse"]),
             _nmse_db(each["nmse"]),
         )
         for each in result["tried"]
     ]
-    print_table(("proposed by", unit, "predicted, dB", "measured, dB"), rows, right=True)
+    steps = result.get("steps")
+    computed = (f"computed of {steps['total']}",) if steps else ()
+    print_table(("proposed by", *computed, unit, "predicted, dB", "measured, dB"), rows, right=True)
     counts: dict[str, int] = {}
     groups = [each for each in result["units"] if each["layers"]]
     for each in groups:
@@ -236,8 +239,13 @@ def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
     echo(f"of the weights in {len(groups)} input groups: {shares}")
     if attention := [each["option"] for each in result["units"] if not each["layers"]]:
         echo(f"self-attention in fp8: {attention.count('fp8')} of {len(attention)} modules")
-    rows = [(f"{each['cost']:.4g}", _nmse_db(each["predicted_nmse"])) for each in result["front"]]
-    print_table((f"least error for {unit}", "predicted, dB"), rows, right=True)
+    rows = [(f"{each['cost']:.4g}", *_computed(each), _nmse_db(each["predicted_nmse"])) for each in result["front"]]
+    print_table((f"least error for {unit}", *computed, "predicted, dB"), rows, right=True)
+    if steps:
+        echo(f"{unit} are those of a step in the mean of all {steps['total']}")
+        made = steps["list"]
+        which = f"{', '.join(map(str, made['compute']))}; others {_goes_on(made)}" if made else "all"
+        echo(f"steps computed: {which}")
     if "measured_times" in result:
         count = len(result["measured_times"])
         echo(f"times of {count} of {len(result['units'])} input groups are measured, the others modelled")
@@ -253,6 +261,11 @@ def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
         echo(f"next: fluxq eval {places['checkpoint']}")
     if "card" in result:
         fit(result["card"])
+
+
+def _computed(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cell of the number of computed steps, where that was chosen."""
+    return (str(row["computed"]),) if "computed" in row else ()
 
 
 def _nmse_db(error: float | None) -> str:

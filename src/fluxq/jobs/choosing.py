@@ -10,6 +10,8 @@ Layers in runs are rounded to nearest; `fluxq quantize` fits those of the recipe
 
 A gate is met by the cheapest plan whose predicted error is at most p, run after run; p is corrected by what was
 measured: p <- p · error of the gate / measured error.
+
+With `--steps` a plan is of formats and of a list of the steps that are computed (shares.py).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from fluxq.jobs.chosen import chosen_recipe, chosen_result, require_same_plan
 from fluxq.jobs.job import RUNS, clear_leftovers, decisive, work_of
 from fluxq.jobs.making import sampling_of
 from fluxq.jobs.search import MOST_PLANS, Search, table_job
+from fluxq.jobs.shares import Listed, Lists
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, best, improved_together, paying_moves
 from fluxq.recipes.recipe import gate_holds, latent_bound
@@ -59,10 +62,12 @@ def choose(search: Search) -> dict[str, Any] | None:
             return None
         table = next(iter(tables.values()))
         errors = _errors(search, table)
-        winner = (_hold if search.options.gate else _decide)(search, bench, tables)
-        text = chosen_recipe(search, winner.choice, errors)
-        require_same_plan(search, winner.choice, text, work)
-        result = chosen_result(search, bench, tables, errors, winner, round(time.perf_counter() - started, 1))
+        lists = Lists(search, pipe, work / "lists") if search.options.steps else None
+        winner = (_hold if search.options.gate else _decide)(search, bench, tables, lists)
+        text = chosen_recipe(search, winner.choice, errors, winner.listed)
+        require_same_plan(search, winner.choice, text, work, winner.listed)
+        seconds = round(time.perf_counter() - started, 1)
+        result = chosen_result(search, bench, tables, errors, winner, seconds, lists)
         digest = job_digest(decisive(job))
         with atomic_output(Output(job.output, True, (".json",)), work, overwrite=job.options.overwrite) as part:
             write_json(part / job.output.with_suffix(".json").name, result)
@@ -130,9 +135,9 @@ def _weight_errors(search: Search, bench: Bench) -> Numbers:
     }
 
 
-def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> dict[str, Choice]:
-    """Return measure -> its plan of least error within the budget."""
-    costs, limit = search.costs.numbers, search.limit - search.costs.fixed
+def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable], limit: float) -> dict[str, Choice]:
+    """Return measure -> its plan of least error, whose options cost at most so much."""
+    costs = search.costs.numbers
     proposals = {measure: best(_errors(search, table), costs, limit) for measure, table in tables.items()}
     proposals["weight error"] = best(_weight_errors(search, bench), costs, limit)
     first, table = next(iter(tables.items()))
@@ -142,41 +147,60 @@ def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) 
     return {measure: choice for measure, choice in proposals.items() if choice is not None}
 
 
-def _decide(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> Tried:
+def _proposals(
+    search: Search, bench: Bench, tables: Mapping[str, ErrorTable], lists: Lists | None
+) -> list[tuple[list[str], Choice, Listed | None]]:
+    """Return what measures propose, each plan once, with its list of steps; with lists also fewer and more steps."""
+    shares = lists.to_run(_errors(search, next(iter(tables.values())))) if lists else []
+    first = lists.of(shares[0].computed) if lists else None
+    plans = [(m, choice, first) for m, choice in _candidates(search, bench, tables, _room(search, first)).items()]
+    if lists:
+        plans += [(next(iter(tables)), share.choice, lists.of(share.computed)) for share in shares[1:]]
+    alike: dict[str, tuple[list[str], Choice, Listed | None]] = {}
+    for measure, choice, listed in plans:
+        key = sha256_json([sorted(choice.items()), listed.steps.computed if listed else None])
+        alike.setdefault(key, ([], choice, listed))[0].append(measure)
+    return list(alike.values())[:MOST_PLANS]
+
+
+def _room(search: Search, listed: Listed | None) -> float:
+    """Return what the options of a plan may cost at most, in each step that is computed."""
+    return (search.limit / listed.steps.share if listed else search.limit) - search.costs.fixed
+
+
+def _decide(search: Search, bench: Bench, tables: Mapping[str, ErrorTable], lists: Lists | None = None) -> Tried:
     """Return the plan of least error within the budget, by runs of proposals and of changes that should pay."""
-    table, costs, limit = next(iter(tables.values())), search.costs.numbers, search.limit - search.costs.fixed
+    table, costs = next(iter(tables.values())), search.costs.numbers
     errors = _errors(search, table)
-    alike: dict[str, tuple[list[str], Choice]] = {}
-    for measure, choice in _candidates(search, bench, tables).items():
-        alike.setdefault(sha256_json(sorted(choice.items())), ([], choice))[0].append(measure)
-    proposals = list(alike.values())[:MOST_PLANS]
-    tried = [bench.run(choice, *names) for names, choice in progress(proposals, "Running plans")]
+    proposals = _proposals(search, bench, tables, lists)
+    tried = [bench.run(choice, *names, listed=listed) for names, choice, listed in progress(proposals, "Running plans")]
     winner = bench.better_of(tried, errors)
     gram, failures = table.gram(costs), 0
     for _ in range(MOST_PLANS):
-        known = [each.choice for each in bench.tried]
+        known = [each.choice for each in bench.tried if each.listed == winner.listed]
+        limit = _room(search, winner.listed)
         moves = (winner.choice | move for move in paying_moves(gram, costs, limit, winner.choice))
         choice = next((choice for choice in moves if choice not in known), None)
         if choice is None or failures == _FAILURES:
             break
-        swapped = bench.run(choice, "swap")
+        swapped = bench.run(choice, "swap", listed=winner.listed)
         better = bench.better_of([winner, swapped], errors)
         failures = 0 if better is swapped else failures + 1
         winner = better
     return winner
 
 
-def _hold(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> Tried:
+def _hold(search: Search, bench: Bench, tables: Mapping[str, ErrorTable], lists: Lists | None = None) -> Tried:
     """Return the cheapest plan that holds the gate, by runs; RuntimeError if none of those tried does."""
     gate = str(search.options.gate)
-    costs, bound = search.costs.numbers, latent_bound(gate)
+    bound = latent_bound(gate)
     for measure, table in tables.items():
         errors, most = _errors(search, table), 10 ** (-bound / 10)
         for _ in range(MOST_PLANS):
-            choice = best(costs, errors, most)
-            if choice is None or choice in [each.choice for each in bench.tried]:
+            choice, listed = _cheapest(search, errors, most, lists)
+            if choice is None or (choice, listed) in [(each.choice, each.listed) for each in bench.tried]:
                 break
-            decibels = bench.run(choice, measure).decibels
+            decibels = bench.run(choice, measure, listed=listed).decibels
             if not math.isfinite(decibels):
                 break
             most *= 10 ** ((decibels - bound) / 10)
@@ -188,3 +212,11 @@ def _hold(search: Search, bench: Bench, tables: Mapping[str, ErrorTable]) -> Tri
             "--menu"
         )
     return min(holding, key=lambda each: (each.cost, each.error))
+
+
+def _cheapest(search: Search, errors: Numbers, most: float, lists: Lists | None) -> tuple[Choice | None, Listed | None]:
+    """Return the cheapest plan of at most so much predicted error, with its list of steps; None where there is none."""
+    if lists is None:
+        return best(search.costs.numbers, errors, most), None
+    share = next(iter(lists.cheapest(errors, most)), None)
+    return (share.choice, lists.of(share.computed)) if share else (None, None)

@@ -16,30 +16,37 @@ from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
 from fluxq.jobs.seat import Seat
+from fluxq.jobs.shares import Listed, Lists
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
 from fluxq.recipes.plan import MODULATION_ROLE, component_recipe, override_for
-from fluxq.recipes.recipe import load_recipe
+from fluxq.recipes.recipe import latent_bound, load_recipe
 from fluxq.recipes.writing import recipe_with
+from fluxq.runtime.step_trials import computed_of
 
 _AGREES = 1.5  # a factor
 _KIND = "fluxq auto"
 
 
-def chosen_recipe(search: Search, choice: Choice, errors: Numbers) -> str:
-    """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest."""
+def chosen_recipe(search: Search, choice: Choice, errors: Numbers, listed: Listed | None = None) -> str:
+    """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest.
+
+    listed: steps that are computed, None for all.
+    """
     job, offer, parts = search.job, search.offer, search.offer.parts
     changes = {component: _changes(search, component, choice, errors) for component in parts}
     families = {component: part.family for component, part in parts.items()}
     budget = search.options.gate or search.in_words(search.limit)
-    about = f"with formats chosen for {budget}{' of a card' if search.seat else ''}"
+    what = f"formats and {len(listed.steps.computed)} of {listed.steps.total} steps" if listed else "formats"
+    about = f"with {what} chosen for {budget}{' of a card' if search.seat else ''}"
     once = {component: None if choice[component] == SIXTEEN_BIT else changes[component] for component in offer.once}
     # A component without any needs an entry beside others: it would take theirs.
     changes = (changes if any(changes.values()) else {}) | once
     if search.seat:
         families |= search.seat.encoders
         changes |= {component: {} for component in search.seat.encoders}
-    return recipe_with(job.recipe_name, job.recipe, changes, families, about)
+    compute = round(listed.steps.share, 4) if listed else None
+    return recipe_with(job.recipe_name, job.recipe, changes, families, about, compute)
 
 
 def _changes(search: Search, component: str, choice: Choice, errors: Numbers) -> dict[str, Any]:
@@ -92,11 +99,14 @@ def _reason(search: Search, units: Iterable[str], option: str, errors: Numbers) 
     return f"in {first} {of(first)}, in {option} {of(option)}; {share:.1%} of the weights"
 
 
-def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> None:
-    """Raise RuntimeError if the recipe gives another plan than the choice."""
+def require_same_plan(search: Search, choice: Choice, text: str, work: Path, listed: Listed | None = None) -> None:
+    """Raise RuntimeError if the recipe gives another plan than the choice, or another number of computed steps."""
     file = work / search.job.output.name
     write_text(file, text)
     _, recipe = load_recipe(str(file))
+    share = recipe.steps.compute if recipe.steps and listed else None
+    if listed and (share is None or computed_of(share, listed.steps.total) != len(listed.steps.computed)):
+        raise RuntimeError(f"the recipe written computes {share} of the steps, not {listed.steps.share}")
     meant = search.offer.schemes(choice)
     for component, part in search.offer.parts.items():
         if component in search.offer.once and choice[component] == SIXTEEN_BIT:
@@ -114,15 +124,20 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path) -> 
 
 
 def chosen_result(
-    search: Search, bench: Bench, tables: Mapping[str, ErrorTable], errors: Numbers, winner: Tried, seconds: float
+    search: Search,
+    bench: Bench,
+    tables: Mapping[str, ErrorTable],
+    errors: Numbers,
+    winner: Tried,
+    seconds: float,
+    lists: Lists | None = None,
 ) -> dict[str, Any]:
     """Return what was chosen and measured, as JSON has it."""
     job, offer, table = search.job, search.offer, next(iter(tables.values()))
     per, (kind, value) = search.unit[1], search.options.budget
-    predicted = table.predicted_together(winner.choice)
+    predicted = table.predicted_together(winner.choice) + winner.predicted_of_list
     interval = clustered_interval(winner.errors, winner.prompts)
     agrees = winner.error <= _AGREES * predicted and predicted <= _AGREES * winner.error
-    points = front(errors, search.costs.numbers)
     return {
         "kind": _KIND,
         "model": job.folder.name,
@@ -150,7 +165,8 @@ def chosen_result(
                 "proposed_by": list(each.proposed_by),
                 "chosen": each is winner,
                 "cost": each.cost / per,
-                "predicted_nmse": table.predicted_together(each.choice),
+                **({"computed": _computed(each, lists)} if lists else {}),
+                "predicted_nmse": table.predicted_together(each.choice) + each.predicted_of_list,
                 "nmse": each.error if math.isfinite(each.error) else None,
                 "images": len(each.squares),
                 "sqnr_db": each.decibels if math.isfinite(each.decibels) else None,
@@ -158,9 +174,8 @@ def chosen_result(
             }
             for each in bench.tried
         ],
-        "front": [
-            {"cost": search.cost(choice) / per, "predicted_nmse": table.predicted_together(choice)} for choice in points
-        ],
+        "front": _front(search, table, errors, per, lists),
+        **({"steps": _steps(search, bench, errors, winner, lists)} if lists else {}),
         "predicted_nmse": predicted,
         "measured_nmse": winner.error if math.isfinite(winner.error) else None,
         "measured_interval": [interval.low, interval.high] if math.isfinite(interval.low + interval.high) else None,
@@ -171,6 +186,54 @@ def chosen_result(
         "identity": job.identity,
         "seconds": seconds,
     }
+
+
+def _front(search: Search, table: ErrorTable, errors: Numbers, per: float, lists: Lists | None) -> list[dict[str, Any]]:
+    """Return the plans of least error for budgets from the least to the largest, as JSON has them."""
+    if lists is None:
+        points = front(errors, search.costs.numbers)
+        return [{"cost": search.cost(c) / per, "predicted_nmse": table.predicted_together(c)} for c in points]
+    return [
+        {
+            "cost": share.cost / per,
+            "computed": share.computed,
+            "predicted_nmse": table.predicted_together(share.choice) + lists.errors[share.computed],
+        }
+        for share in lists.front(errors)
+    ]
+
+
+def _steps(search: Search, bench: Bench, errors: Numbers, winner: Tried, lists: Lists) -> dict[str, Any]:
+    """Return the steps that are computed, and the best plan of each number of them that was looked at, for JSON.
+
+    Of a number that fits no budget, or holds no gate by prediction, the error of its list alone.
+    """
+    gate = search.options.gate
+    found = lists.cheapest(errors, 10 ** (-latent_bound(gate) / 10)) if gate else lists.best(errors)
+    shares, measured = {share.computed: share for share in found}, dict[int, float]()
+    for each in bench.tried:
+        count = _computed(each, lists)
+        measured[count] = min(each.error, measured.get(count, math.inf))
+    return {
+        "total": lists.total,
+        "computed": _computed(winner, lists),
+        "list": winner.listed.steps.to_dict() if winner.listed else None,
+        "shares": [
+            {
+                "computed": count,
+                "cost": shares[count].cost if count in shares else None,
+                "list_predicted_nmse": error,
+                "list_nmse": lists.measured(count),
+                "predicted_nmse": shares[count].error if count in shares else None,
+                "nmse": measured[count] if math.isfinite(measured.get(count, math.inf)) else None,
+            }
+            for count, error in sorted(lists.errors.items(), reverse=True)
+        ],
+    }
+
+
+def _computed(tried: Tried, lists: Lists) -> int:
+    return len(tried.listed.steps.computed) if tried.listed else lists.total
 
 
 def _card(search: Search, seat: Seat, choice: Choice) -> dict[str, Any]:

@@ -25,25 +25,29 @@ from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
+from fluxq.jobs.listing import items_of_list, listed_call
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import output_for, reads_of, require_steps
 from fluxq.jobs.seat import Seat, seat_of
 from fluxq.quantize.checkpoint import digest_rest
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.structure import component_family
+from fluxq.quantize.structure import component_family, denoisers_of
 from fluxq.recipes.budget import extremes, total
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.family import matches
 from fluxq.recipes.plan import component_recipe
 from fluxq.recipes.recipe import Recipe, latent_bound, load_recipe
 from fluxq.runtime.place import room_of
+from fluxq.runtime.step_trials import FORMS
+from fluxq.runtime.step_trials import IMAGES as IMAGES_OF_LIST
 
 Kind = Literal["bits", "size", "vram", "ms", "gate"]
 IMAGES, MOST_IMAGES = 8, 10_000  # that errors are measured on
 ROUNDS = (2, 2)  # times as many decide, the second round only between plans that the first leaves open
 _TOO_LARGE = 1e18  # of bytes, bits or milliseconds
 MOST_PLANS = 8  # that are run before swaps, and swaps or corrections of a gate
+MOST_SHARES = 5  # numbers of computed steps that are run before swaps
 _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation at 0
 
 
@@ -63,6 +67,7 @@ class AutoOptions:
     count: images that errors are measured on.
     modulation: whether Linears of the modulation are units too.
     attention: whether the self-attention of each block is one, in 16 bit or in fp8.
+    steps: whether it is chosen how many steps of a call are computed; `ms` is then that of a step in the mean of all.
     fitted: checkpoints of the model, whose layers are the options; the first gives all that is not chosen.
     assemble: folder for the checkpoint that is put together of them.
     """
@@ -80,6 +85,7 @@ class AutoOptions:
     count: int = IMAGES
     modulation: bool = False
     attention: bool = False
+    steps: bool = False
     fitted: tuple[str, ...] = ()
     assemble: str | None = None
 
@@ -95,6 +101,12 @@ class AutoOptions:
                 else f"no budget: give one of {ways}"
             )
         return next(iter(given.items()))
+
+    @property
+    def is_of_time(self) -> bool:
+        """True if costs are modelled milliseconds."""
+        kind, _ = self.budget
+        return kind == "ms" or (kind == "gate" and self.gpu is not None)
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,12 @@ class Search:
         kind, _ = self.options.budget
         if kind == "bits":
             return "bits", sum(self.offer.weights.values())
-        return ("ms", 1) if kind == "ms" or (kind == "gate" and self.options.gpu) else ("GB", 8e9)
+        return ("ms", 1) if self.options.is_of_time else ("GB", 8e9)
+
+    @property
+    def least_part(self) -> float:
+        """Least share of the steps of a call that may be computed."""
+        return 2 / number_of_steps(self.job.folder.pipeline_class, self.job.call) if self.options.steps else 1
 
 
 def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
@@ -208,6 +225,8 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     plain = replace(job_options, check=False, max_memory=None)  # whose bound would be that of fitting
     job = _with_patterns(job_of(plain, writes=False, runs=False, ranks=ranks))
     require_steps(job.folder)
+    if options.steps:
+        _require_lists(job)
     extra = [name for name in ("modulation", "attention") if getattr(options, name)] + _weighed(job, options)
     offer = offer_of(job, options.menu, _dialect(options), fitted_of(job, options.fitted), extra)
     place = plain_path(job_options.output or recipe_file(job.folder.name, options))
@@ -239,6 +258,8 @@ def _run(search: Search, job_options: JobOptions) -> Run:
     """Return where the search can run; ValueError for memory in which it cannot."""
     job, limit = search.job, job_options.max_memory
     images = memory.sizes_of([*search.measuring, *chain.from_iterable(search.judging)], job.call)
+    if search.options.steps:
+        images |= memory.sizes_of(items_of_list(job), job.call)
 
     def demand_on(device: str) -> memory.Demand:
         return memory.demand_of_search(
@@ -281,13 +302,25 @@ def _require_sound(options: AutoOptions) -> None:
         raise ValueError("--ms is modelled time on a GPU: give --gpu too, as in --gpu h200")
     if options.gpu is not None:
         find_device(str(options.gpu))
-    if options.attention and kind != "ms" and not (kind == "gate" and options.gpu):
+    if options.attention and not options.is_of_time:
         raise ValueError(
             "--attention takes no bits and no bytes, so that all of it would stay in 16 bit; give --ms, or --gate with "
             "--gpu"
         )
     if options.attention and options.dialect:
         raise ValueError(f"--attention: files for {options.dialect} say nothing of it; leave out one of the two")
+    if options.steps and not options.is_of_time:
+        raise ValueError(
+            f"--steps: steps that are left out save time, which --{kind} does not count; give --ms and --gpu, or "
+            "--gate and --gpu"
+        )
+    if options.steps and options.dialect:
+        raise ValueError(f"--steps: files for {options.dialect} hold no list of steps; leave out one of the two")
+    if options.steps and options.fitted:
+        raise ValueError(
+            "--from: the list of steps is that of the first checkpoint; leave out --steps, and make one with "
+            "`fluxq.skip_steps(pipe, compute=…)`"
+        )
     if options.measure not in (None, *MEASURES):
         raise ValueError(f"--measure {options.measure!r}: expected one of {', '.join(MEASURES)}")
     if options.times is not None and (options.gpu is None or kind not in ("ms", "gate")):
@@ -308,6 +341,27 @@ def _require_sound(options: AutoOptions) -> None:
     if isinstance(count, bool) or not (isinstance(count, int) and 1 <= count <= MOST_IMAGES):
         raise ValueError(
             f"--count {count!r}: expected at least one image to measure errors on, and at most {MOST_IMAGES}"
+        )
+
+
+def _require_lists(job: Job) -> None:
+    """Raise ValueError for a job whose computed steps cannot be chosen."""
+    _, total = listed_call(job.folder, job.call)
+    if total < 3:
+        raise ValueError(
+            f"--steps: the first and the last step are always computed, and a call has {total}: leave out --steps, or "
+            "give --num-inference-steps 3 or more"
+        )
+    denoisers = denoisers_of(job.folder)
+    if len(denoisers) > 1:
+        raise ValueError(
+            f"--steps: {' and '.join(denoisers)} share the steps of a call, and modelled time counts a pass of each; "
+            "leave out --steps, and list steps with `fluxq steps`"
+        )
+    if job.recipe.steps is not None:
+        raise ValueError(
+            f"--steps chooses which steps are computed, all in one way, and recipe {job.recipe_name} has `steps` of "
+            "its own; leave out one of the two"
         )
 
 
@@ -350,7 +404,7 @@ def recipe_file(model: str, options: AutoOptions) -> str:
     kind, value = options.budget
     bound = latent_bound(value) if kind == "gate" else value / 1e9 if kind in ("size", "vram") else value
     unit = {"gate": "dB", "size": "GB", "vram": "GB-vram"}.get(kind, kind)
-    return f"{Path(model).name}-{bound:g}{unit}.yaml"
+    return f"{Path(model).name}-{bound:g}{unit}{'-steps' if options.steps else ''}.yaml"
 
 
 def _with_budget(search: Search) -> Search:
@@ -364,7 +418,7 @@ def _with_budget(search: Search) -> Search:
         room = room_of(value)
         costs, seat = seat_of(job, offer, room)
         search, limit = replace(search, costs=costs, seat=seat), 8 * room
-    elif kind == "ms" or (kind == "gate" and options.gpu):
+    elif options.is_of_time:
         search = replace(search, costs=modelled_ms(job, offer, str(options.gpu), options.times))
         limit = value
     else:
@@ -372,10 +426,11 @@ def _with_budget(search: Search) -> Search:
     if kind == "gate":
         return search
     least, largest = (cost + search.costs.fixed for cost in extremes(search.costs.numbers))
-    if limit < least:
+    if limit < least * search.least_part:
+        steps = " with the fewest steps computed" if options.steps else ""
         raise ValueError(
-            f"--{kind}: the smallest plan takes {search.in_words(least, 4)}; give at least that, or a --menu with a "
-            "smaller format"
+            f"--{kind}: the smallest plan takes {search.in_words(least * search.least_part, 4)}{steps}; give at least "
+            "that, or a --menu with a smaller format"
         )
     if limit > largest and len(offer.options) > 1:
         where = f" with {search.seat.way}" if search.seat else ""
@@ -413,6 +468,7 @@ def _identity(search: Search) -> dict[str, Any]:
         "for": search.options.dialect,
         "times": search.options.times and sha256_file(search.options.times),
         "measure": search.options.measure,
+        **({"lists": True} if search.options.steps else {}),
     } | ({"fitted": {option: one.digest for option, one in offer.fitted.items()}} if offer.fitted else {})
 
 
@@ -487,11 +543,13 @@ def outline_of(search: Search) -> Outline:
     each = {measure: passes + (once if search.offer.once else 0) for measure, passes in each.items()}
     runs = 1 + 2 * MOST_PLANS
     judging = sum(ROUNDS) * images
-    passes = {measure: each[measure] for measure in search.measures} | {"runs": runs * judging * steps}
+    lists = {"lists of steps": IMAGES_OF_LIST * steps * (2 + FORMS * MOST_SHARES)} if search.options.steps else {}
+    passes = {measure: each[measure] for measure in search.measures} | lists | {"runs": runs * judging * steps}
     seconds = None
     if search.options.gpu:
         plain = modelled_ms(search.job, search.offer, search.options.gpu)
         seconds = sum(passes.values()) * (extremes(plain.numbers)[1] + plain.fixed) / 1e3
     digits = 4 if search.seat else 2  # of which most is the same in all plans
-    least, largest = (search.in_words(cost + search.costs.fixed, digits) for cost in (low, high))
+    low, high = ((low + search.costs.fixed) * search.least_part, high + search.costs.fixed)
+    least, largest = (search.in_words(cost, digits) for cost in (low, high))
     return Outline(least, largest, passes, runs, seconds)

@@ -10,6 +10,7 @@ prediction chooses among those that are left.
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,12 @@ from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weight
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.jobs.search import Search
+from fluxq.jobs.shares import Listed
 from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice, Numbers, total
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.attention_choice import with_attention
+from fluxq.runtime.skipped import SkippedSteps
 
 LEVEL = 0.1  # dB
 
@@ -38,16 +41,22 @@ LEVEL = 0.1  # dB
 class Tried(Judged):
     """A plan that ran, and what it did to the images of its rounds.
 
-    proposed_by: its measures. prompts: of each image.
+    proposed_by: its measures. prompts: of each image. listed: steps that were computed, None for all.
     """
 
     proposed_by: tuple[str, ...]
     choice: Choice
     cost: float
+    listed: Listed | None = None
     squares: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
     prompts: list[Any] = field(default_factory=list)
     rounds: int = 0
+
+    @property
+    def predicted_of_list(self) -> float:
+        """Predicted NMSE by the steps that are left out, alone; errors of list and formats add."""
+        return self.listed.predicted if self.listed else 0.0
 
     @property
     def errors(self) -> list[float]:
@@ -103,17 +112,20 @@ class Bench:
             if scheme is not None
         )
 
-    def run(self, choice: Choice, *proposed_by: str) -> Tried:
-        """Return the plan with its errors on the images of the first round."""
-        self.tried.append(Tried(proposed_by, choice, self.search.cost(choice)))
+    def run(self, choice: Choice, *proposed_by: str, listed: Listed | None = None) -> Tried:
+        """Return the plan, with a list of steps if there is one, with its errors on the images of the first round."""
+        cost = self.search.cost(choice)
+        cost = cost * len(listed.steps.computed) / listed.steps.total if listed else cost
+        self.tried.append(Tried(proposed_by, choice, cost, listed))
         self.run_again(self.tried[-1])
         return self.tried[-1]
 
     def run_again(self, tried: Tried) -> None:
         """Run a plan on the images of its next round."""
         number, key = tried.rounds, sha256_json(sorted(tried.choice.items()))
+        key += f" {sha256_json(tried.listed.steps.to_dict())}" if tried.listed else ""
         signals = self.runs.once(f"signals {number}", lambda: squares_of(self._reference(number)))
-        squares = self.runs.once(f"{key} {number}", lambda: self._squares(tried.choice, number))
+        squares = self.runs.once(f"{key} {number}", lambda: self._squares(tried.choice, number, tried.listed))
         tried.squares += squares
         tried.signals += signals
         tried.prompts += [prompt for prompt, _ in self._items(number)]
@@ -132,7 +144,7 @@ class Bench:
             count = min(len(each.squares) for each in left)
             best = max(left, key=lambda each: mean_of(each.ratios[:count]))
             left = [each for each in left if each is best or not loss(each, best).low > 0]
-            least = min(left, key=lambda each: (total(errors, each.choice), each.cost))
+            least = min(left, key=lambda each: (total(errors, each.choice) + each.predicted_of_list, each.cost))
             level = [each for each in left if each is least or loss(each, least).high <= LEVEL]
             rounds = min(each.rounds for each in left)
             if len(level) == len(left) or rounds == len(self.search.judging):
@@ -141,10 +153,11 @@ class Bench:
                 if each.rounds == rounds:
                     self.run_again(each)
 
-    def _squares(self, choice: Choice, number: int) -> list[float]:
+    def _squares(self, choice: Choice, number: int, listed: Listed | None) -> list[float]:
         plain = self._reference(number)
         layers = {n: la for u, o in choice.items() if o != SIXTEEN_BIT for n, la in self.layers(u, o).items()}
-        with replaced(self.pipe, layers):
+        skipped = SkippedSteps(self.pipe, listed.steps) if listed else nullcontext()
+        with replaced(self.pipe, layers), skipped:
             return squares_of(self._latents(number), plain)
 
     def _reference(self, number: int) -> list[Tensor]:

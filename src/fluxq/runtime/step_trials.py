@@ -17,7 +17,7 @@ from torch import Tensor
 from fluxq.base.files import sha256_json
 from fluxq.base.model import ModelFolder
 from fluxq.calibrate.capture import Item, final_latents
-from fluxq.calibrate.paths import Velocities, list_of, measure_velocities
+from fluxq.calibrate.paths import Velocities, Way, list_of, measure_velocities
 from fluxq.calibrate.prompts import PromptSet, load_prompts
 from fluxq.calibrate.runs import Judged, KeptRuns, squares_of
 from fluxq.recipes.step_list import ORDERS, StepList
@@ -66,7 +66,7 @@ class Trials:
         least = min(self.ways)
         if count < least:
             raise ValueError(f"{count} computed steps are too few: this pipeline needs {least}")
-        return self._best(self._exchanged(count))
+        return self._best(self.proposed(count).steps)
 
     def judged(self, computed: Sequence[int]) -> TriedList:
         """Return a given list with what measures the least error: a fit, or an order.
@@ -76,13 +76,13 @@ class Trials:
         left_out = [f"step {step} ({name})" for step, name in self.velocities.begins.items() if step not in computed]
         if left_out:
             raise ValueError(f"the list leaves out the first step of a denoiser; compute {' and '.join(left_out)}")
-        self._exchanged(len(computed))  # the best of so many, for comparison
+        self.proposed(len(computed))  # the best of so many, for comparison
         return self._best(computed)
 
-    def _exchanged(self, count: int) -> tuple[int, ...]:
+    def proposed(self, count: int) -> Way:
         """Return the list of `count` computed steps of which least error is predicted; `ways` has it from then on."""
         self.ways[count] = self.velocities.exchanged(self.ways[count], self.required)
-        return self.ways[count].steps
+        return self.ways[count]
 
     def _best(self, computed: Sequence[int]) -> TriedList:
         plain = min((self._run(computed, order) for order in ORDERS), key=lambda each: each.error)
