@@ -4,11 +4,11 @@
     python benchmarks/gpu_session.py --out DIR --dry-run      anywhere, on the interpreter: that everything runs
 
 Stages run one after the other, each in processes of its own, so that one that crashes takes no other with it. The first
-three are what a first call of ten minutes is for: every kernel launched once and compared, rates of what a step is made
-of, and steps of FLUX.1-dev's shapes, of proven kernels alone. Then come the long proofs, tiles and times. The time is
-shared out by weight; what a stage leaves goes to the next ones, one that runs out of it keeps what it has, and one that
-could not do anything in what is left is not begun. With --resume another call does what is not done yet, of the same
-sources. In DIR, written after each stage:
+four are what a first call of ten minutes is for: every kernel launched once and compared, what `fluxq doctor` finds,
+rates of what a step is made of, and steps of FLUX.1-dev's shapes, of proven kernels alone. Then come the long proofs,
+tiles and times. The time is shared out by weight; what a stage leaves goes to the next ones, one that runs out of it
+keeps what it has, and one that could not do anything in what is left is not begun. With --resume another call does what
+is not done yet, of the same sources. In DIR, written after each stage:
 
     results.json    every stage: whether it is right, how long it took, what it found; where all this ran
     rates.json      rates of products, attention and passes over memory
@@ -19,7 +19,7 @@ sources. In DIR, written after each stage:
     tuned/          kernels/tuned with the best tiles in front
     measured.json   for kernels/measured
 
-With --collect FOLDER the first three are copied there after each stage, with `session.tar.gz` of all of DIR: four
+With --collect FOLDER the first three files are copied there after each stage, with `session.tar.gz` of all of DIR: four
 files, for a machine of which little is brought back. Unpacked, the archive is a DIR to resume.
 
 Result files say what became of the PROOFS. flux_step.json has times of those rows alone whose kernels `first` proved,
@@ -220,7 +220,7 @@ def _run_together(session: Session, name: str, commands: Sequence[Sequence[str]]
         with log.open("wb") as stream:
             running.append(
                 subprocess.Popen(
-                    command, stdout=stream, stderr=stream, cwd=ROOT, env=_environment(), start_new_session=True
+                    command, stdout=stream, stderr=stream, cwd=ROOT, env=_environment(session), start_new_session=True
                 )
             )
     codes = [_wait(process, deadline) for process in running]
@@ -307,11 +307,12 @@ def _wait(process: subprocess.Popen, deadline: float) -> int:
         return OUT_OF_TIME
 
 
-def _environment() -> dict[str, str]:
+def _environment(session: Session) -> dict[str, str]:
+    """Return the environment of processes, which keep and read findings of `fluxq doctor` in DIR."""
     paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Options for another pytest are none of ours: these tests run without conftest.py, which may define them.
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    return os.environ | own
+    return os.environ | own | {"XDG_CACHE_HOME": str(session.out / "cache")}
 
 
 def _module(session: Session, name: str, *arguments: str) -> list[str]:
@@ -388,6 +389,27 @@ def _judge_blocks(session: Session) -> dict[str, Any]:
 def missing_packages() -> list[str]:
     """Return those packages that whole models and their tests need, kernels do not, and this machine lacks."""
     return [name for name in ("diffusers", "pydantic", "peft", "accelerate", "altair") if find_spec(name) is None]
+
+
+def _doctor(session: Session, seconds: float) -> list[Sequence[str]]:
+    """`fluxq doctor`, which judges kernels as blocks launch them, and whose times decide between them."""
+    if missing_packages() or session.dry_run:
+        return []
+    return [[sys.executable, "-W", "ignore", "-m", "fluxq", "doctor", "--share", str(session.file("doctor"))]]
+
+
+def _judge_doctor(session: Session) -> dict[str, Any]:
+    """Findings that it kept, also where it did not come to its end."""
+    if session.dry_run:
+        return {"right": None, "complete": True, "about": "it has a dry run of its own: --chip CHIP --interpret"}
+    if missing := missing_packages():
+        return {"right": None, "complete": True, "about": f"not installed: {', '.join(missing)}"}
+    files = sorted((session.out / "cache" / "fluxq").glob("*.json"))
+    rows = [row for file in files for row in _read(file)["rows"]]
+    wrong = [row for row in rows if row["why"]]
+    right = not wrong if rows else None
+    counts = {"cells and shapes": len(rows), "wrong": len(wrong)}
+    return {"right": right, "complete": session.file("doctor").exists(), "about": _counts(counts), "wrong": wrong}
 
 
 def _same_bits(name: str) -> Callable[[Session, float], list[Sequence[str]]]:
@@ -580,9 +602,10 @@ PROOFS = ("first", "tests", "interpreter", "runs")  # without which nothing is c
 COLLECTED = ("results.json", "rates.json", "flux_step.json")
 CONCLUSIONS = ("rates.json", "flux_step.json", "bench.json", "report.md", "measured.json")  # files in DIR
 DONE = ("right", "wrong", "not here")  # verdicts that another call would not change
-STAGES = (  # the first three get nearly all of a first call, the others of later ones
-    Stage("first", 100, _same_bits("first"), _judge_cases("first"), least=45),
-    Stage("rates", 110, _rates, _judge_rates, least=45),
+STAGES = (  # the first four get nearly all of a first call, the others of later ones
+    Stage("first", 80, _same_bits("first"), _judge_cases("first"), least=45),
+    Stage("doctor", 85, _doctor, _judge_doctor, least=45),
+    Stage("rates", 60, _rates, _judge_rates, least=45),
     Stage("step", 280, _step, _judge_step, least=150, continues=True),
     Stage("tests", 30, _tests, _judge_outcomes("tests"), least=60),
     Stage("interpreter", 10, _same_bits("interpreter"), _judge_cases("interpreter"), least=15),

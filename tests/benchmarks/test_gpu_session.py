@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -605,19 +605,19 @@ def shares_of(minutes: float, spends: Callable[[str], float], tmp_path: Path, mo
 
 def test_a_first_call_measures_the_headline_and_right_comes_before_fast(tmp_path, monkeypatch) -> None:
     names = [stage.name for stage in session.STAGES]
-    assert names[:3] == ["first", "rates", "step"]
+    assert names[:4] == ["first", "doctor", "rates", "step"]
     assert max(map(names.index, (*session.PROOFS, "blocks"))) < min(map(names.index, ("try", "time", "bench")))
     minutes = next(option for option in session.main.params if option.name == "minutes").default
     assert 60 * minutes + 30 <= 600  # a call of ten minutes; processes start, files are written
     least = {stage.name: stage.least for stage in session.STAGES}
     shares = shares_of(minutes, lambda name: 1.0, tmp_path, monkeypatch)  # each takes all that it is given
-    assert {name: shares[name] >= least[name] for name in names[:3]} == dict.fromkeys(names[:3], True)
+    assert {name: shares[name] >= least[name] for name in names[:4]} == dict.fromkeys(names[:4], True)
     assert shares["step"] > 240 and least["step"] >= 150
     assert shares["tests"] == least["tests"] and shares["bench"] < least["bench"]  # the rest is for another call
 
 
 def test_a_later_call_has_time_for_all_that_a_first_one_left(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(session, "STAGES", session.STAGES[3:])
+    monkeypatch.setattr(session, "STAGES", session.STAGES[4:])
     shares = shares_of(9.25, lambda name: 1.0, tmp_path, monkeypatch)
     assert all(shares[stage.name] >= stage.least for stage in session.STAGES), shares
 
@@ -634,7 +634,22 @@ def test_stages_of_whole_models_say_what_is_not_installed(dry, monkeypatch) -> N
     whole = [stage for stage in session.STAGES if stage.name in ("blocks", "step")]
     found = session.run_stages(dry, whole, 9.0)
     assert [row["verdict"] for row in found["stages"]] == ["not here"] * 2
+    real = replace(dry, dry_run=False)
+    assert session._doctor(real, 9.0) == [] and session._judge_doctor(real)["about"] == "not installed: diffusers"
     assert {row["about"] for row in found["stages"]} == {"not installed: diffusers"}
+
+
+def test_what_doctor_found_counts_also_where_it_did_not_end(dry) -> None:
+    real, file = replace(dry, dry_run=False), dry.out / "cache" / "fluxq" / "gpu.json"
+    assert session._environment(real)["XDG_CACHE_HOME"] == str(dry.out / "cache")
+    assert session._judge_doctor(real)["right"] is None
+    file.parent.mkdir(parents=True)
+    for why, right in (("", True), ("codes: 1 of 9 differ", False)):
+        file.write_text(json.dumps({"rows": [{"why": ""}, {"why": why}]}))
+        found = session._judge_doctor(real)
+        assert (found["right"], found["complete"], len(found["wrong"])) == (right, False, bool(why))
+    real.file("doctor").write_text("{}")
+    assert session._judge_doctor(real)["complete"]
 
 
 def test_a_step_is_judged_by_its_rows_and_says_its_goals(dry) -> None:

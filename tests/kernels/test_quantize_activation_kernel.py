@@ -361,13 +361,13 @@ def test_swizzled_scales_lie_in_128x4_tiles_padded_with_zeros(format: str, m: in
 
 def test_mxfp4_chooses_the_exponent_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    q, _ = quantize_activation.quantize_activation(x, *steps("mxfp4"), tile=Tile(64, 512, 4))
+    q, _ = quantize_activation.quantize_activation(x, *steps("mxfp4"), tile=Tile(16, 512, 8))
     assert_same_bytes(q, ops.quantize_activation(x, FORMATS["mxfp4"]))
 
 
 def test_four_over_six_chooses_the_scale_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    q, _ = quantize_activation.quantize_activation(x, *steps("nvfp4", four_over_six=True), tile=Tile(64, 512, 4))
+    q, _ = quantize_activation.quantize_activation(x, *steps("nvfp4", four_over_six=True), tile=Tile(16, 512, 8))
     codes, scale, global_scale, _ = quantizer.quantize_activation(x, *packed("nvfp4", four_over_six=True))
     assert_same_bytes(q, QuantizedTensor(codes, scale, global_scale, q.shape, q.format))
 
