@@ -343,26 +343,25 @@ def _tables(found: Mapping[str, Any]) -> dict[str, list[list[str]]]:
         "small cards": _small_table(found),
         "lists": _lists_table(found),
         "rates": _rates_table(),
-        "measured": _measured_table(),
+        "measured": _measured_table(steps_of),
     }
 
 
 @functools.cache
 def rates_of_a_step() -> dict[tuple[str, str], float]:
-    """Return what an H200 reached at the shapes of a step: (arithmetic, implementation) -> TFLOP/s; passes: GB/s.
+    """Return what an H200 reached at the shapes of a step: (scheme, implementation) -> TFLOP/s; passes: GB/s.
 
-    Of products the FLOPs of all with more than 512 tokens over their time; of passes the bytes of a step's.
+    Of products the FLOPs of all with more than 512 tokens over their time; of attention those of its one shape; of
+    passes the bytes of a step's.
     """
     timed = json.loads(RATES_FILE.read_text(encoding="utf-8"))["results"]
-    us = {(row["scheme"], row["implementation"], row["m"], row["n"], row["k"]): row["us"] for row in timed}
+    products = [row for row in timed if row["op"] in ("linear", "matmul")]
+    us = {(row["scheme"], row["implementation"], row["m"], row["n"], row["k"]): row["us"] for row in products}
     shapes = [(count, shape) for count, shape in FLUX_STEP if shape[0] > 512]
     flops = sum(2.0 * count * m * n * k for count, (m, n, k) in shapes)
-    found = {}
-    for scheme, by in dict.fromkeys((row["scheme"], row["implementation"]) for row in timed if row["tflops"]):
-        if scheme in ("16bit", "fp8") and "attention" in by:
-            found[scheme, by] = next(row["tflops"] for row in timed if row["implementation"] == by)
-        else:
-            found[scheme, by] = flops / sum(count * us[scheme, by, *shape] for count, shape in shapes) / 1e6
+    found = {(row["scheme"], row["implementation"]): row["tflops"] for row in timed if row["op"] == "attention"}
+    for key in dict.fromkeys((row["scheme"], row["implementation"]) for row in products):
+        found[key] = flops / sum(count * us[*key, *shape] for count, shape in shapes) / 1e6
     moved, spent = 0.0, 0.0
     for row in timed:
         count = PASSES_OF_A_STEP.get((row["op"], row["scheme"]), 0)
@@ -382,14 +381,16 @@ def _rates_table() -> list[list[str]]:
     ]
 
 
-def _measured_table() -> list[list[str]]:
+def _measured_table(steps_of: Steps) -> list[list[str]]:
     rows = [["", "ms", "over compiled 16 bit", "products", "attention", "passes", "in none of these", "modelled"]]
     for row in json.loads(STEP_FILE.read_text(encoding="utf-8"))["rows"]:
         low, ms, high = (1e3 * seconds for seconds in row["seconds"])
         ratio = "{1:.2f}x ({0:.2f} to {2:.2f})".format(*row["over_compiled_16bit"])
         parts = (f"{ms * row['parts'][part]:.1f}" for part in ("products", "attention", "passes", "gaps"))
-        modelled = f"{1e3 * sum(row['modelled'].values()):.1f}"
-        rows.append([row["row"], f"{ms:.1f} ({low:.1f} to {high:.1f})", ratio, *parts, modelled])
+        state = ("both" if row["mode"] == "compiled" else "optimized") if row["optimized"] else row["mode"]
+        state = "attention alone" if row["attention"] == "fp8" else state
+        modelled = steps_of[GOALS_GPU, row["pixels"], row["recipe"]][state]
+        rows.append([row["row"], f"{ms:.1f} ({low:.1f} to {high:.1f})", ratio, *parts, f"{modelled:.1f}"])
     return rows
 
 

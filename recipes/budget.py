@@ -102,6 +102,7 @@ def best_of_shares(
     lists: number of computed steps -> error of leaving out the others; all steps, which have none, are among them.
     fixed: cost of a computed step beside the options.
     """
+    limit *= 1 + _SAME
     choices = {count: best(errors, costs, limit * max(lists) / count - fixed) for count in lists}
     shares = [_share(errors, costs, lists, fixed, count, choice) for count, choice in choices.items() if choice]
     return sorted(shares, key=lambda share: (share.error, share.cost))
@@ -129,7 +130,7 @@ def front_of_shares(
     shares: list[Share] = []
     for index in range(points):
         limit = low + (high - low) * index / (points - 1) if index < points - 1 else high
-        found = best_of_shares(errors, costs, limit * (1 + _SAME), lists, fixed)
+        found = best_of_shares(errors, costs, limit, lists, fixed)
         if found and found[0] not in shares:
             shares.append(found[0])
     return shares

@@ -9,7 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import did_you_mean, without_cure
@@ -53,15 +61,19 @@ class Steps(Strict):
         this, `fluxq.keep_steps` does it in a pipeline.
     compute: share of the steps of a call that are computed at all, by a list (step_list.py) that `fluxq quantize` makes
         and the checkpoint records. Those that are kept are among them.
+    of: number of steps of that call; None for what the model, or the user, says.
     """
 
     first: int = Field(default=0, ge=0, le=MOST_KEPT)
     last: int = Field(default=0, ge=0, le=MOST_KEPT)
     components: Literal["16bit", "a16"] = "16bit"
     compute: float | None = Field(default=None, gt=0, le=1)
+    of: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _some(self) -> Steps:
+        if self.of is not None and self.compute is None:
+            raise ValueError("`of` says of how many steps `compute` is a share: write that too, or leave out `of`")
         if not self.first and not self.last and self.compute is None:
             raise ValueError(
                 "neither `first` nor `last` names a step to keep, nor does `compute` say how many to compute; write "
@@ -69,10 +81,15 @@ class Steps(Strict):
             )
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out an `of` that is not given: recipes and checkpoints from before it stay what they are."""
+        return {name: value for name, value in dump(self).items() if name != "of" or value is not None}
+
     @property
     def kept(self) -> Steps | None:
-        """The same without `compute`; None if no step is kept."""
-        return self.model_copy(update={"compute": None}) if self.first or self.last else None
+        """The same without `compute` and `of`; None if no step is kept."""
+        return self.model_copy(update={"compute": None, "of": None}) if self.first or self.last else None
 
     def kept_of(self, total: int) -> frozenset[int]:
         """Return the steps that are kept of a call of `total`."""
@@ -172,7 +189,7 @@ class QuantizationConfig:
             if policy_steps(runtime) != self.steps:
                 runtime[POLICY] = policy_of(self.steps.first, self.steps.last)
         elif self.steps is not None:
-            chosen["steps"] = self.steps.model_dump(mode="json", exclude={"compute"})
+            chosen["steps"] = self.steps.model_dump(mode="json", exclude={"compute", "of"})
         if runtime:
             chosen["runtime"] = runtime
         return {

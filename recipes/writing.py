@@ -18,7 +18,7 @@ def recipe_with(
     changes: Mapping[str, Mapping[str, Any] | None],
     families: Mapping[str, Family],
     about: str,
-    compute: float | None = None,
+    steps: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a recipe in YAML with other entries.
 
@@ -26,7 +26,7 @@ def recipe_with(
         that it has.
     families: component -> its family.
     about: end of the first line, which begins with the recipe's name.
-    compute: share of the steps that are computed, None for what the recipe says.
+    steps: keys of `steps`, which are added to the recipe's; None for what it says.
 
     ValueError if the recipe cannot hold them.
     """
@@ -44,8 +44,8 @@ def recipe_with(
         entries[component] = both if is_shipped and component in recipe.components else entry | both
     whole["components"] |= {c: whole["components"].get(c, {}) | entry for c, entry in entries.items()}
     document = {"extends": name, "components": entries} if is_shipped else whole
-    if compute is not None:
-        whole["steps"] = document["steps"] = {**whole.get("steps", {}), "compute": compute}
+    if steps is not None:
+        whole["steps"] = document["steps"] = {**whole.get("steps", {}), **steps}
     Recipe.model_validate(whole)
     body = yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None)
     return f"# {name}, {about}.\n{body}"

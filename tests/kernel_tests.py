@@ -2,10 +2,13 @@
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
+
+from fluxq.kernels import interpreter
 
 
 def sibling(name: str, prefix: str = "beside") -> ModuleType:
@@ -36,6 +39,11 @@ def executed(name: str, file: Path) -> ModuleType:
     sys.modules[name] = module  # imports and dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def launches_on_a_gpu() -> bool:
+    """Tell whether benchmarks/kernels/on_gpu.py runs the tests: there two launches may add up in two orders."""
+    return isinstance(interpreter.interpreting, partial)
 
 
 def on_hopper() -> bool:

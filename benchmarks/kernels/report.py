@@ -305,7 +305,7 @@ def measured_tables(folder: Path | None = None) -> str:
         parts += [f"### {results['device']['gpu']} ({file.name})", ""]
         only_4096 = time_table(results, lambda row: row["m"] == 4096 and row["op"] == "linear")
         parts += [goal_table(results), "", only_4096, ""]
-    return "\n".join(parts).rstrip() or "Not measured: benchmarks/ holds no result of a GPU."
+    return "\n".join(parts).rstrip() or "Not measured: benchmarks/ holds no result of `bench.py` on a GPU."
 
 
 def _result_files(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

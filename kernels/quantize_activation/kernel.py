@@ -267,7 +267,7 @@ def compare_codes(
     made = coded(REFERENCES[OP.name](a, *pack_named(some, plain)), some, plain)
     parts = zip(found.tensors().items(), made.tensors().values(), strict=True)
     verdict = worst(*(same({"weight": "codes"}.get(name, "scales"), ours, theirs) for (name, ours), theirs in parts))
-    return same_but_few(found, made, a.dtype != torch.float32) if sums and verdict.is_wrong else verdict
+    return same_but_few(found, made) if sums and verdict.is_wrong else verdict
 
 
 def coded(made: Sequence[Tensor], given: RoundingTensors, how: Rounding, rows: Tensor | None = None) -> QuantizedTensor:

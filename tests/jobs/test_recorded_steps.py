@@ -276,6 +276,7 @@ def test_a_damaged_list_is_refused_by_its_file(folder, tmp_path) -> None:
         ("{compute: 1.5}", "less than or equal to 1"),
         ("{compute: yes}", "valid number"),
         ("{first: 0}", r"neither .first. nor .last. names a step to keep, nor does .compute. say"),
+        ("{first: 1, of: 8}", "`of` says of how many steps `compute` is a share"),
         ("{compute: 0.3, first: 1, last: 3}", r"computes 2 of the 8 steps of a call, and 4 have to be"),
     ],
 )
@@ -283,6 +284,17 @@ def test_a_share_that_cannot_be_is_refused_before_anything_is_read(root, tmp_pat
     (tmp_path / "bad.yaml").write_text(f"extends: fp8\nsteps: {steps}\n")
     with pytest.raises(ValueError, match=message):
         making.job_of(options(tmp_path, "bad.yaml"), writes=False, runs=False)
+
+
+def test_a_recipe_may_say_of_how_many_steps_its_share_is(tmp_path) -> None:
+    (tmp_path / "of.yaml").write_text("extends: fp8\nsteps: {compute: 0.5, of: 6}\n")
+    job = making.job_of(options(tmp_path, "of.yaml"), writes=False, runs=False)
+    assert job.call["num_inference_steps"] == job.check_call["num_inference_steps"] == 6
+    same = replace(job.options, call={"num_inference_steps": 6})
+    assert making.job_of(same, writes=False, runs=False).call == job.call
+    with pytest.raises(ValueError, match=r"recipe of computes 0.5 of 6 steps, and this call has 8: leave out --num-"):
+        making.job_of(replace(job.options, call={"num_inference_steps": 8}), writes=False, runs=False)
+    assert Steps(compute=0.5, of=6).kept is None and Steps(first=1, compute=0.5, of=6).kept == Steps(first=1)
 
 
 def test_a_share_alone_keeps_no_steps(tmp_path) -> None:

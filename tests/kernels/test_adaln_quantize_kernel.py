@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_tests import with_fault
+from kernel_tests import launches_on_a_gpu, with_fault
 from poison import poisoned
 from rounding import norm_steps, steps
 from torch import Tensor
@@ -19,6 +19,7 @@ from triton.runtime.errors import InterpreterError
 
 from fluxq.kernels.adaln_quantize import kernel as adaln_quantize
 from fluxq.kernels.adaln_quantize import op as adaln
+from fluxq.kernels.compare import same_but_few
 from fluxq.kernels.interpreter import interpreting
 from fluxq.kernels.quantize_activation import kernel as quantize_activation
 from fluxq.kernels.tensor import QuantizedTensor
@@ -181,7 +182,10 @@ def check_fused(
     tile: Tile = TILE,
     **options: Any,
 ) -> None:
-    """Codes and scales are the bytes that the quantizing kernel makes of v; n and v do not change with the format."""
+    """Codes and scales are the bytes that the quantizing kernel makes of v; n and v do not change with the format.
+
+    On a GPU few codes may be neighbours, as v of another launch may have other sums.
+    """
     d = 384 if format == "fp8_1x128" else D
     tensors = layers(m, images, dtype, modulation, d=d)
     if spoilt:
@@ -203,6 +207,9 @@ def check_fused(
     with poisoned():
         expected, _ = quantize_activation.quantize_activation(v, *steps(format, **options), tile=tile)
     assert isinstance(q, QuantizedTensor) and q.shape == (m, d)
+    if launches_on_a_gpu() and not spoilt:
+        assert not same_but_few(q.unswizzled(), expected.unswizzled()).is_wrong
+        return
     for name, tensor in expected.tensors().items():
         found = q.tensors()[name]
         assert_same_bits(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8), name)

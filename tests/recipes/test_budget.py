@@ -168,6 +168,15 @@ def test_no_plan_of_any_number_of_steps_within_the_budget_has_less_error(seed: i
     assert best_of_shares(errors, costs, spent[0] * 0.999, LISTS, FIXED) == []
 
 
+def test_a_limit_that_a_plan_takes_exactly_holds_it_however_it_is_divided() -> None:
+    noise = np.random.default_rng(0)
+    for _ in range(40):
+        costs = {unit: dict(zip("ab", noise.random(2).tolist(), strict=True)) for unit in "wxyz"}
+        least = sum(min(each.values()) for each in costs.values()) + 0.3
+        (share,) = best_of_shares(costs, costs, least * (2 / 28), {28: 0.0, 2: 1e-3}, 0.3)
+        assert share.computed == 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_of_any_number_of_steps_with_so_little_error_is_cheaper(seed: int) -> None:
     errors, costs, every = plans(seed)

@@ -45,8 +45,8 @@ def chosen_recipe(search: Search, choice: Choice, errors: Numbers, listed: Liste
     if search.seat:
         families |= search.seat.encoders
         changes |= {component: {} for component in search.seat.encoders}
-    compute = round(listed.steps.share, 4) if listed else None
-    return recipe_with(job.recipe_name, job.recipe, changes, families, about, compute)
+    steps = {"compute": round(listed.steps.share, 4), "of": listed.steps.total} if listed else None
+    return recipe_with(job.recipe_name, job.recipe, changes, families, about, steps)
 
 
 def _changes(search: Search, component: str, choice: Choice, errors: Numbers) -> dict[str, Any]:
@@ -104,9 +104,9 @@ def require_same_plan(search: Search, choice: Choice, text: str, work: Path, lis
     file = work / search.job.output.name
     write_text(file, text)
     _, recipe = load_recipe(str(file))
-    share = recipe.steps.compute if recipe.steps and listed else None
-    if listed and (share is None or computed_of(share, listed.steps.total) != len(listed.steps.computed)):
-        raise RuntimeError(f"the recipe written computes {share} of the steps, not {listed.steps.share}")
+    share, of = (recipe.steps.compute, recipe.steps.of) if recipe.steps and listed else (None, None)
+    if listed and (share is None or of is None or computed_of(share, of) != len(listed.steps.computed)):
+        raise RuntimeError(f"the recipe written computes {share} of {of} steps, not {listed.steps.share}")
     meant = search.offer.schemes(choice)
     for component, part in search.offer.parts.items():
         if component in search.offer.once and choice[component] == SIXTEEN_BIT:

@@ -134,14 +134,19 @@ class Job:
 
     @property
     def call(self) -> dict[str, Any]:
-        """Pipeline arguments: the folder's defaults, overridden by the command line."""
-        return call_of(self.folder, self.folder.generation_defaults, self.options.call)
+        """Pipeline arguments: the folder's defaults, the recipe's number of steps, overridden by the command line."""
+        return call_of(self.folder, self._defaults, self.options.call)
 
     @property
     def check_call(self) -> dict[str, Any]:
         """Arguments of the closing check's calls; by default its videos are as short as a smoke evaluation's."""
         frames = PROTOCOLS["smoke"].frames
-        return call_of(self.folder, self.folder.generation_defaults, self.options.call, frames)
+        return call_of(self.folder, self._defaults, self.options.call, frames)
+
+    @property
+    def _defaults(self) -> dict[str, Any]:
+        of = self.recipe.steps.of if self.recipe.steps else None
+        return {**self.folder.generation_defaults, **({"num_inference_steps": of} if of else {})}
 
     @property
     def calibration_items(self) -> Sequence[Any]:

@@ -161,8 +161,10 @@ class Search:
         return total(self.costs.numbers, choice) + self.costs.fixed
 
     def in_words(self, cost: float, digits: int = 2) -> str:
-        """Return a cost as people read it, rounded up."""
+        """Return a cost as people read it, rounded up; of milliseconds two digits that are not 0 at least."""
         kind, per = self.unit
+        if kind == "ms" and 0 < cost < 0.1:
+            digits = max(digits, 1 - math.floor(math.log10(cost)))
         up = 10**digits
         return f"{math.ceil(up * cost / per - 1e-9) / up:.{digits}f} {kind}"
 
@@ -183,12 +185,14 @@ class Search:
 def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
     """Return the options of a search: those given, beside what the recipe says under `auto`.
 
-    given: names of AutoOptions; None, () and False leave the recipe's value; a budget takes that of the recipe's.
+    given: names of AutoOptions; None, () and False leave the recipe's value; a budget takes that of the recipe's, and
+    one that is not of time its `steps`, too.
     """
-    given = {name: value for name, value in given.items() if value not in (None, (), False)}
+    given = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
     asked = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
-    if given.keys() & {*get_args(Kind)}:
-        asked = {name: value for name, value in asked.items() if name not in get_args(Kind)}
+    if kinds := given.keys() & {*get_args(Kind)}:
+        replaced = {*get_args(Kind)} | ({"steps"} if kinds - {"ms", "gate"} else set())
+        asked = {name: value for name, value in asked.items() if name not in replaced}
     merged = {**asked, **given}
     return AutoOptions(**{**merged, "menu": tuple(merged.get("menu", ()))})
 
