@@ -331,7 +331,7 @@ def _tests(session: Session, seconds: float) -> list[Sequence[str]]:
 
 def _blocks(session: Session, seconds: float) -> list[Sequence[str]]:
     """Tests that want a GPU: fused blocks, attention, graphs, offloading; of a dry run a block on the interpreter."""
-    if missing_packages():
+    if missing_packages(*DRAWING):
         return []
     if session.dry_run:
         return _pytest(session, "blocks", 1, "--run-all", str(ROOT / "tests" / "runtime" / "test_fused_kernels.py"))
@@ -381,14 +381,14 @@ def _judge_outcomes(name: str) -> Callable[[Session], dict[str, Any]]:
 
 
 def _judge_blocks(session: Session) -> dict[str, Any]:
-    missing = missing_packages()
+    missing = missing_packages(*DRAWING)
     about = {"right": None, "complete": True, "about": f"not installed: {', '.join(missing)}"}
     return about if missing else _judge_outcomes("blocks")(session)
 
 
-def missing_packages() -> list[str]:
-    """Return those packages that whole models and their tests need, kernels do not, and this machine lacks."""
-    return [name for name in ("diffusers", "pydantic", "peft", "accelerate", "altair") if find_spec(name) is None]
+def missing_packages(*more: str) -> list[str]:
+    """Return those packages that whole models need, kernels do not, and this machine lacks. more: needed besides."""
+    return [name for name in ("diffusers", "pydantic", "peft", "accelerate", *more) if find_spec(name) is None]
 
 
 def _doctor(session: Session, seconds: float) -> list[Sequence[str]]:
@@ -597,6 +597,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 OUT_OF_TIME = -1000  # no exit code
+DRAWING = ("altair", "vl_convert")  # which the tests of a report import
 OUTCOMES = ("passed", "failed", "skipped", "not run")
 PROOFS = ("first", "tests", "interpreter", "runs")  # without which nothing is concluded of kernels and tiles
 COLLECTED = ("results.json", "rates.json", "flux_step.json")

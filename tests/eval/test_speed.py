@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import example_report
 import pytest
 import torch
 from torch import nn
@@ -325,8 +326,6 @@ def test_a_gpu_has_one_baseline(monkeypatch):
 def test_pages_and_the_terminal_name_the_baseline_and_the_instructions(monkeypatch, capsys):
     found = with_fp32(monkeypatch, BF16, 0.15)
     found = found.model_copy(update={"conditions": {**found.conditions, "instruction set": str(BF16)}})
-    import example_report  # needs altair, which other tests here do not
-
     report = example_report.example(1)
     run = report.runs[0].model_copy(update={"speed": found})
     first = next(fact for fact in markdown.facts(run) if "end to end" in fact)

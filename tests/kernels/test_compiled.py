@@ -94,7 +94,10 @@ def test_a_launch_of_gluon_compiles_its_cell(tokens: tuple[int, int], monkeypatc
     monkeypatch.setattr(JITFunction, "run", lambda *x, **how: compiled.append(run(*x, **how | {"warmup": True})))
     warp_specialized.attend(operands, queries, keys, 1.0, torch.bfloat16)
     cell = "attention_warps_kernel warps-64 128x128" + " ragged" * (keys % 128 > 0)
-    assert compiled[0].asm["ptx"] == compile_for(CELLS[cell], "sm_90").asm["ptx"]
+    texts = [each.asm["ptx"] for each in (compiled[0], compile_for(CELLS[cell], "sm_90"))]
+    # Either may come from Triton's cache, where another checkout's file stands for the same source.
+    launched, expected = (re.sub(r'"/[^"]*/warp_specialized\.py"', "", text) for text in texts)
+    assert launched == expected
 
 
 @pytest.mark.slow
