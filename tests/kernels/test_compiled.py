@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,8 +82,11 @@ def test_fp8_sums_on_hopper_move_to_true_fp32_in_a_loop_of_their_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(130, 257), (64, 128), (1, 1)])
-def test_a_launch_of_gluon_compiles_its_cell(tokens: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_of_gluon_compiles_its_cell(
+    tokens: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With descriptors of tensors, and whatever Triton makes of their numbers of tokens."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the user's may hold the same source of another checkout
     queries, keys = tokens
     q, k = (torch.randn(1, n, 1, 64).bfloat16() for n in tokens)
     operands, compiled, run = quantize_operands(q, k, k), [], JITFunction.run
@@ -94,10 +98,7 @@ def test_a_launch_of_gluon_compiles_its_cell(tokens: tuple[int, int], monkeypatc
     monkeypatch.setattr(JITFunction, "run", lambda *x, **how: compiled.append(run(*x, **how | {"warmup": True})))
     warp_specialized.attend(operands, queries, keys, 1.0, torch.bfloat16)
     cell = "attention_warps_kernel warps-64 128x128" + " ragged" * (keys % 128 > 0)
-    texts = [each.asm["ptx"] for each in (compiled[0], compile_for(CELLS[cell], "sm_90"))]
-    # Either may come from Triton's cache, where another checkout's file stands for the same source.
-    launched, expected = (re.sub(r'"/[^"]*/warp_specialized\.py"', "", text) for text in texts)
-    assert launched == expected
+    assert compiled[0].asm["ptx"] == compile_for(CELLS[cell], "sm_90").asm["ptx"]
 
 
 @pytest.mark.slow
