@@ -239,8 +239,8 @@ DEVICES = {
         name="H200 SXM",
         memory=141,
         bandwidth=4800,
-        matmul=_H100.matmul
-        | {
+        matmul={
+            **_H100.matmul,
             "bf16": Efficiency(0.714, f"706 TFLOP/s, the library, {_OF_A_STEP}"),
             "fp8": Efficiency(0.695, f"1375 TFLOP/s, the library, fast accumulation, {_OF_A_STEP}"),
             "int8": Efficiency(0.465, f"920 TOP/s, our kernel, {_OF_A_STEP}"),

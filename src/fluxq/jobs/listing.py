@@ -32,11 +32,11 @@ VELOCITIES = "velocities.safetensors"  # in the work folder
 def require_list_of_recipe(job: Job) -> None:
     """Raise ValueError for a recipe of which no list can be made."""
     _, total = listed_call(job.folder, job.call)
-    of, asked = job.recipe.steps.of if job.recipe.steps else None, job.call.get("num_inference_steps")
-    if of is not None and asked != of:
+    steps, asked = job.recipe.steps, job.call.get("num_inference_steps")
+    if steps and steps.of is not None and asked != steps.of:
         raise ValueError(
-            f"recipe {job.recipe_name} computes {job.recipe.steps.compute:g} of {of} steps, and this call has {asked}: "
-            f"leave out --num-inference-steps, or write another `of` into its `steps`"
+            f"recipe {job.recipe_name} computes {steps.compute:g} of {steps.of} steps, and this call has {asked}: "
+            "leave out --num-inference-steps, or write another `of` into its `steps`"
         )
     count, kept = _wanted(job, total)
     least = len(kept | {0, total - 1})
