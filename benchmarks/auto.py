@@ -37,7 +37,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.pages import between
+from benchmarks.pages import between, goals_in_words
 from benchmarks.sources import sources
 from fluxq.base.console import progress
 from fluxq.base.devices import commit, cpu_name, versions
@@ -349,8 +349,7 @@ def goals(report: Mapping[str, Any]) -> dict[str, bool]:
 
 def tables_of(report: Mapping[str, Any]) -> str:
     """Return what the page shows of a report."""
-    met, part = goals(report), report["all_plans"]
-    missed = [f"- missed: {goal}" for goal, is_met in met.items() if not is_met]
+    part = report["all_plans"]
     images = f"{report['prompts']} images, 95 % intervals of paired means over images, commit {report['commit']}."
     tried = (
         f"Where all {part['plans']} plans of {len(part['units'])} units can be tried ({' or '.join(part['menu'])}, "
@@ -370,8 +369,7 @@ def tables_of(report: Mapping[str, Any]) -> str:
             "",
             *errors_table(report),
             "",
-            f"Of {len(met)} goals that were set before {sum(met.values())} are met{':' if missed else '.'}",
-            *missed,
+            *goals_in_words(goals(report)),
         ]
     )
 

@@ -32,7 +32,7 @@ import torch
 
 import fluxq
 from benchmarks.auto import PAGE, ROOT, Goal, decided, differences, fresh, limits
-from benchmarks.pages import between
+from benchmarks.pages import between, goals_in_words
 from benchmarks.sources import sources
 from fluxq.base.devices import commit, cpu_name, versions
 from fluxq.base.files import read_json, write_json, write_text
@@ -205,8 +205,6 @@ def goals(report: Mapping[str, Any]) -> dict[str, bool]:
 
 def tables_of(report: Mapping[str, Any]) -> str:
     """Return what the page shows of a report."""
-    met = goals(report)
-    missed = [f"- missed: {goal}" for goal, is_met in met.items() if not is_met]
     return "\n".join(
         [
             *comparison_table(report),
@@ -219,8 +217,7 @@ def tables_of(report: Mapping[str, Any]) -> str:
             "",
             *errors_table(report),
             "",
-            f"Of {len(met)} goals that were set before {sum(met.values())} are met{':' if missed else '.'}",
-            *missed,
+            *goals_in_words(goals(report)),
         ]
     )
 

@@ -36,7 +36,7 @@ import diffusers
 import torch
 
 import fluxq
-from benchmarks.pages import between
+from benchmarks.pages import between, goals_in_words
 from benchmarks.sources import sources
 from benchmarks.tiny_quality import draw_grid
 from fluxq import tiny
@@ -340,8 +340,6 @@ def goals(report: Mapping[str, Any]) -> dict[str, bool]:
 
 def tables_of(report: Mapping[str, Any]) -> str:
     """Return what the page shows of a report."""
-    met = goals(report)
-    missed = [f"- missed: {goal}" for goal, is_met in met.items() if not is_met]
     return "\n".join(
         [
             *comparison_table(report),
@@ -359,8 +357,7 @@ def tables_of(report: Mapping[str, Any]) -> str:
             "",
             *held_out_table(report),
             "",
-            f"Of {len(met)} goals that were set before {sum(met.values())} are met{':' if missed else '.'}",
-            *missed,
+            *goals_in_words(goals(report)),
         ]
     )
 
