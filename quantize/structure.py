@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fluxq.base.model import ModelFolder
+from fluxq.base.wrappers import uncompiled, uncompiled_path
 from fluxq.kernels.linear import is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta
 from fluxq.recipes.all_families import FAMILIES, family_of
@@ -73,11 +74,11 @@ def model_family(model: nn.Module) -> Family:
 
 def attention_of(model: nn.Module) -> Attentions:
     """Return the arithmetic of a model's self-attention, by the backends of its processors."""
-    kind = type(getattr(model, "_orig_mod", model)).__name__
+    kind = type(uncompiled(model)).__name__
     rows = next((family.self_attention for family in FAMILIES.values() if family.model == kind), ()) or ("**",)
     words: dict[str, Attention] = {}
     for name, module in model.named_modules():
-        processor, path = getattr(module, "processor", None), name.replace("_orig_mod.", "")
+        processor, path = getattr(module, "processor", None), uncompiled_path(name)
         if hasattr(processor, "_attention_backend") and any(matches(row, path) for row in rows):
             words[path] = attention_by(processor) or "16bit"
     return gathered(words)

@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
     def compile(self) -> None:
         with _compiling_for(self.chip):
-            JITFunction.run(self.kernel, *self.arguments, grid=None, warmup=True, **self.options)
+            self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
 
 
 _interpreting = interpreter.interpreting

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.settings import is_strict
+from fluxq.base.wrappers import uncompiled_path
 from fluxq.kernels.attention.op import CHOICES, FLOATS, OP, attention_fp8, format_of
 from fluxq.recipes import computing
 from fluxq.runtime.placed import models_of
@@ -88,13 +89,8 @@ def _set_modules(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) ->
         named = [each for part, family in denoisers for each in _attention_modules(part, family, attention)]
         return [(name, module, attention) for name, module in named]
     own = [each for part, family in denoisers for each in _attention_modules(part, family, "fp8")]
-    words = attention_words(attention, [_path(name) for name, _ in own])
-    return [(name, module, words.get(_path(name), "16bit")) for name, module in own]
-
-
-def _path(name: str) -> str:
-    """Return the path of a module as if nothing were compiled."""
-    return name.replace("_orig_mod.", "")
+    words = attention_words(attention, [uncompiled_path(name) for name, _ in own])
+    return [(name, module, words.get(uncompiled_path(name), "16bit")) for name, module in own]
 
 
 def with_attention(module: Any, attention: Choice) -> Any:
@@ -202,7 +198,7 @@ def _attention_modules(model: nn.Module, family: Family, attention: str) -> Iter
     from fluxq.recipes.family import matches
 
     for name, module in model.named_modules():
-        path = _path(name)
+        path = uncompiled_path(name)
         is_asking = attention == "16bit" and hasattr(getattr(module, "processor", None), "_attention_backend")
         if is_asking or (attention != "16bit" and any(matches(row, path) for row in family.self_attention)):
             yield name, module

@@ -32,6 +32,7 @@ import torch
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from torch import nn
 
+from fluxq.base.wrappers import uncompiled_path
 from fluxq.kernels import findings
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
@@ -123,7 +124,7 @@ def _none_fused(model: nn.Module, path: str, why: str) -> ValueError:
 
 
 def _row_of(path: str, family: Family) -> FusableBlock | None:
-    return next((row for row in family.fusable if matches(row.block, path.replace("_orig_mod.", ""))), None)
+    return next((row for row in family.fusable if matches(row.block, uncompiled_path(path))), None)
 
 
 def restore(model: nn.Module) -> int:

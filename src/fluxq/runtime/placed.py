@@ -8,11 +8,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from fluxq.base.wrappers import uncompiled
+
 
 def models_of(pipe: Any) -> dict[str, nn.Module]:
     """Return component's name, empty for a model by itself -> model, without what torch.compile puts around it."""
     parts = {"": pipe} if isinstance(pipe, nn.Module) else dict(pipe.components)
-    return {name: getattr(part, "_orig_mod", part) for name, part in parts.items() if isinstance(part, nn.Module)}
+    return {name: uncompiled(part) for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def is_offloaded(model: nn.Module) -> bool:

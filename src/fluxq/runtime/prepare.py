@@ -18,6 +18,7 @@ from torch import nn
 from fluxq.base.console import logger
 from fluxq.base.devices import free_bytes
 from fluxq.base.files import read_json
+from fluxq.base.wrappers import path_in_file
 from fluxq.kernels import ops
 from fluxq.kernels.linear import Layout, QuantLinear, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD
@@ -85,7 +86,7 @@ def prepare(
             if layer.prepared:
                 continue
             stored = layer.scheme
-            origin = StoredLayer(folder, _name_in_file(name)) if folder else None
+            origin = StoredLayer(folder, path_in_file(name)) if folder else None
             done = _prepare_layer(layer, target, chip, prefer, origin)
             if done:
                 full = f"{component}.{name}" if component else name
@@ -219,11 +220,6 @@ def _in_hub_cache(repository: str) -> Path | None:
         return None
     snapshot = kept / "snapshots" / main.read_text(encoding="utf-8").strip()
     return snapshot if snapshot.is_dir() else None
-
-
-def _name_in_file(name: str) -> str:
-    """Return a layer's name without the modules that adapters and torch.compile put around it."""
-    return name.removesuffix(".base_layer").replace("_orig_mod.", "")
 
 
 def _report(changed: list[PreparedLayer], device: torch.device) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from fluxq.base.files import read_json
+from fluxq.base.wrappers import uncompiled
 from fluxq.calibrate.paths import levels_of, list_of, require_listed
 from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.step_list import StepList
@@ -80,7 +81,7 @@ def skip_recorded_steps(pipe: Any) -> SkippedSteps | None:
 
 def recorded_lists(outer: Any) -> list[StepList]:
     """Return the lists of steps that a denoiser's checkpoint records."""
-    stored = recorded_in(getattr(outer, "_orig_mod", outer))
+    stored = recorded_in(uncompiled(outer))
     return [*stored.step_lists.values()] if stored else []
 
 

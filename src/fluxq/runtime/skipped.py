@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fluxq.base.console import logger
 from fluxq.base.files import sha256_json
+from fluxq.base.wrappers import uncompiled
 from fluxq.calibrate.paths import levels_of
 from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.step_list import StepList, extrapolation, nearest_list, placing, require_falling
@@ -94,7 +95,7 @@ class SkippedCalls(Placed):
     """Callable in the place of a denoiser's forward: computes, and returns a sum of what has been computed."""
 
     def __init__(self, skipped: SkippedSteps, outer: nn.Module) -> None:
-        self.skipped, self.model, self._on = skipped, getattr(outer, "_orig_mod", outer), True
+        self.skipped, self.model, self._on = skipped, uncompiled(outer), True
         self._schedule: Any = None
         self._step = self._number = self._last = -1
         self._outputs: dict[int, dict[int, list[Any]]] = {}  # number of a call in its step -> computed step -> leaves
@@ -207,7 +208,7 @@ def architectures(pipe: Any) -> dict[str, str]:
     """
     digests = {}
     for name, outer in denoisers_in(pipe):
-        model: Any = getattr(outer, "_orig_mod", outer)
+        model = uncompiled(outer)
         parameters = inspect.signature(type(model).__init__).parameters
         defaults = {key: _plain(each.default) for key, each in parameters.items()}
         config = {key: _plain(value) for key, value in model.config.items() if key[:1] != "_"}
@@ -233,7 +234,7 @@ def _require_one_level(model: nn.Module, timestep: Any) -> None:
 
 def require_free(outer: nn.Module) -> None:
     """Raise ValueError for a denoiser whose steps are skipped already, or with a step cache."""
-    model = getattr(outer, "_orig_mod", outer)
+    model = uncompiled(outer)
     if skipped_in(outer):
         raise ValueError(f"steps of this {type(model).__name__} are skipped already: remove() that first")
     _require_no_cache(model)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.base.residence import residence_of
+from fluxq.base.wrappers import path_in_file, uncompiled
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
@@ -384,7 +385,7 @@ def _not_followed(scheduler: Any, why: str) -> ValueError:
 def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.Module]]]:
     """Yield component -> (module that the pipeline calls, model in it) of quantized models that run at every step."""
     for name, part in denoisers_in(pipe):
-        model = getattr(part, "_orig_mod", part)  # torch.compile puts a module around it
+        model = uncompiled(part)
         if _layers_of(model):
             yield name, (part, model)
 
@@ -392,7 +393,7 @@ def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.M
 def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
     """Return every QuantLinear by its path in the files, without modules of adapters and torch.compile around it."""
     layers = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
-    return {path.removesuffix(".base_layer").replace("_orig_mod.", ""): module for path, module in layers}
+    return {path_in_file(path): module for path, module in layers}
 
 
 def _originals_of(model: nn.Module, source: SourceWeights, recorded: Mapping[str, int] | None) -> Originals:
