@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fluxq.base.console import amount, is_terminal, visible
+from fluxq.base.console import amount, is_terminal, visible, width
 from fluxq.base.console import duration as _duration
 from fluxq.base.console import size as _size
 from fluxq.base.console import work as _work
@@ -750,9 +750,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
     Where a terminal is too narrow for sentences in the last column, these are wrapped, or stand below their rows.
     """
-    from rich.cells import cell_len
-
-    widths = [max(cell_len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    widths = [max(width(row[column]) for row in (header, *rows)) for column in range(len(header))]
     before = sum(widths[:-1]) + len(_GAP) * (len(header) - 1)
     room = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else before + widths[-1]
     has_sentences = not right and widths[-1] > _NARROWEST and any(" " in row[-1] for row in rows)
@@ -760,7 +758,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
     def padded(cells: Sequence[str]) -> str:
         parts = []
         for column, cell in enumerate(cells):
-            blank = " " * (widths[column] - cell_len(cell))
+            blank = " " * (widths[column] - width(cell))
             parts.append(blank + cell if right and column else cell + blank)
         return _GAP.join(parts).rstrip()
 
