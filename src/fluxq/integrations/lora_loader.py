@@ -16,7 +16,8 @@ from fluxq.kernels.linear import QuantLinear
 def register() -> None:
     """Tell diffusers' FLUX LoRA loader the size of a QuantLinear, and let `fuse_lora` fuse all layers or none.
 
-    The loader compares an adapter's with the stored weight's, and would widen a layer whose 4-bit codes are two to a byte.
+    The loader compares an adapter's with the stored weight's, and would widen a layer whose 4-bit codes are two to a
+    byte.
     """
     from diffusers.loaders import lora_pipeline
     from diffusers.loaders.peft import PeftAdapterMixin
