@@ -2,7 +2,7 @@
 
     python tests/overlaid_images.py FOLDER '{"nvfp4": "path/to/checkpoint"}'
 
-Prints one line of JSON: versions, and the SHA-256 of each image's pixels. This file imports no package of the extra `all`.
+Prints one line of JSON: versions, and the SHA-256 of each image's pixels. No package of the extra `all` is imported.
 """
 
 from __future__ import annotations

@@ -63,12 +63,19 @@ def checkpoints(work: Path, recipes: Sequence[str] | None) -> dict[str, str]:
 
 
 def install(site: Path, pins: Sequence[str]) -> None:
-    """Fill a folder with the pinned libraries and what they need; numpy and torch stay those of the environment."""
+    """Fill a folder with the pinned libraries and what they need; numpy and torch stay those of the environment.
+
+    A folder that was filled with the same pins is taken as it is.
+    """
+    filled = site.with_name("pins.json")
+    if filled.is_file() and json.loads(filled.read_text(encoding="utf-8")) == [*pins]:
+        return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(site)]
     beside = [pin for pin in pins if not pin.startswith("accelerate")]  # which would bring a torch of its own
     subprocess.run([*pip, *beside, f"numpy=={version('numpy')}"], check=True)
     for pin in set(pins) - {*beside}:
         subprocess.run([*pip, "--no-deps", pin], check=True)
+    filled.write_text(json.dumps(pins), encoding="utf-8")
 
 
 def images(work: Path, name: str, folders: dict[str, str]) -> dict[str, str]:

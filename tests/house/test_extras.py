@@ -9,7 +9,9 @@ from pathlib import Path
 import hidden
 import pytest
 
-from fluxq.base import extras
+from fluxq.base import devices, extras
+from fluxq.jobs import environment
+from fluxq.runtime.step_caches import cache_of
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -75,6 +77,32 @@ def test_only_packages_of_the_extra_are_told_to_be_installed_with_it() -> None:
         'the package vl-convert-python is not installed: pip install "fluxq[all]"'
     )
     assert extras.cure_of(ModuleNotFoundError("", name="torch")) == extras.cure_of(ModuleNotFoundError("")) == ""
+
+
+@pytest.mark.parametrize(
+    ("present", "said"),
+    [
+        ("0.40.0", 'SeaCache needs diffusers >= 0.41, and 0.40.0 is installed: pip install "diffusers>=0.41"'),
+        ("0.41.0.dev0", ""),
+        ("1.0", ""),
+    ],
+)
+def test_a_feature_names_the_version_that_it_needs(present: str, said: str, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "package_version", lambda name: present)
+    assert extras.too_old_for("SeaCache") == said and extras.too_old_for("TaylorSeer") == ""
+    assert (said in environment.environment()["lacking"]) == bool(said)
+    if said:
+        with pytest.raises(ValueError, match=r"sea=0\.2.*diffusers >= 0\.41"):
+            cache_of("sea=0.2")
+    else:
+        assert cache_of("sea=0.2").value == 0.2
+
+
+def test_what_is_missing_of_the_extra_is_listed(monkeypatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "vl_convert" else True)
+    assert extras.missing_of_all() == 'without vl-convert-python not every command works: pip install "fluxq[all]"'
+    monkeypatch.setattr(extras, "find_spec", lambda name: True)
+    assert extras.missing_of_all() == ""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The extra `all` of pyproject.toml: packages that making and judging checkpoints need, and running them does not.
+"""Packages beyond what running a checkpoint needs: the extra `all` of pyproject.toml, and newer versions of libraries.
 
 `fluxq` alone stands beside an engine that has pins of its own. There every command starts, and one that needs a package
 of the extra says so before it works.
@@ -6,6 +6,8 @@ of the extra says so before it works.
 
 from __future__ import annotations
 
+import re
+import sys
 from importlib.util import find_spec
 
 CURE = 'pip install "fluxq[all]"'
@@ -18,10 +20,35 @@ def require_for(command: str) -> None:
         raise RuntimeError(f"`fluxq {command}` needs packages that are not installed ({packages}): {CURE}")
 
 
+def missing_of_all() -> str:
+    """Return, with the cure, which packages of the extra are not installed; "" if none."""
+    needless = {"pynvml"} if sys.platform == "darwin" else set()
+    absent = [package for name, package in ALL.items() if name not in needless and find_spec(name) is None]
+    return f"without {', '.join(absent)} not every command works: {CURE}" if absent else ""
+
+
 def cure_of(error: ModuleNotFoundError) -> str:
     """Return a message with the cure for a package of the extra that was not found; "" for any other module."""
     package = ALL.get((error.name or "").partition(".")[0])
     return f"the package {package} is not installed: {CURE}" if package else ""
+
+
+def too_old_for(feature: str) -> str:
+    """Return, with the cure, that the library here is too old for a row of NEWER; "" where it is not, or for no row."""
+    if feature not in NEWER:
+        return ""
+    from fluxq.base.devices import package_version
+
+    package, first = NEWER[feature]
+    present = package_version(package)
+    if _parts(present) >= _parts(first):
+        return ""
+    return f'{feature} needs {package} >= {first}, and {present} is installed: pip install "{package}>={first}"'
+
+
+def _parts(version: str) -> list[int]:
+    """Return the numbers that a version begins with; of one that is not installed, none."""
+    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # pyright: ignore[reportOptionalSubscript]
 
 
 # Module -> package of the extra.
@@ -40,7 +67,7 @@ ALL = {
 }
 _REPORT = ("altair", "jinja2", "vl_convert")
 _JUDGE = ("scipy", "torchmetrics", "torchvision", *_REPORT)
-# Command -> modules that it needs whatever its options are; others it looks for when an option wants them.
+# Command -> modules that it needs with its usual options; what others need is looked for when they are given.
 NEEDED: dict[str, tuple[str, ...]] = {
     "auto": ("scipy",),
     "steps": ("scipy",),
@@ -50,3 +77,5 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "debug": _JUDGE,
     "report": _JUDGE,
 }
+# Feature -> the library, and its first version that has it.
+NEWER = {"SeaCache": ("diffusers", "0.41")}

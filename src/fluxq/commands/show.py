@@ -555,7 +555,7 @@ def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
 
 
 def environment(report: dict[str, Any]) -> None:
-    """Print versions, devices, the implementation of each scheme, and the variables that are set."""
+    """Print versions, devices, what is lacking, the implementation of each scheme, and the variables that are set."""
     driver = {"driver": report["driver"]} if report["driver"] else {}
     for name, value in {**report["versions"], **driver, **report["variables"]}.items():
         echo(f"{name:<16}  {value}")
@@ -563,6 +563,8 @@ def environment(report: dict[str, Any]) -> None:
         memory = f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""
         facts = [device["name"], memory, device["capability"]]
         echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
+    for words in report["lacking"]:
+        echo(f"{'lacking':<16}  {words}")
     echo()
     columns = ("op", "scheme", "recipes", "device", "implementation", "reason")
     print_table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
