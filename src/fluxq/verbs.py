@@ -16,6 +16,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from fluxq.base.extras import require_for
+
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
@@ -97,6 +99,7 @@ def quantize_pipeline(
     from fluxq.jobs.choosing import choose
     from fluxq.jobs.search import search_before
 
+    require_for("quantize")
     arguments = _checked(
         options,
         recipe=recipe,
@@ -186,6 +189,7 @@ def auto(
     _require_known(options, _OF_AUTO)
     checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, (str, PathLike)) else fitted))
     recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
+    require_for("auto")
     arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
@@ -235,6 +239,7 @@ def choose_steps(
     from fluxq.runtime.skip import read_list
 
     _require_known(options, _OF_STEPS)
+    require_for("steps")
     arguments = _checked(options, prompts=prompts, call=call, overwrite=overwrite)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = f"{_require_plain(pipeline)}-steps.json"
@@ -295,6 +300,7 @@ def evaluate_pipeline(
     from fluxq.jobs import judge
 
     folder = checkpoint.path if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint).path
+    require_for("eval")
     arguments = _checked(
         options, protocol=protocol, prompts=prompts, count=count, metrics=metrics, gates=gates, call=call
     )

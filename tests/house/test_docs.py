@@ -170,7 +170,7 @@ def test_the_quick_start_holds_exactly_the_two_commands() -> None:
     section = README.split("## Quick start")[1].split("\n## ")[0]
     commands = re.findall(r"^python -m pip install .*$", section, flags=re.MULTILINE)
     assert commands == [
-        "python -m pip install -e . && fluxq quantize --recipe nvfp4.yaml",
+        'python -m pip install -e ".[all]" && fluxq quantize --recipe nvfp4.yaml',
         'python -m pip install -e ".[test]" && pytest',
     ]
 

@@ -17,8 +17,8 @@ DATA_SUFFIXES = (".yaml", ".json", ".txt", ".md", ".html", ".safetensors", ".typ
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the files that git tracks or would track, links kept as links."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that git tracks or would track, links kept as links."""
     folder = tmp_path_factory.mktemp("export")
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -30,10 +30,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             archive.add(ROOT / name, name)
     with tarfile.open(folder / "source.tar") as archive:
         archive.extractall(folder / "source", filter="fully_trusted")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder, "."]
-    done = subprocess.run(command, cwd=folder / "source", capture_output=True, text=True)
+    return folder / "source"
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    return wheel_of(source)
+
+
+def wheel_of(source: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", "..", "."]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return next(folder.glob("*.whl"))
+    return next(source.parent.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +82,21 @@ def test_the_wheel_holds_only_fluxq_and_every_file_of_it(wheel: Path) -> None:
                 wanted.add("fluxq/" + (Path(folder) / file).relative_to(package).as_posix())
     assert len(wanted) > 40
     assert wanted <= names, sorted(wanted - names)
+
+
+@pytest.mark.slow
+def test_the_source_archive_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
+        assert not [member.name for member in archive.getmembers() if member.issym()]  # some systems make none
+        archive.extractall(tmp_path, filter="data")
+    unpacked = next(each for each in tmp_path.iterdir() if each.is_dir())
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(wheel_of(unpacked)) as other:
+        assert {each.filename: each.CRC for each in other.infolist() if "/RECORD" not in each.filename} == {
+            each.filename: each.CRC for each in archive.infolist() if "/RECORD" not in each.filename
+        }
 
 
 def test_a_checkout_without_symbolic_links_says_what_to_do(tmp_path: Path) -> None:

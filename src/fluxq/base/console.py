@@ -12,9 +12,11 @@ import os
 import re
 import sys
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -26,11 +28,11 @@ logger = logging.getLogger("fluxq")
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate `items` under a progress bar; without a terminal, log a line a minute.
+    """Iterate `items` under a progress bar; without a terminal, or without rich, log a line a minute.
 
     Nothing is drawn or logged with logging at ERROR.
     """
-    if not is_terminal(sys.stderr):
+    if not _draws():
         count = len(items) if total is None and isinstance(items, Sized) else total
         news = _News(description, count or 0, 0)
         for done, item in enumerate(items, 1):
@@ -77,7 +79,7 @@ def blocks_progress(
     logged as by `progress`.
     """
     done = known_blocks
-    if not is_terminal(sys.stderr):
+    if not _draws():
         news, read = _News(description, nbytes, known_bytes), known_bytes
 
         def log(size: int) -> None:
@@ -106,6 +108,11 @@ def blocks_progress(
 def is_terminal(stream: TextIO | None) -> bool:
     """Tell whether people watch a stream; a process without stdout or stderr has None in its place."""
     return stream is not None and stream.isatty()
+
+
+def _draws() -> bool:
+    """Tell whether bars are drawn: people watch, and rich of the extra `all` is installed."""
+    return is_terminal(sys.stderr) and find_spec("rich") is not None
 
 
 def _quiet() -> bool:
@@ -176,6 +183,14 @@ _CONTROLS = re.compile(
     "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"  # they turn the direction of text
     "\\ud800-\\udfff\\ufffe\\uffff]"  # half a pair, and no characters
 )
+
+
+def width(text: str) -> int:
+    """Return the columns that a text takes in a terminal: two for a wide character, none for a combining one."""
+    return sum(
+        0 if unicodedata.category(each) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(each) in "WF")
+        for each in text
+    )
 
 
 def digits(value: float) -> str:

@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from fluxq.base.console import visible
+from fluxq.base.extras import cure_of, require_for
 from fluxq.base.ranks import launched
 from fluxq.commands import show
 
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
     from fluxq.recipes.recipe import Recipe
 
 _EXPECTED = (ValueError, RuntimeError, OSError)
+_CANNOT_WORK = 2  # exit code
 
 
 @contextmanager
 def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
-    """Yield a command's session; errors that users can mend become messages with the exit code of the moment."""
+    """Yield a command's session; errors that users can mend become messages with the exit code of the moment.
+
+    A package of the extra `all` that is not installed is one of them, and its exit code is always 2.
+    """
     from fluxq.base.console import set_verbosity
 
     session = Session(arguments)
@@ -38,9 +43,14 @@ def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
             os.getcwd()
         except FileNotFoundError:
             raise ValueError("the current folder was removed; change to one that is there") from None
+        require_for(click.get_current_context().command.name or "")
         yield session
     except BrokenPipeError:
         raise
+    except ModuleNotFoundError as error:
+        if not (cure := cure_of(error)):
+            raise
+        raise Failure(session.who + cure, _CANNOT_WORK) from None
     except _EXPECTED as error:
         if session.verbose:
             traceback.print_exc()
@@ -54,7 +64,7 @@ class Session:
         self.verbose, self.quiet = arguments.pop("verbose"), arguments.pop("quiet")
         self.as_json = arguments.pop("as_json")
         self.arguments = arguments
-        self.exit_code = 2
+        self.exit_code = _CANNOT_WORK
         self.who = ""
 
     @cached_property
@@ -224,7 +234,7 @@ class Session:
         result = self.choose(search)
         if result is not None and self.speaks:
             show.chosen(result, {"output": str(search.job.output)})
-        self.exit_code = 2
+        self.exit_code = _CANNOT_WORK
 
     def forecast(self, job: Any, of: str) -> None:
         """Print the job's time and memory before it starts. of: name of a function of jobs/forecast.py."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fluxq.base.console import amount, is_terminal, visible
+from fluxq.base.console import amount, is_terminal, visible, width
 from fluxq.base.console import duration as _duration
 from fluxq.base.console import size as _size
 from fluxq.base.console import work as _work
@@ -555,7 +555,7 @@ def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
 
 
 def environment(report: dict[str, Any]) -> None:
-    """Print versions, devices, the implementation of each scheme, and the variables that are set."""
+    """Print versions, devices, what is lacking, the implementation of each scheme, and the variables that are set."""
     driver = {"driver": report["driver"]} if report["driver"] else {}
     for name, value in {**report["versions"], **driver, **report["variables"]}.items():
         echo(f"{name:<16}  {value}")
@@ -563,6 +563,8 @@ def environment(report: dict[str, Any]) -> None:
         memory = f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""
         facts = [device["name"], memory, device["capability"]]
         echo(f"{device['device']:<16}  {', '.join(fact for fact in facts if fact)}")
+    for words in report["lacking"]:
+        echo(f"{'lacking':<16}  {words}")
     echo()
     columns = ("op", "scheme", "recipes", "device", "implementation", "reason")
     print_table(columns, [tuple(row[column] for column in columns) for row in report["implementations"]])
@@ -750,9 +752,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
     Where a terminal is too narrow for sentences in the last column, these are wrapped, or stand below their rows.
     """
-    from rich.cells import cell_len
-
-    widths = [max(cell_len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    widths = [max(width(row[column]) for row in (header, *rows)) for column in range(len(header))]
     before = sum(widths[:-1]) + len(_GAP) * (len(header) - 1)
     room = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else before + widths[-1]
     has_sentences = not right and widths[-1] > _NARROWEST and any(" " in row[-1] for row in rows)
@@ -760,7 +760,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
     def padded(cells: Sequence[str]) -> str:
         parts = []
         for column, cell in enumerate(cells):
-            blank = " " * (widths[column] - cell_len(cell))
+            blank = " " * (widths[column] - width(cell))
             parts.append(blank + cell if right and column else cell + blank)
         return _GAP.join(parts).rstrip()
 

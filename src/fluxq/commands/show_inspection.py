@@ -6,14 +6,15 @@ import shlex
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+import click
+from click import style
+
 from fluxq.base.console import size as _size
 from fluxq.base.console import visible_name
 from fluxq.commands.show import echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rich.console import Console
 
     from fluxq.quantize.exchange.importing import Imported
     from fluxq.quantize.exchange.inspect import Fault, Inspection, LayerReport
@@ -23,45 +24,44 @@ _NAMED = 3  # layers of a fault, before it says how many more
 
 def inspections(reports: dict[str, Inspection], *, every_layer: bool) -> None:
     """Print each model: its kind, its scope by role, the layers, proofs by the base, and faults."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
     for component, report in reports.items():
         if component:
-            console.print(f"[bold]{escape(component)}[/]")
-        _one(console, report, every_layer)
+            click.echo(style(visible_name(component), bold=True))
+        _one(report, every_layer)
 
 
-def _one(console: Console, report: Inspection, every_layer: bool) -> None:
+def _one(report: Inspection, every_layer: bool) -> None:
     family = f", {report.family} by its {report.names} names" if report.family else ", of no family that is known"
-    console.print(f"[bold]{escape(report.dialect)}[/]: {escape(report.about)}; {report.container}{family}")
+    click.echo(
+        f"{style(visible_name(report.dialect), bold=True)}: {visible_name(report.about)}; {report.container}{family}"
+    )
     for words in report.evidence:
-        console.print(f"  because {escape(words)}")
+        click.echo(f"  because {visible_name(words)}")
     for words in report.contradictions:
-        console.print(f"  [yellow]but[/] {escape(words)}")
+        click.echo(f"  {style('but', fg='yellow')} {visible_name(words)}")
     formats = Counter(layer.format for layer in report.layers)
-    counts = escape(", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none")
+    counts = visible_name(", ".join(f"{count} {name}" for name, count in sorted(formats.items())) or "none")
     bits = f"{report.bits_per_weight:.2f} bits per weight" if report.layers or report.in_16_bit else "no Linears"
-    console.print(
+    click.echo(
         f"layers: {counts}; {len(report.in_16_bit)} Linears and {report.plain} other tensors are not quantized; "
         f"{bits}, {_size(report.nbytes)}"
     )
     if report.metadata:
         first = list(report.metadata.items())[:12]
         said = (f"{key}={value if len(value) <= 60 else value[:57] + '…'}" for key, value in first)
-        console.print(f"header: {escape(', '.join(said))}")
+        click.echo(f"header: {visible_name(', '.join(said))}")
     if report.layers:
         _scope(report)
         if every_layer:
             _layers(report.layers)
     for words in report.proofs:
-        console.print(f"[green]proved[/]  {escape(words)}")
+        click.echo(f"{style('proved', fg='green')}  {visible_name(words)}")
     for line in _faults(report.faults):
-        console.print(line)
+        click.echo(line)
     for words in report.unproved:
-        console.print(f"[yellow]not proved[/]  {escape(words)}")
+        click.echo(f"{style('not proved', fg='yellow')}  {visible_name(words)}")
     if report.is_sound:
-        console.print(f"[green]{_sound(report)}[/]")
+        click.echo(style(_sound(report), fg="green"))
 
 
 def _sound(report: Inspection) -> str:
@@ -99,16 +99,16 @@ def _faults(faults: Iterable[Fault]) -> Iterable[str]:
         kinds[fault.kind].append(fault)
     for kind, kind_faults in sorted(kinds.items(), key=lambda item: not FAULTS[item[0]].is_error):
         row = FAULTS[kind]
-        word = "[red]wrong[/] " if row.is_error else "[yellow]note[/]  "
+        word = f"{style('wrong', fg='red')} " if row.is_error else f"{style('note', fg='yellow')}  "
         layers = [fault.layer for fault in kind_faults if fault.layer]
         count = f", {len(layers)} layers" if len(layers) > 1 else ""
-        yield f"{word}  [bold]{kind}[/]{count}: {escape(row.about)}"
+        yield f"{word}  {style(kind, bold=True)}{count}: {visible_name(row.about)}"
         for fault in kind_faults[:_NAMED]:
-            yield f"          {escape(f'{fault.layer}: ' * bool(fault.layer) + fault.what)}"
+            yield f"          {visible_name(f'{fault.layer}: ' * bool(fault.layer) + fault.what)}"
         if len(kind_faults) > _NAMED:
             yield f"          … and {len(kind_faults) - _NAMED} more"
         if row.cure != "none is needed":
-            yield f"          cure: {escape(row.cure)}"
+            yield f"          cure: {visible_name(row.cure)}"
 
 
 def imported(reports: Iterable[Imported]) -> None:
@@ -137,10 +137,3 @@ def imported(reports: Iterable[Imported]) -> None:
             echo(f"  not proved: {words}")
     echo(f"checkpoint: {output}")
     echo(f"next: fluxq verify {shlex.quote(output)}")
-
-
-def escape(text: str) -> str:
-    """Return a stranger's text for rich, on one line, without markup and control characters."""
-    from rich import markup
-
-    return markup.escape(visible_name(text))

@@ -1,4 +1,4 @@
-"""LoRA on quantized layers: PEFT adapters that fuse exactly, and a diffusers LoRA loader that reads shapes right.
+"""LoRA on quantized layers: PEFT adapters that fuse exactly.
 
 PEFT fuses an adapter by adding B A to the weight, which codes cannot take. Here the pair becomes the last ranks of the
 layer's 16-bit low-rank branch: outputs stay those of the unfused adapter, and unfusing gives back the bytes. Neither
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fluxq.kernels.linear import PIXELS, QuantLinear, QuantPointwise
 
 
-class _IntoBranch(lora.LoraLayer):
+class IntoBranch(lora.LoraLayer):
     """An adapter that is merged into the low-rank branch of a quantized layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class _IntoBranch(lora.LoraLayer):
         return self.get_base_layer()  # pyright: ignore[reportReturnType]
 
 
-class QuantLora(_IntoBranch, lora.Linear):
+class QuantLora(IntoBranch, lora.Linear):
     """Adapters around a QuantLinear."""
 
 
@@ -108,7 +108,7 @@ class _Pointwise(nn.Conv2d):
         return F.linear(input.movedim(PIXELS, -1), self.weight.flatten(1), self.bias).movedim(-1, PIXELS)
 
 
-class QuantPointwiseLora(_IntoBranch, _PointwiseAdapters):
+class QuantPointwiseLora(IntoBranch, _PointwiseAdapters):
     """Adapters around a QuantPointwise."""
 
 
@@ -183,7 +183,7 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
     def merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
         merges = stock.__name__ == "merge_adapter" or kwargs.get("merge", args[0] if args else True)
         for name, module in self.model.named_modules() if merges else ():
-            if isinstance(module, _IntoBranch):
+            if isinstance(module, IntoBranch):
                 module.mergeable(kwargs.get("adapter_names"))
             elif isinstance(module, BaseTunerLayer):
                 if isinstance(module.get_base_layer(), QuantLinear):
@@ -194,49 +194,6 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
         return stock(self, *args, **kwargs)
 
     return merge
-
-
-def register_with_lora_loader() -> None:
-    """Tell diffusers' FLUX LoRA loader the size of a QuantLinear, and let `fuse_lora` fuse all layers or none.
-
-    It compares an adapter's with the stored weight's, and would widen a layer whose 4-bit codes are two to a byte.
-    """
-    from diffusers.loaders import lora_pipeline
-    from diffusers.loaders.peft import PeftAdapterMixin
-
-    stock_fuse = PeftAdapterMixin.fuse_lora
-
-    @functools.wraps(stock_fuse)
-    def fuse_lora(self: Any, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: Any = None) -> Any:
-        for module in self.modules():
-            if isinstance(module, _IntoBranch):
-                module.mergeable(adapter_names)
-        return stock_fuse(self, lora_scale, safe_fusing, adapter_names)
-
-    PeftAdapterMixin.fuse_lora = fuse_lora
-    loader = lora_pipeline.FluxLoraLoaderMixin
-    stock_shape, stock_weight = loader._calculate_module_shape, lora_pipeline._maybe_dequantize_weight_for_expanded_lora
-
-    def shape(model: nn.Module, base_module: Any = None, base_weight_param_name: str | None = None) -> Any:
-        layer = base_module
-        if layer is None and base_weight_param_name is not None:
-            layer = model.get_submodule(base_weight_param_name.removesuffix(".weight"))
-        if isinstance(layer, QuantLinear):
-            return (layer.out_features, layer.in_features)
-        return stock_shape(model, base_module, base_weight_param_name)  # pyright: ignore[reportArgumentType]
-
-    def weight(model: Any, module: nn.Module) -> Tensor:
-        if isinstance(module, QuantLinear):
-            if module.scheme.center:  # diffusers would put the layer's own bias beside this weight
-                raise ValueError(
-                    f"this LoRA widens a layer quantized as {module.scheme}, whose bias is not that of its weight: "
-                    "keep the layer in 16 bit, or quantize it without center"
-                )
-            return module.dequantized(model.dtype).weight
-        return stock_weight(model, module)
-
-    loader._calculate_module_shape = staticmethod(shape)
-    lora_pipeline._maybe_dequantize_weight_for_expanded_lora = weight
 
 
 def _is_quantized(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch.utils import collect_env
 
 import fluxq
 from fluxq.base.devices import cpu_name, instructions, package_version
+from fluxq.base.extras import NEWER, missing_of_all, too_old_for
 from fluxq.kernels.ops import implementation
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.recipe import Component, Recipe, load_recipe, shipped_recipes
@@ -27,12 +28,14 @@ _SHORT_VALUE = re.compile(r"[\w.,:-]{0,16}")  # switches and lists of devices; p
 
 
 def environment() -> dict[str, Any]:
-    """Return the report as JSON: `versions`, `driver`, `devices`, `implementations` and `variables`.
+    """Return the report as JSON: `versions`, `driver`, `devices`, `implementations`, `variables` and `lacking`.
 
     driver: None without an NVIDIA driver.
     implementations: a row for each scheme of the shipped recipes and kind of device, with the implementation that 4096
         tokens run on before `fluxq.prepare`.
     variables: environment variables that are set and change fluxq's behaviour.
+    lacking: sentences, each with its cure, about packages of the extra `all` that are not installed, and libraries
+        that are too old for a feature.
     """
     devices = _devices()
     return {
@@ -41,6 +44,7 @@ def environment() -> dict[str, Any]:
         "devices": devices,
         "implementations": _implementations(dict.fromkeys((device["type"], device["chip"]) for device in devices)),
         "variables": _variables(),
+        "lacking": [*filter(None, (missing_of_all(), *map(too_old_for, NEWER)))],
     }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import did_you_mean, first_line
+from fluxq.base.extras import too_old_for
 from fluxq.recipes.step_list import StepList
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def cache_of(text: str) -> StepCache:
             f"step cache {text!r} is unknown{did_you_mean(kind, CACHES)}; there are {kinds}, or list=FILE; a number "
             f"alone is {PLAIN}"
         )
+    if too_old := too_old_for(row.name):
+        raise ValueError(f"step cache {text!r}: {too_old}")
     value = _number(given)
     if kind == LIST and value is None and given:
         from fluxq.runtime.skip import read_list

@@ -1,0 +1,81 @@
+"""Packages beyond what running a checkpoint needs: the extra `all` of pyproject.toml, and newer versions of libraries.
+
+`fluxq` alone stands beside an engine that has pins of its own. There every command starts, and one that needs a package
+of the extra says so before it works.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+
+CURE = 'pip install "fluxq[all]"'
+
+
+def require_for(command: str) -> None:
+    """Raise RuntimeError, with the cure, where a package is absent that this command cannot do without."""
+    if absent := [name for name in NEEDED.get(command, ()) if find_spec(name) is None]:
+        packages = ", ".join(ALL[name] for name in absent)
+        raise RuntimeError(f"`fluxq {command}` needs packages that are not installed ({packages}): {CURE}")
+
+
+def missing_of_all() -> str:
+    """Return, with the cure, which packages of the extra are not installed; "" if none."""
+    needless = {"pynvml"} if sys.platform == "darwin" else set()
+    absent = [package for name, package in ALL.items() if name not in needless and find_spec(name) is None]
+    return f"without {', '.join(absent)} not every command works: {CURE}" if absent else ""
+
+
+def cure_of(error: ModuleNotFoundError) -> str:
+    """Return a message with the cure for a package of the extra that was not found; "" for any other module."""
+    package = ALL.get((error.name or "").partition(".")[0])
+    return f"the package {package} is not installed: {CURE}" if package else ""
+
+
+def too_old_for(feature: str) -> str:
+    """Return, with the cure, that the library here is too old for a row of NEWER; "" where it is not, or for no row."""
+    if feature not in NEWER:
+        return ""
+    from fluxq.base.devices import package_version
+
+    package, first = NEWER[feature]
+    present = package_version(package)
+    if _parts(present) >= _parts(first):
+        return ""
+    return f'{feature} needs {package} >= {first}, and {present} is installed: pip install "{package}>={first}"'
+
+
+def _parts(version: str) -> list[int]:
+    """Return the numbers that a version begins with; of one that is not installed, none."""
+    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # pyright: ignore[reportOptionalSubscript]
+
+
+# Module -> package of the extra.
+ALL = {
+    "altair": "altair",
+    "datasets": "datasets",
+    "jinja2": "jinja2",
+    "open_clip": "open-clip-torch",
+    "peft": "peft",
+    "pynvml": "nvidia-ml-py",
+    "rich": "rich",
+    "scipy": "scipy",
+    "torchmetrics": "torchmetrics",
+    "torchvision": "torchvision",
+    "vl_convert": "vl-convert-python",
+}
+_REPORT = ("altair", "jinja2", "vl_convert")
+_JUDGE = ("scipy", "torchmetrics", "torchvision", *_REPORT)
+# Command -> modules that it needs with its usual options; what others need is looked for when they are given.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "auto": ("scipy",),
+    "steps": ("scipy",),
+    "quantize": ("scipy",),
+    "eval": _JUDGE,
+    "bench": _JUDGE,
+    "debug": _JUDGE,
+    "report": _JUDGE,
+}
+# Feature -> the library, and its first version that has it.
+NEWER = {"SeaCache": ("diffusers", "0.41")}
