@@ -285,3 +285,27 @@ def test_the_vectors_have_every_format_and_the_steps_of_every_recipe() -> None:
 def _kind(scheme: Scheme) -> tuple[object, ...]:
     """Formats and steps, without the sizes of the steps."""
     return (*scheme.formats, *scheme.features)
+
+
+def test_the_page_has_every_format_word_and_refusal() -> None:
+    storage = {"uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+    scales = {"fp32": "F32", "bf16": "BF16", "e4m3": "F8_E4M3", "e8m0": "U8"}
+    for row in (*FORMATS.values(), find_format("int4_g128")):
+        shape = "[N, K/2]" if row.element.bits == 4 else "[N, K]"
+        scale = f"[N, K/{row.group_size}]" if row.group_size else "[N]" if row.block[0] else "[]"
+        stored = f"{storage[row.element.storage]} {shape} | {scales[row.scale]} {scale}"
+        line = next(line for line in PAGE.splitlines() if line.startswith(f"| `{row.name}` | "))
+        assert f"| {row.element.name.upper()} | {stored}" in line
+        assert line.endswith(f"| {row.group_size or 1} |") and ("weight_scale_2" in line) == row.two_level
+        assert row.name in reader.FORMATS
+    assert reader.FEATURES == FEATURES.keys()
+    assert all(f"| `{feature}` |" in PAGE for feature in FEATURES)
+    assert reader.ROTATIONS["h"][1] == HADAMARDS
+    assert "blocks of 16, 32, 64 or 128 columns" in PAGE
+
+
+def test_the_snippet_of_the_page_runs(monkeypatch, capsys) -> None:
+    snippet = PAGE.split("```python\n")[1].split("```")[0]
+    monkeypatch.setitem(sys.modules, "read_checkpoint", reader)
+    exec(compile(snippet.replace('"tiny-nvfp4/transformer"', repr(str(VECTORS / "transformer"))), "format.md", "exec"))
+    assert "layers.int4_g128-16bit int4_g128-16bit (4, 256)" in capsys.readouterr().out
