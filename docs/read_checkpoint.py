@@ -27,8 +27,8 @@ def sylvester(size):
 
 
 E2M1, E4M3, E5M2 = floats(2, 1, 1, 8), floats(4, 3, 7, 127), floats(5, 2, 15, 124)
-INT8, INT4 = (np.float32([*range(most), *range(-most, 0)]) for most in (128, 8))
-E8M0 = np.float32([np.nan, *(2.0**e for e in range(-126, 128)), np.nan])  # neither end is ever written
+INT8, INT4 = (np.array([*range(most), *range(-most, 0)], np.float32) for most in (128, 8))
+E8M0 = np.array([np.nan, *(2.0**e for e in range(-126, 128)), np.nan], np.float32)  # neither end is ever written
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # others are of no layer
 PLAIN = ("BF16", "F16", "F32")
 # Numbers of the codes, dtype of `weight` and of `weight_scale`, columns that share a scale (0: the row, -1: all of W).

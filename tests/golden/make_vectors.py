@@ -220,12 +220,13 @@ def write(path: Path, tensors: dict[str, Any]) -> None:
 def write_model(folder: Path, schemes: tuple[str, ...], dtype: torch.dtype) -> None:
     """Write a model `Layers` with one Linear for each scheme, and one in 16 bit, called `plain`."""
     of_transformers = dtype == torch.float16
-    tensors, linears, expected = {}, {}, {"x": signed("x", (TOKENS, 2 * COLUMNS), 2).bfloat16()}
+    x = signed("x", (TOKENS, 2 * COLUMNS), 2).bfloat16()
+    tensors, linears, expected = {}, {}, {"x": x}
     for text in schemes:
         k = 2 * COLUMNS if text.startswith(_WIDE) else COLUMNS
         layer, name = layer_of(f"{folder.name}.{text}", text, dtype, ROWS, k), f"layers.{text}"
         linears[text] = [ROWS, k, "bias" in layer]
-        expected |= meaning(name, layer, text, expected["x"].double().numpy())
+        expected |= meaning(name, layer, text, x.double().numpy())
         if of_transformers:
             layer["weight"] = layer["weight"].unsqueeze(-1)
         tensors |= {f"{name}.{part}": tensor for part, tensor in layer.items()}

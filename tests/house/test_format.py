@@ -235,7 +235,7 @@ def test_without_its_fault_every_refused_model_is_read(scripts, tmp_path) -> Non
 
 
 def test_files_that_no_checkpoint_has_are_refused(tmp_path, scripts) -> None:
-    """What fluxq leaves to libraries, or to other backends."""
+    """Other backends' files, and several in a place of one, which fluxq leaves to libraries."""
     make = scripts.make_refused.Model
     make().write(tmp_path)
     config, file = tmp_path / "config.json", tmp_path / scripts.make_refused.FILE
