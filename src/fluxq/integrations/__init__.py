@@ -1,4 +1,4 @@
-"""fluxq inside diffusers, transformers and peft.
+"""fluxq inside diffusers, transformers and peft, and in engines that serve.
 
 They learn of it once their modules are imported: `import fluxq` must not load any of them.
 """
@@ -8,13 +8,19 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
 def register() -> None:
-    """Call the functions of `_REGISTRATIONS`: those of imported modules at once, others right after their import."""
-    waiting = dict(_REGISTRATIONS)
+    """Call the functions of `_REGISTRATIONS`."""
+    call_after_import(_REGISTRATIONS)
+
+
+def call_after_import(functions: Mapping[str, tuple[str, ...]]) -> None:
+    """Call functions of modules here, `file:name`, each once the module that is its key is imported, or at once."""
+    waiting = dict(functions)
     for name in [name for name in waiting if name in sys.modules]:
         _call(waiting.pop(name))
     sys.meta_path.insert(0, _Finder(waiting))

@@ -87,7 +87,7 @@ def prepare(
                 continue
             stored = layer.scheme
             origin = StoredLayer(folder, path_in_file(name)) if folder else None
-            done = _prepare_layer(layer, target, chip, prefer, origin)
+            done = prepare_layer(layer, target, chip, prefer, origin)
             if done:
                 full = f"{component}.{name}" if component else name
                 changed.append(PreparedLayer(full, str(stored), str(layer.scheme), done.how, done.added_error))
@@ -149,7 +149,7 @@ def _is_to_decode(layer: QuantLinear) -> bool:
     return not layer.prepared and not ops.multiplies_codes(layer.scheme.weights, layer.scheme.activations)
 
 
-def _prepare_layer(
+def prepare_layer(
     layer: QuantLinear, device: torch.device, chip: str, prefer: str, origin: StoredLayer | None
 ) -> Layout | None:
     """Prepare a layer, and return how; None if nothing was to be done."""

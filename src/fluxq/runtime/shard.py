@@ -122,30 +122,38 @@ class RowParallel(nn.Module):
         self.part, self.group = part, group
 
     def forward(self, x: Tensor) -> Tensor:
-        _require_no_gradient(x)
-        part = self.part
-        operands = part.tensors._replace(input_scale=self._input_scale(x))
-        y = ops.quantized_linear(x.float(), *pack_named(operands, part.scheme))
+        y = partial_product(self.part, x, self.group)
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
 
-    def _input_scale(self, x: Tensor) -> Tensor | None:
-        """Return the op's `input_scale`: the stored one, or one of each token's whole row (M, 1), over all ranks.
 
-        None where the format needs neither.
-        """
-        scheme, activations = self.part.scheme, self.part.scheme.activations
-        is_by_row = activations is not None and (activations.two_level or activations.group_size == 0)
-        if activations is None or scheme.static_input or not is_by_row:
-            return self.part.stored("input_scale") if scheme.static_input else None
-        mean, smooth = (getattr(self.part, name, None) for name in ("pre_quant_mean", "pre_quant_scale"))
-        z, _ = ops.transformed(x.reshape(-1, x.shape[-1]), scheme, mean, smooth, None)
-        amax = z.abs().amax(-1, keepdim=True).float()  # (M, 1)
-        amax.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN, but not infinity
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        if activations.two_level:
-            return encode.global_scale_for(amax, activations, scheme.four_over_six)
-        return encode.block_scale(amax.unsqueeze(-1), activations, None)
+def partial_product(part: QuantLinear, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return a rank's summand (…, N) in fp32 of a layer cut on axis K, for its own x (…, K / world_size).
+
+    All ranks of `group` call it together: they agree on the scales of tokens.
+    """
+    _require_no_gradient(x)
+    operands = part.tensors._replace(input_scale=_input_scale(part, x, group))
+    return ops.quantized_linear(x.float(), *pack_named(operands, part.scheme))
+
+
+def _input_scale(part: QuantLinear, x: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
+    """Return the op's `input_scale`: the stored one, or one of each token's whole row (M, 1), over all ranks.
+
+    None where the format needs neither.
+    """
+    scheme, activations = part.scheme, part.scheme.activations
+    is_by_row = activations is not None and (activations.two_level or activations.group_size == 0)
+    if activations is None or scheme.static_input or not is_by_row:
+        return part.stored("input_scale") if scheme.static_input else None
+    mean, smooth = (getattr(part, name, None) for name in ("pre_quant_mean", "pre_quant_scale"))
+    z, _ = ops.transformed(x.reshape(-1, x.shape[-1]), scheme, mean, smooth, None)
+    amax = z.abs().amax(-1, keepdim=True).float()  # (M, 1)
+    amax.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN, but not infinity
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    if activations.two_level:
+        return encode.global_scale_for(amax, activations, scheme.four_over_six)
+    return encode.block_scale(amax.unsqueeze(-1), activations, None)
 
 
 def _block(scheme: Scheme) -> int:

@@ -1,0 +1,139 @@
+"""fluxq's plug-ins in engines that serve images: what vllm_omni.py and sglang.py share.
+
+An engine calls a plug-in in each of its processes, whatever models it serves. So nothing heavy is imported here, only
+pipelines with layers of fluxq are touched, and no error of fluxq's preparations ends a server: it computes the same
+images without them. Importing fluxq has told diffusers how to read a checkpoint by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
+
+from fluxq.base.console import did_you_mean, logger
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine whose plug-in was tried.
+
+    package: on PyPI. tried: the version. group: of its entry points.
+    """
+
+    name: str
+    package: str
+    tried: str
+    group: str
+
+    @property
+    def present(self) -> str:
+        """Version that is installed, "" if none is."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return ""
+
+    @property
+    def why_not(self) -> str:
+        """Reason why fluxq does nothing in this version of the engine; empty in the one that was tried."""
+        present = self.present
+        if present == self.tried:
+            return ""
+        return (
+            f"fluxq's plug-in was tried with {self.name} {self.tried}, and this is "
+            f"{present or 'an unknown version'}: it changes nothing in it"
+        )
+
+    def is_tried(self) -> bool:
+        """Tell whether this is the version that was tried; where it is not, say so in the log."""
+        if self.why_not:
+            logger.warning(
+                "%s. Checkpoints load by its diffusers back end, without what fluxq does after loading; for that, "
+                'pip install "%s==%s"',
+                self.why_not,
+                self.package,
+                self.tried,
+            )
+        return not self.why_not
+
+
+VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0", "vllm_omni.general_plugins")
+SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23", "sglang.multimodal_gen.plugins")
+ENGINES = (VLLM_OMNI, SGLANG)
+
+
+def after_loading(pipe: Any, engine: Engine) -> list[str]:
+    """Do in a loaded pipeline what its checkpoint's `runtime` says, else the defaults; return what was done.
+
+    prefer: of `fluxq.prepare`, "speed" by default. attention: of `fluxq.set_attention`, by default as loaded. steps,
+    diffusion_step_policy: lists and 16-bit activations, where they are recorded. Other keys are ignored.
+
+    A pipeline without layers of fluxq is left alone. What cannot be done is left out, with a warning that says why: a
+    wrong value too, since the images are those of the checkpoint without it.
+    """
+    try:
+        return _after_loading(pipe, engine)
+    except Exception as error:  # whatever the pipeline is, the engine must go on
+        _left_out(engine, "what fluxq does after loading", error)
+        return []
+
+
+def _after_loading(pipe: Any, engine: Engine) -> list[str]:
+    from fluxq.kernels.linear import quant_layers
+    from fluxq.runtime.placed import models_of
+    from fluxq.runtime.steps import recorded_in
+
+    models = [part for part in models_of(pipe).values() if quant_layers(part)]
+    if not models:
+        return []
+    stored = [config.runtime for part in models if (config := recorded_in(part))]
+    done = [name for name, do in _actions(_joined(stored)) if _did(engine, name, do, pipe)]
+    logger.info("fluxq in %s, after loading: %s", engine.name, ", ".join(done) or "nothing")
+    return done
+
+
+def _joined(runtimes: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of all components' `runtime` that are read here; of two that say the same key, the first."""
+    joined: dict[str, Any] = {}
+    for runtime in reversed(runtimes):
+        joined |= {key: runtime[key] for key in ("prefer", "attention") if key in runtime}
+    return joined
+
+
+def _actions(runtime: Mapping[str, Any]) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Return (name, function of the pipeline that returns None where it did nothing), in their order."""
+    import fluxq
+    from fluxq.runtime.skip import skip_recorded_steps
+    from fluxq.runtime.steps import keep_recorded_steps
+
+    def prepare(pipe: Any) -> Any:
+        from fluxq.runtime.prepare import Prefer
+
+        prefer = runtime.get("prefer", "speed")
+        if prefer not in get_args(Prefer):
+            hint = did_you_mean(str(prefer), get_args(Prefer)) or f"; expected one of {', '.join(get_args(Prefer))}"
+            raise ValueError(f"quantization_config.runtime.prefer in config.json is {prefer!r}{hint}")
+        return fluxq.prepare(pipe, prefer=prefer) or None
+
+    attention = runtime.get("attention")
+    return [
+        ("prepare", prepare),
+        ("attention", lambda pipe: None if attention is None else fluxq.set_attention(pipe, attention)),
+        ("optimize", lambda pipe: fluxq.optimize(pipe) or None),
+        ("kept steps", keep_recorded_steps),
+        ("skipped steps", skip_recorded_steps),
+    ]
+
+
+def _did(engine: Engine, name: str, do: Callable[[Any], Any], pipe: Any) -> bool:
+    try:
+        return do(pipe) is not None
+    except Exception as error:  # a kernel that does not compile, a folder that cannot be read: the model runs without
+        _left_out(engine, name, error)
+        return False
+
+
+def _left_out(engine: Engine, name: str, error: Exception) -> None:
+    logger.warning("fluxq in %s leaves out %s: %s: %s", engine.name, name, type(error).__name__, error)
