@@ -186,7 +186,7 @@ def test_vllm_omni_finds_the_plug_in_and_its_back_end_prepares_a_checkpoint(inst
         "version": VLLM_OMNI.tried,
         "found": ["fluxq"],
         "heavy": False,
-        "fused": 3,
+        "fused": 1,
     }
 
 
@@ -199,7 +199,7 @@ def test_sglang_finds_the_plug_in_and_its_back_end_prepares_a_checkpoint(install
         "hooks": loader,
         "heavy": False,
         "applied": loader,
-        "fused": 3,
+        "fused": 1,
     }
 
 
