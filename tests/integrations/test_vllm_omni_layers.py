@@ -38,6 +38,9 @@ def layers(monkeypatch):
     linear, base = ModuleType("vllm.model_executor.layers.linear"), ModuleType("base_config")
     vars(linear).update(LinearBase=LinearBase, LinearMethodBase=object, UnquantizedLinearMethod=type("Plain", (), {}))
     vars(base)["QuantizationConfig"] = type("QuantizationConfig", (), {})
+    inc = ModuleType("vllm.model_executor.layers.quantization.inc")
+    vars(inc)["INCConfig"] = type("INCConfig", (vars(base)["QuantizationConfig"],), {})
+    monkeypatch.setitem(sys.modules, inc.__name__, inc)
     for name in (
         "vllm",
         "vllm.model_executor",

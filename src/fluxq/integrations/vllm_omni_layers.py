@@ -24,6 +24,7 @@ from vllm.model_executor.layers.linear import (  # pyright: ignore[reportMissing
 from vllm.model_executor.layers.quantization.base_config import (  # pyright: ignore[reportMissingImports]
     QuantizationConfig as VllmConfig,
 )
+from vllm.model_executor.layers.quantization.inc import INCConfig  # pyright: ignore[reportMissingImports]
 
 from fluxq.base.console import logger
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, branch_shapes
@@ -41,8 +42,11 @@ SHARDS = {"q": 0, "k": 1, "v": 2}  # what loaders call parts of `to_qkv`; other 
 Axis = Literal["N", "K"]
 
 
-class FluxqVllmConfig(VllmConfig):
+class FluxqVllmConfig(INCConfig):
     """`quantization_config` of a checkpoint of fluxq, for vLLM-Omni's own models.
+
+    A subclass of INC's, of which nothing is used, because vLLM-Omni asks for that class before it lets a checkpoint
+    say how modulation and FLUX.1's double blocks are stored (`safe_quant_config`): of others they stay in 16 bit.
 
     Raises ValueError for what this version of fluxq does not read.
     """
@@ -50,7 +54,7 @@ class FluxqVllmConfig(VllmConfig):
     is_checkpoint_quantized = True  # nothing is rounded after loading
 
     def __init__(self, stored: QuantizationConfig) -> None:
-        super().__init__()
+        VllmConfig.__init__(self)
         self.stored, self.schemes = stored, stored.schemes
 
     def get_name(self) -> Any:
@@ -71,6 +75,12 @@ class FluxqVllmConfig(VllmConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FluxqVllmConfig:
         return cls(QuantizationConfig.from_dict(dict(config)))
+
+    def apply_vllm_mapper(self, *_: Any) -> None:
+        """Keep the checkpoint's names."""
+
+    def __repr__(self) -> str:
+        return f"FluxqVllmConfig of {len(self.schemes)} layers"
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return the method of a Linear by its name in the model; None for modules of other kinds."""
