@@ -44,7 +44,7 @@ def build_config(**config: Any) -> Any:
 
 def register_with_loader() -> None:
     """Make the loader of vLLM-Omni's own models pass a checkpoint of fluxq through an adapter."""
-    loader = importlib.import_module(LOADER)
+    loader: Any = importlib.import_module(LOADER)
     try:
         choose = loader.get_checkpoint_adapter
     except AttributeError as error:

@@ -187,7 +187,8 @@ class Part:
     def __init__(
         self, scheme: Scheme, shape: tuple[int, int], axis: Axis, rank: int, ranks: int, dtype: torch.dtype
     ) -> None:
-        self.scheme, self.shape, self.axis, self.rank, self.ranks = scheme, shape, axis, rank, ranks
+        self.scheme, self.shape, self.rank, self.ranks = scheme, shape, rank, ranks
+        self.axis: Axis = axis
         self.dtype = dtype
         self.names = tuple(tensor_names(scheme, shape))
         self.missing, self.tensors = set(self.names), {}
