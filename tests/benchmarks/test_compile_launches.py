@@ -1,6 +1,7 @@
 """Tests of the plug-in that compiles what the kernels' tests launch."""
 
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,5 +90,7 @@ def test_a_fault_of_it(): of_two_types_kernel[(1,)](torch.ones(16).half())
 """
     (tmp_path / "test_both.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-n0", "--noconftest", "-p", "benchmarks.kernels.compile_launches"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    here = Path(__file__).parents[2]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # options of the conftest
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=here, env=plain)
     assert "2 passed, 1 error" in done.stdout and "1 of 1 launches do not compile" in done.stdout
