@@ -66,7 +66,7 @@ _REGISTRATIONS = {
     "diffusers.models.modeling_utils": ("whole:register_with_diffusers",),
     "diffusers.quantizers.auto": ("diffusers:register",),
     "diffusers.pipelines.pipeline_utils": ("diffusers:register_with_pipelines",),
-    "diffusers.loaders.lora_pipeline": ("lora_loader:register",),
+    "diffusers.loaders.lora_pipeline": ("whole:register_with_lora_loader",),
     "peft.tuners.lora.model": ("peft:register_with_peft",),
     "transformers.modeling_utils": ("whole:register_with_transformers",),
     "transformers.quantizers.auto": ("transformers:register",),
