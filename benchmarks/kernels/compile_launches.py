@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def compile(self) -> None:
-        with _compiling_for(self.chip):
+        with compiling_for(self.chip):
             self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
 
 
@@ -100,7 +100,7 @@ def _chip_for(kernel: JITFunction, chip: str) -> str:
 
 def _key(launch: Launch) -> tuple[Any, ...]:
     """Return what Triton knows a compiled kernel by: equal keys, one compilation."""
-    with _compiling_for(launch.chip):
+    with compiling_for(launch.chip):
         binder = launch.kernel.device_caches[_device(launch.chip)][-1]
         _, specialization, options = binder(*launch.arguments, **launch.options)
     return launch.kernel, launch.chip, str(specialization), str(options)
@@ -119,14 +119,14 @@ def _failure(launch: Launch) -> str:
 
 
 def _device(chip: str) -> int:
-    """Return the number of a device that Triton keeps what it compiled for the chip under."""
+    """Return a chip's number, which is also that of the device under which Triton keeps what it compiled for it."""
     return int(chip.removeprefix("sm_"))
 
 
 @contextmanager
-def _compiling_for(chip: str) -> Iterator[None]:
+def compiling_for(chip: str) -> Iterator[None]:
     """Name a chip to Triton, which then compiles for it and can launch nothing."""
-    target = GPUTarget("cuda", int(chip.removeprefix("sm_")), 32)
+    target = GPUTarget("cuda", _device(chip), 32)
     gpu = SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: _device(chip),

@@ -3,16 +3,14 @@
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels import sass
 from benchmarks.kernels.aot import all_cells, compile_for
+from benchmarks.kernels.compile_launches import compiling_for
 from fluxq.kernels.attention import warp_specialized
 from fluxq.kernels.attention.op import quantize_operands
 from fluxq.kernels.dispatch import PROVEN, accepted_files
@@ -90,13 +88,9 @@ def test_a_launch_of_gluon_compiles_its_cell(
     queries, keys = tokens
     q, k = (torch.randn(1, n, 1, 64).bfloat16() for n in tokens)
     operands, compiled, run = quantize_operands(q, k, k), [], JITFunction.run
-    target = GPUTarget("cuda", 90, 32)
-    gpu = SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
     monkeypatch.setattr(JITFunction, "run", lambda *x, **how: compiled.append(run(*x, **how | {"warmup": True})))
-    warp_specialized.attend(operands, queries, keys, 1.0, torch.bfloat16)
+    with compiling_for("sm_90"):
+        warp_specialized.attend(operands, queries, keys, 1.0, torch.bfloat16)
     cell = "attention_warps_kernel warps-64 128x128" + " ragged" * (keys % 128 > 0)
     assert compiled[0].asm["ptx"] == compile_for(CELLS[cell], "sm_90").asm["ptx"]
 
