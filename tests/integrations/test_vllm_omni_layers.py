@@ -150,6 +150,9 @@ def test_what_does_not_fit_is_named(layers) -> None:
     method = config.get_quant_method(layer, "proj")
     with pytest.raises(ValueError, match="proj has 2 parts in vLLM-Omni and 1 in the checkpoint"):
         LinearBase([N, N]).create(method)
+    cut = config_of({"proj": "fp8_tensor-fp8_tensor"}).get_quant_method(layer, "proj")
+    with pytest.raises(ValueError, match="proj: fp8_tensor activations have one scale for all tokens"):
+        LinearBase([N], "K", 0, 2).create(cut)
     layer.create(method)
     parameter, whole = layer.weight, quantized("int8-int8")
     parameter.weight_loader(parameter, whole.weight)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from fluxq.base.console import logger
@@ -44,46 +45,47 @@ def build_config(**config: Any) -> Any:
 
 def register_with_loader() -> None:
     """Make the loader of vLLM-Omni's own models pass a checkpoint of fluxq through an adapter."""
-    loader: Any = importlib.import_module(LOADER)
-    try:
-        choose = loader.get_checkpoint_adapter
-    except AttributeError as error:
-        _no_way_in(LOADER, error)
-        return
-    if getattr(choose, "is_fluxqs", False):
-        return
-
-    @functools.wraps(choose)
-    def get_checkpoint_adapter(*args: Any, model: Any, source: Any, quant_config: Any, **kwargs: Any) -> Any:
-        if getattr(quant_config, "get_name", str)() != QUANT_METHOD:
-            return choose(*args, model=model, source=source, quant_config=quant_config, **kwargs)
-        from fluxq.integrations.vllm_omni_layers import FluxqCheckpointAdapter
-
-        return FluxqCheckpointAdapter(model, quant_config, getattr(source, "prefix", ""))
-
-    vars(get_checkpoint_adapter)["is_fluxqs"] = True
-    loader.get_checkpoint_adapter = get_checkpoint_adapter
+    _wrap(LOADER, "get_checkpoint_adapter", _adapter_of_ours)
 
 
 def register_with_adapter() -> None:
     """Make the back end that runs diffusers' pipelines prepare those of fluxq once it has loaded them."""
-    try:
-        adapter = importlib.import_module(ADAPTER).DiffusersAdapterPipeline
-        load = adapter.load_weights
-    except AttributeError as error:
-        _no_way_in(ADAPTER, error)
-        return
-    if getattr(load, "is_fluxqs", False):
-        return
+    _wrap(ADAPTER, "DiffusersAdapterPipeline.load_weights", _preparing)
 
-    @functools.wraps(load)
+
+def _adapter_of_ours(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def get_checkpoint_adapter(*args: Any, model: Any, source: Any, quant_config: Any, **kwargs: Any) -> Any:
+        if getattr(quant_config, "get_name", str)() != QUANT_METHOD:
+            return stock(*args, model=model, source=source, quant_config=quant_config, **kwargs)
+        from fluxq.integrations.vllm_omni_layers import FluxqCheckpointAdapter
+
+        return FluxqCheckpointAdapter(model, quant_config, getattr(source, "prefix", ""))
+
+    return get_checkpoint_adapter
+
+
+def _preparing(stock: Callable[..., Any]) -> Callable[..., Any]:
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
+        result = stock(self, *args, **kwargs)
         after_loading(getattr(self, "_pipeline", None), VLLM_OMNI)
         return result
 
-    vars(load_weights)["is_fluxqs"] = True
-    adapter.load_weights = load_weights
+    return load_weights
+
+
+def _wrap(module: str, path: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put fluxq's function around a function or method of vLLM-Omni, once. path: in the module."""
+    *owners, name = path.split(".")
+    try:
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        stock = getattr(owner, name)
+    except AttributeError as error:
+        _no_way_in(module, error)
+        return
+    if not getattr(stock, "is_fluxqs", False):
+        replacement = functools.wraps(stock)(wrapped(stock))
+        vars(replacement)["is_fluxqs"] = True
+        setattr(owner, name, replacement)
 
 
 def _no_way_in(module: str, error: Exception) -> None:

@@ -31,7 +31,7 @@ from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, branch_shap
 from fluxq.kernels.tensor import stored_shapes
 from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
 from fluxq.recipes.formats import Scheme
-from fluxq.runtime.shard import partial_product, shard
+from fluxq.runtime.shard import partial_product, require_row_parallel, shard
 
 JOINED = {  # a Linear of vLLM-Omni -> those of diffusers that it is made of, in order
     "to_qkv": ("to_q", "to_k", "to_v"),
@@ -130,6 +130,11 @@ class FluxqLinearMethod(LinearMethodBase):
             )
         axis = "K" if input_size_per_partition != input_size else "N"
         ranks = layer.tp_size if axis == "K" or sum(output_partition_sizes) != output_size else 1
+        for scheme in self.schemes if axis == "K" and ranks > 1 else ():
+            try:
+                require_row_parallel(scheme)
+            except ValueError as error:
+                raise ValueError(f"{self.prefix}: {error}") from None
         sizes = [size * (ranks if axis == "N" else 1) for size in output_partition_sizes]
         parts = [
             Part(scheme, (size, input_size), axis, layer.tp_rank if ranks > 1 else 0, ranks, params_dtype)

@@ -113,18 +113,23 @@ class RowParallel(nn.Module):
 
     def __init__(self, part: QuantLinear, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        activations = part.scheme.activations
-        if activations is not None and activations.block[0] == 0 and not part.scheme.static_input:
-            raise ValueError(
-                f"{activations.name} activations have one scale for all tokens, which ranks do not agree on; calibrate "
-                "it, use fp8 with a scale per token, or shard this layer on axis N"
-            )
+        require_row_parallel(part.scheme)
         self.part, self.group = part, group
 
     def forward(self, x: Tensor) -> Tensor:
         y = partial_product(self.part, x, self.group)
         dist.all_reduce(y, group=self.group)
         return y.to(x.dtype)
+
+
+def require_row_parallel(scheme: Scheme) -> None:
+    """Raise ValueError for a scheme whose shards on axis K would not compute what the whole layer does."""
+    activations = scheme.activations
+    if activations is not None and activations.block[0] == 0 and not scheme.static_input:
+        raise ValueError(
+            f"{activations.name} activations have one scale for all tokens, which ranks do not agree on; calibrate "
+            "it, use fp8 with a scale per token, or shard this layer on axis N"
+        )
 
 
 def partial_product(part: QuantLinear, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
