@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.kernels.linear import QuantLinear, quant_layers
+from fluxq.kernels.linear import QuantLinear, QuantPointwise, quant_layers
 from fluxq.recipes.all_families import FAMILIES, family_of
-from fluxq.recipes.computing import QUANT_METHOD
+from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
 from fluxq.recipes.family import Family
-from fluxq.recipes.keymap_rows import SAME_NAMES, Order
+from fluxq.recipes.keymap_rows import Order
 from fluxq.recipes.keymaps import original_names
 
 
@@ -60,7 +60,7 @@ class JoinedLinear(nn.Module):
         self.parts, self.order = nn.ModuleList(parts), order
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, K) -> (…, ΣN), in the dtype of x; layers compute in their own."""
+        """Compute (…, ΣN) of x (…, K), in the dtype of x; layers compute in their own."""
         outputs = [_on(part, x.device)(x.to(_dtype(part))).to(x.dtype) for part in self.parts]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         return torch.cat(y.chunk(2, -1)[::-1], -1) if self.order == "halves swapped" else y
@@ -87,18 +87,28 @@ def load_model(path: Path) -> Any:
     folder = resolve_model(str(path), one_model=True)
     component, family = denoiser_of(folder)
     kind = getattr(diffusers, family.model)
-    model = kind.from_pretrained(folder.path / component, dtype=torch.bfloat16, use_safetensors=True)
+    dtype = computing_dtype()
+    model = kind.from_pretrained(folder.path / component, dtype=dtype, use_safetensors=True)
     if all(_is_native(layer) for _, layer in quant_layers(model)):
         logger.info("ComfyUI loads %s by itself, and faster: fluxq export %s --format comfy", folder.name, path)
+    _warn_of_unused(QuantizationConfig.from_dict(folder.config(component)["quantization_config"]), folder.name)
     state, modules = translated(family.name, model)
-    return _patcher(state, modules, folder.name)
+    return _patcher(state, modules, dtype, folder.name)
+
+
+def computing_dtype() -> torch.dtype:
+    """Return the dtype in which ComfyUI computes models in bf16 on its device: bf16, fp16, or fp32 as on a CPU."""
+    from comfy import model_management  # pyright: ignore[reportMissingImports]
+
+    device, dtypes = model_management.get_torch_device(), [torch.bfloat16, torch.float16, torch.float32]
+    return model_management.unet_manual_cast(torch.bfloat16, device, dtypes) or torch.bfloat16
 
 
 def denoiser_of(folder: ModelFolder) -> tuple[str, Family]:
     """Return the component that fluxq quantized and ComfyUI has a model of, and its family; ValueError without one."""
     quantized = {name: kind for name, kind in folder.components.items() if _is_ours(folder.path / name / "config.json")}
     rows = {name: family_of(kind) for name, kind in quantized.items() if _known(kind)}
-    mapped = {name: row for name, row in rows.items() if row.originals and row.originals != SAME_NAMES}
+    mapped = {name: row for name, row in rows.items() if row.originals}
     if len(mapped) == 1:
         return mapped.popitem()
     if len(mapped) > 1:
@@ -111,7 +121,7 @@ def denoiser_of(folder: ModelFolder) -> tuple[str, Family]:
             f"fluxq load: nothing in {folder.name} is quantized by fluxq; load a 16-bit model with "
             "*Load Diffusion Model*"
         )
-    names = ", ".join(row.name for row in FAMILIES.values() if row.originals and row.originals != SAME_NAMES)
+    names = ", ".join(row.name for row in FAMILIES.values() if row.originals)
     raise ValueError(
         f"fluxq load: ComfyUI's names of {', '.join(quantized.values())} are not known (known: {names}); "
         "run it in diffusers, which loads the folder as it is"
@@ -124,9 +134,11 @@ def translated(family: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[s
     Tensors of the modules are there on the meta device, for their shapes.
     """
     layers = dict(quant_layers(model))
+    if images := [name for name, layer in layers.items() if isinstance(layer, QuantPointwise)]:
+        raise ValueError(f"fluxq load: {images[0]} is a quantized convolution, which is not run here; use diffusers")
     tensors = {name: value for name, value in model.state_dict().items() if name.rpartition(".")[0] not in layers}
     for name, layer in layers.items():
-        plain = layer.plain(layer.bias is not None, torch.bfloat16)
+        plain = layer.plain(layer.bias is not None, layer.compute_dtype)
         tensors |= {f"{name}.{part}": value.data for part, value in plain.named_parameters()}
     state: dict[str, Tensor] = {}
     modules: dict[str, JoinedLinear] = {}
@@ -143,10 +155,10 @@ def translated(family: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[s
     return state, modules
 
 
-def _patcher(state: dict[str, Tensor], modules: Mapping[str, JoinedLinear], name: str) -> Any:
+def _patcher(state: dict[str, Tensor], modules: Mapping[str, JoinedLinear], dtype: torch.dtype, name: str) -> Any:
     import comfy.sd  # pyright: ignore[reportMissingImports]
 
-    options = {"custom_operations": _operations()}
+    options = {"custom_operations": _operations(), "dtype": dtype}
     patcher = comfy.sd.load_diffusion_model_state_dict(dict(state), model_options=options)
     if patcher is None:
         raise ValueError(
@@ -185,13 +197,24 @@ def _patcher_class() -> type:
 
         def add_patches(self, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(
-                "fluxq load: a LoRA cannot be put on quantized layers here; fuse it while quantizing (fluxq quantize "
-                "MODEL --lora FILE), or take its node off this model"
+                "fluxq load: no LoRA or merge goes into quantized layers here; fuse it while quantizing (fluxq "
+                "quantize MODEL --lora FILE), or take its node off this model"
             )
 
         add_hook_patches = add_patches
 
     return FluxqPatcher
+
+
+def _warn_of_unused(stored: QuantizationConfig, name: str) -> None:
+    """Say which settings of the checkpoint ComfyUI's attention and samplers leave aside."""
+    settings = {
+        "attention": stored.attention != "16bit",
+        "steps in 16 bit": stored.steps,
+        "list of steps": stored.step_lists,
+    }
+    if unused := [setting for setting, is_set in settings.items() if is_set]:
+        logger.warning("fluxq load: %s has %s, which ComfyUI does not use", name, ", ".join(unused))
 
 
 def _roots() -> list[str]:
