@@ -225,13 +225,13 @@ def workflow() -> dict:
     return prompt
 
 
-def doubles(monkeypatch, models: Path) -> list[tuple]:
-    """Put modules in place that the nodes import of ComfyUI; return the calls of its sampler."""
-    calls: list[tuple] = []
+def doubles(monkeypatch, models: Path) -> list[dict]:
+    """Put modules in place that the nodes import of ComfyUI; return what its sampler was called with."""
+    calls: list[dict] = []
 
-    def sample(model, *call, denoise):
-        calls.append((model, *call[:-1]))
-        return ({"samples": torch.ones_like(call[-1]["samples"]) * (1 - model.error)},)
+    def sample(model, latent, **settings):
+        calls.append(settings)
+        return ({"samples": torch.ones_like(latent["samples"]) * (1 - model.error)},)
 
     sampler = SimpleNamespace(SAMPLERS=["euler"], SCHEDULERS=["simple"])
     held = {
@@ -287,7 +287,7 @@ def test_checkpoints_are_found_in_folders_of_models(tmp_path, monkeypatch) -> No
     ("kind", "text", "said"),
     [
         ("FluxTransformer2DModel", "{}", "nothing in .* is quantized by fluxq; load a 16-bit model with"),
-        ("CogVideoXTransformer3DModel", None, "names of CogVideoXTransformer3DModel are not known .* in diffusers"),
+        ("T5EncoderModel", None, "names of T5EncoderModel are not known .* in diffusers"),
     ],
 )
 def test_what_comfyui_has_no_names_for_is_refused(kind, text, said, tmp_path) -> None:
@@ -341,27 +341,30 @@ def test_tensors_of_quantized_layers_are_shapes_and_the_rest_is_as_it_was() -> N
 def test_compare_gives_both_models_one_noise_and_tells_the_error(tmp_path, monkeypatch) -> None:
     calls = doubles(monkeypatch, tmp_path)
     a, b = (SimpleNamespace(model=nn.Linear(1, 1), error=error) for error in (0.0, 0.1))
-    latent = {"samples": torch.zeros(2, 4, 3, 5)}
+    settings = json.loads(WORKFLOW.read_text())["9"]["inputs"]
+    settings = {
+        name: value for name, value in settings.items() if name not in ("model_16bit", "model_quantized", "vae")
+    }
+    settings["latent_image"] = {"samples": torch.zeros(2, 4, 3, 5)}
     node: Any = compare.FluxqCompare()
-    *_, error, ratio, text = node.compare(a, b, "p", "n", latent, 7, 4, 1.0, "euler", "simple")
-    assert calls[0][1:] == calls[1][1:] == (7, 4, 1.0, "euler", "simple", "p", "n")
+    *_, error, ratio, text = node.compare(a, b, **settings)
+    assert calls[0] == calls[1] == {name: value for name, value in settings.items() if name != "latent_image"}
     assert ratio == pytest.approx(20.0, abs=1e-4) and text.startswith("SQNR of latents 20.0, 20.0 dB")
     assert error.shape == (2, 3, 5, 3) and error.min() == pytest.approx(1, abs=1e-5) and error.max() == 1
-    vae = SimpleNamespace(decode=lambda latents: latents.movedim(1, -1)[..., :3] / 2)
-    *_, text = node.compare(a, b, "p", "n", latent, 7, 4, 1.0, "euler", "simple", vae=vae)
-    assert "PSNR of images 25.9, 25.9 dB" in text  # 128 beside 115 of 255
+    vae = SimpleNamespace(decode=lambda latents: 5 * latents.movedim(1, -1)[..., :3] - 4)
+    *_, text = node.compare(a, b, vae=vae, **settings)
+    assert "PSNR of images 6.1, 6.1 dB" in text  # 255 beside 128
     a.error = 0.1
-    assert node.compare(a, b, "p", "n", latent, 7, 4, 1.0, "euler", "simple")[3] == float("inf")
+    assert node.compare(a, b, **settings)[3] == float("inf")
 
 
 def test_compare_refuses_what_cannot_be_compared(tmp_path, monkeypatch) -> None:
     doubles(monkeypatch, tmp_path)
     a, b = SimpleNamespace(model=nn.Linear(1, 1)), SimpleNamespace(model=nn.ReLU())
-    rest: Any = ("p", "n", {}, 7, 4, 1.0, "euler", "simple")
     with pytest.raises(ValueError, match="model_16bit is a Linear, model_quantized a ReLU"):
-        compare.FluxqCompare().compare(a, b, *rest)
+        compare.FluxqCompare().compare(a, b, {})
     with pytest.raises(ValueError, match="both inputs are the same model"):
-        compare.FluxqCompare().compare(a, a, *rest)
+        compare.FluxqCompare().compare(a, a, {})
 
 
 @given

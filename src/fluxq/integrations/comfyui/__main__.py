@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
+
+import click
 
 from fluxq.base.files import write_text
 
@@ -26,16 +26,15 @@ def install(comfyui: Path) -> Path:
     return nodes / "fluxq" / "__init__.py"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fluxq.integrations.comfyui", description=__doc__)
-    parser.add_argument("--install", type=Path, required=True, metavar="COMFYUI", help="the folder with main.py")
+@click.command(help=__doc__)
+@click.option("--install", "comfyui", type=click.Path(path_type=Path), required=True, help="The folder with main.py.")
+def main(comfyui: Path) -> None:
+    """Run the command; exit 2 for a folder that is no ComfyUI's."""
     try:
-        print(f"wrote {install(parser.parse_args().install)}; restart ComfyUI")
+        click.echo(f"wrote {install(comfyui)}; restart ComfyUI")
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        raise click.UsageError(str(error)) from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -46,27 +46,18 @@ class FluxqCompare:
         }
 
     def compare(
-        self,
-        model_16bit: Any,
-        model_quantized: Any,
-        positive: Any,
-        negative: Any,
-        latent_image: dict[str, Any],
-        seed: int,
-        steps: int,
-        cfg: float,
-        sampler_name: str,
-        scheduler: str,
-        denoise: float = 1.0,
-        vae: Any = None,
+        self, model_16bit: Any, model_quantized: Any, latent_image: dict[str, Any], vae: Any = None, **settings: Any
     ) -> tuple[dict[str, Any], dict[str, Any], Tensor, float, str]:
-        """Run both; ValueError where they are models of two kinds, or one and the same."""
+        """Run both; ValueError where they are models of two kinds, or one and the same.
+
+        settings: the other inputs, which are those of ComfyUI's sampler.
+        """
         import nodes  # pyright: ignore[reportMissingImports]  ComfyUI's
 
         _require_comparable(model_16bit, model_quantized)
-        call = (seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image)
         ours, theirs = (
-            nodes.common_ksampler(model, *call, denoise=denoise)[0] for model in (model_16bit, model_quantized)
+            nodes.common_ksampler(model=model, latent=latent_image, **settings)[0]
+            for model in (model_16bit, model_quantized)
         )
         a, b = ours["samples"].cpu(), theirs["samples"].cpu()
         ratios = sqnr(list(a), list(b))

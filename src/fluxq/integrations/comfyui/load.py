@@ -150,7 +150,8 @@ def translated(family: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[s
             )
             state[original] = torch.cat([tensors[part].to("meta") for part in parts])
         elif parts:
-            rows = torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
+            held = [tensors[part] for part in parts]
+            rows = torch.cat(held) if len(held) > 1 else held[0]
             state[original] = torch.cat(rows.chunk(2)[::-1]) if order == "halves swapped" else rows
     return state, modules
 
