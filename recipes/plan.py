@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 from fluxq.recipes.computing import Attention, Attentions, Steps, attention_in_words, gathered
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker, Producer, matches
 from fluxq.recipes.formats import HADAMARDS, Scheme
-from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
+from fluxq.recipes.recipe import FOLDING, Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure
 UNKNOWN_ROLE = "other"
@@ -440,7 +440,7 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
     override = override_for(layer, recipe.overrides)
     if override is not None:
         scheme = _scheme(override.weights, override.activations, static_inputs and layer.is_observed)
-        return _rotated(replace(layer, scheme=scheme, reason=override.reason), recipe)
+        return rotated_by(replace(layer, scheme=scheme, reason=override.reason), recipe)
     if layer.role == KEPT_ROLE:
         return replace(layer, reason=f"16 bit: {family.kept(layer.name)}")
     if layer.role == UNKNOWN_ROLE:
@@ -453,10 +453,10 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
         reason = f"{layer.role}: the recipe's main format"
     weights, activations = _operands(layer, recipe)
     scheme = _scheme(weights, activations, static_inputs)
-    return _rotated(replace(layer, scheme=scheme, reason="; ".join([reason, *_instead(layer, recipe)])), recipe)
+    return rotated_by(replace(layer, scheme=scheme, reason="; ".join([reason, *_instead(layer, recipe)])), recipe)
 
 
-def _rotated(layer: LayerPlan, recipe: Component) -> LayerPlan:
+def rotated_by(layer: LayerPlan, recipe: Component) -> LayerPlan:
     """Return a layer with the rotation that a recipe makes of quantized inputs, in the largest blocks that fit K."""
     rotation, scheme = recipe.hadamard, layer.scheme
     if rotation is None or scheme is None or scheme.activations is None:
@@ -503,7 +503,7 @@ def _with_methods(
             planned.append(layer if _is_plain(recipe) else replace(layer, reason=f"{layer.reason}; {why}"))
         else:
             group, block = place
-            folding = _folding(layer, group, block, family, shapes, schemes) if compat == "portable" else ()
+            folding = _folding(layer, group, block, family, shapes, schemes) if compat in FOLDING else ()
             if isinstance(folding, tuple) and folding:
                 layer = replace(layer, together=together.setdefault((block, group.producers), layer.group))
             makers = {schemes[name] for p in group.producers if (name := f"{block}.{p.linear}") in schemes}

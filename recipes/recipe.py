@@ -28,7 +28,7 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format, find_format, hadamards
 
 Profile = Literal["rtn", "fast", "balanced", "best"]
-Compat = Literal["portable", "nunchaku", "full"]
+Compat = Literal["portable", "comfy", "nunchaku", "full"]
 Transform = Literal["center", "smooth", "hadamard"]
 
 _MAX_BYTES = 1 << 16  # parsed in a second
@@ -634,10 +634,12 @@ def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple
     for index, transform in enumerate(component.transforms):
         if transform not in COMPAT_TRANSFORMS[compat]:
             yield ("transforms", str(index)), transform, f"leave it out, or {_SAY_FULL}"
-    if component.hadamard is not None:
-        yield ("hadamard",), "a rotation", f"write `hadamard: null`, or {_SAY_FULL}"
+    if component.hadamard is not None and not (compat == "comfy" and component.hadamard.is_regular):
+        what = "a rotation" if component.hadamard.is_regular else "a rotation by Sylvester's matrix"
+        also = ", `compat: comfy`" if component.hadamard.is_regular else ""
+        yield ("hadamard",), what, f"write `hadamard: null`{also}, or {_SAY_FULL}"
     low_rank = component.low_rank
-    if low_rank is not None and compat == "portable":
+    if low_rank is not None and compat in FOLDING:
         yield ("low_rank",), "a low-rank branch", f"write `low_rank: null`, or {_SAY_FULL}"
     elif low_rank is not None and low_rank.deflate:
         yield ("low_rank", "deflate"), "deflation", f"write `deflate: false`, or {_SAY_FULL}"
@@ -710,8 +712,10 @@ GATE_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": o
 # Limit of a checkpoint, so that the programs it is exported to can run it.
 COMPATS = {
     "portable": "what every export target can hold",
+    "comfy": "what ComfyUI's file can hold",
     "nunchaku": "what nunchaku's file can hold",
     "full": "everything",
 }
-COMPAT_TRANSFORMS = {"portable": ("center", "smooth"), "nunchaku": ("smooth",)}
+COMPAT_TRANSFORMS = {"portable": ("center", "smooth"), "comfy": ("center", "smooth"), "nunchaku": ("smooth",)}
+FOLDING = ("portable", "comfy")  # whose files have no place for a mean or factors: they fold into what makes the input
 _SAY_FULL = "write `compat: full`"
