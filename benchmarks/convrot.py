@@ -75,10 +75,14 @@ def main(prompts: int, drawings: int, output: Path, tables: bool) -> None:
             files = written(Path(folder))
             layers = drawn_layers(files, drawings)
             outliers = write_rescaled(Path(tiny.path()), Path(folder) / "tiny-with-outliers")
-            latents = {name: pipeline(files, model, prompts) for name, model in (("tiny", "tiny"), ("outliers", outliers))}
+            latents = {
+                name: pipeline(files, model, prompts) for name, model in (("tiny", "tiny"), ("outliers", outliers))
+            }
         rows = [{"row": name, "layers_db": layers[name], **{at: latents[at][name] for at in latents}} for name in files]
         over = {at: differences(latents[at]) for at in latents}
-        write_json(output, {"commit": commit(), "images": prompts, "drawings": drawings, "rows": rows, "over_int8_db": over})
+        write_json(
+            output, {"commit": commit(), "images": prompts, "drawings": drawings, "rows": rows, "over_int8_db": over}
+        )
     if output == RESULT:
         page = PAGE.read_text(encoding="utf-8")
         write_text(PAGE, between(page, "<!-- convrot: begin -->\n", "<!-- convrot: end -->", table(read_json(output))))

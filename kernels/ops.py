@@ -204,9 +204,7 @@ def transformed(
     return hadamard_transform(z, scheme.hadamard, scheme.regular), t
 
 
-def transform(
-    a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int, regular: bool = False
-) -> Tensor:
+def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int, regular: bool = False) -> Tensor:
     """Return (a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
     done = devices.scratch(a.shape, torch.float32, a.device)
     for start, part in row_chunks(a):

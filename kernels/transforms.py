@@ -10,8 +10,8 @@ with W' = W - B A what the low-rank branch leaves, W1 = W' / smooth, C = W1 P^T,
 and bias = b + W' mean. out makes up for rows of P that rounding has made not quite orthonormal.
 
 The sources: SmoothQuant (arXiv 2211.10438) for smooth, QuaRot (2404.00456) for hadamard, DiRotQ (2605.16732) for
-keeping the principal subspace of x in high precision, SVDQuant (2411.05007) for the branch, ConvRot (2512.03673) for the
-regular matrix, each of whose rows has the same sum: Sylvester's gathers what all channels have in common in the first.
+keeping the principal subspace of x in high precision, SVDQuant (2411.05007) for the branch, ConvRot (2512.03673) for
+the regular matrix, whose rows all have one sum: Sylvester's gathers what all channels have in common in the first.
 """
 
 from __future__ import annotations

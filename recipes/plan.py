@@ -462,8 +462,12 @@ def rotated_by(layer: LayerPlan, recipe: Component) -> LayerPlan:
     if rotation is None or scheme is None or scheme.activations is None:
         return layer
     size = _hadamard(layer, rotation.sizes)
-    reason = layer.reason if size == rotation.size else f"{layer.reason}; {_smaller_blocks(layer, size, rotation.sizes)}"
-    return replace(layer, scheme=replace(scheme, hadamard=size, regular=rotation.is_regular and size > 0), reason=reason)
+    reason = (
+        layer.reason if size == rotation.size else f"{layer.reason}; {_smaller_blocks(layer, size, rotation.sizes)}"
+    )
+    return replace(
+        layer, scheme=replace(scheme, hadamard=size, regular=rotation.is_regular and size > 0), reason=reason
+    )
 
 
 def _smaller_blocks(layer: LayerPlan, size: int, sizes: Sequence[int]) -> str:

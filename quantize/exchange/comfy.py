@@ -107,7 +107,9 @@ def _regular(row: Row, entry: Mapping[str, Any], k: int) -> int:
     if not row.regular:
         raise ValueError(f"comfy: {row.name} with convrot is none that ComfyUI has: its int8_tensorwise alone rotates")
     if type(size) is not int or size not in (4**power for power in range(1, 16)):
-        raise ValueError(f"comfy: convrot_groupsize {size!r} is no power of 4, as 16, 64 and 256 are; get the file again")
+        raise ValueError(
+            f"comfy: convrot_groupsize {size!r} is no power of 4, as 16, 64 and 256 are; get the file again"
+        )
     if k % size:
         raise ValueError(f"comfy: convrot_groupsize {size} does not divide K = {k}; get the file again")
     return size

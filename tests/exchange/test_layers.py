@@ -477,7 +477,9 @@ def test_scales_that_are_no_scales_are_refused() -> None:
 
 def marked(layer: QuantTensors, entry: dict[str, Any]) -> dict[str, Tensor]:
     """Return ComfyUI's tensors of a layer, whose marker says something else."""
-    return comfy.encode(layer).tensors | {"comfy_quant": torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)}
+    return comfy.encode(layer).tensors | {
+        "comfy_quant": torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)
+    }
 
 
 def test_a_rotated_layer_of_comfyui_says_the_size_of_its_blocks() -> None:
@@ -524,9 +526,7 @@ def test_a_marker_of_rotation_that_cannot_be_so_is_refused(said: dict[str, Any],
 def test_a_rotation_of_another_size_is_read_as_a_weight() -> None:
     """In blocks of 4, which comfy-kitchen multiplies and no kernel of ours does."""
     layer = quantized("int8-int8")
-    found = comfy.decode(
-        marked(layer, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 4}), (N, K)
-    )
+    found = comfy.decode(marked(layer, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 4}), (N, K))
     assert isinstance(found, Plain) and found.why == "its columns are rotated in blocks of 4"
     h = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
     assert relative(found.weight, (codes_alone(layer).reshape(-1, 4) @ h).reshape(N, K)) < 1e-6

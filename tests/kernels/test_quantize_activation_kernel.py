@@ -705,7 +705,12 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "regular hadamard: not normalised": (CODES, "2.0 ** (-0.5 * LEVELS)", "1.0", with_regular),
     "regular hadamard: order of the sums": (CODES, "a + b + (c - d)", "a + (b + (c - d))", with_regular),
     "regular hadamard: columns of a block": (CODES, "(0, 1, 4, 3, 2)", "(0, 1, 4, 2, 3)", with_regular),
-    "regular hadamard: Sylvester's": (QUANTIZE, "levels_of(hadamard, how.regular)", "levels_of(hadamard, 0)", with_regular),
+    "regular hadamard: Sylvester's": (
+        QUANTIZE,
+        "levels_of(hadamard, how.regular)",
+        "levels_of(hadamard, 0)",
+        with_regular,
+    ),
     "hadamard: order of the sums": (
         CODES,
         "COLUMNS >> (level + 1), 2, 1 << level)",

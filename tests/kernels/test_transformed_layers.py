@@ -139,7 +139,7 @@ def int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def butterfly(v: Tensor, size: int, regular: bool = False) -> Tensor:
-    """The fast Walsh-Hadamard transform of each block of columns, over its root; by the regular matrix four at a time."""
+    """The fast Walsh-Hadamard transform of each block of columns, over its root; the regular one four at a time."""
     if regular:
         return butterfly_of_four(v, size)
     v, columns = v.clone(), torch.arange(v.shape[1])
