@@ -16,8 +16,8 @@ three ways, LEVELS:
 
 Transforms of x are part of the pass that quantizes it: mean and factors are two more vectors to read, a Hadamard block
 of `size` is a product of 2·size FLOPs an element on the bf16 matrix units, one of the regular matrix log2(size) sums
-and a product on the units for fp32, as butterflies are, 4-over-6 rounds twice on these. Deflation needs a whole row of x
-before its first element can be quantized: a pass reads x for t = x·basisᵀ, a second one reads it again and quantizes
+and a product on the units for fp32, as butterflies are, 4-over-6 rounds twice on these. Deflation needs a whole row of
+x before its first element can be quantized: a pass reads x for t = x·basisᵀ, a second one reads it again and quantizes
 it. A norm has the row and makes t itself, but then writes x in 16 bit; only `ideal` keeps it on chip. Where the weight
 is re-encoded at load, all of this but mean and factors is collapsed into the weight and costs nothing.
 

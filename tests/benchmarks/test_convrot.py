@@ -3,6 +3,7 @@
 import statistics
 
 from benchmarks import convrot
+from benchmarks.pages import between
 from fluxq.base.files import read_json
 
 COMMITTED = read_json(convrot.RESULT)
@@ -11,7 +12,8 @@ ROWS = {row["row"]: row for row in COMMITTED["rows"]}
 
 def test_the_table_of_the_page_is_that_of_the_committed_result() -> None:
     page = convrot.PAGE.read_text(encoding="utf-8")
-    assert page.split("<!-- convrot: begin -->\n")[1].split("<!-- convrot: end -->")[0] == convrot.table(COMMITTED)
+    marks = "<!-- convrot: begin -->\n", "<!-- convrot: end -->"
+    assert between(page, *marks, convrot.table(COMMITTED)) == page
     assert list(ROWS) == list(convrot.settings())
 
 
