@@ -405,8 +405,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "ops: hadamard left out": Fault(
         "kernels/ops.py",
-        "        v.copy_(_hadamard_rows(v, hadamard))\n",
-        "        _hadamard_rows(v, hadamard)\n",
+        "        v.copy_(_hadamard_rows(v, hadamard, regular))\n",
+        "        _hadamard_rows(v, hadamard, regular)\n",
         _in(
             "kernels/test_transformed_layers.py",
             "test_the_output_is_the_simulation_bit_for_bit[(1, 128)-bf16-int8-int8-h32]",

@@ -53,7 +53,7 @@ from fluxq.kernels.ops import quantize_activation
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Format
 from fluxq.recipes.plan import LayerPlan
-from fluxq.recipes.recipe import shipped_recipes
+from fluxq.recipes.recipe import FOLDING, shipped_recipes
 
 PAGE = Path(__file__).parents[1] / "recipes" / "README.md"
 MARK = "<!-- real -->\n"
@@ -181,7 +181,7 @@ def _with_run_time(rows: Sequence[Row]) -> Iterator[Row]:
     for row in rows:
         yield row
         is_fitted = row.recipe.profile != "rtn" and row.recipe.components[COMPONENT].transforms
-        if row.recipe.compat == "portable" and is_fitted:
+        if row.recipe.compat in FOLDING and is_fitted:
             yield replace(row, name=row.name + AT_RUN_TIME, recipe=row.recipe.model_copy(update={"compat": "full"}))
 
 
@@ -274,7 +274,7 @@ def require_layers(name: str, model: nn.Module, groups: Sequence[Group]) -> None
 
 def planned_in(group: Group, row: Row, case: Case) -> list[LayerPlan]:
     """Return what a row's recipe makes of a network's group."""
-    folding = group.folding if row.recipe.compat == "portable" else ()
+    folding = group.folding if row.recipe.compat in FOLDING else ()
     return [
         planned_alone(
             LayerPlan(name, *weight.shape, group.role, group.name, True, None, "", made_by=group.made_by),

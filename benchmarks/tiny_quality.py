@@ -291,7 +291,7 @@ def at_full_size(plan: Plan, kept: Mapping[str, Scheme]) -> Plan:
         scheme = kept[f"{match[1]}.{index}.{match[3]}"]
         spent = max(scheme.rank + scheme.deflate, 1)
         rank, deflate = (layer.method.rank * part // spent for part in (scheme.rank, scheme.deflate))
-        hadamard = layer.method.hadamard if scheme.hadamard else 0
+        hadamard = (layer.method.hadamard or layer.scheme.hadamard) if scheme.hadamard else 0
         return replace(layer, scheme=replace(scheme, rank=rank, deflate=deflate, hadamard=hadamard))
 
     return replace(plan, layers=tuple(map(layer_of, plan.layers)))

@@ -40,6 +40,12 @@ ROUND_E2M1 = tl.constexpr(
 )
 
 
+def levels_of(size: int, regular: bool) -> int:
+    """Return the HADAMARD of kernels: log2 of the size of its blocks, below 0 for the regular matrix; 0 for none."""
+    levels = size.bit_length() - 1 if size else 0
+    return -levels if regular else levels
+
+
 @triton.jit
 def rounded(v, x):
     """Round fp32 v as a tensor of the dtype of pointer x would."""
@@ -55,14 +61,16 @@ def rounded(v, x):
 
 @triton.jit
 def transform_tile(values, smooth, mean, tile, K, HADAMARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute v = (x - mean) · smooth of the tile'th COLUMNS columns, then Hadamard on blocks of 2^HADAMARD columns."""
+    """Compute v = (x - mean) · smooth of the tile'th COLUMNS columns, then Hadamard as `levels_of` says."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     if mean is not None:
         values = values - tl.load(mean + columns, mask=columns < K, other=0.0)[None, :]
     if smooth is not None:
         values = values * tl.load(smooth + columns, mask=columns < K, other=0.0)[None, :]
-    if HADAMARD:
+    if HADAMARD > 0:
         values = hadamard_tile(values, HADAMARD, ROWS, COLUMNS)
+    elif HADAMARD < 0:
+        values = regular_hadamard_tile(values, -HADAMARD, ROWS, COLUMNS)
     return values
 
 
@@ -74,6 +82,23 @@ def hadamard_tile(values, HADAMARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: t
         a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, COLUMNS))
     values = values * (2.0 ** (-0.5 * HADAMARD))
+    return values
+
+
+@triton.jit
+def regular_hadamard_tile(values, LEVELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Multiply each block of 2^LEVELS columns with the regular matrix / √size: neighbours first, four at a time.
+
+    Of a, b, c, d: (a + b) ± (c - d) and (c + d) ± (a - b), 8 sums, as many as two levels of Sylvester's take.
+    """
+    for stage in tl.static_range(LEVELS // 2):
+        fours = tl.reshape(values, (ROWS, COLUMNS >> (2 * stage + 2), 2, 2, 1 << (2 * stage)))
+        ac, bd = tl.split(tl.permute(fours, (0, 1, 4, 2, 3)))
+        a, c = tl.split(ac)
+        b, d = tl.split(bd)
+        first, second = tl.join(a + b + (c - d), a + b - (c - d)), tl.join(c + d + (a - b), c + d - (a - b))
+        values = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 4, 3, 2)), (ROWS, COLUMNS))
+    values = values * (2.0 ** (-0.5 * LEVELS))
     return values
 
 

@@ -159,14 +159,14 @@ def _steps_before(
     """Return (input of the quantizer, or of the product where nothing is quantized; t; steps of the quantizer)."""
     mean, smooth = ops.fp32(operands.mean), ops.fp32(operands.smooth)
     swizzled = activations is not None and FORMATS[activations].has_byte_scales and operands.weight_scale.ndim == 1
-    how = Rounding(activations or "", "", scheme.hadamard, scheme.four_over_six, swizzled)
+    how = Rounding(activations or "", "", scheme.hadamard, scheme.four_over_six, swizzled, scheme.regular)
     basis, t = operands.basis, None
     if basis is not None:
         z, p = ops.transform(x, smooth, mean, 0).to(x.dtype), basis.to(x.dtype)
         t = F.linear(z, p)
         x, mean, smooth = torch.addmm(z, t, p, alpha=-1), None, None
     if activations is None and scheme.is_transformed:
-        x = ops.transform(x, smooth, mean, scheme.hadamard).to(x.dtype)
+        x = ops.transform(x, smooth, mean, scheme.hadamard, scheme.regular).to(x.dtype)
     return x, t, (RoundingTensors(operands.input_scale, smooth, mean), how)
 
 

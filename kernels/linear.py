@@ -334,7 +334,9 @@ class QuantLinear(nn.Linear):
         where the layer centers too, the bias is a new one in fp32, otherwise its own.
         """
         mean, smooth, basis, out = (getattr(self, name, None) for name in TRANSFORMS)
-        weight = rotate(self.quantized_weight.dequantize(), self.scheme.hadamard)  # H is its own transpose
+        weight = rotate(
+            self.quantized_weight.dequantize(), self.scheme.hadamard, self.scheme.regular
+        )  # H is its own transpose
         if basis is not None and out is not None:
             weight = weight + (out.data.float() - weight @ basis.data.float().T) @ basis.data.float()
         bias = self.bias
@@ -465,7 +467,7 @@ def _class_for(old: nn.Module) -> type[QuantLinear]:
 def _roundings(scheme: Scheme) -> tuple[Rounding, Rounding]:
     """Return the steps to codes whose block scales are (M, G), and to those with swizzled scales."""
     name = scheme.activations.name if scheme.activations else ""
-    plain = Rounding(name, "", scheme.hadamard, scheme.four_over_six)
+    plain = Rounding(name, "", scheme.hadamard, scheme.four_over_six, regular=scheme.regular)
     return plain, replace(plain, swizzled=True)
 
 

@@ -9,7 +9,7 @@ then one cast to x's dtype. A scheme may have these steps, in fp32 where nothing
 
     center, smooth                 z = (x - mean) · smooth
     deflate                        t = z · basis^T, both rounded to x's dtype;  z = z - t · basis;  y += t · out^T
-    hadamard                       z = z · H / sqrt(size), on each block of columns
+    hadamard                       z = z · H / sqrt(size), on each block of columns; H Sylvester's or the regular one
 
 A low-rank branch (A, B) adds (x A^T) B^T. This and t · out^T are computed in x's dtype, as a LoRA adapter beside the
 layer would be, so that fusing an adapter changes nothing.
@@ -99,7 +99,8 @@ def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
     if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):
-        steps = functools.partial(_transform_rows, smooth=fp32(smooth), mean=fp32(mean), hadamard=parsed.hadamard)
+        rotation = parsed.hadamard, parsed.regular
+        steps = functools.partial(_transform_rows, smooth=fp32(smooth), mean=fp32(mean), rotation=rotation)
     else:
         z, t = transformed(rows, parsed, mean, smooth, basis)
     if multiplies_codes(w.format, parsed.activations):
@@ -141,7 +142,7 @@ def _backward(ctx, grad):
         with no_autocast(grad):
             # What steps follow is in fp32 to the end, so that it is rounded once.
             grad_z = _times_weight(rows, operands, scheme, torch.float32 if scheme.is_transformed else grad.dtype)
-            grad_z = hadamard_transform(grad_z, scheme.hadamard)  # H is its own transpose
+            grad_z = hadamard_transform(grad_z, scheme.hadamard, scheme.regular)  # H is its own transpose
             if basis is not None and out is not None:
                 p = basis.float()
                 grad_z = grad_z - (grad_z @ p.T) @ p + (rows.float() @ out.float()) @ p
@@ -200,19 +201,19 @@ def transformed(
     if basis is not None:
         t = F.linear(z.to(x.dtype), basis.to(x.dtype))
         z -= t.float() @ basis.float()
-    return hadamard_transform(z, scheme.hadamard), t
+    return hadamard_transform(z, scheme.hadamard, scheme.regular), t
 
 
-def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> Tensor:
+def transform(a: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int, regular: bool = False) -> Tensor:
     """Return (a - mean) · smooth · H / sqrt(size) for a (M, K), in fp32; mean and smooth (K,) are fp32."""
     done = devices.scratch(a.shape, torch.float32, a.device)
     for start, part in row_chunks(a):
-        _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, hadamard)
+        _transform_rows(done[start : start + len(part)].copy_(part), smooth, mean, (hadamard, regular))
     return done
 
 
-def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadamard: int) -> None:
-    """Compute `transform` of fp32 rows (M, K), in place."""
+def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, rotation: tuple[int, bool]) -> None:
+    """Compute `transform` of fp32 rows (M, K), in place. rotation: size and kind of Hadamard's matrix."""
     for name, vector in (("mean", mean), ("smooth", smooth)):
         if vector is not None and (vector.shape != v.shape[1:] or vector.dtype != torch.float32):
             raise ValueError(f"{name} is {vector.dtype} {(*vector.shape,)}, expected float32 {(*v.shape[1:],)}")
@@ -220,33 +221,53 @@ def _transform_rows(v: Tensor, smooth: Tensor | None, mean: Tensor | None, hadam
         v -= mean
     if smooth is not None:
         v *= smooth
+    hadamard, regular = rotation
     if hadamard:
-        v.copy_(_hadamard_rows(v, hadamard))
+        v.copy_(_hadamard_rows(v, hadamard, regular))
 
 
-def hadamard_transform(v: Tensor, size: int) -> Tensor:
+def hadamard_transform(v: Tensor, size: int, regular: bool = False) -> Tensor:
     """Multiply each block of `size` columns with H / sqrt(size); 0 returns v.
 
-    Sums of neighbours come first, then of pairs, fours, …: the order in which every device adds up.
+    Sums of neighbours come first, then of pairs, fours, …: the order in which every device adds up. The regular matrix
+    sums four at a time, a to d: (a + b) ± (c - d) and (c + d) ± (a - b).
     """
     if not size:
         return v
     rows, done = v.reshape(-1, v.shape[-1]), torch.empty(v.shape, device=v.device, dtype=torch.float32)
     for start, part in row_chunks(rows):
-        done.view(rows.shape)[start : start + len(part)] = _hadamard_rows(part, size)
+        done.view(rows.shape)[start : start + len(part)] = _hadamard_rows(part, size, regular)
     return done
 
 
-def _hadamard_rows(v: Tensor, size: int) -> Tensor:
+def _hadamard_rows(v: Tensor, size: int, regular: bool) -> Tensor:
     columns = v.reshape(-1, size).t().contiguous()  # terms of a sum lie far apart, so that whole rows are added
-    free, half = torch.empty_like(columns), 1
-    while half < size:
-        a, b = columns.view(size // (2 * half), 2, half, -1).unbind(1)
-        both = free.view(size // (2 * half), 2, half, -1)
-        torch.add(a, b, out=both[:, 0])
-        torch.sub(a, b, out=both[:, 1])
-        columns, free, half = free, columns, 2 * half
+    free, done = torch.empty_like(columns), 1
+    step, butterfly = (4, _regular_butterfly) if regular else (2, _butterfly)
+    while done < size:
+        parts, both = (t.view(size // (step * done), step, done, -1) for t in (columns, free))
+        butterfly(parts, both)
+        columns, free, done = free, columns, step * done
     return columns.mul_(size**-0.5).t().reshape(v.shape)
+
+
+def _butterfly(parts: Tensor, out: Tensor) -> None:
+    """Compute out (…, 2, D, R) = (a + b, a - b) of parts (a, b)."""
+    a, b = parts.unbind(1)
+    torch.add(a, b, out=out[:, 0])
+    torch.sub(a, b, out=out[:, 1])
+
+
+def _regular_butterfly(parts: Tensor, out: Tensor) -> None:
+    """Compute out (…, 4, D, R) of parts (a, b, c, d): their products with the rows of `transforms.REGULAR`."""
+    a, b, c, d = parts.unbind(1)
+    torch.add(a, b, out=out[:, 0])
+    torch.add(c, d, out=out[:, 2])
+    ab, cd = a - b, c - d
+    torch.sub(out[:, 2], ab, out=out[:, 3])
+    torch.add(out[:, 2], ab, out=out[:, 2])
+    torch.sub(out[:, 0], cd, out=out[:, 1])
+    torch.add(out[:, 0], cd, out=out[:, 0])
 
 
 def quantize_activation(

@@ -219,7 +219,8 @@ class _Fit:
         self.trial_weights = [w[_spread(w.shape[0], share, w.device)] for w in self.weights]
         self.search_tokens = fit[_spread(fit.shape[0], _TRIAL_TOKENS, fit.device)]
         self.stages: list[Stage] = []
-        self.plain = _State(ranks=(0,) * len(self.layers), exponents=(None,) * len(self.inputs.segments))
+        start = InputTransform(hadamard=self.scheme.hadamard, regular=self.scheme.regular)  # of the plan, not tried
+        self.plain = _State(start, (None,) * len(self.inputs.segments), (0,) * len(self.layers))
         self.why_not, self.rounded = self._why_not_judged(), None
         if not self.why_not:
             parts = self.parts(self.plain)
@@ -463,7 +464,7 @@ class _Fit:
             return part
         plain = state.transform.of_weight(part.weight.float())[0]
         a, b = lowrank.branch(plain - q.dequantize() @ to_branch, part.a.shape[0], gram)
-        return self._beside(state, part.weight, rotate(a, state.transform.hadamard), b)
+        return self._beside(state, part.weight, rotate(a, state.transform.hadamard, state.transform.regular), b)
 
     def _nearest(self, state: _State, parts: list[_Part], search: bool = False) -> list[QuantizedTensor]:
         scales, amax = self._global_scales(parts, search), self._amax(parts)
@@ -654,6 +655,7 @@ class _Fit:
             smooth=transform.smooth is not None,
             deflate=0 if transform.basis is None else transform.basis.shape[0],
             hadamard=transform.hadamard,
+            regular=transform.regular,
             four_over_six=state.four_over_six,
             rank=rank,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 from fluxq.base import devices
 from fluxq.kernels import encode
 from fluxq.kernels.tensor import QuantizedTensor, largest
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.checkpoint import SourceWeights
 from fluxq.recipes.plan import LayerPlan
 
@@ -137,11 +138,21 @@ def most_at_once(sizes: Sequence[int]) -> int:
 
 def quantize_weight(w: Tensor, layer: LayerPlan, shared: Tensor | None = None) -> QuantizedTensor:
     """Round one weight (N, K), or (N, K, 1, 1) of a convolution, as its plan says. shared: from `joined_scale`."""
+    return _round(weight_to_round(w, layer), layer, shared)
+
+
+def weight_to_round(w: Tensor, layer: LayerPlan) -> Tensor:
+    """Return the matrix (N, K) that codes stand for: `weight_matrix`, or its rotation in fp32 if the plan has one."""
+    matrix, scheme = weight_matrix(w, layer), layer.scheme
+    return rotate(matrix.float(), scheme.hadamard, scheme.regular) if scheme and scheme.hadamard else matrix
+
+
+def _round(matrix: Tensor, layer: LayerPlan, shared: Tensor | None) -> QuantizedTensor:
     if layer.scheme is None:
         raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
     row = layer.scheme.weights
     return QuantizedTensor.quantize(
-        weight_matrix(w, layer),
+        matrix,
         row,
         global_scale=shared if row.two_level else None,
         tensor_scale=None if row.two_level else shared,
@@ -152,7 +163,8 @@ def quantize_weight(w: Tensor, layer: LayerPlan, shared: Tensor | None = None) -
 
 def joined_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
     """Return the one scale (fp32, ()) of weights that are joined along N: nvfp4's global, or fp8_tensor's."""
-    amax = torch.stack([largest(w) for w in weights]).amax()
+    matrices = (weight_to_round(w, layer) for w, layer in zip(weights, layers, strict=True))
+    amax = torch.stack([largest(matrix) for matrix in matrices]).amax()
     row = next(layer.scheme.weights for layer in layers if layer.scheme is not None)
     if row.two_level:
         return encode.global_scale_for(amax, row, any(layer.method.weights_46 for layer in layers))
@@ -220,8 +232,9 @@ def _rounded(
             for layer, w in zip(unit.layers, weights, strict=True):
                 require_finite(f"{layer.name}.weight", w)
     for layer, w in zip(unit.layers, weights, strict=True):
-        q = quantize_weight(w, layer, shared)
-        lost[layer.name] = weight_sqnr(w.flatten(1), q)
+        matrix = weight_to_round(w, layer)
+        q = _round(matrix, layer, shared)
+        lost[layer.name] = weight_sqnr(matrix, q)
         tensors |= {f"{layer.name}.{part}": tensor for part, tensor in q.tensors().items()}
         if layer.scheme is not None and layer.scheme.static_input:
             tensors[f"{layer.name}.input_scale"] = input_scales[layer.name]

@@ -44,7 +44,7 @@ from fluxq.quantize.group import FittedGroup, GroupLayer, GroupToFit, OutputSqnr
 from fluxq.quantize.nearest import Rounded, require_finite, round_units, sqnr, units_of, weight_matrix
 from fluxq.recipes.devices import find_device
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan, Plan, sharing_vectors, with_method
+from fluxq.recipes.plan import LayerPlan, Plan, rotated_by, sharing_vectors, with_method
 from fluxq.recipes.recipe import Component, Gate, load_recipe
 
 _FEW_TOKENS = 256  # for quantize_linear, worth a warning
@@ -446,6 +446,8 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
     if activations is not None:
         activations.check_shape(1, k, "x")
     planned = LayerPlan("linear", n, k, "", "linear", False, scheme, "tried on one layer", made_by="norm")
+    planned = rotated_by(planned, recipe)
+    scheme = planned.scheme or scheme
     method = with_method(planned, recipe, profile).method
     tokens = x.detach().reshape(-1, k)
     held_out = len(tokens) // 8

@@ -14,12 +14,12 @@ three ways, LEVELS:
              activation (16 bit), gate, residual and low rank in the matmul, concatenated halves written in place
     ideal    also what they cannot: activation and its quantization, norm and rotation of q and k in the matmul before
 
-Transforms of x are part of the pass that quantizes it: mean and factors are two more vectors to
-read, a Hadamard block of `size` is a product of 2·size FLOPs an element on the bf16 matrix units, 4-over-6 rounds twice
-on the units for fp32. Deflation needs a whole row of x before its first element can be quantized: a pass reads x for
-t = x·basisᵀ, a second one reads it again and quantizes it. A norm has the row and makes t itself, but then writes x in
-16 bit; only `ideal` keeps it on chip. Where the weight is re-encoded at load, all of this but mean and factors is
-collapsed into the weight and costs nothing.
+Transforms of x are part of the pass that quantizes it: mean and factors are two more vectors to read, a Hadamard block
+of `size` is a product of 2·size FLOPs an element on the bf16 matrix units, one of the regular matrix log2(size) sums
+and a product on the units for fp32, as butterflies are, 4-over-6 rounds twice on these. Deflation needs a whole row of
+x before its first element can be quantized: a pass reads x for t = x·basisᵀ, a second one reads it again and quantizes
+it. A norm has the row and makes t itself, but then writes x in 16 bit; only `ideal` keeps it on chip. Where the weight
+is re-encoded at load, all of this but mean and factors is collapsed into the weight and costs nothing.
 
 Convolutions of UNets and SANA stay in 16 bit and are priced as products, with the norm and the activation before each;
 one of single channels is done outside the matrix units, and so is linear attention, in fp32. An expert is priced with
@@ -454,6 +454,7 @@ class _Input:
     vectors: int = 0
     deflate: int = 0
     hadamard: int = 0
+    regular: bool = False
     four_over_six: bool = False
 
     def bytes(self, m: float, k: int) -> float:
@@ -469,7 +470,7 @@ def _input(layer: LayerPlan, chip: str, prefer: Prefer) -> _Input:
     if chip_route.is_collapsed:
         return _Input(name, scheme.center + scheme.smooth)
     two_scales = scheme.four_over_six and chip_route.activations == scheme.activations
-    return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, two_scales)
+    return _Input(name, scheme.center + scheme.smooth, scheme.deflate, scheme.hadamard, scheme.regular, two_scales)
 
 
 def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], chip: str, gated: bool = False) -> Iterator[Step]:
@@ -511,9 +512,10 @@ def _input_steps(layer: LayerPlan, m: float, inputs: set[_Input], chip: str, gat
         }
         step = _pass("quantize" if form.format else "transform", layer, alone, fused, ideal)
         step = replace(step, instructions=counts)
-        products = 2 * m * layer.k * (form.deflate + form.hadamard)
-        tries = TWO_SCALES_FLOPS * m * layer.k if form.four_over_six else 0
-        yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=tries)
+        products = 2 * m * layer.k * (form.deflate + (0 if form.regular else form.hadamard))
+        scalar = TWO_SCALES_FLOPS * m * layer.k if form.four_over_six else 0
+        scalar += m * layer.k * form.hadamard.bit_length() if form.regular else 0  # log2 of the size, and the root
+        yield replace(step, arithmetic="bf16" if products else "", flops=products, scalar_flops=scalar)
 
 
 def _instructions(made_by: str, form: _Input, elements: float, chip: str) -> float:

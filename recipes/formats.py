@@ -185,7 +185,7 @@ class Scheme:
     center: subtracts a mean.
     smooth: multiplies each channel.
     deflate: takes so many principal directions out and computes them in 16 bit.
-    hadamard: rotates blocks of that size.
+    hadamard: rotates blocks of that size, by Sylvester's matrix or, if `regular`, by the one whose rows have one sum.
     """
 
     weights: Format
@@ -196,13 +196,15 @@ class Scheme:
     smooth: bool = False
     deflate: int = 0
     hadamard: int = 0
+    regular: bool = False
     four_over_six: bool = False
 
     def __str__(self) -> str:
         activations = self.activations.name if self.activations else "16bit"
         parts = [self.weights.name, activations]
         parts += ["static"] * self.static_input + ["center"] * self.center + ["smooth"] * self.smooth
-        parts += [f"{letter}{size}" for letter, size in (("d", self.deflate), ("h", self.hadamard)) if size]
+        rotation = "hr" if self.regular else "h"
+        parts += [f"{letter}{size}" for letter, size in (("d", self.deflate), (rotation, self.hadamard)) if size]
         parts += ["46"] * self.four_over_six + [f"r{self.rank}"] * bool(self.rank)
         return "-".join(parts)
 
@@ -221,6 +223,7 @@ class Scheme:
             smooth=bool(match["smooth"]),
             deflate=int(match["deflate"] or 0),
             hadamard=int(match["hadamard"] or 0),
+            regular=bool(match["regular"]),
             four_over_six=bool(match["four_over_six"]),
         )
         row = scheme.activations
@@ -228,8 +231,9 @@ class Scheme:
             raise ValueError(f"scheme {text!r}: only nvfp4 and fp8_tensor activations have a static input scale")
         if scheme.four_over_six and not (row and row.two_level):
             raise ValueError(f"scheme {text!r}: only two-level activations have 4-over-6")
-        if scheme.hadamard not in (0, *HADAMARDS):
-            raise ValueError(f"scheme {text!r}: Hadamard blocks have {', '.join(map(str, HADAMARDS))} columns")
+        if scheme.hadamard not in (0, *hadamards(scheme.regular)):
+            sizes = ", ".join(map(str, hadamards(scheme.regular)))
+            raise ValueError(f"scheme {text!r}: {'regular ' * scheme.regular}Hadamard blocks have {sizes} columns")
         return scheme
 
     @property
@@ -262,6 +266,11 @@ class Scheme:
         return bits + 16 * k * (self.center + self.smooth) + 16 * n * self.center
 
 
+def hadamards(regular: bool) -> tuple[int, ...]:
+    """Return the sizes that blocks of a Hadamard matrix have."""
+    return REGULAR_HADAMARDS if regular else HADAMARDS
+
+
 def find_format(name: str) -> Format:
     """Return the row called `name`, also int4 with another group size (`int4_g128`); ValueError with a hint."""
     if name in FORMATS:
@@ -275,15 +284,17 @@ def find_format(name: str) -> Format:
 INT4_GROUP_SIZES = (64, 128)
 Product = tuple[str, int, int, int]  # weights-activations, or BF16; M, N and K
 BF16 = "bf16"  # a product in 16 bit
-HADAMARDS = (16, 32, 64, 128)
+HADAMARDS = (16, 32, 64, 128)  # sizes of Sylvester's matrix
+REGULAR_HADAMARDS = (16, 64, 256)
 # Feature that a checkpoint requires of its readers -> the field of a Scheme for it.
 FEATURES = {
     **{"static_input_scale": "static_input", "low_rank": "rank", "center": "center", "smooth": "smooth"},
     **{"deflation": "deflate", "hadamard": "hadamard", "four_over_six": "four_over_six"},
+    "regular_hadamard": "regular",
 }
 _SCHEME = re.compile(
     r"(?P<weights>[^-]+)-(?P<activations>[^-]+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
-    r"(?:-d(?P<deflate>[1-9]\d{0,5}))?(?:-h(?P<hadamard>[1-9]\d{1,2}))?(?P<four_over_six>-46)?(?:-r(?P<rank>[1-9]\d{0,5}))?"
+    r"(?:-d(?P<deflate>[1-9]\d{0,5}))?(?:-h(?P<regular>r)?(?P<hadamard>[1-9]\d{1,2}))?(?P<four_over_six>-46)?(?:-r(?P<rank>[1-9]\d{0,5}))?"
 )
 SCALE_BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e8m0": 8}
 

@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 from fluxq.recipes.computing import Attention, Attentions, Steps, attention_in_words, gathered
 from fluxq.recipes.family import Family, InputGroup, Kind, Maker, Producer, matches
 from fluxq.recipes.formats import HADAMARDS, Scheme
-from fluxq.recipes.recipe import Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
+from fluxq.recipes.recipe import FOLDING, Compat, Component, Operand, Override, Profile, Recipe, Rounding, Transform
 
 GENERIC = "generic"  # the name of a family that is read from a model's structure
 UNKNOWN_ROLE = "other"
@@ -440,7 +440,7 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
     override = override_for(layer, recipe.overrides)
     if override is not None:
         scheme = _scheme(override.weights, override.activations, static_inputs and layer.is_observed)
-        return replace(layer, scheme=scheme, reason=override.reason)
+        return rotated_by(replace(layer, scheme=scheme, reason=override.reason), recipe)
     if layer.role == KEPT_ROLE:
         return replace(layer, reason=f"16 bit: {family.kept(layer.name)}")
     if layer.role == UNKNOWN_ROLE:
@@ -453,7 +453,28 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
         reason = f"{layer.role}: the recipe's main format"
     weights, activations = _operands(layer, recipe)
     scheme = _scheme(weights, activations, static_inputs)
-    return replace(layer, scheme=scheme, reason="; ".join([reason, *_instead(layer, recipe)]))
+    return rotated_by(replace(layer, scheme=scheme, reason="; ".join([reason, *_instead(layer, recipe)])), recipe)
+
+
+def rotated_by(layer: LayerPlan, recipe: Component) -> LayerPlan:
+    """Return a layer with the rotation that a recipe makes of quantized inputs, in the largest blocks that fit K."""
+    rotation, scheme = recipe.hadamard, layer.scheme
+    if rotation is None or scheme is None or scheme.activations is None:
+        return layer
+    size = _hadamard(layer, rotation.sizes)
+    reason = (
+        layer.reason if size == rotation.size else f"{layer.reason}; {_smaller_blocks(layer, size, rotation.sizes)}"
+    )
+    return replace(
+        layer, scheme=replace(scheme, hadamard=size, regular=rotation.is_regular and size > 0), reason=reason
+    )
+
+
+def _smaller_blocks(layer: LayerPlan, size: int, sizes: Sequence[int]) -> str:
+    """Return in words that blocks have this size, 0 for none, in place of the next larger one."""
+    width = " + ".join(map(str, layer.segments))
+    wanted = min(each for each in sizes if each > size)
+    return f"{f'Hadamard blocks of {size}' if size else 'no Hadamard'}: K = {width} is not in multiples of {wanted}"
 
 
 def _with_methods(
@@ -486,7 +507,7 @@ def _with_methods(
             planned.append(layer if _is_plain(recipe) else replace(layer, reason=f"{layer.reason}; {why}"))
         else:
             group, block = place
-            folding = _folding(layer, group, block, family, shapes, schemes) if compat == "portable" else ()
+            folding = _folding(layer, group, block, family, shapes, schemes) if compat in FOLDING else ()
             if isinstance(folding, tuple) and folding:
                 layer = replace(layer, together=together.setdefault((block, group.producers), layer.group))
             makers = {schemes[name] for p in group.producers if (name := f"{block}.{p.linear}") in schemes}
@@ -527,11 +548,9 @@ def with_method(
     powers_of_two = powers_of_two and bool(folding) and "smooth" in transforms
     if powers_of_two:
         reasons.append("factors are powers of two, which rows of the Linears that make its input can take in")
-    hadamard = _hadamard(layer) if "hadamard" in transforms else 0
+    hadamard = _hadamard(layer, HADAMARDS) if "hadamard" in transforms else 0
     if "hadamard" in transforms and hadamard < max(HADAMARDS):
-        width = " + ".join(map(str, layer.segments))
-        size = f"Hadamard blocks of {hadamard}" if hadamard else "no Hadamard"
-        reasons.append(f"{size}: K = {width} is not in multiples of {2 * hadamard or min(HADAMARDS)}")
+        reasons.append(_smaller_blocks(layer, hadamard, HADAMARDS))
         transforms = [name for name in transforms if name != "hadamard" or hadamard]
     rank = _rank(layer, recipe)
     deflate = bool(rank and recipe.low_rank and recipe.low_rank.deflate)
@@ -604,9 +623,9 @@ def _takes_factors(producer: Producer, shape: LinearShape, width: int, schemes: 
     return 0 <= rows.start and rows.stop <= shape.n and (scheme is None or scheme.weights.block[0] == 1)
 
 
-def _hadamard(layer: LayerPlan) -> int:
+def _hadamard(layer: LayerPlan, sizes: Sequence[int]) -> int:
     """Return the largest block that every segment of K is a multiple of; 0 for none."""
-    fitting = [size for size in HADAMARDS if all(width % size == 0 for width in layer.segments)]
+    fitting = [size for size in sizes if all(width % size == 0 for width in layer.segments)]
     return max(fitting, default=0)
 
 

@@ -25,10 +25,10 @@ from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
 from fluxq.recipes.computing import ATTENTIONS, Attentions, Steps, Strict, why_no_attention
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.formats import Format, find_format
+from fluxq.recipes.formats import Format, find_format, hadamards
 
 Profile = Literal["rtn", "fast", "balanced", "best"]
-Compat = Literal["portable", "nunchaku", "full"]
+Compat = Literal["portable", "comfy", "nunchaku", "full"]
 Transform = Literal["center", "smooth", "hadamard"]
 
 _MAX_BYTES = 1 << 16  # parsed in a second
@@ -109,6 +109,34 @@ class LowRank(Strict):
         return int(self.rank) if share is None else max(1, int(share * min(n, k) + Fraction(1, 2)))
 
 
+class Rotation(Strict):
+    """Hadamard rotation of every quantized input and its weights, tried or not: `{kind: regular, size: 256}`.
+
+    kind: regular, whose rows have one sum, or sylvester.
+    size: of its blocks; a layer whose K is no multiple takes the next smaller one of the kind that divides K.
+    """
+
+    kind: Literal["regular", "sylvester"] = "regular"
+    size: int
+
+    @model_validator(mode="after")
+    def _known_size(self) -> Rotation:
+        sizes = hadamards(self.is_regular)
+        if self.size not in sizes:
+            raise ValueError(f"blocks of the {self.kind} matrix have {', '.join(map(str, sizes))} columns")
+        return self
+
+    @property
+    def is_regular(self) -> bool:
+        """True for the regular matrix, False for Sylvester's."""
+        return self.kind == "regular"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that a layer may take, rising."""
+        return tuple(size for size in hadamards(self.is_regular) if size <= self.size)
+
+
 class Override(Strict):
     """Other formats for the layers of a role, or whose path matches a pattern; the last one that matches wins.
 
@@ -138,6 +166,7 @@ class Override(Strict):
 class Component(Strict):
     """Settings for one pipeline component.
 
+    transforms: what is tried, of an input. hadamard: a rotation that is not tried but made, and needs no data.
     attention: fp8 computes self-attention, q k^T and its product with v, from fp8 codes that are made at run time; int8
         takes q and k in int8. A mapping names modules by patterns, and leaves the others in 16 bit.
     """
@@ -145,6 +174,7 @@ class Component(Strict):
     weights: Operand
     activations: Operand | None = None
     transforms: list[Transform] = []
+    hadamard: Rotation | None = None
     low_rank: LowRank | None = None
     rounding: Rounding = Rounding()
     modulation: Operand | None = None
@@ -175,6 +205,21 @@ class Component(Strict):
         if value != in_order:
             raise ValueError(f"transforms are applied in one order, each once: write [{', '.join(in_order)}]")
         return value
+
+    @model_validator(mode="after")
+    def _rotates_what_is_rounded(self) -> Component:
+        if self.hadamard is None:
+            return self
+        if "hadamard" in self.transforms:
+            raise _mistake(("hadamard",), "it rotates every input: take hadamard out of transforms, which tries one")
+        if self.activations is None:
+            raise _mistake(("hadamard",), "it rotates inputs that are quantized: give activations, or leave it out")
+        for operand in self.inputs:
+            if operand.row.has_tensor_scale:
+                cure = "take formats with a scale for each token or block"
+                name = operand.row.name
+                raise _mistake(("hadamard",), f"{name} activations have one scale, calibrated before rotation; {cure}")
+        return self
 
     @field_validator("attention", mode="before")
     @classmethod
@@ -589,8 +634,12 @@ def _beyond_compat(component: Component, compat: Compat) -> Iterator[tuple[tuple
     for index, transform in enumerate(component.transforms):
         if transform not in COMPAT_TRANSFORMS[compat]:
             yield ("transforms", str(index)), transform, f"leave it out, or {_SAY_FULL}"
+    if component.hadamard is not None and not (compat == "comfy" and component.hadamard.is_regular):
+        what = "a rotation" if component.hadamard.is_regular else "a rotation by Sylvester's matrix"
+        also = ", `compat: comfy`" if component.hadamard.is_regular else ""
+        yield ("hadamard",), what, f"write `hadamard: null`{also}, or {_SAY_FULL}"
     low_rank = component.low_rank
-    if low_rank is not None and compat == "portable":
+    if low_rank is not None and compat in FOLDING:
         yield ("low_rank",), "a low-rank branch", f"write `low_rank: null`, or {_SAY_FULL}"
     elif low_rank is not None and low_rank.deflate:
         yield ("low_rank", "deflate"), "deflation", f"write `deflate: false`, or {_SAY_FULL}"
@@ -663,8 +712,10 @@ GATE_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": o
 # Limit of a checkpoint, so that the programs it is exported to can run it.
 COMPATS = {
     "portable": "what every export target can hold",
+    "comfy": "what ComfyUI's file can hold",
     "nunchaku": "what nunchaku's file can hold",
     "full": "everything",
 }
-COMPAT_TRANSFORMS = {"portable": ("center", "smooth"), "nunchaku": ("smooth",)}
+COMPAT_TRANSFORMS = {"portable": ("center", "smooth"), "comfy": ("center", "smooth"), "nunchaku": ("smooth",)}
+FOLDING = ("portable", "comfy")  # whose files have no place for a mean or factors: they fold into what makes the input
 _SAY_FULL = "write `compat: full`"

@@ -49,7 +49,7 @@ from fluxq.recipes.cost import group_seconds
 from fluxq.recipes.devices import Device, find_device
 from fluxq.recipes.family import Maker
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import Folding, LayerPlan, LinearShape, component_recipe, make_plan, with_method
+from fluxq.recipes.plan import Folding, LayerPlan, LinearShape, component_recipe, make_plan, rotated_by, with_method
 from fluxq.recipes.recipe import Component, Gate, LowRank, Recipe, Rounding, load_recipe, shipped_recipes
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def planned_alone(
     is_static = is_fitted and recipe.needs_data(part) and row is not None and row.has_tensor_scale
     scheme = Scheme(part.weights.row, row, static_input=is_static)
     scheme.weights.check_shape(layer.n, layer.k, name or layer.name)
-    layer = replace(layer, scheme=scheme)
+    layer = rotated_by(replace(layer, scheme=scheme), part)
     powers_of_two = not part.weights.row.has_row_scale
     return with_method(layer, part, recipe.profile, folding, powers_of_two=powers_of_two)
 

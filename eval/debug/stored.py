@@ -83,7 +83,8 @@ def stored_fault(layer: QuantLinear, weight: Tensor) -> str:
 def source_of(layer: QuantLinear, weight: Tensor) -> Tensor:
     """Return the 16-bit weight (N, K) as the layer's codes would hold it, fp32: smoothed and rotated."""
     smooth = getattr(layer, "pre_quant_scale", None)
-    return rotate(weight.float() if smooth is None else weight.float() / smooth.data.float(), layer.scheme.hadamard)
+    smoothed = weight.float() if smooth is None else weight.float() / smooth.data.float()
+    return rotate(smoothed, layer.scheme.hadamard, layer.scheme.regular)
 
 
 def _difference(layer: QuantLinear, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +94,8 @@ def _difference(layer: QuantLinear, source: Tensor) -> tuple[Tensor, Tensor, Ten
     scale = decode_scale(q.scale, q.format, q.global_scale)
     blocks = scale.reshape(q.shape[0] if scale.ndim else 1, -1, 1)
     step = code_step(codes, q.format.element).reshape(q.shape[0], blocks.shape[1], -1) * blocks
-    return rotate(layer.merged()[0], layer.scheme.hadamard) - source, codes, step.reshape(q.shape)
+    stored = rotate(layer.merged()[0], layer.scheme.hadamard, layer.scheme.regular)
+    return stored - source, codes, step.reshape(q.shape)
 
 
 def code_step(codes: Tensor, element: Element) -> Tensor:

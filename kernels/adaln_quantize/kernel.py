@@ -29,6 +29,7 @@ from fluxq.kernels.checks import EXACT, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     amax_bits,
     computed_once,
+    levels_of,
     quantize_blocks_tile,
     quantize_rows_tile,
     rounded,
@@ -92,7 +93,7 @@ def adaln_quantize(
         eps=eps,
         NORM=norm,
         FORMAT=row,
-        HADAMARD=how.hadamard.bit_length() - 1 if how.hadamard else 0,
+        HADAMARD=levels_of(how.hadamard, how.regular),
         SCALE_GIVEN=input_scale is not None,
         FOUR_OVER_SIX=how.four_over_six,
         SWIZZLED=swizzled,

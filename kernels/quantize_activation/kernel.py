@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, ch
 from fluxq.kernels.codes import (
     amax_bits,
     computed_once,
+    levels_of,
     magnitude_bits,
     quantize_blocks_tile,
     quantize_rows_tile,
@@ -104,7 +106,7 @@ def quantize_activation(
     check_device(name, x.device)
     left = None if beside is None else Beside(beside, beside.shape[1], beside.stride(0))
     read: dict[str, Any] = {"source": Source(x, x.stride(0), left, smooth, mean), "M": m, "K": k, "ACT": how.act}
-    read |= {"HADAMARD": hadamard.bit_length() - 1 if hadamard else 0}
+    read |= {"HADAMARD": levels_of(hadamard, how.regular)}
     read |= {"TILES": cdiv(k, tile.columns), "TILE": tile, "num_warps": tile.warps} | EXACT
     product = None
     if down is not None and h is not None:
@@ -212,6 +214,7 @@ def quantize_tuned(
     if down or (row.group_size and not own_global):
         name = tile_name(row, how.hadamard, down, tensors.beside is not None, own_global)
         tile = find_memory_tile(OP.file, name, chip, x.shape[0])
+        tile = replace(tile, columns=max(tile.columns, how.hadamard))  # which holds whole blocks
     else:
         k = x.shape[1] // (2 if how.act in GATED else 1) + (0 if tensors.beside is None else tensors.beside.shape[1])
         tile = whole_row_tile(k, chip, many=bool(how.hadamard or row.group_size))
@@ -263,7 +266,7 @@ def compare_codes(
     """
     scale = given.input_scale
     some = RoundingTensors(scale[rows] if scale is not None and scale.ndim == 2 else scale, given.smooth, given.mean)
-    plain = Rounding(how.format, "", how.hadamard, how.four_over_six)
+    plain = Rounding(how.format, "", how.hadamard, how.four_over_six, regular=how.regular)
     made = coded(REFERENCES[OP.name](a, *pack_named(some, plain)), some, plain)
     parts = zip(found.tensors().items(), made.tensors().values(), strict=True)
     verdict = worst(*(same({"weight": "codes"}.get(name, "scales"), ours, theirs) for (name, ours), theirs in parts))
@@ -440,7 +443,7 @@ def quantize_rows_kernel(
     COLUMNS: tl.constexpr = TILE.columns
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     OWN_AMAX: tl.constexpr = amax is None and not SCALE_GIVEN  # pyright: ignore[reportAssignmentType]
-    HELD: tl.constexpr = OWN_AMAX and down is None and holds(TILES * COLUMNS, HADAMARD > 0)  # pyright: ignore
+    HELD: tl.constexpr = OWN_AMAX and down is None and holds(TILES * COLUMNS, HADAMARD != 0)  # pyright: ignore
     held = ()
     if SCALE_GIVEN:
         step = tl.load(out.scale + rows * out.stride, mask=rows < M, other=1.0)  # (ROWS,)

@@ -7,7 +7,7 @@ and then, in fp32, each step left out where its tensor is None or its number 0:
 
     h = a · down^T                          the first half of a low-rank branch, in a's type
     v = (a - mean) · smooth                 mean and smooth (K,)
-    v = v · H / sqrt(size)                  Sylvester's Hadamard matrix on each block of `hadamard` columns
+    v = v · H / sqrt(size)                  Sylvester's Hadamard matrix, or the regular one, on each block of columns
     codes, scales                           of v, as `quantize_activation` in ops.py
 
 One call serves all layers that share an input: `down` may hold the rows of several.
@@ -27,7 +27,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.op import Op, launches_on_gpu
 from fluxq.kernels.ops import no_autocast, transform
 from fluxq.kernels.tensor import stored_shapes, swizzle_scales, swizzled_size, unpack_named
-from fluxq.recipes.formats import FORMATS, HADAMARDS, Format
+from fluxq.recipes.formats import FORMATS, Format, hadamards
 
 PRODUCED = ("int8", "fp8", "fp8_tensor", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
 OP = Op("quantize_activation", (*PRODUCED, "down", "16bit", *(f"{name}-beside" for name in PRODUCED)), "memory")
@@ -46,7 +46,7 @@ class Rounding:
 
     format: "" for none.
     act: a key of ACTS, "" for x itself; act(x) is rounded to x's dtype first.
-    hadamard: size of its blocks.
+    hadamard: size of its blocks. regular: of its regular matrix, "r" before the size in the text.
     four_over_six: nvfp4's choice between two scales for each block.
     swizzled: block scales in the order of `swizzle_scales`.
     """
@@ -56,15 +56,18 @@ class Rounding:
     hadamard: int = 0
     four_over_six: bool = False
     swizzled: bool = False
+    regular: bool = False
 
     def __str__(self) -> str:
-        return f"{self.format}/{self.act}/{self.hadamard}/{self.four_over_six:d}/{self.swizzled:d}"
+        rotation = f"{'r' * self.regular}{self.hadamard}"
+        return f"{self.format}/{self.act}/{rotation}/{self.four_over_six:d}/{self.swizzled:d}"
 
     @classmethod
     def parse(cls, text: str) -> Rounding:
         """Invert `str`."""
-        name, act, hadamard, four_over_six, swizzled = text.split("/")
-        return cls(name, act, int(hadamard), four_over_six == "1", swizzled == "1")
+        name, act, rotation, four_over_six, swizzled = text.split("/")
+        size, regular = int(rotation.removeprefix("r")), rotation.startswith("r")
+        return cls(name, act, size, four_over_six == "1", swizzled == "1", regular)
 
     @property
     def row(self) -> Format:
@@ -125,8 +128,9 @@ def check_steps(name: str, k: int, format: Format, how: Rounding) -> None:
     """Raise ValueError for steps that the format or the row length K does not allow."""
     if format.name not in PRODUCED or FORMATS[format.name] != format:
         raise ValueError(f"{name}: activations are not quantized to {format.name}, only to {', '.join(PRODUCED)}")
-    if how.hadamard not in (0, *HADAMARDS):
-        raise ValueError(f"{name}: hadamard is {how.hadamard}, expected one of 0, {', '.join(map(str, HADAMARDS))}")
+    if how.hadamard not in (0, *(sizes := hadamards(how.regular))):
+        kind = "regular hadamard" if how.regular else "hadamard"
+        raise ValueError(f"{name}: {kind} is {how.hadamard}, expected one of 0, {', '.join(map(str, sizes))}")
     if how.hadamard and k % how.hadamard:
         raise ValueError(f"{name}: K is {k}, no multiple of hadamard {how.hadamard}: choose a smaller one, or 0")
     if how.four_over_six and not format.two_level:
@@ -151,7 +155,7 @@ def _produce(a: Tensor, operands: RoundingTensors, how: Rounding) -> tuple[Tenso
     empty = _empty(a, a.shape[1], operands, how)
     if a.shape[0] == 0:
         return empty
-    v = transform(a, operands.smooth, operands.mean, how.hadamard)
+    v = transform(a, operands.smooth, operands.mean, how.hadamard, how.regular)
     q = ops.quantize_activation(v, row, operands.input_scale, how.four_over_six)
     global_scale, scale = q.global_scale, swizzle_scales(q.scale) if how.swizzled else q.scale
     if operands.input_scale is not None:

@@ -4,7 +4,8 @@
     nvfp4            weight U8 [16⌈N/16⌉, 8⌈K/16⌉], the even column in the high nibble, weight_scale_2 F32 [],
                      weight_scale E4M3 [128⌈N/128⌉, 4⌈K/64⌉] swizzled, pre_quant_scale [K]
     mxfp8            weight E4M3 [32⌈N/32⌉, 32⌈K/32⌉], weight_scale E8M0 [128⌈N/128⌉, 4⌈K/128⌉] swizzled
-    int8_tensorwise  weight I8 [N, K], weight_scale F32 [N, 1] or []
+    int8_tensorwise  weight I8 [N, K], weight_scale F32 [N, 1] or []; with `convrot` columns are rotated by the regular
+                     Hadamard matrix in blocks of `convrot_groupsize`, and so is x
     awq_w4a16        weight I8 [N, K/2] of q = code + 8, weight_scale and weight_zeros [K/group, N]: (q - 8) · s + z
 
 The format stands in `comfy_quant`, a tensor of JSON, and again in the header's `_quantization_metadata`: ComfyUI reads
@@ -24,16 +25,18 @@ from torch import Tensor
 
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, positive, row_for
-from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES
+from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, REGULAR_HADAMARDS
 
 _WIDENED = "full_precision_matrix_mult"
 _UNSCALED = "without input_scale ComfyUI rounds x to E4M3 as it is, unscaled, and clips it at 448"
+_CONVROT_SIZE = 256  # of an entry that says none
 _UNREAD = "ComfyUI 0.33.0 does not load awq_w4a16, which its decoder comfy-kitchen has"
 
 
@@ -54,6 +57,7 @@ def encode(layer: QuantTensors) -> Encoded:
         tensors |= {"weight": pad(weight, 32, 32), "weight_scale": blocked}
     elif row.name == "int8_tensorwise":
         tensors["weight_scale"] = scale.reshape(-1, 1)
+        entry |= {"convrot": True, "convrot_groupsize": layer.scheme.hadamard} if layer.scheme.hadamard else {}
     elif row.name == "awq_w4a16":
         entry["group_size"] = layer.scheme.weights.group_size
         turned = scale.T.contiguous()
@@ -71,6 +75,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     row = named_row(ROWS, said.get("format"), "comfy")
     if said.get(_WIDENED) and row.activations is not None:
         row = named_row(ROWS, row.name, "comfy", None)
+    regular = _regular(row, said, shape[1])
     done = held.bias(shape[0])
     found = _READERS[row.name](held, shape, said)
     if "pre_quant_scale" in held:
@@ -78,13 +83,36 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if "input_scale" in held:
         done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
     held.finish()
+    if regular and "pre_quant_scale" in done:
+        raise ValueError("comfy: the layer has convrot and pre_quant_scale, and no reader says which comes first")
+    if regular and regular not in REGULAR_HADAMARDS and isinstance(found, dict):
+        why = f"its columns are rotated in blocks of {regular}"
+        found = rotate(found["weight"] * found["weight_scale"].unsqueeze(1), regular, regular=True), why
     if isinstance(found, tuple):
         weight, why = found
         weight = weight * done["pre_quant_scale"].float() if "pre_quant_scale" in done else weight
         return Plain(weight, done.get("bias"), why)
     if row.name == "awq_w4a16" and found["weight_scale"].shape[1] * 128 == shape[1]:
         row = _INT4_G128
-    return native(row, shape, done | found)
+    return native(row, shape, done | found, regular=regular)
+
+
+def _regular(row: Row, entry: Mapping[str, Any], k: int) -> int:
+    """Size of the blocks that an entry says are rotated, 0 for none; ValueError for one that cannot be so."""
+    is_rotated, size = entry.get("convrot", False), entry.get("convrot_groupsize", _CONVROT_SIZE)
+    if type(is_rotated) is not bool:
+        raise ValueError(f"comfy: convrot is {is_rotated!r}, expected true or false")
+    if not is_rotated:
+        return 0
+    if not row.regular:
+        raise ValueError(f"comfy: {row.name} with convrot is none that ComfyUI has: its int8_tensorwise alone rotates")
+    if type(size) is not int or size not in (4**power for power in range(1, 16)):
+        raise ValueError(
+            f"comfy: convrot_groupsize {size!r} is no power of 4, as 16, 64 and 256 are; get the file again"
+        )
+    if k % size:
+        raise ValueError(f"comfy: convrot_groupsize {size} does not divide K = {k}; get the file again")
+    return size
 
 
 _Read = dict[str, Tensor] | tuple[Tensor, str]  # native tensors, or a weight in fp32 and why it is no more
@@ -116,9 +144,6 @@ def _read_int8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) 
     n, _ = shape
     codes = held.take("weight", torch.int8, shape)
     scale = held.scale("weight_scale", torch.float32, (n, 1), (n,), (), (1,)).reshape(-1)
-    if entry.get("convrot"):
-        size = entry.get("convrot_groupsize", 256)
-        return rotate_back(codes * scale.unsqueeze(1), size), f"its columns are rotated in blocks of {size}"
     return {"weight": codes, "weight_scale": scale.expand(n).contiguous()}
 
 
@@ -160,21 +185,6 @@ def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
 
-def rotate_back(weight: Tensor, size: Any) -> Tensor:
-    """W of a weight (N, K) that was rotated by comfy-kitchen's Hadamard matrix, in blocks of `size` columns.
-
-    That matrix is the Kronecker power of a 4 x 4 one with the same sum in each row, and not Sylvester's, which ours is.
-    """
-    h4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32)
-    h = torch.ones(1, 1, dtype=torch.float32)
-    while type(size) is int and h.shape[0] < min(size, weight.shape[1]):
-        h = torch.kron(h, h4)
-    if h.shape[0] != size or weight.shape[1] % size:
-        raise ValueError(f"comfy: convrot_groupsize {size!r} is no power of 4 that divides K = {weight.shape[1]}")
-    blocks = weight.float().reshape(-1, size)
-    return (blocks @ (h / size**0.5)).reshape(weight.shape)  # h is its own transpose
-
-
 _SGLANG = "ComfyUI, SGLang-Diffusion"
 _INT4_G128 = Row("awq_w4a16", "int4_g128", None, unread=_UNREAD)
 ROWS = (
@@ -184,8 +194,8 @@ ROWS = (
     Row("nvfp4", "nvfp4", None, smooth=True, read_by=_SGLANG),
     Row("mxfp8", "mxfp8", "mxfp8", read_by=_SGLANG),
     Row("mxfp8", "mxfp8", None, read_by=_SGLANG),
-    Row("int8_tensorwise", "int8", "int8", read_by=_SGLANG),
-    Row("int8_tensorwise", "int8", None, read_by=_SGLANG),
+    Row("int8_tensorwise", "int8", "int8", regular=True, read_by=_SGLANG),
+    Row("int8_tensorwise", "int8", None, regular=True, read_by=_SGLANG),
     Row("awq_w4a16", "int4", None, unread=_UNREAD),
     _INT4_G128,
 )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.files import ModelFile
 from fluxq.quantize.exchange.layer import Decoded, QuantTensors
@@ -247,9 +248,10 @@ class _Rows:
         by = self.smoothing(by)
         if not isinstance(self.found, QuantTensors):
             return _cast(truth / by, self.layer) * by
-        weights = self.found.scheme.weights
+        weights, rotation = self.found.scheme.weights, (self.found.scheme.hadamard, self.found.scheme.regular)
         one = None if weights.block[0] else self.found.tensors["weight_scale"]  # which need not be this weight's own
-        return QuantizedTensor.quantize(truth / by, weights, tensor_scale=one).dequantize() * by
+        turned = rotate(truth / by, *rotation)
+        return rotate(QuantizedTensor.quantize(turned, weights, tensor_scale=one).dequantize(), *rotation) * by
 
 
 def prove(

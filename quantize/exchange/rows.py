@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ class Row:
     smooth, low_rank: whether the reader applies them. multiples: of N and K. needs: tensors that no scheme of ours
     stores. read_by: programs that read just this format. row_scales: each row may have a global scale of its own.
     factors_stay: its layers all have factors, by which the reader divides x, so that none are folded without need.
+    regular: its reader rotates x by the regular Hadamard matrix where a layer says so.
     unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
     """
 
@@ -41,6 +42,7 @@ class Row:
     read_by: str = ""
     factors_stay: bool = False
     row_scales: bool = False
+    regular: bool = False
     unread: str = ""
 
     def scheme(self, **features: Any) -> Scheme:
@@ -90,7 +92,7 @@ def _misfit(layer: QuantTensors, row: Row) -> str:
     for has, words in (
         (scheme.center, "subtracts a mean from x"),
         (scheme.deflate, "takes directions out of x"),
-        (scheme.hadamard, "rotates x"),
+        (scheme.hadamard and not (row.regular and scheme.regular), f"rotates x by {_matrix(scheme)}"),
         (scheme.four_over_six, "chooses between two scales for each block of x"),
         (scheme.smooth and not row.smooth, "multiplies x by factors"),
         (scheme.rank and not row.low_rank, "has a low-rank branch"),
@@ -108,6 +110,10 @@ def _misfit(layer: QuantTensors, row: Row) -> str:
     if "weight_scale_2" in layer.tensors and layer.tensors["weight_scale_2"].ndim and not row.row_scales:
         return f"{row.name} has one global scale, and parts of this layer have their own; split the fused layer first"
     return ""
+
+
+def _matrix(scheme: Scheme) -> str:
+    return "the regular Hadamard matrix" if scheme.regular else "Sylvester's Hadamard matrix"
 
 
 def _words(activations: str | None) -> str:
@@ -184,10 +190,11 @@ def positive(scale: Tensor, name: str) -> Tensor:
 
 
 def native(
-    row: Row, shape: tuple[int, int], tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor] = {}
+    row: Row, shape: tuple[int, int], tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor] = {}, regular: int = 0
 ) -> QuantTensors:
     """A decoded layer: its scheme follows from the row and the tensors, whose shapes and dtypes are checked.
 
+    regular: size of the blocks that the regular Hadamard matrix rotates, 0 for none.
     An input_scale that no reader of the row takes goes `beside`. Scales of 0 become 1, as a native checkpoint has them
     over codes of 0; LostScales over others. An E8M0 byte of 0 is 2^-127, and 0 in ComfyUI.
     """
@@ -196,6 +203,7 @@ def native(
         tensors = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
     rank = tensors["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in tensors else 0
     scheme = row.scheme(static_input="input_scale" in tensors, smooth="pre_quant_scale" in tensors, rank=rank)
+    scheme = replace(scheme, hadamard=regular, regular=regular > 0)
     scheme.weights.check_shape(*shape, f"a {row.name} layer")
     for name, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
         held = tensors[name]

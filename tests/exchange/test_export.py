@@ -29,6 +29,7 @@ from fluxq.commands import exchanging
 from fluxq.jobs import catalogue, exchange, making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize import group
 from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange import native
@@ -47,7 +48,7 @@ from fluxq.recipes.plan import MODULATION_ROLE
 DENOISERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FITTED = ("nvfp4", "int8", "int4-svd")  # whose layers have means, factors or a low-rank branch
-FOR_COMFY = ("nvfp4", "mxfp8", "fp8-comfy", "int8")  # recipes all of whose layers ComfyUI holds
+FOR_COMFY = ("nvfp4", "mxfp8", "fp8-comfy", "int8", "int8-convrot")  # recipes all of whose layers ComfyUI holds
 BFL = {"nvfp4": {}, "nvfp4, 16 bit beside": {"side_layers": "16bit"}, "fp8": {}}  # what the files are made with
 NORMED = 6  # modulations of the embedded pipeline: two of its double block, one of each of its four single ones
 
@@ -425,11 +426,15 @@ def require_comfy_kitchen_reads(source: NativeComponent, done: Any) -> Counter[s
     tensors, formats = load_file(done.target), Counter[str]()
     for choice in [unit for unit in plan_of(source, "comfy").choices if unit.schemes]:
         name = choice.unit.name
-        weight = torch.cat([source.layer(part).linear().quantized_weight.dequantize() for part in choice.unit.parts])
-        kind = json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))["format"]
+        layers = [source.layer(part) for part in choice.unit.parts]
+        weight = torch.cat([layer.linear().quantized_weight.dequantize() for layer in layers])
+        weight = rotate(weight, layers[0].scheme.hadamard, layers[0].scheme.regular)
+        said = json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))
+        kind = said["format"]
         layout, parts = layouts_of[kind]
         formats[kind] += 1
         params = {part: tensors[f"{name}.{key}"] for part, key in parts.items()}
+        params |= {option: said[option] for option in ("convrot", "convrot_groupsize") if option in said}
         shape = {"orig_dtype": torch.float32, "orig_shape": tuple(weight.shape)}
         built = get_layout_class(layout).Params(**params, **shape)
         read = QuantizedTensor(tensors[f"{name}.weight"], layout, built).dequantize()

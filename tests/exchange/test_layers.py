@@ -32,7 +32,8 @@ HOLDS = {
     ),
     "comfy": (
         "fp8_tensor-fp8_tensor fp8_tensor-fp8_tensor-static fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit nvfp4-nvfp4 "
-        "nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit"
+        "nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit "
+        "int8-int8-hr16 int8-16bit-hr16"
     ),
     "torchao": (
         "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-16bit mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4 "
@@ -65,6 +66,7 @@ SCHEMES = sorted(
     | {
         "fp8_tensor-fp8",
         "fp8-fp8-h64",
+        "int8-int8-h32",
         "int8-int8-center",
         "mxfp4-mxfp4-d16",
         "nvfp4-nvfp4-static-46",
@@ -175,7 +177,9 @@ def test_a_dialect_names_what_it_cannot_hold() -> None:
         ("bfl", "fp8_tensor-fp8_tensor", "no format for fp8_tensor"),
         ("comfy", "fp8-fp8", "no format for fp8 weights"),
         ("comfy", "int8-int8-center", "subtracts a mean from x at run time"),
-        ("torchao", "fp8-fp8-h64", "rotates x at run time"),
+        ("torchao", "fp8-fp8-h64", "rotates x by Sylvester's Hadamard matrix at run time"),
+        ("torchao", "int8-int8-hr64", "rotates x by the regular Hadamard matrix at run time"),
+        ("comfy", "int8-int8-h64", "rotates x by Sylvester's Hadamard matrix at run time"),
         ("torchao", "nvfp4-nvfp4-static-r16", "has a low-rank branch"),
         ("torchao", "mxfp8-16bit", "with mxfp8 activations, not as mxfp8-16bit"),
         ("modelopt", "int8-int8", "needs input_scale, which the scheme int8-int8 does not store"),
@@ -469,6 +473,63 @@ def test_scales_that_are_no_scales_are_refused() -> None:
     raw(mx["weight_scale"])[0] = 255
     with pytest.raises(ValueError, match="byte 255"):
         comfy.decode(mx, (N, K))
+
+
+def marked(layer: QuantTensors, entry: dict[str, Any]) -> dict[str, Tensor]:
+    """Return ComfyUI's tensors of a layer, whose marker says something else."""
+    return comfy.encode(layer).tensors | {
+        "comfy_quant": torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)
+    }
+
+
+def test_a_rotated_layer_of_comfyui_says_the_size_of_its_blocks() -> None:
+    encoded = comfy.encode(quantized("int8-int8-hr64"))
+    assert encoded.entry == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}
+    assert comfy.encode(quantized("int8-int8")).entry == {"format": "int8_tensorwise"}
+    plain = quantized("int8-int8", k=512)
+    for said, scheme in (
+        ({"convrot": True}, "int8-int8-hr256"),  # the size that ComfyUI takes where none is said
+        ({"params": {"convrot": True, "convrot_groupsize": 16}}, "int8-int8-hr16"),
+        ({"convrot": False, "convrot_groupsize": 3}, "int8-int8"),
+        ({"convrot": True, "full_precision_matrix_mult": True}, "int8-16bit-hr256"),
+        ({"convrot": True, "orig_dtype": "torch.bfloat16", "per_row": True}, "int8-int8-hr256"),
+    ):
+        assert str(comfy.decode(marked(plain, {"format": "int8_tensorwise", **said}), (N, 512)).scheme) == scheme
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"convrot_groupsize": 128}, "convrot_groupsize 128 is no power of 4, as 16, 64 and 256 are"),
+        ({"convrot_groupsize": 0}, "convrot_groupsize 0 is no power of 4"),
+        ({"convrot_groupsize": -16}, "convrot_groupsize -16 is no power of 4"),
+        ({"convrot_groupsize": "256"}, "convrot_groupsize '256' is no power of 4"),
+        ({"convrot_groupsize": 16.0}, r"convrot_groupsize 16\.0 is no power of 4"),
+        ({"convrot_groupsize": True}, "convrot_groupsize True is no power of 4"),
+        ({"convrot_groupsize": 256}, "convrot_groupsize 256 does not divide K = 192"),
+        ({}, "convrot_groupsize 256 does not divide K = 192"),
+        ({"convrot": "yes", "convrot_groupsize": 64}, "convrot is 'yes', expected true or false"),
+        ({"convrot": 1, "convrot_groupsize": 64}, "convrot is 1, expected true or false"),
+        ({"format": "mxfp8", "convrot_groupsize": 64}, "mxfp8 with convrot is none that ComfyUI has"),
+    ],
+)
+def test_a_marker_of_rotation_that_cannot_be_so_is_refused(said: dict[str, Any], words: str) -> None:
+    layer = quantized("mxfp8-mxfp8" if said.get("format") == "mxfp8" else "int8-int8")
+    with pytest.raises(ValueError, match=words):
+        comfy.decode(marked(layer, {"format": "int8_tensorwise", "convrot": True, **said}), (N, K))
+    factors = marked(layer, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64})
+    if layer.scheme.weights.name == "int8":
+        with pytest.raises(ValueError, match="convrot and pre_quant_scale"):
+            comfy.decode(factors | {"pre_quant_scale": torch.ones(K)}, (N, K))
+
+
+def test_a_rotation_of_another_size_is_read_as_a_weight() -> None:
+    """In blocks of 4, which comfy-kitchen multiplies and no kernel of ours does."""
+    layer = quantized("int8-int8")
+    found = comfy.decode(marked(layer, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 4}), (N, K))
+    assert isinstance(found, Plain) and found.why == "its columns are rotated in blocks of 4"
+    h = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
+    assert relative(found.weight, (codes_alone(layer).reshape(-1, 4) @ h).reshape(N, K)) < 1e-6
 
 
 def test_texts_in_tensors_may_be_anything() -> None:

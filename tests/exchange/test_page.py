@@ -72,9 +72,10 @@ def schemes() -> Iterable[Scheme]:
     """Every scheme that some dialect might hold: all weights, rounded activations or none, what comes with them."""
     for weights in (*formats.FORMATS, "int4_g128"):
         for activations in dict.fromkeys((weights, weights.removesuffix("_tensor"), "16bit")):
-            for static, smooth, rank in itertools.product(("", "-static"), ("", "-smooth"), ("", "-r32")):
+            found = itertools.product(("", "-static"), ("", "-smooth"), ("", "-hr16"), ("", "-r32"))
+            for features in found:
                 try:
-                    yield Scheme.parse(f"{weights}-{activations}{static}{smooth}{rank}")
+                    yield Scheme.parse(f"{weights}-{activations}{''.join(features)}")
                 except ValueError:
                     continue  # x has no global scale there
 
@@ -119,8 +120,9 @@ def worded(found: list[Scheme]) -> str:
     """Schemes by weights and activations; in brackets what may come with them, in one notation for all ranks."""
     parts: dict[str, list[frozenset[str]]] = {}
     for scheme in found:
-        features = {"static": scheme.static_input, "smooth": scheme.smooth, "rank": bool(scheme.rank)}
-        plain = replace(scheme, static_input=False, smooth=False, rank=0)
+        features = {"static": scheme.static_input, "smooth": scheme.smooth, "hr": scheme.regular}
+        features |= {"rank": bool(scheme.rank)}
+        plain = replace(scheme, static_input=False, smooth=False, hadamard=0, regular=False, rank=0)
         parts.setdefault(str(plain), []).append(frozenset(name for name, has in features.items() if has))
     words = []
     for plain, sets in parts.items():
@@ -131,7 +133,7 @@ def worded(found: list[Scheme]) -> str:
     return ", ".join(words)
 
 
-_FEATURES = ["static", "smooth", "rank"]
+_FEATURES = ["static", "smooth", "hr", "rank"]
 
 
 def exports(dialect: str, made: Format) -> str:

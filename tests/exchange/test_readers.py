@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import sys
 from itertools import product
 from typing import Any
@@ -17,10 +18,13 @@ from torch import Tensor
 from fluxq.base.model import resolve_model
 from fluxq.kernels.encode import input_scale_for
 from fluxq.kernels.ops import quantize_activation
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.exchange import comfy, compressed_tensors, modelopt, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.layer import Plain, QuantTensors
-from fluxq.recipes.formats import FORMATS
+from fluxq.quantize.nearest import quantize_weight
+from fluxq.recipes.formats import FORMATS, REGULAR_HADAMARDS, Scheme
+from fluxq.recipes.plan import LayerPlan
 from tests.exchange.test_layers import (
     HOLDS,
     K,
@@ -84,13 +88,59 @@ def test_comfy_kitchen_reads_comfy_layers() -> None:
             layer, encoded = exported("comfy", text, n, k)
             name, parts = layouts_of[encoded.entry["format"]]
             params = {part: encoded.tensors[key] for part, key in parts.items()}
-            if "group_size" in encoded.entry:
-                params["group_size"] = encoded.entry["group_size"]
+            params |= {name: encoded.entry[name] for name in _OPTIONS if name in encoded.entry}
             built = get_layout_class(name).Params(**params, orig_dtype=torch.float32, orig_shape=(n, k))
             weight = QuantizedTensor(encoded.tensors["weight"], name, built).dequantize()[:n, :k]
-            assert torch.equal(weight, codes_alone(layer)), text
+            ours = rotate(codes_alone(layer), layer.scheme.hadamard, layer.scheme.regular)
+            assert torch.equal(weight, ours), text
             formats.add(encoded.entry["format"])
     assert formats == formats_read_by("comfy-kitchen", "comfy")
+
+
+_OPTIONS = ("group_size", "convrot", "convrot_groupsize")
+
+
+@pytest.mark.slow
+@pytest.mark.reader("comfy-kitchen", "comfy")
+def test_comfy_kitchen_rotates_and_rounds_a_thousand_layers_to_our_codes() -> None:
+    """From fp32 weights: those in 16 bit it rotates in 16 bit, we in fp32."""
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    from comfy_kitchen.tensor import QuantizedTensor as Theirs
+    from comfy_kitchen.tensor import get_layout_class
+
+    layout, draw = get_layout_class("TensorWiseINT8Layout"), random.Random(0)
+    for seed in range(1000):
+        size = draw.choice(REGULAR_HADAMARDS)
+        n, k, g = draw.randint(1, 130), size * draw.randint(1, 1024 // size), torch.Generator().manual_seed(seed)
+        w = torch.randn(n, k, generator=g) * torch.randn(n, 1, generator=g).exp()
+        w[:, draw.randrange(k)] *= draw.choice((1, 30))
+        plan = LayerPlan("layer", n, k, "", "", False, Scheme.parse(f"int8-int8-hr{size}"), "")
+        layer = QuantTensors(quantize_weight(w, plan).tensors(), (n, k), Scheme.parse(f"int8-int8-hr{size}"))
+        codes, params = layout.quantize(w, per_channel=True, convrot=True, convrot_groupsize=size)
+        written = comfy.encode(layer)
+        assert torch.equal(codes, written.tensors["weight"]), seed
+        assert torch.equal(params.scale, written.tensors["weight_scale"]), seed
+        marker = {"convrot": params.convrot, "convrot_groupsize": params.convrot_groupsize}
+        assert written.entry == {"format": "int8_tensorwise", **marker}
+        back = comfy.decode(written.tensors, (n, k))
+        assert isinstance(back, QuantTensors) and same_bytes(back.tensors["weight"], codes)
+        read = Theirs(codes, "TensorWiseINT8Layout", params).dequantize()
+        assert torch.equal(read, back.collapsed()[0]), seed
+
+
+@pytest.mark.reader("comfy-kitchen", "comfy")
+def test_comfy_kitchen_multiplies_a_rotated_layer_as_ours_does() -> None:
+    """In fp32; it rotates 16-bit x in 16 bit, where ours has fp32."""
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    import comfy_kitchen
+
+    for size in REGULAR_HADAMARDS:
+        layer, encoded = exported("comfy", f"int8-int8-hr{size}", 40, 512)
+        x = torch.randn(9, 512, generator=torch.Generator().manual_seed(7)) + 1
+        codes, scale, bias = (encoded.tensors[name] for name in ("weight", "weight_scale", "bias"))
+        how = {"convrot": True, "convrot_groupsize": size}
+        theirs = comfy_kitchen.int8_linear(x, codes, scale, bias.float(), torch.float32, **how)
+        assert relative(layer.linear()(x), theirs) < 1e-3  # a code of x here and there
 
 
 def test_comfy_kitchen_rounds_x_to_our_codes_under_a_calibrated_scale() -> None:

@@ -155,6 +155,7 @@ def check_steps(
     beside: int = 0,
     given: bool = False,
     hadamard: int = 0,
+    regular: bool = False,
     rank: int = 0,
     four_over_six: bool = False,
     swizzled: bool = False,
@@ -164,7 +165,7 @@ def check_steps(
 
     beside: that many columns are another matrix's, which is part of a wider one.
     """
-    k, row = 640, FORMATS[format]
+    k, row = 768 if hadamard == 256 else 640, FORMATS[format]
     x, left = awkward(m, (k - beside) * (1 + (act in quantizer.GATED)), dtype), awkward(m, 2 * beside + 1, dtype)
     if rank or format == "fp8_tensor":  # one NaN would be everything, and sums are not to overflow
         x, left = (t.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4) for t in (x, left))
@@ -176,7 +177,7 @@ def check_steps(
         given_scale = torch.rand(m, 1, generator=noise) if row.block[0] else torch.tensor(0.37)
     a = torch.cat([left, kernels.activate(x, act, tile=TILE) if act else x], dim=1)
     options: dict = {"input_scale": given_scale, "smooth": smooth, "mean": mean}
-    options |= {"hadamard": hadamard, "four_over_six": four_over_six, "swizzled": swizzled}
+    options |= {"hadamard": hadamard, "regular": regular, "four_over_six": four_over_six, "swizzled": swizzled}
     expected = quantizer.quantize_activation(a, *packed(format, **options))
     down = None
     if rank:
@@ -388,6 +389,24 @@ def test_mean_smoothing_and_hadamard_come_first(format: str, given: bool) -> Non
 @pytest.mark.parametrize("m", [1, 5, 130])
 def test_every_hadamard_size_gives_the_bits_of_the_reference(hadamard: int, m: int) -> None:
     check_steps(quantize_activation, "mxfp8", m, hadamard=hadamard)
+
+
+@pytest.mark.often(5)
+@pytest.mark.parametrize("hadamard", [16, 64, 256])
+@pytest.mark.parametrize(("format", "m", "columns"), [("int8", 1, 256), ("int8", 130, 512), ("mxfp8", 5, 512)])
+def test_the_regular_matrix_of_every_size_gives_the_bits_of_the_reference(
+    hadamard: int, format: str, m: int, columns: int
+) -> None:
+    check_steps(quantize_activation, format, m, hadamard=hadamard, regular=True, tile=Tile(4, columns, 4))
+
+
+def test_a_tuned_tile_holds_whole_blocks_of_the_regular_matrix() -> None:
+    """A tile with `down` has 128 columns."""
+    x, down = awkward(16, 256).nan_to_num(0.0, 0.0, 0.0), torch.ones(2, 256, dtype=torch.bfloat16)
+    options: dict = {"hadamard": 256, "regular": True}
+    q, _ = quantize_activation.quantize_tuned(x, *steps("int8", down=down, **options), "sm_90")
+    codes, *_ = quantizer.quantize_activation(x, *packed("int8", **options))
+    assert_equal_codes(q.codes, codes)
 
 
 @pytest.mark.slow
@@ -606,6 +625,7 @@ int8 = partial(check_quantize, format="int8", m=17)
 swizzled = partial(check_swizzled, format="nvfp4", m=130)
 four_over_six = partial(check_steps, format="nvfp4", four_over_six=True)
 with_steps = partial(check_steps, format="mxfp8", hadamard=32)
+with_regular = partial(check_steps, format="int8", hadamard=64, regular=True)
 tensor_scale = partial(check_steps, format="fp8_tensor", m=130)
 low_rank = partial(check_steps, format="int8", rank=33)
 beside = partial(check_steps, format="int8", m=5, act="silu_mul", beside=192)
@@ -681,6 +701,16 @@ FAULTS: dict[str, tuple[str, str, str, Callable]] = {
     "one smoothing factor": (CODES, "smooth + columns", "smooth + columns * 0", with_steps),
     "hadamard: not normalised": (CODES, "2.0 ** (-0.5 * HADAMARD)", "1.0", with_steps),
     "hadamard: a sign": (CODES, "tl.join(a + b, a - b)", "tl.join(a + b, b - a)", with_steps),
+    "regular hadamard: a sign": (CODES, "c + d + (a - b)", "c + d + (b - a)", with_regular),
+    "regular hadamard: not normalised": (CODES, "2.0 ** (-0.5 * LEVELS)", "1.0", with_regular),
+    "regular hadamard: order of the sums": (CODES, "a + b + (c - d)", "a + (b + (c - d))", with_regular),
+    "regular hadamard: columns of a block": (CODES, "(0, 1, 4, 3, 2)", "(0, 1, 4, 2, 3)", with_regular),
+    "regular hadamard: Sylvester's": (
+        QUANTIZE,
+        "levels_of(hadamard, how.regular)",
+        "levels_of(hadamard, 0)",
+        with_regular,
+    ),
     "hadamard: order of the sums": (
         CODES,
         "COLUMNS >> (level + 1), 2, 1 << level)",

@@ -57,6 +57,8 @@ SCHEMES = [
     "fp8-fp8-center-smooth",
     "int8-int8-center-smooth-d8-h128-r8",
     "int8-int8-h32",
+    "int8-int8-hr16",
+    "int8-int8-center-smooth-d8-hr64-r8",
     "int4-int4-smooth-h64-r8",
     "int4-int4",
     "int4-16bit-center-smooth-d8-h32-r4",
@@ -136,8 +138,10 @@ def int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x / scale).clamp(-127, 127), scale
 
 
-def butterfly(v: Tensor, size: int) -> Tensor:
-    """The fast Walsh-Hadamard transform of each block of columns, over its root."""
+def butterfly(v: Tensor, size: int, regular: bool = False) -> Tensor:
+    """The fast Walsh-Hadamard transform of each block of columns, over its root; the regular one four at a time."""
+    if regular:
+        return butterfly_of_four(v, size)
     v, columns = v.clone(), torch.arange(v.shape[1])
     half = 1
     while half < size:
@@ -148,10 +152,23 @@ def butterfly(v: Tensor, size: int) -> Tensor:
     return v * size**-0.5
 
 
-def matrix(size: int) -> Tensor:
+def butterfly_of_four(v: Tensor, size: int) -> Tensor:
+    v, columns, step = v.clone(), torch.arange(v.shape[1]), 1
+    while step < size:
+        first = columns[columns // step % 4 == 0]
+        a, b, c, d = (v[:, first + i * step] for i in range(4))
+        sums = ((a + b) + (c - d), (a + b) - (c - d), (c + d) + (a - b), (c + d) - (a - b))
+        for i, total in enumerate(sums):
+            v[:, first + i * step] = total
+        step *= 4
+    return v * size**-0.5
+
+
+def matrix(size: int, regular: bool) -> Tensor:
     h = torch.ones(1, 1)
+    of_four = [[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]
     while len(h) < size:
-        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), h)
+        h = torch.kron(torch.tensor(of_four if regular else [[1.0, 1.0], [1.0, -1.0]]), h)
     return h / size**0.5
 
 
@@ -162,8 +179,9 @@ class Simulated(nn.Module):
         super().__init__()
         self.bias, self.known = bias, known
         self.format, self.activations, *self.words = scheme.split("-")
-        sizes = {word[0]: int(word[1:]) for word in self.words if re.fullmatch(r"[dhr]\d+", word)}
-        self.hadamard = sizes.get("h", 0)
+        found = [re.fullmatch(r"(d|hr?|r)(\d+)", word) for word in self.words]
+        sizes = {match[1]: int(match[2]) for match in found if match}
+        self.hadamard, self.regular = sizes.get("hr", sizes.get("h", 0)), "hr" in sizes
         w = weight.float()
         if "r" in sizes:
             w = w - known["b"].float() @ known["a"].float()
@@ -177,7 +195,7 @@ class Simulated(nn.Module):
             w = w - along @ p
             self.out = (2 * along - along @ (p @ p.T)).to(known["basis"].dtype)  # P P^T is not quite I in 16 bit
         if self.hadamard:
-            w = (w.reshape(-1, self.hadamard) @ matrix(self.hadamard)).reshape(w.shape)
+            w = (w.reshape(-1, self.hadamard) @ matrix(self.hadamard, self.regular)).reshape(w.shape)
         self.rotated = w
         if self.format == "int8":
             self.codes, self.scale = int8(w)
@@ -199,7 +217,7 @@ class Simulated(nn.Module):
             z = z - t.float() @ p.float()
             extra.append(t @ self.out.to(x.dtype).T)
         if self.hadamard:
-            z = butterfly(z, self.hadamard)
+            z = butterfly(z, self.hadamard, self.regular)
         bias = None if self.bias is None else self.bias.float()
         if self.activations == self.format == "int8":
             codes, scale = int8(z)
@@ -242,6 +260,7 @@ def tensors_of(w: Tensor, bias: Tensor | None, scheme: Scheme, known: dict[str, 
         known["smooth"].float() if scheme.smooth else None,
         known["basis"].float() if scheme.deflate else None,
         scheme.hadamard,
+        scheme.regular,
     )
     left = w.float()
     if scheme.rank:

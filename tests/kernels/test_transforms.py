@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fluxq.kernels.transforms import InputTransform, rotate, sylvester
+from fluxq.kernels.ops import hadamard_transform
+from fluxq.kernels.transforms import InputTransform, hadamard_matrix, rotate
 from fluxq.quantize import lowrank
 
 K, N = 256, 64
@@ -30,7 +31,9 @@ TRANSFORMS = {
     "deflate": InputTransform(basis=basis()),
     "hadamard 16": InputTransform(hadamard=16),
     "hadamard 128": InputTransform(hadamard=128),
+    "regular hadamard 256": InputTransform(hadamard=256, regular=True),
     "all": InputTransform(MEAN, SMOOTH, basis(), 64),
+    "all, regular": InputTransform(MEAN, SMOOTH, basis(), 64, regular=True),
 }
 
 
@@ -73,14 +76,32 @@ def test_columns_transform_as_they_do_together():
     assert torch.equal(torch.cat(parts, 1), transform.of_tokens(x))
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_hadamard_is_orthonormal_symmetric_and_spreads(size):
-    h = sylvester(size)
+@pytest.mark.parametrize(
+    ("size", "regular"), [(16, False), (32, False), (64, False), (128, False), (16, True), (64, True), (256, True)]
+)
+def test_hadamard_is_orthonormal_symmetric_and_spreads(size, regular):
+    h = hadamard_matrix(size, regular)
     assert torch.allclose(h @ h, torch.eye(size), atol=1e-6) and torch.equal(h, h.T)
     one = torch.zeros(1, K)
     one[0, 3] = 1
-    spread = rotate(one, size)
+    spread = rotate(one, size, regular)
     assert (spread != 0).sum() == size and float(spread.abs().amax()) == pytest.approx(size**-0.5)
+
+
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_each_row_of_the_regular_matrix_has_one_sum_so_that_a_constant_stays_one(size):
+    """Sylvester's gathers it in one channel of its block."""
+    h, constant = hadamard_matrix(size, True), torch.ones(2, K)
+    assert torch.equal(h.sum(1), torch.ones(size))
+    assert torch.equal(rotate(constant, size, True), constant)
+    assert torch.equal(hadamard_transform(constant, size, True), constant)
+    assert float(rotate(constant, 16).amax()) == 4
+
+
+@pytest.mark.parametrize(("size", "regular"), [(16, False), (128, False), (16, True), (64, True), (256, True)])
+def test_butterflies_are_the_product_with_the_matrix(size, regular):
+    x = tokens()
+    assert torch.allclose(hadamard_transform(x, size, regular), rotate(x, size, regular), atol=1e-4)
 
 
 def test_branch_is_the_truncated_svd():

@@ -49,6 +49,7 @@ MAIN = {
     "fp8": "fp8-fp8",
     "fp8-comfy": "fp8_tensor-fp8_tensor-static",
     "int8": "int8-int8",
+    "int8-convrot": "int8-int8-hr64",
     "int4": "int4-16bit",
     "mxfp8": "mxfp8-mxfp8",
     "nvfp4": "nvfp4-nvfp4-static",
@@ -109,10 +110,12 @@ def test_config_says_all_that_loading_needs(checkpoint, recipe):
     others = {"text_encoder", "text_encoder_2", "vae", "scheduler", "tokenizer", "tokenizer_2"}
     assert said.pop("config_digests").keys() == others
     features = ["static_input_scale"] if MAIN[recipe].endswith("-static") else []
+    features += ["hadamard", "regular_hadamard"] if recipe == "int8-convrot" else []
     assert said == {"quant_method": "fluxq", "format_version": 1, "required_features": features}
     modulation = {"fp8": "fp8-16bit", "fp8-comfy": "fp8_tensor-16bit", "int4-svd": "int4-16bit"}
     modulation = modulation.get(recipe, "int8-16bit")
-    assert set(layers) == {MAIN[recipe], modulation}
+    wider = {"int8-int8-hr256"} if recipe == "int8-convrot" else set()  # of K = 512, where others have 128
+    assert set(layers) == {MAIN[recipe], modulation} | wider
     assert all("norm" in name for name in layers[modulation])
     names = [name for members in layers.values() for name in members]
     assert len(names) == len(set(names)) and LAYER in layers[MAIN[recipe]]

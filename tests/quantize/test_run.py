@@ -14,7 +14,7 @@ from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 # Gaussian weights and inputs, both quantized: dB that a sound implementation reaches with room to spare.
 LEAST_SQNR = {"fp8": 26, "mxfp8": 26, "nvfp4": 15, "nvfp4-max": 15, "mxfp4": 13, "mxfp4-max": 13, "int8": 35}
-LEAST_SQNR |= {"int4": 20, "int4-svd": 15, "fp8-comfy": 26}
+LEAST_SQNR |= {"int4": 20, "int4-svd": 15, "fp8-comfy": 26, "int8-convrot": 35}
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def test_a_recipe_tried_on_one_layer_stays_close_to_it(recipe, linear):
         y = linear(x).float()
         assert layer(x).shape == y.shape
         assert sqnr(y, layer(x).float()) > LEAST_SQNR[recipe]
+    assert layer.scheme.regular == (recipe == "int8-convrot")
 
 
 def test_the_input_scale_comes_from_the_inputs_given(linear):

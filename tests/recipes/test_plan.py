@@ -443,6 +443,34 @@ def test_the_hadamard_size_is_the_largest_that_divides(k, size, said):
     assert layer.reason.endswith(said) if said else "Hadamard" not in layer.reason
 
 
+@pytest.mark.parametrize("profile", ["rtn", "balanced"])
+@pytest.mark.parametrize(
+    ("k", "scheme", "said"),
+    [
+        (512, "int8-int8-hr256", None),
+        (192, "int8-int8-hr64", "Hadamard blocks of 64: K = 192 is not in multiples of 256"),
+        (48, "int8-int8-hr16", "Hadamard blocks of 16: K = 48 is not in multiples of 64"),
+        (120, "int8-int8", "no Hadamard: K = 120 is not in multiples of 16"),
+    ],
+)
+def test_a_recipes_rotation_is_made_in_the_largest_blocks_that_divide(k, scheme, said, profile):
+    linears = [LinearShape(f"{BLOCK}.attn.to_q", 64, k)]
+    recipe = load_recipe("int8-convrot")[1].components["transformer"]
+    (layer,) = plan_of(recipe, linears, compat="comfy", profile=profile).layers
+    assert str(layer.scheme) == scheme and layer.method.hadamard == 0
+    assert said in layer.reason if said else "Hadamard" not in layer.reason
+
+
+def test_a_rotation_is_of_quantized_inputs_alone():
+    kept = {"match": "transformer_blocks.0.ff.**", "weights": {"format": "int8"}, "reason": "weight-only"}
+    wide = {"match": "**.attn.to_k", "weights": {"format": "fp8"}, "activations": {"format": "fp8"}, "reason": "wide"}
+    own = load_recipe("int8-convrot")[1].components["transformer"].model_dump()
+    found = schemes(plan_of(Component.model_validate(own | {"overrides": [kept, wide]}), compat="comfy"))
+    assert found["transformer_blocks.0.ff.net.2"] == found["transformer_blocks.0.norm1.linear"] == "int8-16bit"
+    assert found["transformer_blocks.0.attn.to_k"] == "fp8-fp8-hr64"
+    assert found["single_transformer_blocks.0.proj_out"] == "int8-int8-hr64"  # 128 + 512 of K
+
+
 def test_a_hadamard_block_never_spans_attention_and_feed_forward():
     linears = [LinearShape("single_transformer_blocks.0.proj_out", 192, 192 + 768)]
     layer = plan_of(full(low_rank=None), linears, compat="full").layers[0]

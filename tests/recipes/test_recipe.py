@@ -19,6 +19,7 @@ from fluxq.recipes.recipe import (
     Gate,
     LowRank,
     Recipe,
+    Rotation,
     Rounding,
     find_recipe,
     gate_holds,
@@ -279,7 +280,52 @@ def test_nunchaku_holds_a_low_rank_branch_and_everything_else_is_for_full(recipe
     held = TRYING.replace("center, smooth, hadamard", "smooth").replace("deflate: true", "deflate: false")
     held = held.replace("compat: full", "compat: nunchaku").replace("four_over_six: true", "four_over_six: false")
     assert load_recipe(recipe(held))[1].components["transformer"].low_rank == LowRank(rank="1/96")
-    assert load_recipe(recipe(TRYING))[1].compat == "full" and set(COMPATS) == {"portable", "nunchaku", "full"}
+    assert load_recipe(recipe(TRYING))[1].compat == "full" and set(COMPATS) == {"portable", "comfy", "nunchaku", "full"}
+
+
+ROTATED = """version: 1
+components:
+  transformer:
+    weights: {format: int8}
+    activations: {format: int8}
+    hadamard: {kind: regular, size: 256}
+compat: full
+"""
+
+
+def test_a_rotation_names_its_kind_and_size_and_needs_no_data(recipe):
+    _, read = load_recipe(recipe(ROTATED))
+    rotation = read.components["transformer"].hadamard
+    assert rotation == Rotation(kind="regular", size=256) and rotation.sizes == (16, 64, 256)
+    assert read.calibration is None and not read.needs_data(read.components["transformer"])
+    assert Rotation(kind="sylvester", size=64).sizes == (16, 32, 64) and Rotation(size=16).is_regular
+    assert load_recipe(recipe(ROTATED.replace("full", "comfy")))[1].digest != read.digest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("size: 256", "size: 128", "hadamard: blocks of the regular matrix have 16, 64, 256 columns"),
+        ("regular, size: 256", "sylvester, size: 256", "blocks of the sylvester matrix have 16, 32, 64, 128 columns"),
+        ("regular, size: 256", "sylvester, size: 0", "blocks of the sylvester matrix have 16"),
+        ("kind: regular", "kind: walsh", "hadamard.kind: Input should be 'regular' or 'sylvester'"),
+        (", size: 256", "", "hadamard.size: Field required"),
+        ("    activations: {format: int8}\n", "", "hadamard: it rotates inputs that are quantized: give activations"),
+        ("activations: {format: int8}", "activations: {format: nvfp4}", "hadamard: nvfp4 activations have one scale"),
+        ("256}\n", "256}\n    transforms: [hadamard]\n", "hadamard: it rotates every input: take hadamard out of"),
+        ("compat: full", "compat: portable", "hadamard: a rotation is more than `compat: portable` allows"),
+        ("compat: full", "compat: nunchaku", "write `hadamard: null`, `compat: comfy`, or write `compat: full`"),
+        (
+            "regular, size: 256}\ncompat: full",
+            "sylvester, size: 64}\ncompat: comfy",
+            "hadamard: a rotation by Sylvester's matrix is more than `compat: comfy` allows",
+        ),
+    ],
+)
+def test_a_rotation_that_cannot_be_is_refused(recipe, old, new, words):
+    assert old in ROTATED
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_recipe(recipe(ROTATED.replace(old, new)))
 
 
 def uses_data(read):

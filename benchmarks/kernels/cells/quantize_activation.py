@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.kernels.cells.cell import MAX_REGISTERS, Cell, distinct_tiles
 from fluxq.kernels.checks import EXACT
+from fluxq.kernels.codes import levels_of
 from fluxq.kernels.quantize_activation.kernel import (
     Beside,
     Coded,
@@ -41,6 +42,7 @@ _BESIDE_PLAIN: dict[str, Any] = {"smooth": None, "mean": None, "ACT": "gelu_tanh
 _ROWS = ((3072, " plain", _PLAIN), (12288, " gelu", _GELU), (15360, " gelu", _BESIDE_PLAIN))
 _OTHER_ROWS = ((1536, " plain", _PLAIN), (5120, " plain", _PLAIN), (13824, " gelu", _GELU), (12288, " fused", _FUSED))
 _OTHER_ROWS = (*_OTHER_ROWS, (15360, " fused", _BESIDE))
+_REGULAR = _PLAIN | {"HADAMARD": levels_of(256, True)}
 _BESIDE_DOWN: dict[str, Any] = {"ACT": "silu_mul", "HADAMARD": 7, "BLOCK_R": 128}
 
 
@@ -124,6 +126,7 @@ CELLS = (
         for k, what, constants in rows
         for cell in _row_cells(name, f"{what} {k}", k=k, **constants)
     ),
+    *(cell for k in (3072, 12288) for cell in _row_cells("int8", f" regular {k}", k=k, **_REGULAR)),
     *_row_cells("fp8_tensor", " gelu given 12288", k=12288, **_GELU, SCALE_GIVEN=True, amax=None),
     *(
         cell

@@ -24,6 +24,7 @@ RECIPES = (
     "mxfp4-max",
     "fp8-comfy",
     "int4-svd",
+    "int8-convrot",
 )  # a test compares
 PIXELS, STEPS = click.IntRange(1, 1 << 14), click.IntRange(1, 10_000)  # as of a model's own defaults
 PROTOCOL_NAMES = ("smoke", "standard", "paper", "drawbench", "mlperf-sdxl")

@@ -313,7 +313,7 @@ def _scheme_of(layer: LayerPlan, with_all: bool) -> Scheme:
         rank=tried.rank,
         center="center" in tried.transforms,
         smooth="smooth" in tried.transforms,
-        hadamard=tried.hadamard,
+        hadamard=tried.hadamard or layer.scheme.hadamard,
         four_over_six=tried.activations_46,
     )
 
