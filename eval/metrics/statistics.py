@@ -188,10 +188,34 @@ def more_images(
     distance = min(abs(mean - low), abs(mean - high))
     if distance == 0:
         return None
-    residuals = [total - mean * count for total, count in zip(sums, counts, strict=True)]
-    variance = len(sums) / (len(sums) - 1) * math.fsum(value**2 for value in residuals) / n**2
-    half_width = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance)
+    half_width = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(_variance(sums, counts))
     return max(1, math.ceil(n * ((half_width / distance) ** 2 - 1)))
+
+
+def t_limits(values: Sequence[float], prompts: Sequence[Hashable], alpha: float) -> tuple[float, float]:
+    """Return a lower and an upper limit of the mean, each one-sided with error `alpha`, by t over prompts.
+
+    At a small alpha a bootstrap of a few values has no tail; t does. The limits are the mean where all prompts have
+    the same one, and infinite for fewer than two prompts. ValueError for values that are not finite.
+    """
+    from scipy.stats import t
+
+    if not all(map(math.isfinite, values)):
+        raise ValueError("limits of a mean are of finite values")
+    sums, counts = _by_prompt(values, prompts)
+    mean = math.fsum(sums) / math.fsum(counts)
+    if len(sums) < 2:
+        return -math.inf, math.inf
+    half_width = float(t.isf(alpha, len(sums) - 1)) * math.sqrt(_variance(sums, counts))
+    return mean - half_width, mean + half_width
+
+
+def _variance(sums: Sequence[float], counts: Sequence[float]) -> float:
+    """Return the variance of the mean over two or more prompts."""
+    n = math.fsum(counts)
+    mean = math.fsum(sums) / n
+    residuals = [total - mean * count for total, count in zip(sums, counts, strict=True)]
+    return len(sums) / (len(sums) - 1) * math.fsum(value**2 for value in residuals) / n**2
 
 
 def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[list[float], list[float]]:

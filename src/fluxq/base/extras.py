@@ -73,6 +73,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "steps": ("scipy",),
     "quantize": ("scipy",),
     "eval": _JUDGE,
+    "gate": ("scipy", "torchmetrics", "torchvision"),
     "bench": _JUDGE,
     "debug": _JUDGE,
     "report": _JUDGE,

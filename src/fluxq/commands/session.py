@@ -102,6 +102,12 @@ class Session:
         options = self.judge.JudgeOptions(**self._with_call())
         return self.judge.subject_of(Path(output), options, whole_videos=whole_videos)
 
+    def gate(self, a: str, b: str) -> Any:
+        """Return the request to compare two sources of images."""
+        from fluxq.jobs import gating
+
+        return gating.gate_of(gating.GateOptions(a=a, b=b, **self._with_call()))
+
     def _with_call(self) -> dict[str, Any]:
         """Return the arguments, those of the pipeline together under `call`."""
         call_keys = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")

@@ -20,6 +20,7 @@ from fluxq.base.console import work as _work
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fluxq.eval.gate.result import GateResult
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.doctor import Examination
@@ -366,6 +367,27 @@ def evaluated(page: Path, report: Report) -> None:
     for warning in report.warnings:
         echo(f"note: {warning}")
     echo(f"report: {page}")
+
+
+def gated(result: GateResult) -> None:
+    """Print the verdict of a gate, and what it rests on."""
+    for reason in result.reasons:
+        echo(reason)
+    echo(f"{gate_in_words(result)} ({_duration(result.seconds)})")
+
+
+def gate_in_words(result: GateResult) -> str:
+    """Return the verdict of a gate in one line."""
+    after = f"after {result.images} images"
+    if result.verdict == "worse":
+        worse = ", ".join(key for key, metric in result.metrics.items() if metric.verdict == "worse")
+        return f"worse than A ({worse}) {after}"
+    if result.verdict == "cannot tell":
+        more = "" if result.more_images is None else f"; about {result.more_images} more would"
+        return f"cannot tell {after}{more}"
+    return {"equivalent": f"equivalent to A {after}", "no-op": f"no change {after}, and one was expected"}[
+        result.verdict
+    ]
 
 
 def timed(speed: Speed) -> None:

@@ -201,7 +201,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     for component, digest in record.model.digests.items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
-    digest, quantized_digest = _digest(folder, hashed), _digest(quantized, _hashed(quantized))
+    digest, quantized_digest = _digest(folder, hashed), pipeline_digest(quantized)
     reference_digest = sha256_json([digest, [lora.model_dump() for lora in record.loras]]) if loras else digest
     return Subject(
         options=options,
@@ -245,6 +245,11 @@ def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) ->
     for name in names:
         if name not in table:
             raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(table)}")
+
+
+def pipeline_digest(folder: ModelFolder) -> str:
+    """Return the SHA-256 of all files that decide a pipeline's images, which are read for it."""
+    return _digest(folder, _hashed(folder))
 
 
 def _hashed(folder: ModelFolder) -> dict[str, str]:
@@ -609,14 +614,20 @@ def _report_of(output: Path) -> Path:
     return output / EVAL_FOLDER / JSON_FILE if output.is_dir() else output
 
 
-def _networks(subject: Subject) -> Networks:
-    """Find the networks for the metrics: the embedded model's own, and those that --weights and --clip name."""
+def networks_of(
+    folder: ModelFolder | None, weights: str | None, device: str, *, is_video: bool = False, **options: Any
+) -> Networks:
+    """Find the networks for metrics: the embedded model's own, and those that options name.
+
+    folder: of the model, None for images of an unknown one.
+    weights: a folder, or "hub" to fetch what is missing.
+    options: as `find_networks` takes them.
+    """
     from fluxq import tiny
     from fluxq.eval.metrics.networks import Networks, find_networks
 
-    options = subject.options
-    from_hub = options.weights == "hub"
-    if subject.folder.path.resolve() == Path(tiny.path()).resolve():
+    from_hub = weights == "hub"
+    if folder is not None and folder.path.resolve() == Path(tiny.path()).resolve():
         images, _captions = tiny.held_out()
         defaults = Networks(
             feature_network=tiny.feature_network(),
@@ -629,13 +640,24 @@ def _networks(subject: Subject) -> Networks:
         defaults = Networks()
     return find_networks(
         defaults,
-        weights=Path(options.weights) if options.weights and not from_hub else None,
+        weights=Path(weights) if weights and not from_hub else None,
+        device=device,
+        download=from_hub,
+        is_video=is_video,
+        **options,
+    )
+
+
+def _networks(subject: Subject) -> Networks:
+    options = subject.options
+    return networks_of(
+        subject.folder,
+        options.weights,
+        options.device,
+        is_video=makes_video(subject.folder),
         clip=options.clip,
         fid_resize=options.fid_resize or PROTOCOLS[options.protocol].fid_resize,
         fid_reference=options.fid_reference,
-        device=options.device,
-        download=from_hub,
-        is_video=makes_video(subject.folder),
     )
 
 

@@ -1,0 +1,147 @@
+"""Decide from paired distances whether B is as near to A as A is to itself.
+
+    d      distance of two images in a metric's unit: 0 where they are the same, see `Rule.distance`
+    x_i    d(A, B)_i - d(A, A2)_i     of image i; A2 is another run of A, the floor
+    limit  max(margin, c · mean d(A, A2))
+
+B is worse where the mean of x is above the limit, and equivalent where it is below. Both are said only where a
+one-sided t interval of that mean, over prompts, lies on that side of the limit.
+
+"Worse" may be said after 8, 16, 32, … images. Each look spends a part of ALPHA, spent(t) = alpha · ln(1 + (e - 1) t)
+at the share t of all images (Lan & DeMets 1983, in the shape of Pocock's boundary); it is divided among the metrics,
+and the parts add up, so that ALPHA bounds the rate of false alarms over all looks and metrics. A gross fault is
+found by the first look. "Equivalent" is said by the last look alone: a fault in a few images needs all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from fluxq.eval.gate.floor import Modes, modes_of
+from fluxq.eval.metrics.statistics import more_images, t_limits
+
+Verdict = Literal["equivalent", "worse", "cannot tell"]
+
+ALPHA = 0.01  # rate of "worse" where nothing is, over all looks; and of "equivalent" at the limit
+FIRST_LOOK = 8
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How far from A images may be in one metric.
+
+    same: value from which on two images are the same; of a metric of which more is better, the distance is counted from
+    it downwards, else from it upwards.
+    margin: distance beyond the floor's that is always allowed, in the metric's unit.
+    c: distance beyond the floor's that is allowed, as a share of the floor's.
+    """
+
+    better: Literal["higher", "lower"]
+    same: float
+    margin: float
+    c: float
+
+    def distance(self, value: float) -> float:
+        """Return the distance of two images that a metric's value stands for; NaN for NaN."""
+        beyond = self.same - value if self.better == "higher" else value - self.same
+        return beyond if math.isnan(beyond) else max(0.0, beyond)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one metric at one look.
+
+    mean, low, high: of x, in the metric's unit; `low` and `high` are one-sided limits.
+    limit: of the mean.
+    floor, distance: mean d(A, A2), of the worse mode where there are two, and mean d(A, B).
+    modes: of the floor, None for one.
+    more: about how many more images would decide; None where it is decided, or where no number can be given.
+    """
+
+    verdict: Verdict
+    n: int
+    mean: float
+    low: float
+    high: float
+    limit: float
+    floor: float
+    distance: float
+    modes: Modes | None = None
+    more: int | None = None
+
+
+def looks_of(images: int) -> tuple[int, ...]:
+    """Return the numbers of images after which to look: 8, 16, 32, … and all."""
+    looks, count = [], FIRST_LOOK
+    while count < images:
+        looks.append(count)
+        count *= 2
+    return (*looks, images)
+
+
+def spent_at(look: int, looks: Sequence[int], alpha: float = ALPHA) -> float:
+    """Return the part of alpha that a look spends. look: one of `looks`, in images."""
+    index = looks.index(look)
+    before = looks[index - 1] if index else 0
+    return _spent(look / looks[-1], alpha) - _spent(before / looks[-1], alpha)
+
+
+def _spent(share: float, alpha: float) -> float:
+    return alpha * math.log(1 + (math.e - 1) * share)
+
+
+def judge(
+    rule: Rule,
+    values: Sequence[float],
+    floor: Sequence[float] | None,
+    prompts: Sequence[Hashable],
+    looks: Sequence[int],
+    metrics: int = 1,
+) -> Finding:
+    """Judge one metric at the look that has as many images as there are values.
+
+    values, floor: of the metric, per image; None for a floor that was not measured, where A counts as the same as
+    itself. prompts: of the images. looks: of `looks_of`. metrics: number that share ALPHA.
+
+    An image that is not finite, a NaN in `values`, makes B worse. Raises ValueError for a NaN in `floor`.
+    """
+    distances = [rule.distance(value) for value in values]
+    own = [0.0] * len(values) if floor is None else [rule.distance(value) for value in floor]
+    if any(map(math.isnan, own)):
+        raise ValueError("the floor has an image that is not finite: nothing can be compared with it")
+    modes = modes_of(own, at_least=rule.margin)
+    if modes is not None:
+        own = [max(value, modes.worse) for value in own]
+    floor_mean = fmean(own)
+    limit = max(rule.margin, rule.c * floor_mean)
+    if any(map(math.isnan, distances)):
+        nan = math.nan
+        return Finding("worse", len(values), nan, nan, nan, limit, floor_mean, nan, modes)
+    x = [distance - value for distance, value in zip(distances, own, strict=True)]
+    is_last = len(values) == looks[-1]
+    low, _ = t_limits(x, prompts, spent_at(len(values), looks) / metrics)
+    _, high = t_limits(x, prompts, ALPHA)
+    verdict = "worse" if low > limit else "equivalent" if is_last and high <= limit else "cannot tell"
+    more = more_images(x, prompts, high=limit, level=1 - 2 * ALPHA) if verdict == "cannot tell" else None
+    return Finding(verdict, len(values), fmean(x), low, high, limit, floor_mean, fmean(distances), modes, more)
+
+
+def together(findings: Mapping[str, Finding]) -> Verdict:
+    """Return the verdict of several metrics: worse where one is, equivalent where all are."""
+    verdicts = {finding.verdict for finding in findings.values()}
+    return "worse" if "worse" in verdicts else "cannot tell" if "cannot tell" in verdicts else "equivalent"
+
+
+# Metric -> its rule. Margins: docs/gate.md says where they come from.
+RULES: dict[str, Rule] = {
+    "latent_sqnr": Rule("higher", same=60.0, margin=3.0, c=0.15),
+    "psnr": Rule("higher", same=60.0, margin=3.0, c=0.15),
+    "ssim": Rule("higher", same=1.0, margin=0.005, c=0.25),
+    "lpips": Rule("lower", same=0.0, margin=0.005, c=0.25),
+    "feature_distance": Rule("lower", same=0.0, margin=0.01, c=0.25),
+    "latent_cosine": Rule("higher", same=1.0, margin=0.001, c=0.25),
+}

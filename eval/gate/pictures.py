@@ -1,0 +1,125 @@
+"""An image folder: pictures, and `prompts.jsonl` that says of which prompt and seed each one is.
+
+    {"prompt": "a red bicycle", "seed": 7, "image": "0001.png", "machine": "NVIDIA H200"}
+
+A line for each image. `machine` may be left out. This is what other programs hand to `fluxq gate`, and what a server's
+answers are kept as. Images are PNG or another format that PIL reads; latents there are none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fluxq.base.files import require_regular
+from fluxq.eval.images.executor import read_image
+from fluxq.eval.images.generate import Lazy
+
+PROMPTS_FILE = "prompts.jsonl"
+LONGEST = 1 << 26  # bytes of prompts.jsonl
+
+
+class PictureLine(BaseModel):
+    """Line of `prompts.jsonl`. image: path below the folder. machine: name of the device that made it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    prompt: str
+    seed: int = Field(ge=0, lt=1 << 63)
+    image: str
+    machine: str | None = None
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images of an image folder, as metrics want them (see `generate.Generated`), without latents."""
+
+    folder: Path
+    rows: tuple[PictureLine, ...]
+    latents: None = None
+    frames: None = None
+
+    @property
+    def items(self) -> tuple[tuple[str, int], ...]:
+        return tuple((row.prompt, row.seed) for row in self.rows)
+
+    @property
+    def images(self) -> Sequence[Tensor]:
+        """uint8 (3, H, W) each, read when asked for."""
+        return Lazy(len(self.rows), lambda index: read_image(self.folder / self.rows[index].image))
+
+    @property
+    def finite(self) -> Tensor:
+        return torch.ones(len(self.rows), dtype=torch.bool)  # bytes are
+
+    @property
+    def machine(self) -> str | None:
+        """Names of the devices that made them; None where nobody says."""
+        return ", ".join(sorted({row.machine for row in self.rows if row.machine})) or None
+
+    def of(self, items: Sequence[tuple[str, int]]) -> Pictures:
+        """Return the images of these (prompt, seed); ValueError naming one that is not there."""
+        by_item = {(row.prompt, row.seed): row for row in self.rows}
+        for prompt, seed in items:
+            if (prompt, seed) not in by_item:
+                raise ValueError(f"{self.folder}: no image of {prompt!r} with seed {seed}; its {PROMPTS_FILE} lacks it")
+        return Pictures(self.folder, tuple(by_item[item] for item in items))
+
+
+def is_picture_folder(folder: Path) -> bool:
+    return (folder / PROMPTS_FILE).is_file()
+
+
+def read_pictures(folder: Path, *, unfinished: bool = False) -> Pictures:
+    """Read `prompts.jsonl`, and check that each image is there.
+
+    unfinished: whether the folder is still being written, so that a last line without its end is left out.
+
+    Raises ValueError naming the line that cannot be read, comes twice, or leaves the folder; FileNotFoundError for a
+    missing image.
+    """
+    path = folder / PROMPTS_FILE
+    require_regular(path)
+    if path.stat().st_size > LONGEST:
+        raise ValueError(f"{path}: larger than {LONGEST >> 20} MiB, which no list of prompts is")
+    lines = path.read_bytes().split(b"\n")
+    if unfinished:
+        lines = lines[:-1]
+    rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise ValueError(f"{path}: holds no images")
+    ((prompt, seed), count) = Counter((row.prompt, row.seed) for row in rows).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{path}: {prompt!r} with seed {seed} comes {count} times; give each image its own seed")
+    for row in rows:
+        place = (folder / row.image).resolve()
+        if not place.is_relative_to(folder.resolve()):
+            raise ValueError(f"{path}: image {row.image!r} leaves the folder")
+        if not place.is_file():
+            raise FileNotFoundError(f"{place} is missing, which {PROMPTS_FILE} names")
+    return Pictures(folder, tuple(rows))
+
+
+def _row(line: bytes, where: str) -> PictureLine:
+    try:
+        return PictureLine.model_validate_json(line)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        at = "".join(f"{part}: " for part in problem["loc"])
+        raise ValueError(
+            f'{where}: {at}{problem["msg"]}; a line is {{"prompt": "…", "seed": 0, "image": "0.png"}}'
+        ) from None
+
+
+def line_of(prompt: str, seed: int, image: str, machine: str | None = None, **more: Any) -> str:
+    """Return a line of `prompts.jsonl`, with its end."""
+    row: dict[str, Any] = {"prompt": prompt, "seed": seed, "image": image}
+    return json.dumps(row | ({"machine": machine} if machine else {}) | more, ensure_ascii=False) + "\n"

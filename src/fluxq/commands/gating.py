@@ -1,0 +1,91 @@
+"""Command gate: is B as good as A?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fluxq.commands import show
+from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, names_in, run_options
+from fluxq.commands.session import Failure, session_of
+
+
+def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
+    """Read `psnr=3` as {"psnr": 3.0}."""
+    margins = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            margins[name.strip()] = margin = float(number)
+        except ValueError:
+            margin = math.nan
+        if not 0 < margin < math.inf:
+            raise click.BadParameter(f"{text!r}: write a metric and a number above 0 in its unit, as in psnr=3")
+    return margins
+
+
+@click.command("gate", short_help="Decide whether B is as near to A as A is to itself.")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--floor", metavar="A2", help="Another run of A; by default one is made with another batch size.")
+@click.option(
+    "--metric",
+    "metrics",
+    callback=names_in,
+    metavar="NAME,NAME",
+    help="Distances to judge by; by default latent_sqnr, psnr and lpips where they can be taken.",
+)
+@click.option(
+    "--margin",
+    "margins",
+    multiple=True,
+    callback=margins_in,
+    metavar="NAME=X",
+    help="Distance beyond the floor's that is allowed, in the metric's unit (repeatable).",
+)
+@click.option(
+    "--images",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Images to compare at most; by default 64, or all of an image folder.",
+)
+@batch_size_option
+@click.option("--weights", metavar="DIR|hub", help="Folder with the network of LPIPS; hub fetches it.")
+@click.option(
+    "--expect-change", is_flag=True, help="Exit with 1 where all images are the same bits: a change did nothing."
+)
+@click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
+@click.option(
+    "--work", type=FOLDER, default=Path("fluxq-gate"), show_default=True, metavar="DIR", help="Where to keep images."
+)
+@run_options
+@common_options
+def gate(a: str, b: str, **arguments: Any) -> None:
+    """Decide whether images of B are as near to those of A as A's own second run.
+
+    A and B are pipelines, checkpoints, or image folders with prompts.jsonl. Exits with 0 for equivalent, 1 for worse,
+    3 where these images cannot tell.
+
+    \b
+    Example:
+      fluxq gate tiny-nvfp4 tiny-nvfp4-new
+      fluxq gate images-before images-after --floor images-before-again
+    """
+    with session_of(arguments) as session:
+        session.requirements.require_files(session.arguments)
+        session.say(f"A {a}, B {b}")
+        request = session.gate(a, b)
+        session.start_work()
+        from fluxq.eval.gate.result import EXIT_CODES
+        from fluxq.jobs import gating
+
+        result = gating.run_gate(request)
+        session.print(result.model_dump(mode="json"), lambda: show.gated(result))
+        if code := EXIT_CODES[result.verdict]:
+            raise Failure(f"{b}: {show.gate_in_words(result)}", code)
+
+
+COMMANDS = (gate,)

@@ -1,0 +1,309 @@
+"""`fluxq gate`: two sources of images, their floor, and a verdict after as few images as it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fluxq.base import FLUXQ_VERSION, devices
+from fluxq.base.devices import versions
+from fluxq.base.files import sha256_json, write_text
+from fluxq.base.model import ModelFolder, require_safe, resolve_model
+from fluxq.calibrate.capture import images_per_batch
+from fluxq.calibrate.prompts import load_prompts
+from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
+from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
+from fluxq.eval.gate.result import GateResult, MetricResult, junit, numbers, sentences, unseen_share
+from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
+from fluxq.eval.images.protocols import items_of
+from fluxq.eval.images.sides import Side, side_stamps
+from fluxq.jobs import memory
+from fluxq.jobs.judge import networks_of, pipeline_digest
+from fluxq.jobs.requirements import call_of, require_call, require_pictures, require_prompts_suffice, require_steps
+
+if TYPE_CHECKING:
+    from fluxq.eval.metrics.networks import Networks
+
+IMAGES = 64
+LEAST_IMAGES = 2
+DEFAULT_METRICS = ("latent_sqnr", "psnr", "lpips")
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Options of gate; None leaves the default. margins: metric -> distance beyond the floor's that is allowed."""
+
+    a: str
+    b: str
+    floor: str | None = None
+    metrics: tuple[str, ...] = ()
+    margins: Mapping[str, float] = field(default_factory=dict)
+    images: int | None = None
+    prompts: str | None = None
+    seed: int | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    weights: str | None = None
+    work: Path = Path("fluxq-gate")
+    expect_change: bool = False
+    junit: Path | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A request, read and checked. floor: None where A is taken as the same as itself."""
+
+    options: GateOptions
+    a: Source
+    b: Source
+    floor: Source | None
+    items: tuple[tuple[str, int], ...]
+    call: Mapping[str, Any]
+    rules: Mapping[str, Rule]
+    networks: Networks
+
+
+def gate_of(options: GateOptions) -> Gate:
+    """Find both sources, their floor and the images to compare.
+
+    Raises ValueError or FileNotFoundError, before anything is computed, for what cannot be compared.
+    """
+    opener = _Opener(options)
+    a, b = opener.source(options.a), opener.source(options.b)
+    floor = opener.source(options.floor) if options.floor else a.again()
+    if floor is None and not options.margins:
+        raise ValueError(
+            f"{options.a} is a folder of images, which says nothing of how far its model is from itself: give a second "
+            "run of it as --floor, or what is allowed as --margin psnr=3"
+        )
+    _require_one_machine(a, b, floor)
+    networks = networks_of(opener.first, options.weights, options.device)
+    return Gate(
+        options=options,
+        a=a,
+        b=b,
+        floor=floor,
+        items=_items(options, [each for each in (a, b, floor) if each is not None], opener.first),
+        call=opener.call or {},
+        rules=_rules(options, [a, b, *([floor] if floor else [])], networks),
+        networks=networks,
+    )
+
+
+def run_gate(gate: Gate) -> GateResult:
+    """Make images look by look and judge them; write the JUnit file that is asked for."""
+    from fluxq.eval.images.executor import one_thread
+    from fluxq.eval.metrics.metrics import metric_rows
+
+    started, table = time.perf_counter(), metric_rows()
+    looks = looks_of(len(gate.items))
+    for look in looks:
+        items = gate.items[:look]
+        a, b = gate.a.make(items), gate.b.make(items)
+        again = gate.floor.make(items) if gate.floor else None
+        with one_thread(gate.options.device):
+            values = _values(gate, a, b)
+            floor_values = {} if again is None else _values(gate, a, again)
+        findings = {
+            key: judge(
+                rule, values[key], floor_values.get(key), [prompt for prompt, _ in items], looks, len(gate.rules)
+            )
+            for key, rule in gate.rules.items()
+        }
+        verdict = together(findings)
+        if verdict == "worse":
+            break
+    metrics = {
+        key: MetricResult.of(table[key].name, table[key].unit, gate.rules[key], finding)
+        for key, finding in findings.items()
+    }
+    identical = _is_identical(a, b)
+    is_no_op = identical and gate.options.expect_change
+    result = GateResult(
+        fluxq=FLUXQ_VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        verdict="no-op" if is_no_op else verdict,
+        reasons=_reasons(metrics, look, identical, is_no_op),
+        a={"name": gate.a.name, **gate.a.describe()},
+        b={"name": gate.b.name, **gate.b.describe()},
+        floor=None if gate.floor is None else {"name": gate.floor.name, **gate.floor.describe()},
+        identical=identical,
+        images=look,
+        looks=looks,
+        prompts_digest=sha256_json(gate.items),
+        call=dict(gate.call),
+        metrics=metrics,
+        values=numbers(values),
+        floor_values=numbers(floor_values),
+        machine=gate.b.machine,
+        versions=versions("fluxq"),
+        seconds=round(time.perf_counter() - started, 2),
+    )
+    if gate.options.junit is not None:
+        write_text(gate.options.junit, junit(result, f"fluxq gate {gate.a.name} {gate.b.name}"))
+    return result
+
+
+def _reasons(metrics: Mapping[str, MetricResult], look: int, identical: bool, is_no_op: bool) -> tuple[str, ...]:
+    if is_no_op:
+        return (f"all {look} images are the same bits on both sides: what was to change them did nothing",)
+    if identical:
+        return (f"all {look} images are the same bits on both sides",)
+    reasons = [sentences(key, metric) for key, metric in metrics.items()]
+    reasons += [
+        f"{key}: A is bistable, {metric.modes[2]:.0%} of its runs are {metric.modes[1]:.3g} {metric.unit} from it and "
+        f"the others {metric.modes[0]:.3g}: the farther ones are its floor"
+        for key, metric in metrics.items()
+        if metric.modes
+    ]
+    if all(metric.verdict == "equivalent" for metric in metrics.values()):
+        reasons.append(f"a fault in fewer than {unseen_share(look):.1%} of images may not be among these {look}")
+    return tuple(reasons)
+
+
+def _is_identical(a: Any, b: Any) -> bool:
+    """Tell whether images and latents, where both have them, are the same bits."""
+    same = all(torch.equal(x, y) for x, y in zip(a.images, b.images, strict=True))
+    if same and a.latents is not None and b.latents is not None:
+        return all(torch.equal(x, y) for x, y in zip(a.latents, b.latents, strict=True))
+    return same
+
+
+def _values(gate: Gate, a: Any, b: Any) -> dict[str, tuple[float, ...]]:
+    """Return metric -> value per image, NaN for one that is not finite."""
+    from fluxq.eval.metrics.metrics import Sample, metric_rows
+
+    _require_sizes(gate, a, b)
+    if not a.finite.all():
+        prompt, seed = a.items[int((~a.finite).nonzero()[0])]
+        raise ValueError(f"{gate.a.name}: NaN or infinity for {prompt!r}, seed {seed}: nothing to compare with")
+    sample, table = Sample(a, b, gate.networks), metric_rows()
+    measured = {key: table[key].measure(sample) for key in gate.rules}
+    return {key: each.per_image for key, each in measured.items() if each.per_image is not None}
+
+
+def _require_sizes(gate: Gate, a: Any, b: Any) -> None:
+    for (prompt, seed), x, y in zip(a.items, a.images, b.images, strict=True):
+        if x.shape != y.shape:
+            sizes = " and ".join(f"{image.shape[-1]} x {image.shape[-2]}" for image in (x, y))
+            raise ValueError(f"images of {prompt!r}, seed {seed}, are {sizes} pixels: make both at one size")
+
+
+def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder | None) -> tuple[tuple[str, int], ...]:
+    """Return (prompt, seed) of each image: those of image folders where there are any."""
+    given = [source for source in sources if source.items is not None]
+    if not given:
+        prompts = load_prompts(options.prompts or "default", folder or ModelFolder("none", Path()))
+        return tuple(items_of(prompts.prompts, options.images or IMAGES, 1, options.seed or 0))
+    if options.prompts:
+        raise ValueError(
+            f"--prompts: {given[0].name} is a folder of images, whose own prompts are compared; leave it out"
+        )
+    first = given[0].items or ()
+    for other in given[1:]:
+        absent = [item for item in first if item not in set(other.items or ())]
+        if absent:
+            (prompt, seed), count = absent[0], len(absent)
+            raise ValueError(
+                f"{other.name} lacks {count} of the {len(first)} images of {given[0].name}, the first of them "
+                f"{prompt!r} with seed {seed}: make both from one list"
+            )
+    items = first[: options.images or len(first)]
+    if len(items) < LEAST_IMAGES:
+        raise ValueError(f"{given[0].name}: one image says nothing about the next; give {LEAST_IMAGES} or more")
+    return items
+
+
+def _rules(options: GateOptions, sources: Sequence[Source], networks: Networks) -> dict[str, Rule]:
+    """Return metric -> its rule; ValueError for one that cannot be had here."""
+    from fluxq.eval.metrics.metrics import missing
+
+    without = [source.name for source in sources if not source.has_latents]
+    reasons = {
+        key: f"{without[0]} has images only" if key.startswith("latent_") and without else missing(key, networks)
+        for key in dict.fromkeys([*RULES, *options.metrics, *options.margins])
+        if key in RULES
+    }
+    wanted = options.metrics or tuple(key for key in DEFAULT_METRICS if reasons[key] is None)
+    for key in dict.fromkeys([*wanted, *options.margins]):
+        if key not in RULES:
+            raise ValueError(f"metric {key!r} is no distance of two images; known: {', '.join(RULES)}")
+        if reasons[key] is not None:
+            raise ValueError(f"{key} cannot be measured: {reasons[key]}")
+    keys = tuple(dict.fromkeys([*wanted, *options.margins]))
+    return {
+        key: replace(RULES[key], margin=options.margins[key]) if key in options.margins else RULES[key] for key in keys
+    }
+
+
+def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:
+    """Raise ValueError where A and B come of two machines and the floor does not say what lies between them."""
+    if None in (a.machine, b.machine) or a.machine == b.machine:
+        return
+    if floor is None or floor.machine != b.machine:
+        raise ValueError(
+            f"{a.name} was made on {a.machine}, {b.name} on {b.machine}: images differ between machines. Give images "
+            f"of A from {b.machine} as --floor"
+        )
+
+
+def machine_name(device: str) -> str:
+    """Return the name of what computes on a device: that of the GPU, or of the processor."""
+    place = torch.device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else devices.cpu_name()
+
+
+class _Opener:
+    """Opens sources, whose pipelines are called alike. first: folder of the first pipeline. call: its arguments."""
+
+    def __init__(self, options: GateOptions) -> None:
+        self.options = options
+        self.device = devices.choose(options.device)
+        self.first: ModelFolder | None = None
+        self.call: dict[str, Any] | None = None
+
+    def source(self, text: str) -> Source:
+        """Open what the command line calls `text`."""
+        place = Path(text).expanduser()
+        if place.is_dir() and is_picture_folder(place):
+            return PictureSource(read_pictures(place))
+        if place.is_dir() and not (place / "model_index.json").is_file():
+            raise ValueError(f"{text}: neither a pipeline (model_index.json) nor a folder of images (prompts.jsonl)")
+        return self._pipeline(resolve_model(text))
+
+    def _pipeline(self, folder: ModelFolder) -> PipelineSource:
+        options = self.options
+        require_pictures(folder, "a gate compares images")
+        require_steps(folder)
+        require_safe(folder)
+        stored = memory.stored_bytes(folder)
+        device, offload = memory.settle_pipeline(folder, self.device, stored, options.device)
+        call = call_of(folder, folder.generation_defaults, options.call)
+        require_call(folder, call, options.call)
+        require_prompts_suffice(folder, call)
+        if self.call is None:
+            self.first, self.call = folder, call
+        elif call != self.call:
+            names = sorted(key for key in {*call, *self.call} if call.get(key) != self.call.get(key))
+            raise ValueError(
+                f"{folder.name} is called with other {', '.join(names)} than {self.first and self.first.name}; give "
+                f"them as options ({', '.join('--' + name.replace('_', '-') for name in names)})"
+            )
+        side = Side(
+            folder.name,
+            str(folder.path.resolve()),
+            pipeline_digest(folder),
+            options.dtype,
+            offload=offload,
+            stamps=side_stamps(folder.path.resolve()),
+        )
+        batch = options.batch_size or images_per_batch(call)
+        return PipelineSource(side, call, batch, options.work, device, machine_name(device))

@@ -1,0 +1,84 @@
+"""`fluxq gate` end to end, on the embedded pipeline and on folders of images."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from click.testing import CliRunner
+from PIL import Image
+
+from fluxq import tiny
+from fluxq.cli import cli
+from fluxq.eval.gate.pictures import PROMPTS_FILE, line_of
+
+TINY = str(tiny.path())
+
+
+def gate(*arguments: str | Path) -> tuple[int, dict[str, Any], str]:
+    done = CliRunner().invoke(cli, ["gate", *map(str, arguments), "--json", "--device", "cpu"])
+    return done.exit_code, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def picture_folder(folder: Path, shift: int = 0, count: int = 8, *, size: int = 16, machine: str | None = None) -> Path:
+    folder.mkdir()
+    lines = []
+    for index in range(count):
+        image = Image.new("RGB", (size, size), (10 * index, 100 + shift, 0))
+        image.putpixel((0, 0), (255, 0, 0))
+        image.save(folder / f"{index}.png")
+        lines.append(line_of(f"prompt {index}", index, f"{index}.png", machine))
+    (folder / PROMPTS_FILE).write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_a_pipeline_is_equivalent_to_itself_and_a_change_that_does_nothing_is_named(tmp_path: Path) -> None:
+    same = (TINY, TINY, "--images", 8, "--work", tmp_path / "w", "--num-inference-steps", 2)
+    code, result, _ = gate(*map(str, same))
+    assert code == 0 and result["verdict"] == "equivalent" and result["identical"]
+    assert result["metrics"].keys() == {"latent_sqnr", "psnr"} and result["images"] == 8
+    assert result["metrics"]["psnr"]["distance"] == 0 < result["metrics"]["psnr"]["floor"]
+    code, result, error = gate(*map(str, same), "--expect-change", "--junit", tmp_path / "out.xml")
+    assert code == 1 and result["verdict"] == "no-op" and "one was expected" in error
+    suite = ElementTree.parse(tmp_path / "out.xml").getroot()[0]
+    assert suite.get("failures") == "1" and suite.get("tests") == "3"
+
+
+def test_a_gross_fault_costs_eight_images_and_a_margin_can_allow_it(tmp_path: Path) -> None:
+    a, b, again = (picture_folder(tmp_path / name, shift, 32) for name, shift in (("a", 0), ("b", 40), ("again", 0)))
+    code, result, error = gate(a, b, "--floor", again)
+    assert code == 1 and result["images"] == 8 and "worse than A (psnr) after 8 images" in error
+    code, result, _ = gate(a, b, "--margin", "psnr=50")
+    assert code == 0 and result["images"] == 32 and result["floor"] is None
+
+
+def test_what_cannot_be_told_has_its_own_exit_code(tmp_path: Path) -> None:
+    a, b = picture_folder(tmp_path / "a"), picture_folder(tmp_path / "b", 1, 8)
+    value = gate(a, b, "--margin", "psnr=1")[1]["metrics"]["psnr"]["distance"]
+    Image.new("RGB", (16, 16), (200, 0, 9)).save(b / "0.png")
+    code, result, error = gate(a, b, "--margin", f"psnr={value + 1}")
+    assert code == 3 and result["verdict"] == "cannot tell" and result["metrics"]["psnr"]["more_images"] > 0
+    assert "cannot tell after 8 images; about" in error
+
+
+def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
+    a, b = picture_folder(tmp_path / "a", machine="X"), picture_folder(tmp_path / "b", count=4, machine="Y")
+    other = picture_folder(tmp_path / "other", size=8, machine="X")
+    again = picture_folder(tmp_path / "again", machine="Y")
+    for arguments, message in (
+        ((a, other), "give a second run of it as --floor, or what is allowed as --margin"),
+        ((a, b, "--margin", "psnr=3"), "give.*images of A from Y as --floor"),
+        ((a, b, "--floor", again), "lacks 4 of the 8 images"),
+        ((a, tmp_path, "--margin", "psnr=3"), "neither a pipeline"),
+        ((a, other, "--metric", "fid", "--margin", "psnr=3"), "'fid' is no distance of two images; known: latent_sqnr"),
+        ((a, other, "--metric", "latent_sqnr", "--margin", "psnr=3"), "a has images only"),
+        ((a, other, "--margin", "psnr"), "write a metric and a number"),
+        ((a, other, "--margin", "psnr=nan"), "write a metric and a number"),
+        ((a, other, "--margin", "psnr=3", "--prompts", a / PROMPTS_FILE), "whose own prompts are compared"),
+    ):
+        code, _, error = gate(*arguments)
+        assert code == 2, error
+        assert re.search(message, error.replace("\n", " "), re.IGNORECASE), error
+    code, _, error = gate(a, other, "--margin", "psnr=3")
+    assert code == 1 and "are 16 x 16 and 8 x 8 pixels" in error
