@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from fluxq.base.console import code
 from fluxq.eval.gate.decide import ALPHA, Finding, Rule, Verdict
 from fluxq.eval.metrics.schema import Strict, number
 
@@ -119,6 +120,27 @@ def sentences(key: str, metric: MetricResult) -> str:
         }[metric.verdict]
         said = f"{shown['bound']}{unit} farther from A than A is from itself"
     return f"{key}: {said}, {shown['limit']}{unit} are allowed"
+
+
+def markdown(result: GateResult) -> str:
+    """Return the verdict and a table of the metrics, as a comment on a change shows them."""
+    lines = [
+        f"### fluxq gate: {result.verdict} after {result.images} images",
+        "",
+        f"A: `{code(result.a['name'])}`, B: `{code(result.b['name'])}`",
+        "",
+        "| metric | verdict | distance of A from itself | of B from A | beyond the floor | allowed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, metric in result.metrics.items():
+        bounds = f"{_shown(metric.difference)} [{_shown(metric.low)}, {_shown(metric.high)}]"
+        numbers = (_shown(metric.floor), _shown(metric.distance), bounds, _shown(metric.limit))
+        lines.append(f"| {key}{f', {metric.unit}' * bool(metric.unit)} | {metric.verdict} | {' | '.join(numbers)} |")
+    return "\n".join([*lines, "", *(f"- {reason}" for reason in result.reasons)]) + "\n"
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
 
 
 def junit(result: GateResult, suite: str) -> str:

@@ -91,7 +91,7 @@ class Side:
         if BACKENDS[self.backend]:
             reencode_pipeline(pipe, BACKENDS[self.backend], folder)
         if self.attention is not None:
-            _set_attention(pipe, self.attention)
+            set_attention(pipe, self.attention)
         if self.cache is not None:
             with naming(self.cache):
                 enable_cache(pipe, self.cache)
@@ -144,7 +144,7 @@ def reencode_pipeline(pipe: Any, targets: tuple[str, ...], folder: ModelFolder) 
             reencode_layer(layer, targets, StoredLayer(folder.path / component, path))
 
 
-def _set_attention(pipe: Any, backend: str) -> None:
+def set_attention(pipe: Any, backend: str) -> None:
     """Set the attention of these models alone: diffusers would make it the default of this process too.
 
     Its warning that choosing one is experimental is silenced: no user of fluxq chose that way.

@@ -7,11 +7,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from click.testing import CliRunner
+from picture_folders import picture_folder
 from PIL import Image
 
 from fluxq import tiny
 from fluxq.cli import cli
-from fluxq.eval.gate.pictures import PROMPTS_FILE, line_of
+from fluxq.eval.gate.pictures import PROMPTS_FILE
 
 TINY = str(tiny.path())
 
@@ -19,18 +20,6 @@ TINY = str(tiny.path())
 def gate(*arguments: str | Path) -> tuple[int, dict[str, Any], str]:
     done = CliRunner().invoke(cli, ["gate", *map(str, arguments), "--json", "--device", "cpu"])
     return done.exit_code, json.loads(done.stdout) if done.stdout else {}, done.stderr
-
-
-def picture_folder(folder: Path, shift: int = 0, count: int = 8, *, size: int = 16, machine: str | None = None) -> Path:
-    folder.mkdir()
-    lines = []
-    for index in range(count):
-        image = Image.new("RGB", (size, size), (10 * index, 100 + shift, 0))
-        image.putpixel((0, 0), (255, 0, 0))
-        image.save(folder / f"{index}.png")
-        lines.append(line_of(f"prompt {index}", index, f"{index}.png", machine))
-    (folder / PROMPTS_FILE).write_text("".join(lines), encoding="utf-8")
-    return folder
 
 
 def test_a_pipeline_is_equivalent_to_itself_and_a_change_that_does_nothing_is_named(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     "--expect-change", is_flag=True, help="Exit with 1 where all images are the same bits: a change did nothing."
 )
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
+@click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
 @click.option(
     "--work", type=FOLDER, default=Path("fluxq-gate"), show_default=True, metavar="DIR", help="Where to keep images."
 )

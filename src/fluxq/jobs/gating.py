@@ -19,7 +19,7 @@ from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
-from fluxq.eval.gate.result import GateResult, MetricResult, junit, numbers, sentences, unseen_share
+from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, side_stamps
@@ -55,6 +55,7 @@ class GateOptions:
     work: Path = Path("fluxq-gate")
     expect_change: bool = False
     junit: Path | None = None
+    markdown: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def gate_of(options: GateOptions) -> Gate:
 
 
 def run_gate(gate: Gate) -> GateResult:
-    """Make images look by look and judge them; write the JUnit file that is asked for."""
+    """Make images look by look and judge them; write the files that are asked for."""
     from fluxq.eval.images.executor import one_thread
     from fluxq.eval.metrics.metrics import metric_rows
 
@@ -149,6 +150,8 @@ def run_gate(gate: Gate) -> GateResult:
     )
     if gate.options.junit is not None:
         write_text(gate.options.junit, junit(result, f"fluxq gate {gate.a.name} {gate.b.name}"))
+    if gate.options.markdown is not None:
+        write_text(gate.options.markdown, markdown(result))
     return result
 
 

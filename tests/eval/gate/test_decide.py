@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +102,10 @@ def test_several_metrics_are_worse_where_one_is_and_equivalent_where_all_are() -
 def test_images_of_one_prompt_count_as_one() -> None:
     values = [50.0 - 5 * (index // 8) for index in range(16)]  # two prompts
     assert judge(PSNR, values, [50.0] * 16, [index // 8 for index in range(16)], (16,)).verdict == "cannot tell"
+
+
+def test_the_page_has_the_table_of_rules() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gate.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+)(?: dB)? \| ([\d.]+)(?: dB)? \| ([\d.]+) \|$", page, re.MULTILINE)
+    said = {key: tuple(map(float, numbers)) for key, *numbers in rows}
+    assert said == {key: (rule.same, rule.margin, rule.c) for key, rule in RULES.items()}

@@ -1,0 +1,436 @@
+"""How often `fluxq gate` is wrong: A against itself, planted faults, and series of gates that flake.
+
+    python -m benchmarks.gate             measure, then write gate.json and the tables of ../docs/gate.md
+    python -m benchmarks.gate --tables    the tables again, from the result file
+
+All of it is on the embedded pipeline, 64 images at most, metrics and margins as they are by default.
+
+    A against A    50 gates of each kind, every one with prompts and noise of its own. B is A in fp32 once more, in
+                   bf16 with q, k and v in one product, in fp32 with other batches, and with more threads. The floor
+                   is made as the command makes it.
+    faults         20 drawings each: A is the nvfp4 checkpoint in bf16, or the 16-bit pipeline where the fault needs an
+                   adapter, and B is A with one fault. The gate has to say "worse" after its first look, of 8 images.
+    series         values with mean and spread as gates of inference engines reported them, drawn 200 times: how often
+                   a fixed threshold changes its mind from run to run, and how often this gate does
+
+The rates were set before anything was measured: at most 1 of 200 "worse", 95 % of drawings by the first look.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+import fluxq
+from benchmarks.pages import between, goals_in_words
+from benchmarks.sources import sources
+from fluxq import tiny
+from fluxq.base.devices import commit, cpu_name, versions
+from fluxq.base.files import read_json, write_json, write_text
+from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.calibrate.prompts import load_prompts
+from fluxq.eval.gate.decide import ALPHA, FIRST_LOOK, RULES, judge, looks_of
+from fluxq.eval.images.generate import Generated, generate
+from fluxq.eval.images.sides import set_attention
+from fluxq.eval.metrics.drift import floor_attention
+from fluxq.eval.metrics.networks import Networks
+from fluxq.jobs.gating import Gate, GateOptions, run_gate
+from fluxq.kernels.linear import QuantLinear, quant_layers
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "gate.md"
+BEGIN, END = "<!-- gate: begin -->\n", "<!-- gate: end -->"
+IMAGES, BATCH, THREADS = 64, 16, 2
+SAME, DRAWINGS, SERIES = 50, 20, 200
+MOST_WORSE, LEAST_FOUND = 1, 0.95
+
+
+@click.command()
+@click.option("--same", default=SAME, show_default=True, help="Gates of A against A, of each kind.")
+@click.option("--drawings", default=DRAWINGS, show_default=True, help="Drawings of each fault.")
+@click.option("--output", type=click.Path(path_type=Path), default=RESULT, show_default=True)
+@click.option("--tables", is_flag=True, help="Only write the tables, from the result file.")
+def main(same: int, drawings: int, output: Path, tables: bool) -> None:
+    """Measure what the result file lacks, then write the tables."""
+    if not tables:
+        torch.set_num_threads(1)
+        measure(output, same, drawings)
+    if output == RESULT:
+        write_text(PAGE, between(PAGE.read_text(encoding="utf-8"), BEGIN, END, tables_of(read_json(RESULT))))
+
+
+def measure(file: Path, same: int, drawings: int) -> None:
+    """Measure, part by part; parts of the same code that the file holds are kept."""
+    settings = {"sources": sources(), "images": IMAGES, "same": same, "drawings": drawings, "alpha": ALPHA}
+    report = read_json(file) if file.is_file() else {}
+    if any(report.get(name) != value for name, value in settings.items()):
+        about = {"commit": commit(), "versions": versions(), "cpu": cpu_name()}
+        report = about | settings | {"same_pipeline": {}, "faults": {}, "series": {}}
+    with TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        parts: list[tuple[str, Mapping[str, Any], Callable[[str], Any]]] = [
+            ("same_pipeline", KINDS, lambda name: same_row(bench, KINDS[name], same)),
+            ("faults", FAULTS, lambda name: fault_row(bench, FAULTS[name], drawings)),
+            ("series", FLAKY, lambda name: series_row(FLAKY[name])),
+        ]
+        for part, table, row in parts:
+            for name in [name for name in table if name not in report[part]]:
+                report[part][name] = row(name)
+                click.echo(f"{part}, {name}: {report[part][name]}")
+                write_json(file, report)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A pipeline in memory as a source of images.
+
+    seed_of: what it does with a seed that is asked for. threads: number that it computes with.
+    """
+
+    name: str
+    pipe: Any
+    call: Mapping[str, Any]
+    batch_size: int = BATCH
+    attention: str = "native"
+    seed_of: Callable[[int], int] = lambda seed: seed
+    threads: int = 1
+    has_latents: bool = True
+    items: None = None
+    machine: str | None = None
+    made: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def make(self, items: Sequence[tuple[str, int]]) -> Generated:
+        """Return the images of these items; those that were made before are kept."""
+        new = [(prompt, seed) for prompt, seed in items if (prompt, seed) not in self.made]
+        if new:
+            with self._ready():
+                images = generate(self.pipe, [(p, self.seed_of(seed)) for p, seed in new], self.call, self.batch_size)
+            rows = zip(images.images, images.latents, images.finite, strict=True)
+            self.made.update(zip(new, rows, strict=True))
+        parts = [torch.stack(part) for part in zip(*(self.made[item] for item in items), strict=True)]
+        return Generated(tuple(items), *parts)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        set_attention(self.pipe, self.attention)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def again(self) -> InMemory:
+        """Return it as `fluxq gate` runs a pipeline for its floor."""
+        return replace(
+            self, name=f"{self.name} again", batch_size=self.batch_size // 2, attention=floor_attention("cpu"), made={}
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "memory"}
+
+
+class Bench:
+    """Pipelines to compare, and prompts with noise that no other gate draws."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: ModelFolder = resolve_model(str(tiny.path()))
+        self.call = self.model.generation_defaults
+        self.prompts = load_prompts("default", self.model).prompts
+        self.checkpoint = folder / "nvfp4"
+        fluxq.quantize_pipeline("tiny", "nvfp4", output=self.checkpoint, check=False, device="cpu")
+        self.random = random.Random(0)
+        self.next_seed = 17 << 20
+
+    def pipeline(self, dtype: torch.dtype = torch.bfloat16, *, quantized: bool = False) -> Any:
+        pipe = DiffusionPipeline.from_pretrained(self.checkpoint if quantized else tiny.path(), dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def gate(self, a: InMemory, b: InMemory, *, expect_change: bool = False) -> Any:
+        """Run a gate with prompts and noise of its own, as the command does by default."""
+        prompts = self.random.sample(self.prompts, IMAGES)
+        items = tuple((prompt, self.next_seed + index) for index, prompt in enumerate(prompts))
+        self.next_seed += IMAGES
+        options = GateOptions("", "", expect_change=expect_change, device="cpu")
+        rules = {key: RULES[key] for key in ("latent_sqnr", "psnr")}
+        return run_gate(Gate(options, a, b, a.again(), items, self.call, rules, Networks()))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How B is run where it is A. dtype: of both. fused: whether q, k and v of B are one product."""
+
+    dtype: torch.dtype = torch.float32
+    batch_size: int = BATCH
+    fused: bool = False
+    threads: int = 1
+
+
+def same_row(bench: Bench, kind: Kind, count: int) -> dict[str, Any]:
+    """Return how often each verdict was reached where nothing differs but the way of running."""
+    pipe, other = bench.pipeline(kind.dtype), bench.pipeline(kind.dtype)
+    if kind.fused:
+        other.transformer.fuse_qkv_projections()
+    verdicts: Counter[str] = Counter()
+    identical = 0
+    for _ in range(count):
+        a = InMemory("A", pipe, bench.call)
+        result = bench.gate(a, InMemory("B", other, bench.call, kind.batch_size, threads=kind.threads))
+        verdicts[result.verdict] += 1
+        identical += result.identical
+    return {"verdicts": dict(verdicts), "identical": identical}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, planted in a pipeline: `plant` changes it, or returns how it is called otherwise.
+
+    quantized: whether A is the checkpoint. prepare: what is done to both before.
+    """
+
+    plant: Callable[[Any, random.Random], Mapping[str, Any] | None]
+    quantized: bool = True
+    prepare: Callable[[Any], None] = lambda _: None
+    expect_change: bool = False
+
+
+def fault_row(bench: Bench, fault: Fault, count: int) -> dict[str, Any]:
+    """Return in how many drawings a fault was found, and after how many images."""
+    looks: Counter[str] = Counter()
+    for _ in range(count):
+        pipe, faulty = (bench.pipeline(quantized=fault.quantized) for _ in range(2))
+        fault.prepare(pipe)
+        fault.prepare(faulty)
+        how = fault.plant(faulty, bench.random) or {}
+        a, b = InMemory("A", pipe, bench.call), InMemory("B", faulty, bench.call, **how)
+        result = bench.gate(a, b, expect_change=fault.expect_change)
+        found = result.verdict in ("worse", "no-op")
+        looks[str(result.images) if found else result.verdict] += 1
+    return {"after_images": dict(looks)}
+
+
+def _layer(pipe: Any, draw: random.Random, *, with_bias: bool = False) -> QuantLinear:
+    layers = [layer for _, layer in quant_layers(pipe.transformer) if layer.bias is not None or not with_bias]
+    return draw.choice(layers)
+
+
+def swap_nibbles(pipe: Any, draw: random.Random) -> None:
+    """Read the two codes of each byte of a layer in the wrong order."""
+    codes = _layer(pipe, draw).weight.data
+    codes.copy_((codes >> 4) | (codes << 4))
+
+
+def scale_too_large(pipe: Any, draw: random.Random) -> None:
+    """Multiply a layer's weight by 1.05, in the last of its scales, which is in fp32."""
+    layer = _layer(pipe, draw)
+    getattr(layer, layer.scale_names[-1]).data.mul_(1.05)
+
+
+def drop_bias(pipe: Any, draw: random.Random) -> None:
+    """Leave out a layer's bias."""
+    bias = _layer(pipe, draw, with_bias=True).bias
+    assert bias is not None
+    bias.data.zero_()
+
+
+def text_token_lost(pipe: Any, draw: random.Random) -> None:
+    """Hand the transformer one text token less: a real one, not padding."""
+    forward = pipe.transformer.forward
+
+    def shorter(*, encoder_hidden_states: Tensor, txt_ids: Tensor, **rest: Any) -> Any:
+        return forward(encoder_hidden_states=encoder_hidden_states[:, 1:], txt_ids=txt_ids[1:], **rest)
+
+    pipe.transformer.forward = shorter
+
+
+def mask_off_by_one(pipe: Any, draw: random.Random) -> None:
+    """Hide the last token of the image from the attention of all blocks, as a mask that is one too short does."""
+    attention = nn.functional.scaled_dot_product_attention
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Tensor:
+        return attention(query, key[..., :-1, :], value[..., :-1, :], *rest, **how)
+
+    forward = pipe.transformer.forward
+
+    def patched(*arguments: Any, **named: Any) -> Any:
+        nn.functional.scaled_dot_product_attention = masked
+        try:
+            return forward(*arguments, **named)
+        finally:
+            nn.functional.scaled_dot_product_attention = attention
+
+    pipe.transformer.forward = patched
+
+
+def step_skipped(pipe: Any, draw: random.Random) -> None:
+    """Give the output of the step before for one of the inner steps."""
+    forward, steps = pipe.transformer.forward, 8
+    at, state = draw.randrange(1, steps - 1), {"step": 0, "last": None}
+
+    def skipping(*arguments: Any, **named: Any) -> Any:
+        if state["step"] % steps != at:
+            state["last"] = forward(*arguments, **named)
+        state["step"] += 1
+        return state["last"]
+
+    pipe.transformer.forward = skipping
+
+
+def shift_of_scheduler(pipe: Any, draw: random.Random) -> None:
+    """Take another shift of the noise levels."""
+    pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, shift=draw.choice((1.15, 0.87)))
+
+
+def seed_ignored(pipe: Any, draw: random.Random) -> dict[str, Any]:
+    """Draw the noise from a generator that nobody seeded."""
+    return {"seed_of": lambda _: draw.randrange(1 << 40)}
+
+
+def with_adapter(pipe: Any) -> None:
+    """Add an adapter of rank 4 at half its weight."""
+    from peft import LoraConfig
+
+    names = [
+        name for name, layer in pipe.transformer.named_modules() if isinstance(layer, nn.Linear) and "attn" in name
+    ]
+    pipe.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=names), adapter_name="a")
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in pipe.transformer.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02, generator=generator)
+        elif "lora_A" in name:
+            parameter.data.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+    pipe.transformer.set_adapters("a", 0.5)
+
+
+def adapter_scale_ignored(pipe: Any, draw: random.Random) -> None:
+    """Run the adapter at its whole weight."""
+    pipe.transformer.set_adapters("a", 1.0)
+
+
+@dataclass(frozen=True)
+class Flaky:
+    """Values of a gate with a fixed threshold, as its users reported them. draw: of one run.
+
+    threshold: of the mean over images; better: direction that passes. source: where it was reported.
+    """
+
+    metric: str
+    threshold: float
+    draw: Callable[[random.Random], float]
+    source: str
+
+
+def series_row(flaky: Flaky, count: int = SERIES, images: int = IMAGES) -> dict[str, Any]:
+    """Return how often a fixed threshold on 8 images passes, and this gate's verdicts; B is drawn as A's floor is."""
+    draw, rule = random.Random(1), RULES[flaky.metric]
+    passed, verdicts = 0, Counter()
+    for _ in range(count):
+        values, floor = ([flaky.draw(draw) for _ in range(images)] for _ in range(2))
+        mean = sum(values[:FIRST_LOOK]) / FIRST_LOOK
+        passed += mean >= flaky.threshold if rule.better == "higher" else mean <= flaky.threshold
+        looks = looks_of(images)
+        for look in looks:
+            found = judge(rule, values[:look], floor[:look], range(look), looks)
+            if found.verdict == "worse":
+                break
+        verdicts[found.verdict] += 1
+    return {"threshold_passes": passed, "of": count, "verdicts": dict(verdicts), "source": flaky.source}
+
+
+def goals(report: Mapping[str, Any]) -> dict[str, bool]:
+    """Return goal, in words -> whether it is met."""
+    rows = report["same_pipeline"].values()
+    worse = sum(row["verdicts"].get("worse", 0) for row in rows)
+    met = {f"A against A: at most {MOST_WORSE} of {4 * report['same']} worse": worse <= MOST_WORSE}
+    for name, row in report["faults"].items():
+        share = row["after_images"].get(str(_first(name)), 0) / report["drawings"]
+        met[f"{name}: found by the first look in {LEAST_FOUND:.0%} of drawings"] = share >= LEAST_FOUND
+    for name, row in report["series"].items():
+        met[f"{name}: never worse"] = not row["verdicts"].get("worse")
+    return met
+
+
+def _first(name: str) -> int:
+    """Return the number of images after which a fault is to be found; of a change that does nothing, all."""
+    return IMAGES if FAULTS[name].expect_change else FIRST_LOOK
+
+
+def tables_of(report: Mapping[str, Any]) -> str:
+    """Return what the page shows of a report."""
+    lines = ["| A against A | equivalent | cannot tell | worse | same bits |", "|---|---|---|---|---|"]
+    for name, row in report["same_pipeline"].items():
+        counts = (row["verdicts"].get(verdict, 0) for verdict in ("equivalent", "cannot tell", "worse"))
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} | {row['identical']} |")
+    lines += ["", "| fault | found after 8 images | later | not found |", "|---|---|---|---|"]
+    for name, row in report["faults"].items():
+        looks = row["after_images"]
+        found = sum(count for look, count in looks.items() if look.isdigit())
+        first = looks.get(str(_first(name)), 0)
+        lines.append(f"| {name} | {first} of {report['drawings']} | {found - first} | {sum(looks.values()) - found} |")
+    lines += ["", "| series | a fixed threshold passes | equivalent | cannot tell | worse |", "|---|---|---|---|---|"]
+    for name, row in report["series"].items():
+        counts = (row["verdicts"].get(verdict, 0) for verdict in ("equivalent", "cannot tell", "worse"))
+        lines.append(f"| {name} | {row['threshold_passes']} of {row['of']} | {' | '.join(map(str, counts))} |")
+    about = f"{report['images']} images at most, alpha {report['alpha']:g}, commit {report['commit']}, {report['cpu']}."
+    return "\n".join([*lines, "", about, "", *goals_in_words(goals(report))])
+
+
+def _mixture(share: float, near: tuple[float, float], far: tuple[float, float]) -> Callable[[random.Random], float]:
+    return lambda draw: draw.gauss(*(far if draw.random() < share else near))
+
+
+KINDS = {
+    "fp32 once more": Kind(),
+    "bf16, q, k and v fused": Kind(torch.bfloat16, fused=True),
+    "fp32, other batches": Kind(batch_size=BATCH // 4),
+    "fp32, two threads": Kind(threads=THREADS),
+}
+FAULTS = {
+    "nibbles of a layer swapped": Fault(swap_nibbles),
+    "a layer's scale times 1.05": Fault(scale_too_large),
+    "attention without the last token": Fault(mask_off_by_one),
+    "an adapter's scale ignored": Fault(adapter_scale_ignored, quantized=False, prepare=with_adapter),
+    "the seed ignored": Fault(seed_ignored),
+    "an option that does nothing": Fault(lambda _pipe, _draw: None, expect_change=True),
+    "a layer's bias dropped": Fault(drop_bias),
+    "one step skipped": Fault(step_skipped),
+    "another shift of the scheduler": Fault(shift_of_scheduler),
+    "one text token lost": Fault(text_token_lost),
+}
+# Means and spreads as reported; a spread that was not is a fifth of the mean.
+FLAKY: dict[str, Flaky] = {
+    "LPIPS around a threshold of .10": Flaky(
+        "lpips", 0.10, lambda draw: max(0.0, draw.gauss(0.1102, 0.02)), "vLLM-Omni: .1102 at a threshold of .10"
+    ),
+    "LPIPS around a threshold of .15": Flaky(
+        "lpips", 0.15, lambda draw: max(0.0, draw.gauss(0.1648, 0.04)), "vLLM-Omni: .1175, .1648, .199 at .10 and .15"
+    ),
+    "PSNR of two modes": Flaky(
+        "psnr", 30.0, _mixture(0.3, (33.0, 1.0), (27.8, 0.5)), "vLLM-Omni: 27.8 dB at a threshold of 30, on one GPU"
+    ),
+    "LPIPS across machines, .020": Flaky(
+        "lpips", 0.02, lambda draw: max(0.0, draw.gauss(0.020, 0.006)), "TensorRT-LLM: two GPUs, an image"
+    ),
+    "LPIPS across machines, .075": Flaky(
+        "lpips", 0.05, lambda draw: max(0.0, draw.gauss(0.075, 0.02)), "TensorRT-LLM: two GPUs, 9 frames"
+    ),
+    "LPIPS across machines, .151": Flaky(
+        "lpips", 0.05, lambda draw: max(0.0, draw.gauss(0.151, 0.03)), "TensorRT-LLM: two GPUs, 189 frames"
+    ),
+}
+
+if __name__ == "__main__":
+    main()
