@@ -1,4 +1,4 @@
-"""How often `fluxq gate` is wrong: A against itself, planted faults, and series of gates that flake.
+"""Measure how often `fluxq gate` is wrong: A against itself, planted faults, and series of gates that flake.
 
     python -m benchmarks.gate             measure, then write gate.json and the tables of ../docs/gate.md
     python -m benchmarks.gate --tables    the tables again, from the result file
@@ -170,7 +170,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Kind:
-    """How B is run where it is A. dtype: of both. fused: whether q, k and v of B are one product."""
+    """Way to run B where it is A. dtype: of both. fused: whether q, k and v of B are one product."""
 
     dtype: torch.dtype = torch.float32
     batch_size: int = BATCH

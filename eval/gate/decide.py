@@ -32,7 +32,7 @@ FIRST_LOOK = 8
 
 @dataclass(frozen=True)
 class Rule:
-    """How far from A images may be in one metric.
+    """Bounds on the distance from A in one metric.
 
     same: value from which on two images are the same; of a metric of which more is better, the distance is counted from
     it downwards, else from it upwards.

@@ -28,7 +28,7 @@ class Source(Protocol):
 
     @property
     def has_latents(self) -> bool:
-        """Whether final latents come with the images."""
+        """True where final latents come with the images."""
         ...
 
     @property

@@ -149,6 +149,11 @@ COMMANDS = {
         _EVALUATED,
         in_place=True,
     ),
+    "gate": Command(
+        "gate {base}/model model-fp8 --images 2 --batch-size 1 --prompts {base}/prompts.txt --work work "
+        "--margin psnr=60 --margin latent_sqnr=60 --junit out.xml --markdown out.md " + SIZES,
+        (("model-fp8", "model-fp8"),),
+    ),
     "report": Command("report {base}/model-evaluated -o out.html"),
     "report, replacing": Command(
         "report {base}/model-evaluated -o out.html --overwrite",

@@ -30,6 +30,7 @@ def test_a_pipeline_is_equivalent_to_itself_and_a_change_that_does_nothing_is_na
     assert result["metrics"]["psnr"]["distance"] == 0 < result["metrics"]["psnr"]["floor"]
     code, result, error = gate(*map(str, same), "--expect-change", "--junit", tmp_path / "out.xml")
     assert code == 1 and result["verdict"] == "no-op" and "one was expected" in error
+    assert gate(*map(str, same), "--expect-change", "--junit", tmp_path / "out.xml")[0] == 1  # its own is replaced
     suite = ElementTree.parse(tmp_path / "out.xml").getroot()[0]
     assert suite.get("failures") == "1" and suite.get("tests") == "3"
 
@@ -55,7 +56,11 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
     a, b = picture_folder(tmp_path / "a", machine="X"), picture_folder(tmp_path / "b", count=4, machine="Y")
     other = picture_folder(tmp_path / "other", size=8, machine="X")
     again = picture_folder(tmp_path / "again", machine="Y")
+    (tmp_path / "mine.xml").write_text("<mine/>", encoding="utf-8")
     for arguments, message in (
+        ((a, other, "--margin", "psnr=3", "--junit", tmp_path / "mine.xml"), "mine.xml exists"),
+        ((a, other, "--margin", "psnr=3", "--markdown", tmp_path / "mine.xml" / "x.md"), "no folder"),
+        ((a, other, "--margin", "psnr=3", "--work", a), "--work .* is A, which would be changed"),
         ((a, other), "give a second run of it as --floor, or what is allowed as --margin"),
         ((a, b, "--margin", "psnr=3"), "give.*images of A from Y as --floor"),
         ((a, b, "--floor", again), "lacks 4 of the 8 images"),

@@ -1,4 +1,4 @@
-"""Command gate: is B as good as A?"""
+"""Commands that compare two ways to make the same images: gate."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.devices import versions
 from fluxq.base.files import sha256_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
+from fluxq.base.output import Output
 from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 IMAGES = 64
 LEAST_IMAGES = 2
+MARK, _MARKED = "fluxq gate", 4096  # in the first bytes of files that a gate writes, and replaces
 DEFAULT_METRICS = ("latent_sqnr", "psnr", "lpips")
 
 
@@ -77,6 +79,7 @@ def gate_of(options: GateOptions) -> Gate:
 
     Raises ValueError or FileNotFoundError, before anything is computed, for what cannot be compared.
     """
+    _require_outputs(options)
     opener = _Opener(options)
     a, b = opener.source(options.a), opener.source(options.b)
     floor = opener.source(options.floor) if options.floor else a.again()
@@ -149,7 +152,7 @@ def run_gate(gate: Gate) -> GateResult:
         seconds=round(time.perf_counter() - started, 2),
     )
     if gate.options.junit is not None:
-        write_text(gate.options.junit, junit(result, f"fluxq gate {gate.a.name} {gate.b.name}"))
+        write_text(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
     if gate.options.markdown is not None:
         write_text(gate.options.markdown, markdown(result))
     return result
@@ -245,6 +248,18 @@ def _rules(options: GateOptions, sources: Sequence[Source], networks: Networks) 
     return {
         key: replace(RULES[key], margin=options.margins[key]) if key in options.margins else RULES[key] for key in keys
     }
+
+
+def _require_outputs(options: GateOptions) -> None:
+    """Raise ValueError for a place that cannot be written, or a file there that no gate wrote."""
+    from fluxq.eval.images.executor import WORK_FILE
+
+    reads = {"A": options.a, "B": options.b, "the floor": options.floor}
+    folders = {name: text for name, text in reads.items() if text and Path(text).expanduser().exists()}
+    Output(options.work).require_addable(folders, "--work", pattern=f"*/{WORK_FILE}")
+    for path in (options.junit, options.markdown):
+        if path is not None and not (path.is_file() and MARK in path.read_bytes()[:_MARKED].decode(errors="replace")):
+            Output(path, True).require(folders, overwrite=False)
 
 
 def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:
