@@ -57,6 +57,10 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
 @click.option(
     "--expect-change", is_flag=True, help="Exit with 1 where all images are the same bits: a change did nothing."
 )
+@click.option("--setup", metavar="CMD", help="With git:REV: what is run once in its worktree, as 'pip install -e .'.")
+@click.option(
+    "--command", metavar="CMD", help="With git:REV: makes images of {prompts}, a JSONL file, in the folder {out}."
+)
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
 @click.option(
@@ -67,13 +71,14 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
 def gate(a: str, b: str, **arguments: Any) -> None:
     """Decide whether images of B are as near to those of A as A's own second run.
 
-    A and B are pipelines, checkpoints, or image folders with prompts.jsonl. Exits with 0 for equivalent, 1 for worse,
-    3 where these images cannot tell.
+    A and B are pipelines, checkpoints, image folders with prompts.jsonl, servers (http://localhost:8000/v1) or commits
+    (git:REV). Exits with 0 for equivalent, 1 for worse, 3 where these images cannot tell.
 
     \b
     Example:
       fluxq gate tiny-nvfp4 tiny-nvfp4-new
       fluxq gate images-before images-after --floor images-before-again
+      fluxq gate tiny-nvfp4 http://localhost:8000 --images 16
     """
     with session_of(arguments) as session:
         session.requirements.require_files(session.arguments)

@@ -13,12 +13,14 @@ import torch
 
 from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.devices import versions
-from fluxq.base.files import sha256_json, write_text
+from fluxq.base.files import clear_parts, sha256_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output
+from fluxq.base.output import Output, sole_writer
 from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
+from fluxq.eval.gate.commits import PREFIX, commit_of
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
+from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
 from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 IMAGES = 64
 LEAST_IMAGES = 2
+_WAIT = 60.0  # seconds for another gate that writes the same file
 MARK, _MARKED = "fluxq gate", 4096  # in the first bytes of files that a gate writes, and replaces
 DEFAULT_METRICS = ("latent_sqnr", "psnr", "lpips")
 
@@ -56,6 +59,8 @@ class GateOptions:
     weights: str | None = None
     work: Path = Path("fluxq-gate")
     expect_change: bool = False
+    setup: str | None = None
+    command: str | None = None
     junit: Path | None = None
     markdown: Path | None = None
 
@@ -80,6 +85,8 @@ def gate_of(options: GateOptions) -> Gate:
     Raises ValueError or FileNotFoundError, before anything is computed, for what cannot be compared.
     """
     _require_outputs(options)
+    if (options.setup or options.command) and not any(text.startswith(PREFIX) for text in (options.a, options.b)):
+        raise ValueError("--setup and --command are of commits: write A or B as git:REV, or leave them out")
     opener = _Opener(options)
     a, b = opener.source(options.a), opener.source(options.b)
     floor = opener.source(options.floor) if options.floor else a.again()
@@ -89,15 +96,20 @@ def gate_of(options: GateOptions) -> Gate:
             "run of it as --floor, or what is allowed as --margin psnr=3"
         )
     _require_one_machine(a, b, floor)
+    items = _items(options, [each for each in (a, b, floor) if each is not None], opener.first)
     networks = networks_of(opener.first, options.weights, options.device)
+    rules = _rules(options, [a, b, *([floor] if floor else [])], networks)
+    for source in (a, b):
+        if isinstance(source, EndpointSource):
+            source.require_seeds(*items[0])
     return Gate(
         options=options,
         a=a,
         b=b,
         floor=floor,
-        items=_items(options, [each for each in (a, b, floor) if each is not None], opener.first),
+        items=items,
         call=opener.call or {},
-        rules=_rules(options, [a, b, *([floor] if floor else [])], networks),
+        rules=rules,
         networks=networks,
     )
 
@@ -151,11 +163,17 @@ def run_gate(gate: Gate) -> GateResult:
         versions=versions("fluxq"),
         seconds=round(time.perf_counter() - started, 2),
     )
-    if gate.options.junit is not None:
-        write_text(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
-    if gate.options.markdown is not None:
-        write_text(gate.options.markdown, markdown(result))
+    _write(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
+    _write(gate.options.markdown, markdown(result))
     return result
+
+
+def _write(path: Path | None, text: str) -> None:
+    """Write a file that was asked for, and clear what a killed gate left beside it."""
+    if path is not None:
+        with sole_writer(path, _WAIT):
+            clear_parts(path.parent, path.name)
+            write_text(path, text)
 
 
 def _reasons(metrics: Mapping[str, MetricResult], look: int, identical: bool, is_no_op: bool) -> tuple[str, ...]:
@@ -290,6 +308,10 @@ class _Opener:
 
     def source(self, text: str) -> Source:
         """Open what the command line calls `text`."""
+        if text.startswith(("http://", "https://")):
+            return endpoint_of(text, self.call or self.options.call, self.options.work)
+        if text.startswith(PREFIX):
+            return commit_of(text, self.options.setup, self.options.command, self.options.work)
         place = Path(text).expanduser()
         if place.is_dir() and is_picture_folder(place):
             return PictureSource(read_pictures(place))

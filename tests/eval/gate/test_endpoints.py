@@ -1,0 +1,181 @@
+"""Servers as sources of a gate: real ones of a few lines, sound and hostile."""
+
+import base64
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fluxq.eval.gate import endpoints
+from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
+from fluxq.eval.gate.pictures import PROMPTS_FILE
+
+CALL = {"height": 8, "width": 8, "num_inference_steps": 2}
+Answer = Callable[[dict[str, Any]], tuple[int, dict[str, str], bytes]]
+
+
+def picture(prompt: str, seed: int, size: int = 8) -> bytes:
+    noise = hashlib.shake_128(f"{prompt} {seed}".encode()).digest(3 * size * size)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (size, size), noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def as_json(content: bytes) -> tuple[int, dict[str, str], bytes]:
+    return 200, {}, json.dumps({"data": [{"b64_json": base64.b64encode(content).decode()}]}).encode()
+
+
+def sound(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+    return as_json(picture(body["prompt"], body["seed"]))
+
+
+@contextmanager
+def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Serve, and yield the address with the list of what it is asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body | {"key": self.headers.get("Authorization")})
+            self.reply(*answer(body))
+
+        def do_GET(self) -> None:
+            self.reply(200, {}, b'{"data": [{"id": "first"}]}' if self.path == "/v1/models" else picture("by url", 0))
+
+        def reply(self, code: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(code)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{made.server_port}", asked
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+def test_images_are_asked_for_once_and_kept(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with server(sound) as (address, asked):
+        source = endpoint_of(address, CALL, tmp_path)
+        assert source.model == "first" and source.base == f"{address}/v1"
+        source.make([("a", 0)])
+        listing = source.folder / PROMPTS_FILE
+        listing.write_bytes(listing.read_bytes() + b'{"prompt": "torn')
+        images = source.make([("b", 1), ("a", 0)])
+        source.require_seeds("a", 0)
+    assert images.items == (("b", 1), ("a", 0)) and images.images[0].shape == (3, 8, 8)
+    assert [(each["prompt"], each["seed"]) for each in asked] == [("a", 0), ("b", 1), ("a", 1), ("a", 0)]
+    wanted = {"model": "first", "n": 1, "size": "8x8", "response_format": "b64_json", "num_inference_steps": 2}
+    assert wanted.items() <= asked[0].items() and asked[0]["key"] == "Bearer secret"
+    assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda body: as_json(picture("x", 0)), "makes one image for every seed"),
+        (lambda body: as_json(picture("x", id(body) + len(CLOCK))), "another image when it is asked again"),
+    ],
+    ids=["constant", "random"],
+)
+def test_a_server_that_ignores_the_seed_is_found_out(tmp_path: Path, answer: Answer, message: str) -> None:
+    def counted(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+        CLOCK.append(body)  # kept, so that no two have one id
+        return answer(body)
+
+    with server(counted) as (address, _), pytest.raises(ValueError, match=message):
+        endpoint_of(f"{address}#m", CALL, tmp_path).require_seeds("a", 0)
+
+
+CLOCK: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((200, {}, b"<html><body>hello"), "answers HTML: is it the address"),
+        ((200, {}, b"[1]"), "no JSON object"),
+        ((200, {}, b'{"data": []}'), "without data"),
+        ((200, {}, b'{"data": {"b64_json": 1}}'), "without data"),
+        ((200, {}, b'{"data": [{"b64_json": "?"}]}'), "not base64"),
+        (as_json(b"not an image"), "no image that can be read"),
+        (as_json(picture("a", 0)[:60]), "no image that can be read"),
+        ((200, {}, b'{"data": [{"url": "file:///etc/passwd"}]}'), "names an image elsewhere"),
+        ((200, {}, b'{"data": [{"url": "http://127.0.0.1:1/x.png"}]}'), "names an image elsewhere"),
+        ((302, {"Location": "http://127.0.0.1:1/"}, b""), "answers 302"),
+        ((400, {}, b'{"error": {"message": "no such size\\u001b[31m"}}'), r"answers 400 \(no such size"),
+        ((401, {}, b"<html>no"), r"answers 401 \(HTML\)"),
+        ((200, {"Content-Length": "999"}, b"{}"), "ended its answer after 2 of 999 bytes"),
+    ],
+)
+def test_a_bad_answer_is_an_error_that_names_it(tmp_path: Path, reply: tuple, message: str) -> None:
+    with server(lambda _: reply) as (address, _):
+        source = EndpointSource(f"{address}/v1", "m", CALL, tmp_path, timeout=2.0)
+        with pytest.raises((RuntimeError, OSError), match=message) as caught:
+            source.make([("a", 0)])
+    assert "\x1b" not in str(caught.value)
+
+
+def test_limits_of_a_rate_are_waited_for_and_its_own_faults_tried_again(tmp_path: Path, monkeypatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(endpoints.time, "sleep", slept.append)
+    replies = [(429, {"Retry-After": "7"}, b""), (500, {}, b""), (503, {}, b"")]
+    with server(lambda body: replies.pop(0) if replies else sound(body)) as (address, asked):
+        EndpointSource(f"{address}/v1", "m", CALL, tmp_path).make([("a", 0)])
+    assert slept == [7.0, 0.5, 1.0] and len(asked) == 4
+    with (
+        server(lambda _: (429, {"Retry-After": "100000"}, b"")) as (address, _),
+        pytest.raises(RuntimeError, match="429"),
+    ):
+        EndpointSource(f"{address}/v1", "m", CALL, tmp_path).make([("a", 0)])
+    with server(lambda _: (500, {}, b"")) as (address, asked), pytest.raises(RuntimeError, match="500"):
+        EndpointSource(f"{address}/v1", "m", CALL, tmp_path).make([("a", 0)])
+    assert len(asked) == endpoints.TRIES
+
+
+def test_an_image_by_address_is_read_from_the_same_server(tmp_path: Path) -> None:
+    with server(lambda _: (200, {}, b'{"data": [{"url": "/files/1.png"}]}')) as (address, _):
+        images = EndpointSource(f"{address}/v1", "m", CALL, tmp_path).make([("a", 0)]).images
+    assert images[0].shape == (3, 8, 8)
+
+
+def test_too_long_too_large_too_slow_and_not_there(tmp_path: Path, monkeypatch) -> None:
+    source = EndpointSource("", "m", CALL, tmp_path, timeout=0.2)
+    with server(lambda body: as_json(picture("a", 0, 64))) as (address, _):
+        monkeypatch.setattr(endpoints, "MOST_PIXELS", 64)
+        with pytest.raises(RuntimeError, match="64 x 64 pixels"):
+            EndpointSource(f"{address}/v1", "m", CALL, tmp_path).make([("a", 0)])
+        monkeypatch.setattr(endpoints, "LONGEST_ANSWER", 100)
+        with pytest.raises(RuntimeError, match="longer than"):
+            EndpointSource(f"{address}/v1", "m", CALL, tmp_path).make([("a", 0)])
+    done = threading.Event()
+    with server(lambda body: (done.wait(5), sound(body))[1]) as (address, _):
+        with pytest.raises(TimeoutError, match="no answer within"):
+            EndpointSource(f"{address}/v1", "m", CALL, tmp_path, timeout=source.timeout).make([("a", 0)])
+        done.set()
+    with pytest.raises(ConnectionError, match="does not answer"):
+        endpoint_of("http://127.0.0.1:1/v1", CALL, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["http://", "http://u:p@host/v1", "http://host/v1?key=1"])
+def test_an_address_that_cannot_be_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match="write an address as in"):
+        endpoint_of(text, CALL, tmp_path)
