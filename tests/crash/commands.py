@@ -150,7 +150,7 @@ COMMANDS = {
         in_place=True,
     ),
     "gate": Command(
-        "gate {base}/model model-fp8 --images 2 --batch-size 1 --prompts {base}/prompts.txt --work work "
+        "gate {base}/model model-fp8 --images 2 --batch-size 1 --prompts {base}/prompts.txt --work images "
         "--margin psnr=60 --margin latent_sqnr=60 --markdown out.md " + SIZES,
         (("model-fp8", "model-fp8"),),
         in_place=True,
