@@ -44,6 +44,7 @@ from fluxq.eval.images.sides import (
     NATIVE,
     Side,
     component_digests,
+    digest_of,
     pipeline_digests,
     side_stamps,
     variants,
