@@ -29,6 +29,7 @@ from fluxq.base.files import read_json, sha256_json, write_json
 from fluxq.base.output import PASSPORT_FILE
 from fluxq.calibrate.prompts import PromptRow
 from fluxq.eval.gate.decide import RULES, Finding, judge
+from fluxq.eval.images.generate import Images
 from fluxq.eval.metrics.schema import Estimate, GateOutcome
 
 KIND, SCHEMA_VERSION = "fluxq passport", 1
@@ -119,7 +120,7 @@ class Passport(_Part):
     dtype: Literal["bfloat16", "float16", "float32"]
     device: str
     machine: str
-    threads: int | None = Field(None, ge=1, le=_MOST_THREADS)
+    threads: int | None = Field(default=None, ge=1, le=_MOST_THREADS)
     versions: dict[str, str]
     shape: tuple[int, ...]
     images: tuple[NamedImage, ...] = Field(min_length=1, max_length=NAMED)
@@ -146,8 +147,8 @@ class Nearness:
         return sum(value == math.inf for value in self.sqnr)
 
 
-def named_images(items: Sequence[tuple[PromptRow | str, int]], latents: Sequence[Tensor]) -> tuple[NamedImage, ...]:
-    """Return the images of a passport. latents: (...) of each, fp32; ValueError where they are not finite."""
+def named_images(items: Sequence[tuple[PromptRow | str, int]], latents: Images) -> tuple[NamedImage, ...]:
+    """Return the images of a passport. latents: (...) of each, fp32, or stacked; ValueError if they are not finite."""
     if not all(bool(torch.isfinite(each).all()) for each in latents):
         raise ValueError("latents with NaN or infinity repeat nothing")
     return tuple(NamedImage.of(row, seed, each) for (row, seed), each in zip(items, latents, strict=True))

@@ -233,7 +233,7 @@ def repeat(request: Request) -> PassportResult:
         sentence = f"{', '.join(changed)} changed since the passport was written: `fluxq eval` writes a new one"
         return PassportResult(verdict="changed", sentence=sentence, changed=tuple(changed), **about)
     side = Side(folder.name, str(folder.path), checkpoint, passport.dtype, offload=request.offload)
-    items = [image.item for image in passport.images]
+    items: list[Any] = [image.item for image in passport.images]
     with _threads(passport.threads if torch.device(request.device).type == "cpu" else None):
         made = generate(side.open(request.device), items, passport.call, passport.batch_size)
     if not made.finite.all():
