@@ -100,7 +100,10 @@ def test_eval_replaces_the_passport_alone(checkpoint: Path, tmp_path: Path) -> N
     assert code == 1 and "gate missed: psnr>=99" in error
     passport = read_passport(out / "passport.json")
     assert (passport.by, len(passport.images), len(passport.floor), passport.threads) == ("eval", 2, 2, 1)
-    assert passport.metrics.keys() == {"psnr"} and [gate.passed for gate in passport.gates] == [True, False]
+    assert passport.metrics.keys() == {"psnr", "velocity_error"} and [gate.passed for gate in passport.gates] == [
+        True,
+        False,
+    ]
     assert (out / "fluxq_plan.json").read_bytes() == record
     assert run("verify", out, "--passport")[1]["verdict"] == "bit for bit"
 
