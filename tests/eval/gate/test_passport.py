@@ -31,7 +31,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def away(latents: Tensor, db: float, seed: int = 1) -> Tensor:
     """Latents at this SQNR of others."""
-    noise = drawn(*latents.shape, seed=seed)
+    noise = drawn(*latents.shape, seed=seed) + 1  # of one sign, as signs of the sketch have to undo
     return latents + noise * float(latents.norm() / noise.norm()) * 10 ** (-db / 20)
 
 
