@@ -95,7 +95,7 @@ class NamedImage(_Part):
 
 
 class Passport(_Part):
-    """What was measured of a checkpoint, where and how, and what repeats it.
+    """Measurements of a checkpoint, where and how they were made, and what repeats them.
 
     by: command that measured. checkpoint: SHA-256 of all that decides its images. digests: component -> SHA-256 of its
     weights and configuration. metrics: name -> paired figure against the 16-bit model, with its interval, in `units`.
@@ -129,13 +129,13 @@ class Passport(_Part):
 
     @property
     def passed(self) -> bool:
-        """Whether all gates that were measured held."""
+        """True if all gates that were measured held."""
         return all(gate.passed for gate in self.gates)
 
 
 @dataclass(frozen=True)
 class Nearness:
-    """How near another run of the named images is. sqnr: in dB, infinite for the same bits. finding: of the rule."""
+    """Distance of another run of the named images. sqnr: in dB, infinite for the same bits. finding: of the rule."""
 
     verdict: Verdict
     sqnr: tuple[float, ...]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -43,14 +43,11 @@ from fluxq.jobs.requirements import makes_video, require_call, require_checkpoin
 from fluxq.quantize.record import Check
 from fluxq.recipes.recipe import parse_gate
 
-if TYPE_CHECKING:
-    from fluxq.jobs.judge import Subject
-
 _UNITS = {"psnr": "dB", "latent_sqnr": "dB"}
 
 
 class PassportResult(Strict):
-    """What `fluxq verify --passport` found out.
+    """Result of `fluxq verify --passport`.
 
     sentence: the same for people. images, same: number made again, and of those whose latents are the same bits.
     sqnr, floor: of each image's latents in dB, to those of the passport, and of its second run; None for the same
@@ -155,10 +152,10 @@ def floor_images(job: Job, batch: int) -> int:
     return min(floor_batch(job, batch), len(job.check_items))
 
 
-def of_evaluation(subject: Subject, batch: int, again_at: int) -> tuple[Named, Named]:
+def of_evaluation(subject: Any, batch: int, again_at: int) -> tuple[Named, Named]:
     """Return the images of a passport that an evaluation makes, which it has mostly made already; and a second run.
 
-    batch, again_at: images in a call of the evaluation, and of its second 16-bit run.
+    subject: of `judge.subject_of`. batch, again_at: images in a call of the evaluation, and of its second 16-bit run.
     """
     items, side = subject.items[:NAMED], subject.quantized
     size = batch if batch <= NAMED or len(subject.items) <= NAMED else NAMED  # as they are cut anyway, if they are
@@ -166,8 +163,8 @@ def of_evaluation(subject: Subject, batch: int, again_at: int) -> tuple[Named, N
     return Named(side, items, size), Named(again, items, again_at)
 
 
-def write_from_evaluation(subject: Subject, named: Sequence[Named], made: Sequence[Any], report: Report) -> None:
-    """Write the passport of a checkpoint that was evaluated. named, made: as `of_evaluation`, and their images."""
+def write_from_evaluation(subject: Any, named: Sequence[Named], made: Sequence[Any], report: Report) -> None:
+    """Write the passport of a checkpoint that was evaluated. named, made: of `of_evaluation`, and their images."""
     (first, second), (images_made, again) = named, made
     run = next(run for run in report.runs if run.backend == NATIVE and run.cache is None)
     try:
