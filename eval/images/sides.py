@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.files import stamps
+from fluxq.base.files import sha256_file, sha256_json, stamps
 from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.eval.images.denoiser import denoisers
 from fluxq.kernels.linear import QuantLinear, quant_layers
@@ -106,6 +106,41 @@ class Side:
             pipe.enable_model_cpu_offload(device=device)
             return pipe
         return pipe.to(device)
+
+
+def pipeline_digest(folder: ModelFolder) -> str:
+    """Return the SHA-256 of all files that decide a pipeline's images, which are read for it."""
+    return digest_of(folder, component_digests(folder))
+
+
+def pipeline_digests(folder: ModelFolder) -> tuple[str, dict[str, str]]:
+    """Return `pipeline_digest`, and component -> digest of its weights and configuration."""
+    hashed = component_digests(folder)
+    return digest_of(folder, hashed), hashed
+
+
+def component_digests(folder: ModelFolder) -> dict[str, str]:
+    """Return component -> digest of its weights and configuration, which are read for it."""
+    with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
+    return {name: folder.digest(name) for name in with_weights}
+
+
+def digest_of(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
+    """Return the SHA-256 of all files that decide a pipeline's images: weights, configurations and the scheduler's."""
+    weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
+    others = sorted(
+        path
+        for name in folder.components
+        for path in (folder.path / name).rglob("*")  # adapters too, which transformers loads by itself
+        if path.is_file() and path not in weights
+    )
+    return sha256_json(
+        [
+            sha256_file(folder.path / "model_index.json"),
+            *([name, digest] for name, digest in hashed.items()),
+            *([str(path.relative_to(folder.path)), sha256_file(path)] for path in others),
+        ]
+    )
 
 
 def side_stamps(folder: Path, loras: Sequence[str] = ()) -> tuple[Any, ...]:

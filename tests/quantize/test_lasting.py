@@ -30,7 +30,8 @@ from fluxq.calibrate import prompts
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
 from fluxq.cli import cli
-from fluxq.jobs import judge, making
+from fluxq.eval.images.sides import pipeline_digest
+from fluxq.jobs import making
 from fluxq.jobs.job import _keep_what_is_done
 from fluxq.quantize import checkpoint, run
 from fluxq.quantize.checkpoint import SourceWeights
@@ -472,12 +473,12 @@ def test_weights_under_the_other_library_s_name_are_not_taken(tmp_path, caplog):
 
 def test_images_are_of_every_file_that_a_loader_reads(tmp_path):
     folder = ModelFolder("m", copy_of(tiny.path(), tmp_path / "m"))
-    before = judge._digest(folder, judge._hashed(folder))
-    assert before == judge._digest(folder, judge._hashed(folder))
+    before = pipeline_digest(folder)
+    assert before == pipeline_digest(folder)
     (folder.path / "text_encoder_2" / "adapter_config.json").write_text("{}")
-    with_adapter = judge._digest(folder, judge._hashed(folder))
+    with_adapter = pipeline_digest(folder)
     (folder.path / "text_encoder_2" / "adapter_model.safetensors").write_bytes(b"weights")
-    assert len({before, with_adapter, judge._digest(folder, judge._hashed(folder))}) == 3
+    assert len({before, with_adapter, pipeline_digest(folder)}) == 3
 
 
 THREADS = """

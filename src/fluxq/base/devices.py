@@ -237,6 +237,14 @@ def cpu_name() -> str:
     return _listed("model name") or platform.machine()
 
 
+def machine_name(device: str) -> str:
+    """Return the name of what computes on a device: that of the GPU, or of the processor."""
+    import torch
+
+    place = torch.device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else cpu_name()
+
+
 def flags() -> tuple[str, ...]:
     """Return the processor's instruction sets for vectors and matrices, as Linux lists them; elsewhere none."""
     listed = {*_listed("flags").split(), *_listed("Features").split()}

@@ -74,6 +74,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "quantize": ("scipy",),
     "eval": _JUDGE,
     "gate": ("scipy", "torchmetrics", "torchvision"),
+    "verify --passport": ("scipy", "torchmetrics", "torchvision"),
     "bench": _JUDGE,
     "debug": _JUDGE,
     "report": _JUDGE,

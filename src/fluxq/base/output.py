@@ -39,11 +39,12 @@ from fluxq.base.tensors import TensorFile
 
 PLAN_FILE = "fluxq_plan.json"  # of a checkpoint: how it was made
 EXPORT_FILE = "fluxq_export.json"  # of a folder for another program: its origin
+PASSPORT_FILE = "passport.json"  # of a checkpoint: what was measured, and what repeats it
 MARK = "fluxq"  # with it begin keys in the header of each safetensors file that fluxq writes as an output
 VERSION, JOB, BESIDE = f"{MARK}_version", f"{MARK}_job", f"{MARK}_beside"  # such keys
 STATISTICS = f"{MARK}_statistics"
 _LATER = re.compile(  # files of a checkpoint that its record does not list, and their leftovers of kills
-    r"README\.md|eval/(report\.(html|json|md)|speed\.json|debug\.json)|\.eval_results/[^/]+\.yaml"
+    r"README\.md|passport\.json|eval/(report\.(html|json|md)|speed\.json|debug\.json)|\.eval_results/[^/]+\.yaml"
     r"|(eval/|\.eval_results/)?\.[^/]+\.part|\.eval\.(lock|pid)"
 )
 _LONGEST_NAME = 255 - len(".") - len(".0123456789abcdef.work")  # bytes, beside those of the folders that serve it

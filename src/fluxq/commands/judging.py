@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fluxq.base.extras import require_for
 from fluxq.commands import show
 from fluxq.commands.options import (
     FOLDER,
@@ -15,6 +16,7 @@ from fluxq.commands.options import (
     caches_in,
     checkpoint_options,
     common_options,
+    device_in,
     finite_in,
     names_in,
     overwrite_option,
@@ -22,7 +24,7 @@ from fluxq.commands.options import (
     run_options,
     sizes_in,
 )
-from fluxq.commands.session import session_of
+from fluxq.commands.session import Failure, Session, session_of
 
 
 @click.command("eval", short_help="Compare a checkpoint's images with those of its 16-bit model.")
@@ -242,18 +244,38 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
 @click.command("verify", short_help="Prove that a checkpoint is whole and holds what it says.")
 @click.argument("output", metavar="CHECKPOINT")
 @click.option("--allow-unrecorded", is_flag=True, help="Exit with 0 where no hashes were recorded to check files by.")
+@click.option(
+    "--passport", is_flag=True, help="Instead, make the images of its passport again: does this machine repeat them?"
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    callback=device_in,
+    metavar="NAME",
+    help="With --passport: where to run: cpu, cuda, cuda:1, …",
+)
 @common_options
-def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> None:
+def verify_checkpoint(output: str, allow_unrecorded: bool, passport: bool, device: str, **arguments: Any) -> None:
     """Prove that CHECKPOINT is whole and holds what it says, tensor by tensor.
 
     No model is run. Exits with 1 if a check fails or cannot be made.
 
+    With --passport its pipeline is run instead. Exits with 0 where its images are the same bit for bit or within the
+    floor, 1 where they are not, 3 where they cannot tell.
+
     \b
     Example:
       fluxq verify tiny-nvfp4
+      fluxq verify tiny-nvfp4 --passport
     """
     with session_of(arguments) as session:
         session.requirements.require_checkpoint(output)
+        if passport:
+            _verify_passport(session, output, device)
+            return
+        if device != "auto":
+            raise ValueError("--device says where --passport makes images; give that too")
         from fluxq.quantize.verify import verify
 
         results = verify(Path(output))
@@ -275,6 +297,20 @@ def verify_checkpoint(output: str, allow_unrecorded: bool, **arguments: Any) -> 
                 f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "
                 "recorded to hold the files against; --allow-unrecorded accepts that"
             )
+
+
+def _verify_passport(session: Session, output: str, device: str) -> None:
+    """Make the images of a checkpoint's passport again, print how near they are and exit accordingly."""
+    require_for("verify --passport")
+    from fluxq.jobs import passports
+
+    request = passports.request_of(Path(output), device)
+    session.say(f"checkpoint {output}, device {request.device}")
+    session.start_work()
+    result = passports.repeat(request)
+    session.print(result.model_dump(mode="json"), lambda: show.passport_repeated(result))
+    if result.exit_code:
+        raise Failure(f"{output}: {show.repeated_in_words(result)}", result.exit_code)
 
 
 COMMANDS = (evaluate, bench, debug, report, verify_checkpoint)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fluxq.jobs.forecast import Forecast
     from fluxq.jobs.job import Job
     from fluxq.jobs.memory import Demand
+    from fluxq.jobs.passports import PassportResult
     from fluxq.jobs.search import Outline, Search
     from fluxq.quantize.exchange.export import Changed, Exported
     from fluxq.quantize.record import Check, Group, Record, RecordedComponent
@@ -478,6 +479,28 @@ def verified(results: Sequence[Result]) -> None:
         echo(f"{result.status:<12}  {result.check:<7}  {result.about}{measured}")
         for finding in result.findings:
             echo(f"{'':<12}  {finding.where}: {finding.what}")
+
+
+def passport_repeated(result: PassportResult) -> None:
+    """Print how near a machine is to a checkpoint's passport, and what differs there."""
+    echo(result.sentence)
+    if result.made_on != result.machine:
+        echo(f"made on {result.made_on}, this is {result.machine}")
+    for name, (there, here) in result.versions.items():
+        echo(f"{name}: {there} there, {here} here")
+    if not result.exit_code:
+        echo(f"{repeated_in_words(result)} ({_duration(result.seconds)})")
+
+
+def repeated_in_words(result: PassportResult) -> str:
+    """Return the verdict on a passport in one line."""
+    return {
+        "bit for bit": f"this machine repeats all {result.images} images bit for bit",
+        "within the floor": f"this machine repeats all {result.images} images within the floor",
+        "not": "this machine does not repeat the images of its passport",
+        "cannot tell": f"{result.images} images cannot tell; `fluxq eval` writes a passport of more",
+        "changed": f"not the pipeline that its passport is of: {result.sentence}",
+    }[result.verdict]
 
 
 def exported(done: Exported) -> None:

@@ -22,11 +22,12 @@ import torch
 
 from fluxq.base.console import amount
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.capture import FRAMES, batches, frames_in, number_of_steps, steps_to_see
+from fluxq.calibrate.capture import FRAMES, batches, frames_in, images_per_batch, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.jobs import memory
 from fluxq.jobs.listing import passes_of_list
 from fluxq.jobs.making import MOST_CALLS
+from fluxq.jobs.passports import floor_images
 from fluxq.jobs.planning import demand
 from fluxq.quantize.checkpoint import is_model
 from fluxq.quantize.structure import component_family, denoisers_of, list_linears
@@ -99,7 +100,8 @@ def of_quantizing(job: Job) -> Forecast:
     if job.options.check:
         check = forward.seconds(job.check_items, forward.steps)
         frames = frames_in(job.check_call) if {*FRAMES} & job.check_call.keys() else None
-        parts[f"closing check of {amount(len(job.check_items), frames)}"] = (1 + QUANTIZED) * check
+        again = forward.seconds(job.check_items[: floor_images(job, images_per_batch(job.check_call))], forward.steps)
+        parts[f"closing check of {amount(len(job.check_items), frames)}"] = (1 + QUANTIZED) * check + QUANTIZED * again
     return Forecast(parts, _memory(job, writes=True))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fluxq.base import FLUXQ_VERSION, devices
-from fluxq.base.devices import versions
+from fluxq.base.devices import machine_name, versions
 from fluxq.base.files import clear_parts, sha256_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import Output, sole_writer
@@ -25,9 +25,9 @@ from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
 from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
 from fluxq.eval.images.protocols import items_of
-from fluxq.eval.images.sides import Side, side_stamps
+from fluxq.eval.images.sides import Side, pipeline_digest, side_stamps
 from fluxq.jobs import memory
-from fluxq.jobs.judge import networks_of, pipeline_digest
+from fluxq.jobs.judge import networks_of
 from fluxq.jobs.requirements import call_of, require_call, require_pictures, require_prompts_suffice, require_steps
 
 if TYPE_CHECKING:
@@ -289,12 +289,6 @@ def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:
             f"{a.name} was made on {a.machine}, {b.name} on {b.machine}: images differ between machines. Give images "
             f"of A from {b.machine} as --floor"
         )
-
-
-def machine_name(device: str) -> str:
-    """Return the name of what computes on a device: that of the GPU, or of the processor."""
-    place = torch.device(device)
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else devices.cpu_name()
 
 
 class _Opener:

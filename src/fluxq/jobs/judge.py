@@ -24,11 +24,31 @@ from fluxq.base.console import first_line, logger
 from fluxq.base.devices import free_bytes, versions
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
-from fluxq.base.output import Output, job_digest, require_lockable, require_own, seal, sole_writer, takes_files, writing
+from fluxq.base.output import (
+    PASSPORT_FILE,
+    Output,
+    job_digest,
+    require_lockable,
+    require_own,
+    seal,
+    sole_writer,
+    takes_files,
+    writing,
+)
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch, number_of_steps
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
+from fluxq.eval.gate.passport import NAMED
 from fluxq.eval.images.protocols import PROTOCOLS, items_of
-from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, side_stamps, variants
+from fluxq.eval.images.sides import (
+    BACKENDS,
+    NATIVE,
+    Side,
+    component_digests,
+    digest_of,
+    pipeline_digests,
+    side_stamps,
+    variants,
+)
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
@@ -135,6 +155,7 @@ class Subject:
     items: tuple[tuple[str, int], ...]
     call: dict[str, Any]
     caches: tuple[StepCache, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)  # of the checkpoint's components
 
 
 def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = False) -> Subject:
@@ -148,7 +169,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             f"{output}: one model without its pipeline, which makes no images; `fluxq import` of the same file with "
             "the pipeline as --base makes a whole one"
         )
-    require_own(output, _REPLACED)
+    require_own(output, (*_REPLACED, PASSPORT_FILE))
     if (output / EVAL_FOLDER).exists() and not (output / EVAL_FOLDER).is_dir():
         raise ValueError(f"{output / EVAL_FOLDER} is a file, where the report's folder would be; move it elsewhere")
     require_lockable(_locked(output))
@@ -197,11 +218,11 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             raise ValueError(f"{folder.name}: its {name} is not what {output} has: {what}; give --model")
     loras = tuple((str(lora.path), lora.weight, lora.component) for lora in recorded_loras(record.loras))
     stamps = side_stamps(folder.path, [file for file, _, _ in loras]), side_stamps(output.resolve())
-    hashed = _hashed(folder)  # reads all weights: after all cheaper checks
+    hashed = component_digests(folder)  # reads all weights: after all cheaper checks
     for component, digest in record.model.digests.items():
         if hashed.get(component) != digest:
             raise ValueError(f"{folder.name}: its {component} is not what {output} was made from; give --model")
-    digest, quantized_digest = _digest(folder, hashed), pipeline_digest(quantized)
+    digest, (quantized_digest, digests) = digest_of(folder, hashed), pipeline_digests(quantized)
     reference_digest = sha256_json([digest, [lora.model_dump() for lora in record.loras]]) if loras else digest
     return Subject(
         options=options,
@@ -238,6 +259,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
         items=tuple(items_of(prompts.prompts, count, seeds, options.seed or 0)),
         call=call,
         caches=caches,
+        digests=digests,
     )
 
 
@@ -245,35 +267,6 @@ def _require_known(what: str, names: Sequence[str], table: Mapping[str, Any]) ->
     for name in names:
         if name not in table:
             raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(table)}")
-
-
-def pipeline_digest(folder: ModelFolder) -> str:
-    """Return the SHA-256 of all files that decide a pipeline's images, which are read for it."""
-    return _digest(folder, _hashed(folder))
-
-
-def _hashed(folder: ModelFolder) -> dict[str, str]:
-    """Return component -> digest of its weights and configuration, which are read for it."""
-    with_weights = [name for name in folder.components if (folder.path / name / "config.json").is_file()]
-    return {name: folder.digest(name) for name in with_weights}
-
-
-def _digest(folder: ModelFolder, hashed: Mapping[str, str]) -> str:
-    """Return the SHA-256 of all files that decide a pipeline's images: weights, configurations and the scheduler's."""
-    weights = {file for name in hashed for file in (folder.path / name / "config.json", *folder.weight_files(name))}
-    others = sorted(
-        path
-        for name in folder.components
-        for path in (folder.path / name).rglob("*")  # adapters too, which transformers loads by itself
-        if path.is_file() and path not in weights
-    )
-    return sha256_json(
-        [
-            sha256_file(folder.path / "model_index.json"),
-            *([name, digest] for name, digest in hashed.items()),
-            *([str(path.relative_to(folder.path)), sha256_file(path)] for path in others),
-        ]
-    )
 
 
 def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: None) -> Report | None:
@@ -287,6 +280,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     from fluxq.eval.metrics.drift import floor_attention
     from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
     from fluxq.eval.report.report import compare_runs
+    from fluxq.jobs import passports
 
     options, started = subject.options, time.perf_counter()
     networks = _networks(subject)
@@ -315,6 +309,8 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
         fewer = sides_of_fewer(sides, sets, total, engine) if caches else {}
         sides += dict.fromkeys(fewer.values())
         sets += [made(side) for side in sides[len(sets) :]]
+        named = passports.of_evaluation(subject, batch, floor_batch) if NATIVE in backends else ()
+        repeated = [made(each.side, each.items, each.batch_size) for each in named]
     available = [images for images in sets if images is not None]
     if reference is None or again is None or len(available) < len(sets):
         return None  # the process that leads the others has all of them
@@ -380,6 +376,8 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     with _sole_writer(subject):
         report = _with_records(report, subject)
         _write(subject.output, report)
+        if named:
+            passports.write_from_evaluation(subject, named, repeated, report)
     return report
 
 
@@ -390,6 +388,8 @@ def _runs(subject: Subject, backends: Sequence[str], again: int) -> dict[str, An
         runs["measured for caches"] = (subject.items[:1], count)
     sides = variants(subject.quantized, backends, subject.caches)
     runs |= {side.name: (subject.items, forecast.QUANTIZED) for side in sides}
+    if NATIVE in backends:
+        runs["passport"] = (subject.items[:NAMED], forecast.QUANTIZED)
     if subject.caches:
         runs["fewer steps"] = (subject.items, forecast.QUANTIZED * len(backends) * len(subject.caches))
     return runs
@@ -839,7 +839,7 @@ def _sole_writer(subject: Subject, *names: str) -> Iterator[None]:
             is_same = False
         if not is_same:
             raise RuntimeError(f"{output} was replaced while it was judged; run the same command again")
-        require_own(output, (*_REPLACED, *(f"{EVAL_FOLDER}/{name}" for name in names)))
+        require_own(output, (*_REPLACED, PASSPORT_FILE, *(f"{EVAL_FOLDER}/{name}" for name in names)))
         for folder in (output, output / EVAL_FOLDER, output / _RESULTS_FOLDER):
             clear_parts(folder)
         yield

@@ -41,7 +41,7 @@ from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
-from fluxq.jobs import memory
+from fluxq.jobs import memory, passports
 from fluxq.jobs.job import (
     RUNS,
     Job,
@@ -539,21 +539,22 @@ def _source(job: Job) -> str | None:
 
 
 def closing_check(part: Path, job: Job, reference: Generated) -> Check:
-    """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates."""
+    """Compare a few paired images or videos with the 16-bit pipeline's, and apply the recipe's gates.
+
+    Also write the checkpoint's passport.
+    """
     pipe = _quantized(part, job)
     lists = lists_of_checkpoint(ModelFolder(job.output.name, part))  # a model within a bound does not know of them
     skipped = SkippedSteps(pipe, *lists) if lists else None
     images = generate(pipe, job.check_items, job.check_call, description="Quantized pipeline")
     psnr_db, latent_sqnr_db = fidelity.fidelity(reference, images)
     finite = bool(reference.finite.all()) and bool(images.finite.all())
-    measured = {
-        "psnr": paired_interval(psnr_db).mean,
-        "latent_sqnr": paired_interval(latent_sqnr_db).mean,
-    }
+    figures = {"psnr": paired_interval(psnr_db), "latent_sqnr": paired_interval(latent_sqnr_db)}
+    measured = {name: interval.mean for name, interval in figures.items()}
     flat = fidelity.flat_images(reference, images)
     gates, for_eval = split_gates(job.recipe.gates, measured)
     missed = [gate for gate in gates if not gate_holds(gate, measured)]
-    return Check(
+    check = Check(
         images=len(reference.items),
         frames=reference.frames,
         seeds=[seed for _, seed in reference.items],
@@ -569,6 +570,8 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
         missed=missed,
         passed=finite and not flat and not missed,
     )
+    passports.write_from_check(part, job, pipe, images, figures, check)
+    return check
 
 
 def _quantized(part: Path, job: Job) -> Any:
