@@ -57,7 +57,7 @@ def stock_diffusers(folder: str, **changes: Any) -> Make:
     import torch
     from diffusers import DiffusionPipeline
 
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    pipeline: Any = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
 
     def make(body: dict[str, Any]) -> Image.Image:

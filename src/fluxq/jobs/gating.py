@@ -317,9 +317,10 @@ class _Opener:
         opened = {text: self.source(text) for text in sorted(set(texts), key=_is_address)}
         sources: list[Source] = []
         for text in texts:
-            source, run = opened[text], len(sources)
-            runs_again = isinstance(source, EndpointSource | CommitSource) and source in sources
-            sources.append(replace(source, run=run + 1) if runs_again else source)
+            source = opened[text]
+            if isinstance(source, EndpointSource | CommitSource) and source in sources:
+                source = replace(source, run=len(sources) + 1)
+            sources.append(source)
         return sources
 
     def source(self, text: str) -> Source:
