@@ -169,7 +169,7 @@ class EndpointSource:
         """Read an image that an answer names, from the same server only: it could name any other."""
         try:
             target, base = urlsplit(urljoin(f"{self.base}/", address)), urlsplit(self.base)
-            is_same = (target.scheme, target.netloc) == (base.scheme, base.netloc)
+            is_same = address.isprintable() and (target.scheme, target.netloc) == (base.scheme, base.netloc)
         except ValueError:
             is_same = False
         if not is_same:
@@ -339,7 +339,8 @@ def _said(content: bytes) -> str:
 
 
 def _shown(value: Any) -> str:
-    return visible(" ".join(str(value).split())[:200])
+    """Return a stranger's value for a message: short, in one line, and as UTF-8 can hold it."""
+    return visible(" ".join(str(value).split())[:200]).encode(errors="backslashreplace").decode()
 
 
 def _read_json(content: bytes, base: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_a_project_elsewhere_and_one_that_is_a_folder_of_its_repository(
     git(project, "commit", "-qm", "3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # as in a hook
-    source = commit_of("git:pro ject/part@main", None, COMMAND, Path("w"))
+    source = commit_of("git:pro ject/part@main", "git rev-parse HEAD", COMMAND, Path("w"))
     assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [3, 7, 0]
     with pytest.raises(ValueError, match="no commit of the project"):
         commit_of("git:pro ject/part@main~1", None, COMMAND, Path("w"))

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from fluxq.base.files import is_text
 from fluxq.eval.gate import endpoints
 from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import PROMPTS_FILE
@@ -27,10 +28,10 @@ CALL = {"height": 8, "width": 8, "num_inference_steps": 2}
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, str], bytes]]
 
 
-def picture(prompt: str, seed: int, size: int = 8) -> bytes:
+def picture(prompt: str, seed: int, size: int = 8, kind: str = "PNG") -> bytes:
     noise = hashlib.shake_128(f"{prompt} {seed}".encode()).digest(3 * size * size)
     file = io.BytesIO()
-    Image.frombytes("RGB", (size, size), noise).save(file, "PNG")
+    Image.frombytes("RGB", (size, size), noise).save(file, kind)
     return file.getvalue()
 
 
@@ -145,14 +146,16 @@ CLOCK: list[Any] = []
         ((200, {"Content-Length": "999"}, b"{}"), "ended its answer 997 bytes too early"),
         ((200, {"Content-Length": "x"}, b"{}"), "without data"),
         ((200, {}, b'{"data": [{"url": "http://["}]}'), "names an image elsewhere"),
+        ((200, {}, b'{"data": [{"url": "/\\ud800"}]}'), "names an image elsewhere"),
+        ((400, {}, b'{"error": "\\ud800"}'), "answers 400"),
         ((200, {}, b'{"data": [{"url": "//127.0.0.1:1/x.png"}]}'), "names an image elsewhere"),
         ((200, {}, b"[" * 100_000), "not JSON"),
         ((200, {}, b'{"data": [{"b64_json": "\xc3\xa9"}]}'), "not base64"),
         ((200, {}, as_json(picture("a", 0))[2][:-8]), "not JSON"),
-        (as_json(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"), "no image that can be read"),
+        (as_json(picture("a", 0, kind="BMP")), "no image that can be read"),  # as EPS, which starts another program
         (as_json(bomb(30_000)), "no image that can be read"),
         (as_json(bomb(8_000)), "an image of 8000 x 8000 pixels, and 8 x 8 were asked for"),
-        (as_json(picture("a", 0, 9)), "an image of 9 x 9 pixels, and 8 x 8 were asked for"),
+        (as_json(picture("a", 0, 7)), "an image of 7 x 7 pixels, and 8 x 8 were asked for"),
         ((200, {}, b" " * (2 << 20)), "longer than"),
     ],
 )
@@ -162,7 +165,7 @@ def test_a_bad_answer_is_an_error_that_names_it(tmp_path: Path, monkeypatch, rep
         source = EndpointSource(f"{address}/v1", "m", CALL, tmp_path, timeout=2.0)
         with pytest.raises((RuntimeError, OSError), match=message) as caught:
             source.make([("a", 0)])
-    assert "\x1b" not in str(caught.value)
+    assert "\x1b" not in str(caught.value) and is_text(str(caught.value))
 
 
 def test_limits_of_a_rate_are_waited_for_and_its_own_faults_tried_again(tmp_path: Path, monkeypatch) -> None:
