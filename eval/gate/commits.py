@@ -1,7 +1,11 @@
-"""Commits of a project as sources of images: `git:REV`, in a worktree of its own, by a command that makes images.
+"""Commits of a project as sources of images: `git:REV` or `git:PATH@REV`, each in a worktree of its own.
 
-The command gets `{prompts}`, a JSONL file with a prompt and a seed in each line, and `{out}`, a folder to write images
-and `prompts.jsonl` into (see `pictures`). It runs in the worktree. What it made is kept by commit, command and items.
+A command makes the images. It gets `{prompts}`, a JSONL file with a prompt and a seed in each line, and `{out}`, a
+folder to write images and `prompts.jsonl` into (see `pictures`). It runs in the project's folder of the worktree. What
+it made is kept by commit, command and items, and so is the worktree.
+
+The setup runs once in a worktree, and again where another commit's ran since: both may install into one environment,
+and commands of the first would then run the code of the second.
 """
 
 from __future__ import annotations
@@ -21,20 +25,23 @@ from fluxq.base.output import remove, sole_writer
 from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, read_pictures
 
 PREFIX = "git:"
-_LINES = 8  # of a failed command's output that an error shows
+_LINES, _TAIL = 8, 1 << 14  # of a failed command's output that an error shows; bytes that are read for them
+_LAST_SETUP = "git-setup"  # file that names the worktree whose setup ran last
 
 
 @dataclass(frozen=True)
 class CommitSource:
     """A commit of the project in a folder.
 
-    rev: as given; commit: its full id. setup: command that is run once in the worktree, or None. command: one with
-    `{prompts}` and `{out}`. run: 0, or 1 for the floor. has_latents, items, machine: as `Source` has them.
+    project: folder in a repository. rev: as given. commit: its full id. prefix: project in the repository, "" for its
+    top. setup: command that is run in the worktree before, or None. command: one with `{prompts}` and `{out}`.
+    run: 0; another number for another run, kept apart. has_latents, items, machine: as `Source` has them.
     """
 
     project: Path
     rev: str
     commit: str
+    prefix: str
     setup: str | None
     command: str
     root: Path
@@ -77,7 +84,7 @@ class CommitSource:
 
     @property
     def _key(self) -> str:
-        return sha256_json([self.setup, self.command, self.run])[:16]
+        return sha256_json([self.prefix, self.setup, self.command, self.run])[:16]
 
     def _made(self, items: Sequence[tuple[str, int]]) -> Pictures:
         tree = self._worktree()
@@ -89,55 +96,109 @@ class CommitSource:
         write_text(prompts, "".join(lines))
         words = {"prompts": shlex.quote(str(prompts)), "out": shlex.quote(str(part))}
         self._run(self.command.replace("{prompts}", words["prompts"]).replace("{out}", words["out"]), tree)
-        if not (part / PROMPTS_FILE).is_file():
-            raise RuntimeError(f"{self.name}: the command wrote no {PROMPTS_FILE} into {{out}}")
-        read_pictures(part).of(items)
+        try:
+            if not (part / PROMPTS_FILE).is_file():
+                raise FileNotFoundError(f"wrote no {PROMPTS_FILE} into {{out}}")
+            read_pictures(part).of(items)
+        except (ValueError, FileNotFoundError) as error:
+            raise RuntimeError(f"{self.name}: `{self.command}` ended well, but {self._with_tail(error)}") from None
         os.replace(part, self.folder / name)
         return read_pictures(self.folder / name)
 
-    def _worktree(self) -> Path:
-        """Return the worktree, made and set up once."""
-        tree, ready = self.folder / "tree", self.folder / f"ready-{sha256_json(self.setup)[:16]}"
-        if not tree.is_dir():
-            _git(self.project, "worktree", "prune")
-            _git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
-        if self.setup and not ready.is_file():
-            self._run(self.setup, tree)
-            write_text(ready, "")
-        return tree
+    @property
+    def _tree(self) -> Path:
+        return self.folder / f"tree-{sha256_json(self.setup)[:16]}"
 
-    def _run(self, command: str, tree: Path) -> None:
-        log = self.folder / "output.txt"
-        with log.open("w", encoding="utf-8") as out:
-            done = subprocess.run(command, shell=True, cwd=tree, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    def _worktree(self) -> Path:
+        """Return the project's folder in the worktree, made, and set up last of all."""
+        tree, last = self._tree, self.root / _LAST_SETUP
+        ready = tree.with_name(f"{tree.name}.ready")
+        if not ready.is_file():  # also what a kill or a failed setup left
+            remove(tree)
+            _git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
+        if self.setup and not (ready.is_file() and last.is_file() and last.read_text(encoding="utf-8") == str(tree)):
+            last.unlink(missing_ok=True)
+            self._run(self.setup, tree / self.prefix)
+            write_text(last, str(tree))
+        write_text(ready, "")
+        return tree / self.prefix
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "output.txt"
+
+    def _run(self, command: str, place: Path) -> None:
+        with self._log.open("wb") as out:
+            done = subprocess.run(
+                command, shell=True, cwd=place, env=_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
         if done.returncode:
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
-            said = visible("\n".join(lines)) or "no output"
-            raise RuntimeError(f"{self.name}: `{command}` ended with {done.returncode}; the end of {log}:\n{said}")
+            raise RuntimeError(f"{self.name}: {self._with_tail(f'`{command}` ended with {done.returncode}')}")
+
+    def _with_tail(self, problem: object) -> str:
+        """Return a problem with the last lines of the command's output."""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - _TAIL))
+            lines = file.read().decode(errors="replace").splitlines()[-_LINES:]
+        if not lines:
+            return f"{problem}; it printed nothing"
+        return "\n".join([f"{problem}; the end of {self._log}:", *map(visible, lines)])
 
 
 def commit_of(text: str, setup: str | None, command: str | None, root: Path) -> CommitSource:
-    """Return the source of `git:REV` of the project in the current folder.
+    """Return the source of `git:REV` of the project in the current folder, or of `git:PATH@REV`.
 
     Raises ValueError without a command, outside of a repository, and for a revision that it does not have.
     """
-    rev, project = text.removeprefix(PREFIX), Path.cwd()
     if not command or "{out}" not in command or "{prompts}" not in command:
         raise ValueError(
             f"{text}: give the command that makes images, as --command 'python make.py {{prompts}} {{out}}'"
         )
-    if not rev or rev.startswith("-"):
-        raise ValueError(f"{text}: write a branch, tag or commit, as in git:main")
+    rev, project = text.removeprefix(PREFIX), Path.cwd()
+    path, _, of_path = rev.rpartition("@")
+    if path and Path(path).expanduser().is_dir():
+        rev, project = of_path, Path(path).expanduser().resolve()
+    if not rev or rev.startswith("-") or not rev.isprintable():
+        raise ValueError(f"{visible(text)}: write a branch, tag or commit, as in git:main or git:../project@main")
     try:
         commit = _git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev}^{{commit}}").strip()
+        prefix = _git(project, "rev-parse", "--show-prefix").rstrip("\n")
+        if prefix:
+            _git(project, "cat-file", "-e", f"{commit}:{prefix.rstrip('/')}")
     except RuntimeError as error:
         raise ValueError(f"{text}: no commit of the project in {project} ({error})") from None
-    return CommitSource(project, rev, commit, setup, command, root)
+    return CommitSource(project, rev, commit, prefix, setup, command, root)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without what git sets in its hooks, which points every git at the hook's own project."""
+    return {name: value for name, value in os.environ.items() if name not in _LOCAL}
+
+
+# git rev-parse --local-env-vars
+_LOCAL = {
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_CONFIG",
+    "GIT_CONFIG_COUNT",
+    "GIT_CONFIG_PARAMETERS",
+    "GIT_DIR",
+    "GIT_GRAFT_FILE",
+    "GIT_IMPLICIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_INTERNAL_SUPER_PREFIX",
+    "GIT_NO_REPLACE_OBJECTS",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_REPLACE_REF_BASE",
+    "GIT_SHALLOW_FILE",
+    "GIT_WORK_TREE",
+}
 
 
 def _git(project: Path, *words: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(project), *words], capture_output=True, text=True)
+        done = subprocess.run(["git", "-C", str(project), *words], capture_output=True, text=True, env=_environment())
     except FileNotFoundError:
         raise RuntimeError("git is not installed") from None
     if done.returncode:

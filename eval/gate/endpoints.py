@@ -2,9 +2,13 @@
 
     POST {base}/images/generations   {"model", "prompt", "n": 1, "size", "response_format": "b64_json", "seed", …}
 
-`seed`, `num_inference_steps`, `guidance_scale` and others are extensions, under the names that vLLM-Omni and
-SGLang-Diffusion take. A server may ignore what it does not know, the seed too: that is found out by asking, before
-anything is compared. Answers are kept as an image folder, so that nothing is asked twice.
+`seed`, `num_inference_steps`, `guidance_scale` and the other arguments of the call are extensions, under diffusers'
+names, which vLLM-Omni and SGLang-Diffusion take. A server may ignore what it does not know. The seed and the size are
+tried before anything is compared. Answers are kept as an image folder, so that nothing is asked twice; one image is
+asked for anew in each gate, which shows that it is still the same server.
+
+An answer is a stranger's: its bytes, pixels, formats and seconds are bounded, and neither a redirect nor an address in
+it leads to another server.
 
 Source of the API: platform.openai.com/docs/api-reference/images.
 """
@@ -12,35 +16,42 @@ Source of the API: platform.openai.com/docs/api-reference/images.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError, URLError
+from typing import Any, TypeVar
+from urllib.error import HTTPError
 from urllib.parse import urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+import torch
 from PIL import Image, UnidentifiedImageError
 
-from fluxq.base.console import first_line, progress, visible
-from fluxq.base.files import atomic_path, sha256_json
+from fluxq.base.console import first_line, logger, progress, visible
+from fluxq.base.files import atomic_path, is_text, sha256_json
 from fluxq.base.output import sole_writer
 from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, line_of, read_pictures
 from fluxq.eval.metrics.fidelity import psnr
 
 KEY = "OPENAI_API_KEY"  # environment variable
-TIMEOUT = 600.0  # seconds for one answer
+TIMEOUT, LIST_TIMEOUT = 600.0, 30.0  # seconds for one image, and for the list of models
 TRIES, PATIENCE = 3, 600.0  # of a server's own faults; seconds of waiting for a rate limit
-LONGEST_ANSWER = 1 << 27  # bytes
-MOST_PIXELS = 1 << 26
-EXTENSIONS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
+LEAST_WAIT, NOTED_WAIT = 1.0, 5.0  # seconds between tries at a limited rate, and from which on a wait is logged
+MOST_PIXELS = 1 << 24  # of an image whose size was not asked for
+ROOM = 1 << 20  # bytes of an answer besides its image
+FORMATS = ("PNG", "JPEG", "WEBP")  # that the API has; PIL reads others by programs that it starts
+_SAID = 2000  # bytes of an error's answer that are read
 NEARER = 3.0  # dB by which two images of one seed are nearer than those of two seeds, where the seed counts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class EndpointSource:
     """A server that makes images.
 
     base: address up to `/v1`. model: name that is sent. call: arguments of a pipeline's call, as options name them.
-    run: 0, or 1 for the floor. has_latents, items, machine: as `Source` has them.
+    run: 0; another number for another run, kept apart. has_latents, items, machine: as `Source` has them.
     """
 
     base: str
@@ -63,7 +74,7 @@ class EndpointSource:
 
     @property
     def name(self) -> str:
-        return f"{self.model} at {urlsplit(self.base).netloc}{' again' * self.run}"
+        return f"{visible(self.model)} at {urlsplit(self.base).netloc}{' again' * self.run}"
 
     def again(self) -> EndpointSource:
         """Return it asked once more."""
@@ -94,34 +105,43 @@ class EndpointSource:
         return read_pictures(self.folder).of(items)
 
     def require_seeds(self, prompt: str, seed: int) -> None:
-        """Raise ValueError where the server ignores the seed: asked twice for one image, and once with another seed."""
-        one, other = self.make([(prompt, seed), (prompt, seed + 1)]).images
-        (again,) = self.again().make([(prompt, seed)]).images
-        if one.shape != again.shape or one.shape != other.shape:
-            return  # sizes are compared, and refused, with the images
-        same, different = (float(psnr([one], [each])[0]) for each in (again, other))
-        if different == float("inf"):
+        """Raise ValueError where the server ignores the seed, or is another one than that of the kept images.
+
+        It is asked for one image, for the same once more, in every gate anew, and for one with another seed.
+        """
+        from torchvision.transforms.functional import pil_to_tensor
+
+        one, other = self.make([(prompt, seed), (prompt, seed ^ 1)]).images
+        again = pil_to_tensor(self.ask(prompt, seed))
+        if one.shape != again.shape:
             raise ValueError(
-                f"{self.name} makes one image for every seed: it ignores the seed, and nothing is compared"
+                f"{self.name}: two images of one request have {_size(one)} and {_size(again)} pixels; give --height "
+                "and --width, or another --work if the server was changed"
             )
+        if torch.equal(one, other):
+            raise ValueError(
+                f"{self.name} makes one image for every seed: it ignores the seed, and nothing can be compared"
+            )
+        same, different = (float(psnr([one], [each])[0]) for each in (again, other))
         if same < different + NEARER:
             raise ValueError(
                 f"{self.name} makes another image when it is asked again with the same seed (PSNR {same:.1f} dB; with "
-                f"another seed {different:.1f}): it ignores the seed, and nothing can be compared image by image"
+                f"another seed {different:.1f}): it ignores the seed, and nothing can be compared image by image; or "
+                f"the server was changed since {self.folder} was made: then give another --work"
             )
 
     def ask(self, prompt: str, seed: int) -> Image.Image:
         """Return the image of a prompt and a seed, in RGB."""
-        answer = _read_json(self._send("images/generations", self._request(prompt, seed)), self.base)
+        answer = _read_json(self._send(f"{self.base}/images/generations", self._request(prompt, seed)), self.base)
         data = answer.get("data")
         row = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
         if isinstance(row.get("b64_json"), str):
             try:
-                return _image(base64.b64decode(row["b64_json"], validate=True), self.name)
-            except binascii.Error:
-                raise RuntimeError(f"{self.name}: b64_json of its answer is not base64") from None
+                return self._image(base64.b64decode(row["b64_json"], validate=True))
+            except ValueError:  # binascii.Error, and letters beyond ASCII
+                raise RuntimeError(f"{self.name}: b64_json of its answer is not base64, or ends too early") from None
         if isinstance(row.get("url"), str):
-            return _image(self._fetch(row["url"]), self.name)
+            return self._image(self._fetch(row["url"]))
         raise RuntimeError(f"{self.name}: an answer without data[0].b64_json or data[0].url: {_shown(answer)}")
 
     def _request(self, prompt: str, seed: int) -> dict[str, Any]:
@@ -132,42 +152,77 @@ class EndpointSource:
             "response_format": "b64_json",
             "seed": seed,
         }
-        if "width" in self.call and "height" in self.call:
-            body["size"] = f"{self.call['width']}x{self.call['height']}"
-        return body | {name: self.call[name] for name in EXTENSIONS if name in self.call}
+        if self._asked is not None:
+            body["size"] = "x".join(map(str, self._asked))
+        return body | {name: value for name, value in self.call.items() if name not in ("width", "height")}
+
+    @property
+    def _asked(self) -> tuple[int, int] | None:
+        """Width and height that are asked for."""
+        return (self.call["width"], self.call["height"]) if "width" in self.call else None
+
+    @property
+    def _most_pixels(self) -> int:
+        return MOST_PIXELS if self._asked is None else self._asked[0] * self._asked[1]
 
     def _fetch(self, address: str) -> bytes:
         """Read an image that an answer names, from the same server only: it could name any other."""
-        target, base = urlsplit(urljoin(f"{self.base}/", address)), urlsplit(self.base)
-        if (target.scheme, target.netloc) != (base.scheme, base.netloc):
+        try:
+            target, base = urlsplit(urljoin(f"{self.base}/", address)), urlsplit(self.base)
+            is_same = address.isprintable() and (target.scheme, target.netloc) == (base.scheme, base.netloc)
+        except ValueError:
+            is_same = False
+        if not is_same:
             raise RuntimeError(
                 f"{self.name}: its answer names an image elsewhere ({_shown(address)}), which is not read"
             )
         return self._send(target.geturl())
 
-    def _send(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        return send(urljoin(f"{self.base}/", path), body, self.timeout)
+    def _send(self, address: str, body: Mapping[str, Any] | None = None) -> bytes:
+        longest = ROOM + 5 * self._most_pixels  # three bytes of noise in a pixel are four letters of base64
+        return send(address, body, self.timeout, longest)
+
+    def _image(self, content: bytes) -> Image.Image:
+        """Decode an image; RuntimeError for one that is none, of another size than was asked for, or too large."""
+        try:
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                if self._asked not in (None, image.size) or image.width * image.height > self._most_pixels:
+                    asked = "" if self._asked is None else f", and {self._asked[0]} x {self._asked[1]} were asked for"
+                    raise RuntimeError(f"{self.name}: an image of {image.width} x {image.height} pixels{asked}")
+                if image.mode not in ("RGB", "RGBA", "L", "P"):
+                    raise RuntimeError(f"{self.name}: an image of mode {image.mode}, expected 8-bit RGB")
+                return image.convert("RGB")
+        except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise RuntimeError(f"{self.name}: its answer is no image that can be read ({first_line(error)})") from None
 
 
 def endpoint_of(text: str, call: Mapping[str, Any], root: Path) -> EndpointSource:
     """Return the source of an address; without `#model` it is the first that the server lists.
 
-    Raises ValueError for an address that cannot be, ConnectionError where nothing answers, RuntimeError for a server
-    that lists no model.
+    Raises ValueError for an address that cannot be and half a size, ConnectionError where nothing answers, RuntimeError
+    for a server that lists no model.
     """
     address, _, model = text.partition("#")
-    parts = urlsplit(address)
-    if not parts.hostname or parts.username or parts.password or parts.query:
-        raise ValueError(f"{text}: write an address as in http://localhost:8000/v1 (a key goes into {KEY})")
+    try:
+        parts = urlsplit(address)
+        is_good = parts.hostname and parts.port != 0 and not (parts.username or parts.password or parts.query)
+    except ValueError:  # a port of six digits, half a bracket
+        is_good, parts = False, urlsplit("")
+    if not is_good or not address.isascii() or not address.isprintable() or " " in address:
+        raise ValueError(f"{visible(text)}: write an address as in http://localhost:8000/v1 (a key goes into {KEY})")
+    if ("width" in call) != ("height" in call):
+        raise ValueError(f"{text}: a server is asked for a whole size; give both --height and --width, or neither")
     base = address.rstrip("/")
     base = base if parts.path.rstrip("/") else f"{base}/v1"
-    if not model:
-        rows = _read_json(send(f"{base}/models", None, TIMEOUT), base).get("data")
-        names = [row["id"] for row in rows if isinstance(row, dict) and "id" in row] if isinstance(rows, list) else []
-        if not names or not isinstance(names[0], str):
-            raise RuntimeError(f"{base}/models lists no model; name one: {address}#MODEL")
-        model = names[0]
-    return EndpointSource(base, model, call, root)
+    return EndpointSource(base, model or _first_model(base), call, root)
+
+
+def _first_model(base: str) -> str:
+    rows = _read_json(send(f"{base}/models", None, LIST_TIMEOUT, ROOM), base).get("data")
+    names = [row.get("id") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not names or not isinstance(names[0], str) or not is_text(names[0]):
+        raise RuntimeError(f"{base}/models lists no model; name one: {base}#MODEL")
+    return names[0]
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -177,67 +232,115 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
-def send(address: str, body: Mapping[str, Any] | None, timeout: float) -> bytes:
+def send(address: str, body: Mapping[str, Any] | None, timeout: float, longest: int) -> bytes:
     """Send a request and return the answer's bytes; wait where the server says so, and try again after its own faults.
 
-    Raises ConnectionError where nothing answers, TimeoutError, and RuntimeError for an error that it answers.
+    timeout: seconds for the whole answer. longest: bytes of it.
+
+    Raises ValueError for a key that no header takes, ConnectionError where nothing answers, TimeoutError, and
+    RuntimeError for an error that it answers and for an answer that is too long.
     """
     headers = {"Accept": "application/json"} | ({"Content-Type": "application/json"} if body is not None else {})
-    if key := os.environ.get(KEY):
+    if key := _key():
         headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
+    request = Request(address, None if body is None else json.dumps(body).encode(), headers)
     waited, tries = 0.0, 0
     while True:
         try:
-            with build_opener(_NoRedirect()).open(Request(address, data, headers), timeout=timeout) as answer:
-                content = answer.read(LONGEST_ANSWER + 1)
-                said = int(answer.headers.get("Content-Length") or 0)
-        except HTTPError as error:
-            waits = _seconds_to_wait(error, tries)
-            tries += error.code != 429
-            waited += waits or 0.0
-            if waits is None or waited > PATIENCE:
-                raise RuntimeError(f"{address} answers {error.code} ({_said(error)})") from None
-            time.sleep(waits)
-            continue
-        except TimeoutError:
-            raise TimeoutError(f"{address} gave no answer within {timeout:.0f} s") from None
-        except (URLError, OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
+            code, after, content = _within(timeout, lambda: _answer(request, timeout, longest))
+        except (OSError, HTTPException, ValueError) as error:  # URLError is an OSError
+            if isinstance(getattr(error, "reason", error), TimeoutError):
                 raise TimeoutError(f"{address} gave no answer within {timeout:.0f} s") from None
-            raise ConnectionError(f"{address} does not answer: {first_line(error)}") from None
-        if len(content) < min(said, LONGEST_ANSWER):
-            raise ConnectionError(f"{address} ended its answer after {len(content)} of {said} bytes")
-        if len(content) > LONGEST_ANSWER:
-            raise RuntimeError(f"{address}: its answer is longer than {LONGEST_ANSWER >> 20} MiB, which no image is")
-        return content
+            raise ConnectionError(f"{address} does not answer: {_shown(first_line(error))}") from None
+        if 200 <= code < 300:
+            return content
+        waits = _seconds_to_wait(code, after, tries)
+        tries += code != 429
+        waited += waits or 0.0
+        if waits is None or waited > PATIENCE:
+            raise RuntimeError(f"{address} answers {code} ({_said(content)})")
+        if waits >= NOTED_WAIT:
+            logger.info("%s answers %d; asking again in %.0f s", address, code, waits)
+        time.sleep(waits)
 
 
-def _seconds_to_wait(error: HTTPError, tries: int) -> float | None:
+def _answer(request: Request, timeout: float, longest: int) -> tuple[int, str, bytes]:
+    """Return the status, Retry-After and the content, of an error its beginning."""
+    try:
+        with build_opener(_NoRedirect()).open(request, timeout=timeout) as answer:
+            content = answer.read(longest + 1)
+            if len(content) > longest:
+                raise RuntimeError(f"{request.full_url}: its answer is longer than {longest} bytes, which no image is")
+            if answer.length:
+                raise RuntimeError(f"{request.full_url} ended its answer {answer.length} bytes too early")
+            return answer.status, "", content
+    except HTTPError as error:
+        with error:
+            return error.code, error.headers.get("Retry-After") or "", error.read(_SAID)
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` does; TimeoutError after so many seconds, however many bytes trickle in."""
+    done: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # one that hangs goes with the process
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        raise TimeoutError
+    if isinstance(done[0], BaseException):
+        raise done[0]
+    return done[0]
+
+
+def _key() -> str:
+    """Return the key, "" for none. ValueError for one that cannot be sent: the library's own message would show it."""
+    key = os.environ.get(KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ValueError(f"{KEY} holds characters that no key has; set it again")
+    return key
+
+
+def _seconds_to_wait(code: int, after: str, tries: int) -> float | None:
     """Return the seconds until the next try; None where there is none."""
-    if error.code == 429:
-        after = (error.headers.get("Retry-After") or "").strip()
-        return min(float(after), PATIENCE + 1) if after.isascii() and after.isdecimal() else 2.0
-    return 0.5 * 2**tries if error.code >= 500 and tries + 1 < TRIES else None
+    if code == 429:
+        return max(LEAST_WAIT, _retry_after(after))
+    return max(0.5 * 2**tries, _retry_after(after)) if code >= 500 and tries + 1 < TRIES else None
 
 
-def _said(error: HTTPError) -> str:
-    """Return the server's own words about an error, cut short."""
+def _retry_after(text: str) -> float:
+    """Return the seconds of Retry-After, a number or a date; 0 for anything else, and at most PATIENCE + 1."""
+    text = text.strip()[:100]
     try:
-        content = error.read(2000).decode(errors="replace")
-    except (OSError, HTTPException):
-        return str(error.reason)
+        seconds = float(text) if text.isdecimal() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):  # no date, one without a zone, one of another age
+        return 0.0
+    return min(seconds, PATIENCE + 1)
+
+
+def _said(content: bytes) -> str:
+    """Return the server's own words about an error, cut short, and without the key that it may repeat."""
+    text = content.decode(errors="replace")
     try:
-        said = json.loads(content)
+        said = json.loads(text)
         problem = said.get("error", said) if isinstance(said, dict) else said
-        return _shown(problem.get("message", problem) if isinstance(problem, dict) else problem)
-    except ValueError:
-        return "HTML" if "<html" in content.lower() else _shown(content or error.reason)
+        text = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
+    except (ValueError, RecursionError):
+        text = "HTML" if "<html" in text.lower() else text
+    if key := _key():
+        text = text.replace(key, "…")
+    return _shown(text) or "and says nothing"
 
 
 def _shown(value: Any) -> str:
-    return visible(" ".join(str(value).split())[:200])
+    """Return a stranger's value for a message: short, in one line, and as UTF-8 can hold it."""
+    return visible(" ".join(str(value).split())[:200]).encode(errors="backslashreplace").decode()
 
 
 def _read_json(content: bytes, base: str) -> dict[str, Any]:
@@ -253,15 +356,8 @@ def _read_json(content: bytes, base: str) -> dict[str, Any]:
     return value
 
 
-def _image(content: bytes, name: str) -> Image.Image:
-    """Decode an image; RuntimeError for one that is none, or has more than MOST_PIXELS."""
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise RuntimeError(f"{name}: an image of {image.width} x {image.height} pixels, which is not read")
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise RuntimeError(f"{name}: its answer is no image that can be read ({first_line(error)})") from None
+def _size(image: torch.Tensor) -> str:
+    return f"{image.shape[-1]} x {image.shape[-2]}"
 
 
 def _has_rows(listing: Path) -> bool:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from click.testing import CliRunner
+from image_servers import images_server, stock_diffusers
 from picture_folders import picture_folder
 from PIL import Image
 
@@ -17,7 +19,7 @@ from fluxq.eval.gate.pictures import PROMPTS_FILE
 TINY = str(tiny.path())
 
 
-def gate(*arguments: str | Path) -> tuple[int, dict[str, Any], str]:
+def gate(*arguments: object) -> tuple[int, dict[str, Any], str]:
     done = CliRunner().invoke(cli, ["gate", *map(str, arguments), "--json", "--device", "cpu"])
     return done.exit_code, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
@@ -76,3 +78,43 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
         assert re.search(message, error.replace("\n", " "), re.IGNORECASE), error
     code, _, error = gate(a, other, "--margin", "psnr=3")
     assert code == 1 and "are 16 x 16 and 8 x 8 pixels" in error
+
+
+def coloured(body: dict[str, Any], shift: int = 0) -> Image.Image:
+    return Image.new("RGB", (16, 16), (body["seed"] % 200, 100 + shift, len(body["prompt"]) % 256))
+
+
+def test_a_server_is_its_own_floor_and_a_second_call_asks_for_no_more_than_one_image(tmp_path: Path) -> None:
+    size = ("--height", 16, "--width", 16, "--work", tmp_path / "w")
+    with images_server(coloured) as (a, asked), images_server(lambda body: coloured(body, 40)) as (b, _):
+        code, result, _ = gate(a, a, "--images", 8, *size)
+        # Three runs, and of A and of B the first image with another seed and once more.
+        assert code == 0 and result["identical"] and len(asked) == 3 * 8 + 4
+        assert gate(a, a, "--images", 8, *size)[0] == 0 and len(asked) == 3 * 8 + 4 + 2
+        code, result, error = gate(a, b, *size)
+        assert code == 1 and result["images"] == 8 and "worse than A (psnr)" in error
+    with images_server(lambda _: Image.new("RGB", (16, 16))) as (same, _):
+        code, _, error = gate(same, same, *size)
+        assert code == 2 and "ignores the seed" in error
+
+
+def test_options_of_commits_are_refused_without_one(tmp_path: Path) -> None:
+    a, b = picture_folder(tmp_path / "a"), picture_folder(tmp_path / "b")
+    code, _, error = gate(a, b, "--margin", "psnr=3", "--setup", "make")
+    assert code == 2 and "--setup: only commits have it" in error
+    code, _, error = gate("git:no-such", b, "--margin", "psnr=3", "--command", "x {prompts} {out}")
+    assert code == 2 and "no commit of the project" in error
+
+
+@pytest.mark.slow
+def test_a_stock_diffusers_server_is_equivalent_and_one_that_skips_a_step_is_not(tmp_path: Path) -> None:
+    options = ("--images", 8, "--num-inference-steps", 4, "--metric", "psnr", "--work", tmp_path / "w")
+    with images_server(stock_diffusers(TINY)) as (address, asked):
+        code, result, error = gate(TINY, address, *options)
+        assert code == 0 and result["verdict"] == "equivalent", error
+        reversed_code, _, error = gate(address, TINY, *options)  # the same requests, whichever comes first
+        assert reversed_code == 0 and {each["num_inference_steps"] for each in asked} == {4}, error
+        assert len({json.dumps({**each, "prompt": "", "seed": 0}, sort_keys=True) for each in asked}) == 1
+    with images_server(stock_diffusers(TINY, num_inference_steps=3)) as (address, _):
+        code, result, _ = gate(TINY, address, *options)
+        assert code == 1 and result["verdict"] == "worse" and result["images"] == 8

@@ -18,7 +18,7 @@ from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import Output, sole_writer
 from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
-from fluxq.eval.gate.commits import PREFIX, commit_of
+from fluxq.eval.gate.commits import PREFIX, CommitSource, commit_of
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
 from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
@@ -85,11 +85,13 @@ def gate_of(options: GateOptions) -> Gate:
     Raises ValueError or FileNotFoundError, before anything is computed, for what cannot be compared.
     """
     _require_outputs(options)
-    if (options.setup or options.command) and not any(text.startswith(PREFIX) for text in (options.a, options.b)):
-        raise ValueError("--setup and --command are of commits: write A or B as git:REV, or leave them out")
+    texts = [options.a, options.b, *([options.floor] if options.floor else [])]
+    flags = [f"--{name}" for name in ("setup", "command") if getattr(options, name) is not None]
+    if flags and not any(text.startswith(PREFIX) for text in texts):
+        raise ValueError(f"{', '.join(flags)}: only commits have it; write A or B as git:REV, or leave it out")
     opener = _Opener(options)
-    a, b = opener.source(options.a), opener.source(options.b)
-    floor = opener.source(options.floor) if options.floor else a.again()
+    sources = opener.sources(texts)
+    a, b, floor = sources[0], sources[1], sources[2] if options.floor else sources[0].again()
     if floor is None and not options.margins:
         raise ValueError(
             f"{options.a} is a folder of images, which says nothing of how far its model is from itself: give a second "
@@ -99,8 +101,8 @@ def gate_of(options: GateOptions) -> Gate:
     items = _items(options, [each for each in (a, b, floor) if each is not None], opener.first)
     networks = networks_of(opener.first, options.weights, options.device)
     rules = _rules(options, [a, b, *([floor] if floor else [])], networks)
-    for source in (a, b):
-        if isinstance(source, EndpointSource):
+    for source in (a, b, floor):
+        if isinstance(source, EndpointSource) and source != a.again():
             source.require_seeds(*items[0])
     return Gate(
         options=options,
@@ -291,6 +293,10 @@ def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:
         )
 
 
+def _is_address(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
 class _Opener:
     """Opens sources, whose pipelines are called alike. first: folder of the first pipeline. call: its arguments."""
 
@@ -300,9 +306,20 @@ class _Opener:
         self.first: ModelFolder | None = None
         self.call: dict[str, Any] | None = None
 
+    def sources(self, texts: Sequence[str]) -> list[Source]:
+        """Open all; pipelines before servers, which get their arguments. One that is given again is run again."""
+        opened = {text: self.source(text) for text in sorted(set(texts), key=_is_address)}
+        sources: list[Source] = []
+        for text in texts:
+            source = opened[text]
+            if isinstance(source, EndpointSource | CommitSource) and source in sources:
+                source = replace(source, run=len(sources) + 1)
+            sources.append(source)
+        return sources
+
     def source(self, text: str) -> Source:
         """Open what the command line calls `text`."""
-        if text.startswith(("http://", "https://")):
+        if _is_address(text):
             return endpoint_of(text, self.call or self.options.call, self.options.work)
         if text.startswith(PREFIX):
             return commit_of(text, self.options.setup, self.options.command, self.options.work)

@@ -10,16 +10,15 @@ from fluxq.eval.gate.commits import commit_of
 
 MAKE = """import json, sys
 from pathlib import Path
-from PIL import Image
 prompts, out = Path(sys.argv[1]), Path(sys.argv[2])
 rows = [json.loads(line) for line in prompts.read_text().splitlines()]
 for index, row in enumerate(rows):
-    Image.new("RGB", (4, 4), (COLOUR, row["seed"], 0)).save(out / f"{index}.png")
-lines = [json.dumps(row | {"image": f"{index}.png"}) for index, row in enumerate(rows)]
+    (out / f"{index}.ppm").write_bytes(b"P6 4 4 255 " + bytes([COLOUR, row["seed"], 0]) * 16)
+lines = [json.dumps(row | {"image": f"{index}.ppm"}) for index, row in enumerate(rows)]
 (out / "prompts.jsonl").write_text("\\n".join(lines) + "\\n")
 print("made", len(rows), file=open(Path(__file__).parent / "calls.txt", "a"))
 """
-COMMAND = f"{sys.executable} make.py {{prompts}} {{out}}"
+COMMAND = f"{sys.executable} -S make.py {{prompts}} {{out}}"
 
 
 def git(folder: Path, *words: str) -> None:
@@ -42,21 +41,63 @@ def project(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_each_commit_makes_its_images_once_in_a_worktree_of_its_own(project: Path, tmp_path: Path) -> None:
-    before, after = (commit_of(f"git:{rev}", "touch ready", COMMAND, tmp_path / "w") for rev in ("main~1", "main"))
+    after, before = (
+        commit_of(f"git:{rev}", "echo set up >> ready", COMMAND, tmp_path / "w") for rev in ("main", "main~1")
+    )
     assert before.make([("a", 7)]).images[0][:, 0, 0].tolist() == [1, 7, 0]
     images = after.make([("a", 7)]), after.make([("a", 7), ("b", 9)]), after.again().make([("a", 7)])
     assert [each.images[-1][:, 0, 0].tolist() for each in images] == [[2, 7, 0], [2, 9, 0], [2, 7, 0]]
-    calls = (after.folder / "tree" / "calls.txt").read_text(encoding="utf-8")
-    assert calls.split("\n") == ["made 1", "made 1", "made 1", ""] and (after.folder / "tree" / "ready").is_file()
+    (tree,) = (path for path in after.folder.glob("tree-*") if path.is_dir())
+    assert (tree / "calls.txt").read_text(encoding="utf-8") == "made 1\n" * 3
+    assert (tree / "ready").read_text(encoding="utf-8") == "set up\n"
     assert (project / "make.py").read_text(encoding="utf-8") == "not committed"
+    assert after.again() != after and after.again().again() == after.again()
+
+
+def test_a_setup_into_a_common_environment_is_repeated_where_another_commit_was_set_up(
+    project: Path, tmp_path: Path
+) -> None:
+    shared = tmp_path / "installed.py"
+    command = f"{sys.executable} -S {shared} {{prompts}} {{out}}"
+    before, after = (commit_of(f"git:{rev}", f"cp make.py {shared}", command, tmp_path / "w") for rev in ("@~1", "@"))
+    made = [source.make([("a", seed)]) for seed in (1, 2) for source in (before, after)] + [
+        before.again().make([("a", 1)])
+    ]
+    assert [int(each.images[0][0, 0, 0]) for each in made] == [1, 2, 1, 2, 1]
+
+
+def test_a_project_elsewhere_and_one_that_is_a_folder_of_its_repository(
+    project: Path, tmp_path: Path, monkeypatch
+) -> None:
+    (project / "part").mkdir()
+    (project / "part" / "make.py").write_text(MAKE.replace("COLOUR", "3"), encoding="utf-8")
+    git(project, "add", "part")
+    git(project, "commit", "-qm", "3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # as in a hook
+    source = commit_of("git:pro ject/part@main", "git rev-parse HEAD", COMMAND, Path("w"))
+    assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [3, 7, 0]
+    with pytest.raises(ValueError, match="no commit of the project"):
+        commit_of("git:pro ject/part@main~1", None, COMMAND, Path("w"))
+
+
+def test_what_a_kill_or_a_failed_setup_left_of_a_worktree_is_made_again(project: Path, tmp_path: Path) -> None:
+    source = commit_of("git:main", "test -e ../fail || exit 3", COMMAND, tmp_path / "w")
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        source.make([("a", 7)])
+    (tree,) = (path for path in source.folder.glob("tree-*") if path.is_dir())
+    (tree / "make.py").unlink()
+    (source.folder / "fail").touch()
+    assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [2, 7, 0]
 
 
 @pytest.mark.parametrize(
     ("setup", "command", "message"),
     [
         ("echo why; exit 3", COMMAND, "`echo why; exit 3` ended with 3.*why"),
-        (None, "echo {prompts} {out}", "wrote no prompts.jsonl"),
-        (None, f"{COMMAND} && sed -i s/7/8/ {{out}}/prompts.jsonl", "no image of 'a' with seed 7"),
+        (None, "echo {prompts} {out}", "wrote no prompts.jsonl.*the end of"),
+        (None, f"{COMMAND} && sed -i s/7/8/ {{out}}/prompts.jsonl", "no image of 'a' with seed 7.*printed nothing"),
+        (None, f"{COMMAND} && echo gone; rm {{out}}/0.ppm", "0.ppm is missing.*\ngone"),
     ],
 )
 def test_a_worktree_that_does_not_work_is_named_with_its_words(
