@@ -127,6 +127,33 @@ def measure_speed(
     )
 
 
+def time_pairs(
+    a: Any,
+    b: Any,
+    prompts: Sequence[str],
+    call: Mapping[str, Any],
+    pairs: int,
+    *,
+    warmup: int,
+    device: str = "cpu",
+    machine: Machine | None = None,
+) -> tuple[list[Round], list[Round]]:
+    """Time calls of two sides as A B B A A B B A …, and return those of each.
+
+    a, b, machine: as `measure_speed` takes them, but the sides may have one name. Raises RuntimeError, with the
+    reason, for a side that does not run.
+    """
+    machine = machine or machine_of(device)
+    bench = _Bench(machine, device, call, prompts)
+    bench.open([a, b], None, 1)
+    entries = bench.compare(Setting(1, *bench.own_size()), Timing(warmup=warmup, rounds=pairs))
+    for entry in entries:
+        if entry.missing is not None:
+            raise RuntimeError(f"{entry.opened.name} cannot be timed: {entry.missing}")
+    first, second = entries
+    return first.rounds, second.rounds
+
+
 @dataclass(frozen=True)
 class Setting:
     """Shape of a call of a pipeline: number of images or videos, their pixels, and frames where that is said."""
@@ -165,12 +192,16 @@ class Opened:
 
 @dataclass(frozen=True)
 class Round:
-    """One call of a pipeline: seconds by stage. sequences: batch of the denoiser in a step. joules: of the call."""
+    """One call of a pipeline: seconds by stage. sequences: batch of the denoiser in a step. joules: of the call.
+
+    megahertz: the device's clock at the end of the call.
+    """
 
     stages: Mapping[str, float]
     sequences: int = 1
     joules: float | None = None
     slowdowns: frozenset[str] = frozenset()
+    megahertz: float | None = None
 
 
 @dataclass
@@ -420,7 +451,7 @@ class _Bench:
             ):
                 pass
             timer.marks[WHOLE] = [(start, machine.mark())]
-            slowdowns = machine.slowdowns()  # while the device is still busy
+            slowdowns, megahertz = machine.slowdowns(), machine.megahertz()  # while the device is still busy
             machine.wait()
         after = machine.joules()
         if skipped is not None:
@@ -430,6 +461,7 @@ class _Bench:
             sequences=max(1, timer.rows // max(1, timer.steps)),
             joules=None if joules is None or after is None else after - joules,
             slowdowns=slowdowns,
+            megahertz=megahertz,
         )
 
 

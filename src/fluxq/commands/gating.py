@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, names_in, run_options
+from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, finite_in, names_in, run_options
 from fluxq.commands.session import Failure, session_of
 
 
@@ -57,6 +57,18 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
 @click.option(
     "--expect-change", is_flag=True, help="Exit with 1 where all images are the same bits: a change did nothing."
 )
+@click.option("--speed", is_flag=True, help="Also time both pipelines in turn, and judge how much slower B is.")
+@click.option(
+    "--slower",
+    type=click.FloatRange(0, 1),
+    callback=finite_in,
+    metavar="X",
+    help="With --speed: share of A's time that B may take more; by default 0.01.",
+)
+@click.option(
+    "--pairs", type=click.IntRange(min=6), metavar="N", help="With --speed: timed calls of each; by default 30."
+)
+@click.option("--history", type=FOLDER, metavar="DIR", help="Add the result to the history in this folder.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
 @click.option(

@@ -380,7 +380,9 @@ def gate_in_words(result: GateResult) -> str:
     """Return the verdict of a gate in one line."""
     after = f"after {result.images} images"
     if result.verdict == "worse":
-        worse = ", ".join(key for key, metric in result.metrics.items() if metric.verdict == "worse")
+        verdicts = {key: metric.verdict for key, metric in result.metrics.items()}
+        verdicts |= {"speed": result.speed.verdict} if result.speed else {}
+        worse = ", ".join(key for key, verdict in verdicts.items() if verdict == "worse")
         return f"worse than A ({worse}) {after}"
     if result.verdict == "cannot tell":
         more = "" if result.more_images is None else f"; about {result.more_images} more would"

@@ -20,8 +20,9 @@ from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
-from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share
+from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share, with_speed
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
+from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, side_stamps
 from fluxq.jobs import memory
@@ -58,6 +59,10 @@ class GateOptions:
     expect_change: bool = False
     junit: Path | None = None
     markdown: Path | None = None
+    speed: bool = False
+    slower: float | None = None
+    pairs: int | None = None
+    history: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def gate_of(options: GateOptions) -> Gate:
             "run of it as --floor, or what is allowed as --margin psnr=3"
         )
     _require_one_machine(a, b, floor)
+    _require_timeable(options, a, b)
     networks = networks_of(opener.first, options.weights, options.device)
     return Gate(
         options=options,
@@ -131,11 +137,12 @@ def run_gate(gate: Gate) -> GateResult:
     }
     identical = _is_identical(a, b)
     is_no_op = identical and gate.options.expect_change
+    speed = _speed(gate) if gate.options.speed else None
     result = GateResult(
         fluxq=FLUXQ_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        verdict="no-op" if is_no_op else verdict,
-        reasons=_reasons(metrics, look, identical, is_no_op),
+        verdict=with_speed("no-op" if is_no_op else verdict, speed),
+        reasons=(*_reasons(metrics, look, identical, is_no_op), *([speed.sentence] if speed else [])),
         a={"name": gate.a.name, **gate.a.describe()},
         b={"name": gate.b.name, **gate.b.describe()},
         floor=None if gate.floor is None else {"name": gate.floor.name, **gate.floor.describe()},
@@ -150,6 +157,7 @@ def run_gate(gate: Gate) -> GateResult:
         machine=gate.b.machine,
         versions=versions("fluxq"),
         seconds=round(time.perf_counter() - started, 2),
+        speed=speed,
     )
     if gate.options.junit is not None:
         write_text(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
@@ -260,6 +268,55 @@ def _require_outputs(options: GateOptions) -> None:
     for path in (options.junit, options.markdown):
         if path is not None and not (path.is_file() and MARK in path.read_bytes()[:_MARKED].decode(errors="replace")):
             Output(path, True).require(folders, overwrite=False)
+
+
+def _require_timeable(options: GateOptions, a: Source, b: Source) -> None:
+    """Raise ValueError for a source whose calls cannot be timed beside another's, and for options without --speed."""
+    for name in ("slower", "pairs"):
+        if getattr(options, name) is not None and not options.speed:
+            raise ValueError(f"--{name} says how speed is judged: give --speed too")
+    for source in (a, b) if options.speed else ():
+        if not isinstance(source, PipelineSource):
+            kind = source.describe()["kind"]
+            raise ValueError(
+                f"--speed: {source.name} ({kind}) is no pipeline that runs in this process, which alone can be timed "
+                "in turn; leave --speed out"
+            )
+
+
+def _speed(gate: Gate) -> GateSpeed:
+    """Time both pipelines in turn, and judge their calls."""
+    from fluxq.eval.speed.speed import WHOLE, time_pairs
+
+    options, sides = gate.options, [_Timed(source.side) for source in (gate.a, gate.b) if hasattr(source, "side")]
+    rounds = time_pairs(
+        *sides,
+        [prompt for prompt, _ in gate.items],
+        gate.call,
+        options.pairs or PAIRS,
+        warmup=WARMUP,
+        device=gate.a.device,
+    )
+    a, b = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in rounds)
+    return judge_speed(a, b, SLOWER if options.slower is None else options.slower)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A side as its timer opens it: steps are skipped by the timer, call by call."""
+
+    side: Side
+
+    @property
+    def name(self) -> str:
+        return self.side.name
+
+    @property
+    def folder(self) -> str:
+        return self.side.folder
+
+    def open(self, device: str) -> Any:
+        return self.side.open(device, skips=False)
 
 
 def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:
