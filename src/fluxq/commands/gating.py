@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, finite_in, names_in, run_options
+from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, finite_in, names_in, overwrite_option, run_options
 from fluxq.commands.session import Failure, session_of
 
 
@@ -101,4 +101,23 @@ def gate(a: str, b: str, **arguments: Any) -> None:
             raise Failure(f"{b}: {show.gate_in_words(result)}", code)
 
 
-COMMANDS = (gate,)
+@click.command("history", short_help="Draw what gates and benches found over commits.")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.option("--output", "-o", type=PATH, default=Path("history.html"), show_default=True, help="The page to write.")
+@overwrite_option
+@common_options
+def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> None:
+    """Draw what `fluxq gate --history DIR` and `fluxq bench --history DIR` added, over commits.
+
+    One page that works offline, with limits, and with the commits at which a level changed.
+
+    \b
+    Example:
+      fluxq history DIR -o history.html
+    """
+    with session_of(arguments) as session:
+        rows = session.judge.history(folder, output, overwrite=overwrite, on_start=session.start_work)
+        session.print([row.model_dump(mode="json") for row in rows], lambda: show.history(rows, output))
+
+
+COMMANDS = (gate, history)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fluxq.eval.gate.result import GateResult
+    from fluxq.eval.history.rows import HistoryRow
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.doctor import Examination
@@ -390,6 +391,16 @@ def gate_in_words(result: GateResult) -> str:
     return {"equivalent": f"equivalent to A {after}", "no-op": f"no change {after}, and one was expected"}[
         result.verdict
     ]
+
+
+def history(rows: Sequence[HistoryRow], page: Path) -> None:
+    """Print what changed in a history, and where its page is."""
+    from fluxq.eval.report.past import series_of
+
+    for series in series_of(rows):
+        for sentence in series.said:
+            echo(f"{series.subject}: {sentence}")
+    echo(f"{len(rows)} runs: {page}")
 
 
 def timed(speed: Speed) -> None:

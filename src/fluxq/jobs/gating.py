@@ -23,6 +23,8 @@ from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
 from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share, with_speed
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
+from fluxq.eval.history.results import row_of_gate
+from fluxq.eval.history.rows import append, current_commit, require_history
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, side_stamps
 from fluxq.jobs import memory
@@ -159,6 +161,8 @@ def run_gate(gate: Gate) -> GateResult:
         seconds=round(time.perf_counter() - started, 2),
         speed=speed,
     )
+    if gate.options.history is not None:
+        append(gate.options.history, row_of_gate(result, current_commit()))
     if gate.options.junit is not None:
         write_text(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
     if gate.options.markdown is not None:
@@ -265,6 +269,8 @@ def _require_outputs(options: GateOptions) -> None:
     reads = {"A": options.a, "B": options.b, "the floor": options.floor}
     folders = {name: text for name, text in reads.items() if text and Path(text).expanduser().exists()}
     Output(options.work).require_addable(folders, "--work", pattern=f"*/{WORK_FILE}")
+    if options.history is not None:
+        require_history(options.history, folders)
     for path in (options.junit, options.markdown):
         if path is not None and not (path.is_file() and MARK in path.read_bytes()[:_MARKED].decode(errors="replace")):
             Output(path, True).require(folders, overwrite=False)

@@ -75,6 +75,7 @@ from fluxq.runtime.step_caches import StepCache
 
 if TYPE_CHECKING:
     from fluxq.eval.images.executor import ImageFolder
+    from fluxq.eval.history.rows import HistoryRow
     from fluxq.eval.metrics.evaluate import Candidate
     from fluxq.eval.metrics.networks import Networks
     from fluxq.eval.speed.speed import Timing
@@ -596,6 +597,32 @@ def front(
         if folder is not None:
             _draw(lambda: write_front(folder / place.place.name, searches, job), files, "search again")
     return searches
+
+
+def history(
+    folder: Path, target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
+) -> tuple[HistoryRow, ...]:
+    """Write the page of a history and return its rows.
+
+    on_start: called when all is checked and writing begins.
+    """
+    from fluxq.eval.history.rows import HISTORY_FILE, read_history
+    from fluxq.eval.report.past import write_past
+
+    if target.suffix != ".html":
+        raise ValueError(f"--output {target}: a page is an .html file, as in history.html")
+    rows = read_history(folder)
+    if not rows:
+        raise ValueError(f"{folder}: its history has no runs yet")
+    place = Output(target, True)
+    place.require({"the history": folder / HISTORY_FILE}, overwrite=overwrite, exists_ok=True)
+    job = job_digest([FLUXQ_VERSION, [row.model_dump(mode="json") for row in rows]])
+    place.require_free(overwrite=overwrite, job=job)
+    on_start()
+    with writing(place, job, overwrite=overwrite) as made:
+        if made is not None:
+            _draw(lambda: write_past(made / place.place.name, rows, job), [folder / HISTORY_FILE], "begin another")
+    return rows
 
 
 def _draw(draw: Callable[[], object], paths: Iterable[Path], cure: str) -> None:
