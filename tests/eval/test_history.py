@@ -75,7 +75,10 @@ def test_a_line_that_was_cut_off_is_passed_over_and_the_next_writer_removes_it(t
         ('{"kind": "fluxq hist', "damaged, no JSON"),
         ("[1]", "no row of a history of fluxq"),
         ("", "damaged, no JSON"),
-        (row(1).model_dump_json().replace('"schema_version":1', '"schema_version":2'), "schema 2, and this fluxq reads 1"),
+        (
+            row(1).model_dump_json().replace('"schema_version":1', '"schema_version":2'),
+            "schema 2, and this fluxq reads 1",
+        ),
         (row(1).model_dump_json().replace('"n":8', '"n":"many"'), r"metrics.psnr.n: Input should be"),
     ],
 )
@@ -117,7 +120,9 @@ def test_the_page_draws_changes_and_works_offline(tmp_path: Path) -> None:
     specs = json.loads(page.split('id="specs">')[1].split("</script>")[0])
     assert [*specs] == ["past-0"]  # a speed without a value is no series
     assert '"run": 6.5' in json.dumps(specs["past-0"]) and "var(--c2)" in page
-    assert "<svg" in page and "b &lt;/script&gt; against a" in page and "<link" not in page and "src=" not in page[:50000]
+    assert (
+        "<svg" in page and "b &lt;/script&gt; against a" in page and "<link" not in page and "src=" not in page[:50000]
+    )
     assert CliRunner().invoke(cli, words).exit_code == 0  # finished work is found again
     (tmp_path / "page.html").write_text("mine")
     assert CliRunner().invoke(cli, [*words, "--overwrite"]).exit_code == 2

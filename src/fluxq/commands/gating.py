@@ -9,7 +9,16 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, finite_in, names_in, overwrite_option, run_options
+from fluxq.commands.options import (
+    FOLDER,
+    PATH,
+    batch_size_option,
+    common_options,
+    finite_in,
+    names_in,
+    overwrite_option,
+    run_options,
+)
 from fluxq.commands.session import Failure, session_of
 
 

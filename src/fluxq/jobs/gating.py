@@ -20,7 +20,16 @@ from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
-from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share, with_speed
+from fluxq.eval.gate.result import (
+    GateResult,
+    MetricResult,
+    junit,
+    markdown,
+    numbers,
+    sentences,
+    unseen_share,
+    with_speed,
+)
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
 from fluxq.eval.history.results import row_of_gate
