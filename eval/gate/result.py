@@ -13,6 +13,7 @@ from fluxq.eval.gate.speed import GateSpeed
 from fluxq.eval.metrics.schema import Strict, number
 
 SCHEMA_VERSION = 1
+GateVerdict = Literal["equivalent", "worse", "cannot tell", "no-op"]
 
 
 class MetricResult(Strict):
@@ -70,7 +71,7 @@ class GateResult(Strict):
     schema_version: Literal[1] = SCHEMA_VERSION
     fluxq: str
     created: str
-    verdict: Literal["equivalent", "worse", "cannot tell", "no-op"]
+    verdict: GateVerdict
     reasons: tuple[str, ...]
     a: dict[str, Any]
     b: dict[str, Any]
@@ -99,10 +100,10 @@ class GateResult(Strict):
 EXIT_CODES = {"equivalent": 0, "worse": 1, "no-op": 1, "cannot tell": 3}
 
 
-def with_speed(verdict: str, speed: GateSpeed | None) -> str:
+def with_speed(verdict: GateVerdict, speed: GateSpeed | None) -> GateVerdict:
     """Return the verdict of images and speed together: the graver one."""
-    graver = ("equivalent", "cannot tell", "worse", "no-op")
-    return verdict if speed is None else max(verdict, speed.verdict, key=graver.index)
+    verdicts = [verdict, *([speed.verdict] if speed else [])]
+    return max(verdicts, key=("equivalent", "cannot tell", "worse", "no-op").index)
 
 
 def unseen_share(images: int, alpha: float = 0.05) -> float:

@@ -17,7 +17,6 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from fluxq.base.console import first_line
 from fluxq.base.files import require_regular
 from fluxq.base.output import Output, sole_writer
 from fluxq.eval.metrics.schema import Strict
@@ -174,8 +173,7 @@ def _row(line: bytes, where: str) -> HistoryRow:
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"])) or "row"
-        why = first_line(fault["msg"])
-        raise ValueError(f"{where}: {place}: {why}; remove this line, or give another history") from None
+        raise ValueError(f"{where}: {place}: {fault['msg']}; remove this line, or give another history") from None
 
 
 def current_commit(folder: Path | None = None) -> Commit | None:

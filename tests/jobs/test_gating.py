@@ -74,7 +74,7 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
         ((a, other, "--margin", "psnr=nan"), "write a metric and a number"),
         (
             (a, other, "--margin", "psnr=3", "--speed"),
-            r"--speed: a \(images\) is no pipeline that runs in this process",
+            r"--speed: a \(images\) is no pipeline that runs in",
         ),
         ((a, other, "--margin", "psnr=3", "--slower", "0.1"), "--slower says how speed is judged: give --speed too"),
         ((a, other, "--margin", "psnr=3", "--prompts", a / PROMPTS_FILE), "whose own prompts are compared"),

@@ -303,17 +303,14 @@ def _speed(gate: Gate) -> GateSpeed:
     """Time both pipelines in turn, and judge their calls."""
     from fluxq.eval.speed.speed import WHOLE, time_pairs
 
-    options, sides = gate.options, [_Timed(source.side) for source in (gate.a, gate.b) if hasattr(source, "side")]
-    rounds = time_pairs(
-        *sides,
-        [prompt for prompt, _ in gate.items],
-        gate.call,
-        options.pairs or PAIRS,
-        warmup=WARMUP,
-        device=gate.a.device,
-    )
-    a, b = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in rounds)
-    return judge_speed(a, b, SLOWER if options.slower is None else options.slower)
+    options, a, b = gate.options, gate.a, gate.b
+    if not (isinstance(a, PipelineSource) and isinstance(b, PipelineSource)):
+        raise TypeError("only pipelines are timed, which was checked before")
+    prompts = [prompt for prompt, _ in gate.items]
+    pairs = options.pairs or PAIRS
+    timed = time_pairs(_Timed(a.side), _Timed(b.side), prompts, gate.call, pairs, warmup=WARMUP, device=a.device)
+    calls = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in timed)
+    return judge_speed(*calls, SLOWER if options.slower is None else options.slower)
 
 
 @dataclass(frozen=True)

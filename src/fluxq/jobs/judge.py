@@ -75,8 +75,8 @@ from fluxq.runtime.prepare import Prefer, prepare
 from fluxq.runtime.step_caches import StepCache
 
 if TYPE_CHECKING:
-    from fluxq.eval.images.executor import ImageFolder
     from fluxq.eval.history.rows import HistoryRow
+    from fluxq.eval.images.executor import ImageFolder
     from fluxq.eval.metrics.evaluate import Candidate
     from fluxq.eval.metrics.networks import Networks
     from fluxq.eval.speed.speed import Timing
@@ -456,10 +456,9 @@ def _require_bench(subject: Subject, timing: Timing, history: Path | None, trace
     from fluxq.eval.speed.speed import LENGTH
     from fluxq.eval.speed.trace import require_trace
 
-    pipeline = subject.folder.pipeline_class
+    pipeline = subject.folder.pipeline_class or object
     if timing.lengths and LENGTH not in inspect.signature(pipeline.__call__).parameters:
-        name = getattr(pipeline, "__name__", "pipeline")
-        raise ValueError(f"--length: a {name} takes no {LENGTH}; leave it out")
+        raise ValueError(f"--length: a {pipeline.__name__} takes no {LENGTH}; leave it out")
     reads = {"the checkpoint": subject.output, "the 16-bit model": subject.folder.path}
     if history is not None:
         require_history(history, reads)
