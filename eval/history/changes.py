@@ -1,4 +1,4 @@
-"""Find where a series of numbers changed its level: binary segmentation of means (Scott & Knott 1974).
+"""Find changes of level in a series of numbers: binary segmentation of means (Scott & Knott 1974).
 
 The cut that takes most off the squared error, in units of the noise, is kept where that is more than PENALTY · ln n,
 and both parts are cut on. The noise is taken from differences of neighbours, which a step hardly touches.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import fmean, median
 
 PENALTY = 4.0
@@ -20,7 +21,7 @@ def change_points(values: Sequence[float]) -> list[int]:
     """Return the index of the first value of each new level, in order. values: finite."""
     if len(values) < 2 * LEAST:
         return []
-    steps = [abs(after - before) for before, after in zip(values, values[1:], strict=False)]
+    steps = [abs(after - before) for before, after in pairwise(values)]
     noise = max(median(steps) / _NORMAL, _ROUNDING * max(map(abs, values)))
     return sorted(_cuts(values, 0, PENALTY * math.log(len(values)) * noise**2)) if noise else []
 

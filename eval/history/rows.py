@@ -2,8 +2,8 @@
 
     DIR/history.jsonl
 
-A line is added whole under a lock, so that writers may work at once. One that was cut off by a kill is the last, without
-its end: it is passed over, and the next writer removes it. Any other line that cannot be read is an error.
+A line is added whole under a lock, so that writers may work at once. One that was cut off by a kill is the last,
+without its end: it is passed over, and the next writer removes it. Any other line that cannot be read is an error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HistoryRow(Strict):
 
     @property
     def time(self) -> str:
-        """When its code was committed; without a commit, when it ran."""
+        """Time of its commit; without one, of the run."""
         return self.commit.time if self.commit else self.created
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from fluxq.base.files import write_text
@@ -36,10 +37,10 @@ class Series:
 
     @property
     def said(self) -> list[str]:
-        """What changed, in a sentence each."""
+        """Changes of level, a sentence each."""
         ends = [0, *self.changes, len(self.points)]
         values = [point.value or 0.0 for point in self.points]
-        means = [sum(values[a:b]) / (b - a) for a, b in zip(ends, ends[1:], strict=False)]
+        means = [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
         return [
             f"{self.name}: from {before:.4g} to {after:.4g} {self.unit}".rstrip() + f" at {label(self.rows[index])}"
             for index, before, after in zip(self.changes, means, means[1:], strict=False)
