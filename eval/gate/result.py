@@ -102,7 +102,7 @@ EXIT_CODES = {"equivalent": 0, "worse": 1, "no-op": 1, "cannot tell": 3}
 
 def with_speed(verdict: GateVerdict, speed: GateSpeed | None) -> GateVerdict:
     """Return the verdict of images and speed together: the graver one."""
-    verdicts = [verdict, *([speed.verdict] if speed else [])]
+    verdicts: set[GateVerdict] = {verdict, speed.verdict if speed else verdict}
     return max(verdicts, key=("equivalent", "cannot tell", "worse", "no-op").index)
 
 

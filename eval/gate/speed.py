@@ -123,8 +123,8 @@ def _limits(x: Sequence[float], y: Sequence[float], seed: int) -> tuple[float, f
     index = torch.randint(len(x), (_RESAMPLES, len(x)), generator=draws)
     halves = (len(x) - 1) // 2, len(x) // 2
     ordered = [torch.tensor(side, dtype=torch.float64)[index].sort(dim=1).values for side in (x, y)]
-    medians = [sum(side[:, half] for half in halves) for side in ordered]  # doubled, both
-    ratios = medians[1] / medians[0]
+    doubled = [side[:, halves[0]] + side[:, halves[1]] for side in ordered]
+    ratios = doubled[1] / doubled[0]
     low, high = ratios.quantile(torch.tensor([ALPHA, 1 - ALPHA], dtype=torch.float64)).tolist()
     return low, high
 

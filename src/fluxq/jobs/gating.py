@@ -309,8 +309,8 @@ def _speed(gate: Gate) -> GateSpeed:
     prompts = [prompt for prompt, _ in gate.items]
     pairs = options.pairs or PAIRS
     timed = time_pairs(_Timed(a.side), _Timed(b.side), prompts, gate.call, pairs, warmup=WARMUP, device=a.device)
-    calls = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in timed)
-    return judge_speed(*calls, SLOWER if options.slower is None else options.slower)
+    first, second = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in timed)
+    return judge_speed(first, second, SLOWER if options.slower is None else options.slower)
 
 
 @dataclass(frozen=True)
