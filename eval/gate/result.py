@@ -9,9 +9,11 @@ from xml.etree import ElementTree
 
 from fluxq.base.console import code
 from fluxq.eval.gate.decide import ALPHA, Finding, Rule, Verdict
+from fluxq.eval.gate.speed import GateSpeed
 from fluxq.eval.metrics.schema import Strict, number
 
 SCHEMA_VERSION = 1
+GateVerdict = Literal["equivalent", "worse", "cannot tell", "no-op"]
 
 
 class MetricResult(Strict):
@@ -69,7 +71,7 @@ class GateResult(Strict):
     schema_version: Literal[1] = SCHEMA_VERSION
     fluxq: str
     created: str
-    verdict: Literal["equivalent", "worse", "cannot tell", "no-op"]
+    verdict: GateVerdict
     reasons: tuple[str, ...]
     a: dict[str, Any]
     b: dict[str, Any]
@@ -86,7 +88,7 @@ class GateResult(Strict):
     machine: str | None
     versions: dict[str, str]
     seconds: float
-    speed: dict[str, Any] | None = None
+    speed: GateSpeed | None = None
 
     @property
     def more_images(self) -> int | None:
@@ -96,6 +98,12 @@ class GateResult(Strict):
 
 
 EXIT_CODES = {"equivalent": 0, "worse": 1, "no-op": 1, "cannot tell": 3}
+
+
+def with_speed(verdict: GateVerdict, speed: GateSpeed | None) -> GateVerdict:
+    """Return the verdict of images and speed together: the graver one."""
+    verdicts: set[GateVerdict] = {verdict, speed.verdict if speed else verdict}
+    return max(verdicts, key=("equivalent", "cannot tell", "worse", "no-op").index)
 
 
 def unseen_share(images: int, alpha: float = 0.05) -> float:
@@ -136,6 +144,11 @@ def markdown(result: GateResult) -> str:
         bounds = f"{_shown(metric.difference)} [{_shown(metric.low)}, {_shown(metric.high)}]"
         numbers = (_shown(metric.floor), _shown(metric.distance), bounds, _shown(metric.limit))
         lines.append(f"| {key}{f', {metric.unit}' * bool(metric.unit)} | {metric.verdict} | {' | '.join(numbers)} |")
+    if (speed := result.speed) is not None:
+        shown = ("–" if value is None else f"{value - 1:+.2%}" for value in (speed.ratio, speed.low, speed.high))
+        ratio, low, high = shown
+        cells = (f"{speed.a:.4g} s", f"{speed.b:.4g} s", f"{ratio} [{low}, {high}]", f"{speed.slower:+.2%}")
+        lines.append(f"| speed, median | {speed.verdict} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {reason}" for reason in result.reasons)]) + "\n"
 
 
@@ -149,7 +162,7 @@ def junit(result: GateResult, suite: str) -> str:
     if result.verdict == "no-op":
         cases["change"] = ("worse", "; ".join(result.reasons))
     if result.speed is not None:
-        cases["speed"] = (result.speed["verdict"], result.speed["sentence"])
+        cases["speed"] = (result.speed.verdict, result.speed.sentence)
     failed = sum(verdict == "worse" for verdict, _ in cases.values())
     unknown = sum(verdict == "cannot tell" for verdict, _ in cases.values())
     root = ElementTree.Element("testsuites")

@@ -49,14 +49,19 @@ def count(estimates: Sequence[Estimate | None]) -> str:
 
 
 def shape(row: SpeedRow | Speedup) -> str:
-    """Return the shape of one call: batch, height, width, and of videos frames."""
-    return " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)
+    """Return the shape of one call: batch, height, width, of videos frames, and a length of the text that was given."""
+    size = " × ".join(str(each) for each in (row.batch, row.height, row.width, row.frames) if each is not None)
+    return size + _tokens(row)
 
 
 def plain_shape(row: SpeedRow | Speedup) -> str:
     """Return `shape` in plain letters, the size as `--size` takes it: `1 x 480x832x25`."""
     size = "x".join(str(each) for each in (row.height, row.width, row.frames) if each is not None)
-    return f"{row.batch} x {size}"
+    return f"{row.batch} x {size}{_tokens(row)}"
+
+
+def _tokens(row: SpeedRow | Speedup) -> str:
+    return "" if row.length is None else f", {row.length} tokens"
 
 
 def sizes(speed: Speed) -> str:

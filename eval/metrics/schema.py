@@ -278,6 +278,7 @@ class SpeedRow(Strict):
     """One pipeline in one mode at one size.
 
     frames: of a video, null for images.
+    length: of the text, in tokens; null for the pipeline's own.
     stages: "text encoders", "denoiser step" (mean over an image's steps), "VAE", "end to end".
     peak_bytes: largest memory of a GPU in use, parameters and buffers included.
     resident_bytes: parameters and buffers.
@@ -296,6 +297,7 @@ class SpeedRow(Strict):
     height: int
     width: int
     frames: int | None = None
+    length: int | None = None
     stages: dict[str, Times] = {}
     peak_bytes: int | None = None
     resident_bytes: int | None = None
@@ -327,6 +329,7 @@ class Speedup(Strict):
     height: int
     width: int
     frames: int | None = None
+    length: int | None = None
     over: str = "16-bit"
     against: str | None = None
     ratio: Estimate | None = None

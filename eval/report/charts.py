@@ -202,6 +202,53 @@ def front_chart(found: Mapping[str, Any], index: int = 0) -> Drawing:
     return _drawing(f"front-{index}", f"Least error for {unit}", text, chart, wide=True)
 
 
+def past_chart(series: Any, index: int = 0) -> Drawing:
+    """Draw one number of the runs of a history, with limits, what is allowed and each change of level.
+
+    series: a `past.Series`. Runs stand side by side in the order of their commits, whatever lies between.
+    """
+    rows = [
+        {
+            "run": number,
+            "value": point.value,
+            "low": point.low,
+            "high": point.high,
+            "commit": row.commit.revision[:12] if row.commit else "none",
+            "time": row.time,
+            "verdict": row.verdict or "none",
+            "text": f"{point.value:.4g} {point.unit}".rstrip(),
+        }
+        for number, (row, point) in enumerate(zip(series.rows, series.points, strict=True), start=1)
+    ]
+    names = {row["run"]: row["commit"][:8] if row["commit"] != "none" else row["time"][:16] for row in rows}
+    axis = alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", values=list(names), labelAngle=-60, grid=False)
+    x = alt.X("run:Q", title=None, axis=axis, scale=alt.Scale(domain=[0.5, len(rows) + 0.5], nice=False))
+    y, upward = f"{series.name}{f', {series.unit}' * bool(series.unit)}", alt.Scale(zero=False)
+    base = alt.Chart(alt.Data(values=rows)).encode(x=x)
+    layers = [
+        base.transform_filter("isValid(datum.low) && isValid(datum.high)")
+        .mark_rule(color="var(--before)", strokeWidth=1.5)
+        .encode(y=alt.Y("low:Q", title=None, scale=upward), y2="high:Q"),
+        base.mark_line(color="var(--accent)", strokeWidth=1, opacity=0.5).encode(
+            y=alt.Y("value:Q", title=None, scale=upward)
+        ),
+        base.mark_point(filled=True, color="var(--accent)", size=40, opacity=1).encode(
+            y=alt.Y("value:Q", title=None, scale=upward), tooltip=[_tip(name) for name in _OF_RUNS]
+        ),
+    ]
+    changes = [{"run": change + 0.5} for change in series.changes]
+    if changes:
+        mark = alt.Chart(alt.Data(values=changes)).encode(x=alt.X("run:Q", title=None))
+        layers.append(mark.mark_rule(color="var(--c2)", strokeDash=[5, 3], strokeWidth=1.5))
+    limit = series.points[-1].limit
+    if limit is not None:
+        allowed = alt.Chart(alt.Data(values=[{"limit": limit}])).mark_rule(color="var(--quiet)", strokeDash=[2, 3])
+        layers.append(allowed.encode(y=alt.Y("limit:Q", title=None, scale=upward)))
+    text = f"{y} of {len(rows)} runs" + "".join(f"; {sentence}" for sentence in series.said) + "."
+    note = f"{limit:.4g} are allowed, the dotted line." if limit is not None else ""
+    return _drawing(f"past-{index}", y, text, alt.layer(*layers), note=note)
+
+
 def decibels(nmse: float | None) -> float | None:
     """Return the SQNR for a normalised squared error, infinite for none; None where it was not finite."""
     return None if nmse is None else -10 * math.log10(nmse) if nmse > 0 else math.inf
@@ -664,6 +711,7 @@ def _tip(name: str) -> alt.Tooltip:
 
 
 FRONT, MIXED, RAN, CHOSEN = "front, predicted", "mixing at random", "ran, measured", "chosen, measured"
+_OF_RUNS = ("text", "commit", "time", "verdict")
 _PIECES = 40  # of a line that is straight in energy
 STEPS = "steps and the rest"
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ _VARIANTS = frozenset("pcie nvl laptop mobile max ti super d xt xtx gre".split()
 _OUT_OF_MEMORY = "out of memory"
 _GRAPHS_STAY = "the sides change places on the device, and captured graphs keep their weights there"
 _ALLOCATORS_SAY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of PyTorch on a CPU, and of cuBLAS
+LENGTH = "max_sequence_length"  # the argument of pipelines
 TEXT, STEP, VAE, WHOLE = "text encoders", "denoiser step", "VAE", "end to end"
 
 
@@ -68,12 +69,14 @@ class Timing:
     modes: keys of MODES.
     batches: numbers of images in a call.
     sizes: (height, width) in pixels, of videos with frames too; none for the pipeline's own.
+    lengths: of the text, in tokens (`max_sequence_length`); none for the pipeline's own.
     warmup, rounds: at least 1 that is not timed, and 3 that are, to know how much they spread.
     """
 
     modes: Sequence[str] = ("eager",)
     batches: Sequence[int] = (1,)
     sizes: Sequence[tuple[int, ...]] = ()
+    lengths: Sequence[int] = ()
     warmup: int = 2
     rounds: int = 10
 
@@ -108,11 +111,11 @@ def measure_speed(
     over_fp32 = machine.device.type == "cpu" and instructions().multiply_bf16
     rows: list[SpeedRow] = []
     speedups: list[Speedup] = []
-    for height, width, *frames in sizes or [bench.own_size()]:
-        for batch in timing.batches:
-            entries = bench.compare(Setting(batch, height, width, *frames), timing)
-            rows += [_row(entry, bench) for entry in entries]
-            speedups += compare(entries, over_fp32)
+    lengths = timing.lengths or [None]
+    for size, length, batch in product(sizes or [bench.own_size()], lengths, timing.batches):
+        entries = bench.compare(replace(Setting(batch, *size), length=length), timing)
+        rows += [_row(entry, bench) for entry in entries]
+        speedups += compare(entries, over_fp32)
     return Speed(
         device=device,
         measured_on=machine.about,
@@ -127,18 +130,48 @@ def measure_speed(
     )
 
 
+def time_pairs(
+    a: Any,
+    b: Any,
+    prompts: Sequence[str],
+    call: Mapping[str, Any],
+    pairs: int,
+    *,
+    warmup: int,
+    device: str = "cpu",
+    machine: Machine | None = None,
+) -> tuple[list[Round], list[Round]]:
+    """Time calls of two sides as A B B A A B B A …, and return those of each.
+
+    a, b, machine: as `measure_speed` takes them, but the sides may have one name. Raises RuntimeError, with the
+    reason, for a side that does not run.
+    """
+    machine = machine or machine_of(device)
+    bench = _Bench(machine, device, call, prompts)
+    bench.open([a, b], None, 1)
+    entries = bench.compare(Setting(1, *bench.own_size()), Timing(warmup=warmup, rounds=pairs))
+    for entry in entries:
+        if entry.missing is not None:
+            raise RuntimeError(f"{entry.opened.name} cannot be timed: {entry.missing}")
+    first, second = entries
+    return first.rounds, second.rounds
+
+
 @dataclass(frozen=True)
 class Setting:
-    """Shape of a call of a pipeline: number of images or videos, their pixels, and frames where that is said."""
+    """Shape of a call of a pipeline: number of images or videos, their pixels, frames and length of text where said."""
 
     batch: int
     height: int
     width: int
     frames: int | None = None
+    length: int | None = None
 
     def arguments(self, pipe: Any) -> dict[str, int]:
         """Return arguments of a call of the pipeline; ValueError for frames of one that makes images."""
         size = {"height": self.height, "width": self.width}
+        if self.length is not None:
+            size[LENGTH] = self.length
         if self.frames is None:
             return size
         name = frames_argument(type(pipe))
@@ -165,12 +198,16 @@ class Opened:
 
 @dataclass(frozen=True)
 class Round:
-    """One call of a pipeline: seconds by stage. sequences: batch of the denoiser in a step. joules: of the call."""
+    """One call of a pipeline: seconds by stage. sequences: batch of the denoiser in a step. joules: of the call.
+
+    megahertz: the device's clock at the end of the call.
+    """
 
     stages: Mapping[str, float]
     sequences: int = 1
     joules: float | None = None
     slowdowns: frozenset[str] = frozenset()
+    megahertz: float | None = None
 
 
 @dataclass
@@ -420,7 +457,7 @@ class _Bench:
             ):
                 pass
             timer.marks[WHOLE] = [(start, machine.mark())]
-            slowdowns = machine.slowdowns()  # while the device is still busy
+            slowdowns, megahertz = machine.slowdowns(), machine.megahertz()  # while the device is still busy
             machine.wait()
         after = machine.joules()
         if skipped is not None:
@@ -430,6 +467,7 @@ class _Bench:
             sequences=max(1, timer.rows // max(1, timer.steps)),
             joules=None if joules is None or after is None else after - joules,
             slowdowns=slowdowns,
+            megahertz=megahertz,
         )
 
 
@@ -473,19 +511,19 @@ def _watched(pipe: Any, timer: _StageTimer) -> Iterator[None]:
         stack.enter_context(hooked(encoders, before=timer.begin, after=lambda *_: timer.end(TEXT)))
         stack.enter_context(hooked(denoisers(pipe).values(), before=timer.begin, after=timer.end_step))
         if "vae" in parts:
-            stack.enter_context(_watched_decoding(parts["vae"], timer))
+            stack.enter_context(watched_decoding(parts["vae"], timer.begin, lambda: timer.end(VAE)))
         yield
 
 
 @contextmanager
-def _watched_decoding(vae: Any, timer: _StageTimer) -> Iterator[None]:
-    """Time `decode`, which no hook sees, as it is no forward pass: the instance gets one of its own for a while."""
+def watched_decoding(vae: Any, begin: Callable[[], Any], end: Callable[[], Any]) -> Iterator[None]:
+    """Watch `decode`, which no hook sees, as it is no forward pass: the instance gets one of its own for a while."""
     decode, was_set = vae.decode, "decode" in vae.__dict__
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        timer.begin()
+        begin()
         result = decode(*args, **kwargs)
-        timer.end(VAE)
+        end()
         return result
 
     vae.decode = timed
@@ -560,7 +598,7 @@ def step_at_peak(
         forward = forward_pass(
             family.name,
             dict(config),
-            CallSize(sequences, setting.height, setting.width, setting.frames, call.get("max_sequence_length")),
+            CallSize(sequences, setting.height, setting.width, setting.frames, setting.length or call.get(LENGTH)),
             vae=dict(pipe.vae.config) if "vae" in pipe.components else None,
             convolutions=convolutions_of(model),
         )
@@ -569,11 +607,11 @@ def step_at_peak(
     whole = Efficiency(1.0, measured="the peak itself")
     others = dict.fromkeys(("attention", "attention_fp8", "streaming", "scalar"), whole)
     peak = replace(device, matmul=dict.fromkeys(device.peaks, whole), **others)
-    costs = list(steps(_plan_of(component, model), forward, device.chip))
+    costs = list(steps(plan_in_memory(component, model), forward, device.chip))
     return sum(each.flops for each in costs), sum(each.seconds(peak, "ideal") for each in costs)
 
 
-def _plan_of(component: str, model: nn.Module) -> Plan:
+def plan_in_memory(component: str, model: nn.Module) -> Plan:
     """Return the plan of a model in memory: roles from its family, schemes from its layers."""
     any_recipe = load_recipe("fp8")[1].components["transformer"]  # its formats are replaced
     plan = make_plan(model_family(model), component, any_recipe, shapes_of(model), static_inputs=False)

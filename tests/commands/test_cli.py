@@ -70,7 +70,7 @@ def assert_refused(result: Result, code: int, *words: str) -> None:
 def test_help_is_instant_and_names_the_commands(fluxq):
     result = fluxq("--help")
     assert result.code == 0 and "Example:" in result.out
-    judging, exchanging = {"eval", "bench", "debug", "report", "gate"}, {"export", "import", "inspect"}
+    judging, exchanging = {"eval", "bench", "debug", "report", "gate", "history"}, {"export", "import", "inspect"}
     making = {"plan", "auto", "steps", "calibrate", "quantize", "verify", "warmup", "families", "env", "doctor"}
     assert set(cli.commands) == making | judging | exchanging
     assert all(f"  {name} " in result.out for name in cli.commands)

@@ -94,6 +94,8 @@ _MADE = {  # by the end of the name
     ".statistics": "calibrate {base}/STEM " + _CALIBRATED + " -o {base}/STEM.statistics -q",
     ".safetensors": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
     ".config.json": "export {base}/STEM-fp8 --format bfl -o {base}/STEM.safetensors -q",
+    ".history": "bench {base}/STEM-evaluated --rounds 3 --prompts {base}/prompts.txt --history {base}/STEM.history -q "
+    + SIZES,
     ".html": "report {base}/STEM-evaluated -o {base}/STEM.html -q",
     ".json": "report {base}/STEM-evaluated -o {base}/STEM.html -q",
     ".md": "report {base}/STEM-evaluated -o {base}/STEM.html -q",
@@ -155,6 +157,7 @@ COMMANDS = {
         (("model-fp8", "model-fp8"),),
         in_place=True,
     ),
+    "history": Command("history {base}/model.history -o out.html"),
     "report": Command("report {base}/model-evaluated -o out.html"),
     "report, replacing": Command(
         "report {base}/model-evaluated -o out.html --overwrite",

@@ -684,7 +684,7 @@ def test_a_gpu_is_found_by_the_name_its_driver_gives(name, row):
 def test_a_step_at_the_peak_is_that_of_the_model_of_costs(pipe, plain_checkpoint):
     setting, row = Setting(2, 16, 16), DEVICES["h100"]
     flops, seconds = step_at_peak(pipe, setting, tiny.CALL_KWARGS, 2, row)
-    plan = speed._plan_of("transformer", pipe.transformer)
+    plan = speed.plan_in_memory("transformer", pipe.transformer)
     assert not plan.quantized and {layer.role for layer in plan.layers} >= {"qkv", "mixed_out", "modulation"}
     forward = forward_pass("flux", pipe.transformer.config, CallSize(2, 16, 16, text=8), vae=pipe.vae.config)
     modelled = cost(plan, forward, row).total
@@ -693,7 +693,7 @@ def test_a_step_at_the_peak_is_that_of_the_model_of_costs(pipe, plain_checkpoint
     quantized = Side("int8", str(plain_checkpoint("int8")), "").open()
     same, shorter = step_at_peak(quantized, setting, tiny.CALL_KWARGS, 2, row)
     assert same == pytest.approx(flops) and shorter < seconds
-    assert speed._plan_of("transformer", quantized.transformer).quantized
+    assert speed.plan_in_memory("transformer", quantized.transformer).quantized
 
 
 def test_the_share_of_the_roofline_stands_in_the_row(pipe):

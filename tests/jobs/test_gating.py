@@ -14,7 +14,9 @@ from PIL import Image
 
 from fluxq import tiny
 from fluxq.cli import cli
+from fluxq.eval.gate import speed
 from fluxq.eval.gate.pictures import PROMPTS_FILE
+from fluxq.jobs import gating
 
 TINY = str(tiny.path())
 
@@ -71,6 +73,11 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
         ((a, other, "--metric", "latent_sqnr", "--margin", "psnr=3"), "a has images only"),
         ((a, other, "--margin", "psnr"), "write a metric and a number"),
         ((a, other, "--margin", "psnr=nan"), "write a metric and a number"),
+        (
+            (a, other, "--margin", "psnr=3", "--speed"),
+            r"--speed: a \(images\) is no pipeline that runs in",
+        ),
+        ((a, other, "--margin", "psnr=3", "--slower", "0.1"), "--slower says how speed is judged: give --speed too"),
         ((a, other, "--margin", "psnr=3", "--prompts", a / PROMPTS_FILE), "whose own prompts are compared"),
     ):
         code, _, error = gate(*arguments)
@@ -118,3 +125,21 @@ def test_a_stock_diffusers_server_is_equivalent_and_one_that_skips_a_step_is_not
     with images_server(stock_diffusers(TINY, num_inference_steps=3)) as (address, _):
         code, result, _ = gate(TINY, address, *options)
         assert code == 1 and result["verdict"] == "worse" and result["images"] == 8
+
+
+@pytest.mark.slow
+def test_speed_counts_and_a_pipeline_is_not_slower_than_itself_by_half(tmp_path: Path, monkeypatch) -> None:
+    words = (TINY, TINY, "--images", 2, "--num-inference-steps", 2, "--speed", "--pairs", 8, "--work", tmp_path / "w")
+    code, result, _ = gate(*words, "--slower", 0.5, "--history", tmp_path / "h")
+    found = result["speed"]
+    if found["ratio"] is None:  # another process on this machine
+        assert code == 3 and result["verdict"] == "cannot tell" and "spread by" in found["sentence"]
+    else:
+        assert code == 0 and found["verdict"] == "equivalent" and found["pairs"] == len(found["times"]) == 8
+    calm, slow = [speed.Call(1.0)] * 8, [speed.Call(1.5)] * 8
+    monkeypatch.setattr(gating, "judge_speed", lambda a, b, slower: speed.judge_speed(calm, slow, slower))
+    code, result, error = gate(*words, "--junit", tmp_path / "out.xml", "--markdown", tmp_path / "out.md")
+    assert code == 1 and result["verdict"] == "worse" and "worse than A (speed) after 2 images" in error
+    case = ElementTree.parse(tmp_path / "out.xml").getroot()[0].find("testcase[@name='speed']/failure")
+    assert case is not None and "B takes +50.00%" in case.attrib["message"]
+    assert "| speed, median | worse | 1 s | 1.5 s | +50.00%" in (tmp_path / "out.md").read_text(encoding="utf-8")

@@ -78,6 +78,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "bench": _JUDGE,
     "debug": _JUDGE,
     "report": _JUDGE,
+    "history": ("scipy", *_REPORT),
 }
 # Feature -> the library, and its first version that has it.
 NEWER = {"SeaCache": ("diffusers", "0.41")}

@@ -9,7 +9,16 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import FOLDER, PATH, batch_size_option, common_options, names_in, run_options
+from fluxq.commands.options import (
+    FOLDER,
+    PATH,
+    batch_size_option,
+    common_options,
+    finite_in,
+    names_in,
+    overwrite_option,
+    run_options,
+)
 from fluxq.commands.session import Failure, session_of
 
 
@@ -61,6 +70,18 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
 @click.option(
     "--command", metavar="CMD", help="With git:REV: makes images of {prompts}, a JSONL file, in the folder {out}."
 )
+@click.option("--speed", is_flag=True, help="Also time both pipelines in turn, and judge how much slower B is.")
+@click.option(
+    "--slower",
+    type=click.FloatRange(0, 1),
+    callback=finite_in,
+    metavar="X",
+    help="With --speed: share of A's time that B may take more; by default 0.01.",
+)
+@click.option(
+    "--pairs", type=click.IntRange(min=6), metavar="N", help="With --speed: timed calls of each; by default 30."
+)
+@click.option("--history", type=FOLDER, metavar="DIR", help="Add the result to the history in this folder.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
 @click.option(
@@ -94,4 +115,23 @@ def gate(a: str, b: str, **arguments: Any) -> None:
             raise Failure(f"{b}: {show.gate_in_words(result)}", code)
 
 
-COMMANDS = (gate,)
+@click.command("history", short_help="Draw what gates and benches found over commits.")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.option("--output", "-o", type=PATH, default=Path("history.html"), show_default=True, help="The page to write.")
+@overwrite_option
+@common_options
+def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> None:
+    """Draw what `fluxq gate --history DIR` and `fluxq bench --history DIR` added, over commits.
+
+    One page that works offline, with limits, and with the commits at which a level changed.
+
+    \b
+    Example:
+      fluxq history DIR -o history.html
+    """
+    with session_of(arguments) as session:
+        rows = session.judge.history(folder, output, overwrite=overwrite, on_start=session.start_work)
+        session.print([row.model_dump(mode="json") for row in rows], lambda: show.history(rows, output))
+
+
+COMMANDS = (gate, history)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fluxq.base.extras import require_for
 from fluxq.commands import show
@@ -18,6 +19,7 @@ from fluxq.commands.options import (
     common_options,
     device_in,
     finite_in,
+    grid_in,
     names_in,
     overwrite_option,
     protocol_options,
@@ -129,6 +131,24 @@ def evaluate(output: str, **arguments: Any) -> None:
     callback=sizes_in,
     help="Size of an image (repeatable); by default the pipeline's.",
 )
+@click.option(
+    "--length",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens of the text (repeatable); by default the pipeline's.",
+)
+@click.option(
+    "--grid",
+    callback=grid_in,
+    metavar="SIZES/LENGTHS/BATCHES",
+    help="All of them together, as 512x512,1024x1024/256,512/1,4; what is left empty is not swept.",
+)
+@click.option("--history", type=FOLDER, metavar="DIR", help="Add the times to the history in this folder.")
+@click.option(
+    "--trace", type=PATH, metavar="FILE", help="Also write a trace of one call for Perfetto, .json or .json.gz."
+)
 @click.option("--optimize", "optimized", is_flag=True, help="Also time fused blocks (`fluxq.optimize`).")
 @click.option(
     "--rounds", type=click.IntRange(min=3), default=10, show_default=True, metavar="N", help="Timed calls of each."
@@ -157,9 +177,17 @@ def bench(output: str, **arguments: Any) -> None:
     \b
     Example:
       fluxq bench tiny-nvfp4 --batch 1 --batch 4
+      fluxq bench tiny-nvfp4 --grid 32x32,64x64/16,32/1,4 --history DIR
+      fluxq bench tiny-nvfp4 --trace trace.json.gz
     """
-    names = ("modes", "batches", "sizes", "optimized", "prefer", "rounds", "warmup")
+    names = ("modes", "batches", "sizes", "lengths", "optimized", "prefer", "rounds", "warmup", "history", "trace")
     how = {name: arguments.pop(name) for name in names}
+    if grid := arguments.pop("grid"):
+        for name in grid:
+            source = click.get_current_context().get_parameter_source(name)
+            if source is not ParameterSource.DEFAULT:
+                raise click.UsageError(f"--grid has {name} too: leave out the option of them alone")
+        how |= grid
     with session_of(arguments) as session:
         subject = session.subject(output, whole_videos=True)
         speed = session.judge.bench(subject, on_start=session.start_work, **how)

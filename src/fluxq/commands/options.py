@@ -27,6 +27,7 @@ RECIPES = (
     "int8-convrot",
 )  # a test compares
 PIXELS, STEPS = click.IntRange(1, 1 << 14), click.IntRange(1, 10_000)  # as of a model's own defaults
+_OF_GRIDS = ("sizes", "lengths", "batches")
 PROTOCOL_NAMES = ("smoke", "standard", "paper", "drawbench", "mlperf-sdxl")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
@@ -54,6 +55,17 @@ def sizes_in(_context: click.Context, _option: click.Parameter, values: tuple[st
     if None in matches:
         raise click.BadParameter("write height x width in pixels, as in 1024x768, and of a video x frames: 480x832x25")
     return tuple(tuple(int(number) for number in size.groups() if number) for size in matches if size)
+
+
+def grid_in(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, tuple]:
+    """Read `64x64,96x96/256/1,4` as sizes, lengths and batches; what is empty is left out."""
+    if value is None:
+        return {}
+    sizes, *numbers = parts = [part.split(",") if part else [] for part in value.split("/")]
+    if len(parts) != len(_OF_GRIDS) or not all(re.fullmatch(r"[1-9]\d*", each) for part in numbers for each in part):
+        raise click.BadParameter(f"{value!r}: write {option.metavar}, as in 512x512,1024x1024/256,512/1,4")
+    found = (sizes_in(context, option, tuple(sizes)), *(tuple(map(int, part)) for part in numbers))
+    return {name: each for name, each in zip(_OF_GRIDS, found, strict=True) if each}
 
 
 def bytes_in(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:

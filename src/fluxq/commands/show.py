@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fluxq.eval.gate.result import GateResult
+    from fluxq.eval.history.rows import HistoryRow
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.doctor import Examination
@@ -381,7 +382,9 @@ def gate_in_words(result: GateResult) -> str:
     """Return the verdict of a gate in one line."""
     after = f"after {result.images} images"
     if result.verdict == "worse":
-        worse = ", ".join(key for key, metric in result.metrics.items() if metric.verdict == "worse")
+        verdicts = {key: metric.verdict for key, metric in result.metrics.items()}
+        verdicts |= {"speed": result.speed.verdict} if result.speed else {}
+        worse = ", ".join(key for key, verdict in verdicts.items() if verdict == "worse")
         return f"worse than A ({worse}) {after}"
     if result.verdict == "cannot tell":
         more = "" if result.more_images is None else f"; about {result.more_images} more would"
@@ -389,6 +392,16 @@ def gate_in_words(result: GateResult) -> str:
     return {"equivalent": f"equivalent to A {after}", "no-op": f"no change {after}, and one was expected"}[
         result.verdict
     ]
+
+
+def history(rows: Sequence[HistoryRow], page: Path) -> None:
+    """Print what changed in a history, and where its page is."""
+    from fluxq.eval.report.past import series_of
+
+    for series in series_of(rows):
+        for sentence in series.said:
+            echo(f"{series.subject}: {sentence}")
+    echo(f"{len(rows)} runs: {page}")
 
 
 def timed(speed: Speed) -> None:

@@ -22,8 +22,20 @@ from fluxq.eval.gate.commits import PREFIX, CommitSource, commit_of
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
 from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
-from fluxq.eval.gate.result import GateResult, MetricResult, junit, markdown, numbers, sentences, unseen_share
+from fluxq.eval.gate.result import (
+    GateResult,
+    MetricResult,
+    junit,
+    markdown,
+    numbers,
+    sentences,
+    unseen_share,
+    with_speed,
+)
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
+from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
+from fluxq.eval.history.results import row_of_gate
+from fluxq.eval.history.rows import append, current_commit, require_history
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, pipeline_digest, side_stamps
 from fluxq.jobs import memory
@@ -63,6 +75,10 @@ class GateOptions:
     command: str | None = None
     junit: Path | None = None
     markdown: Path | None = None
+    speed: bool = False
+    slower: float | None = None
+    pairs: int | None = None
+    history: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ def gate_of(options: GateOptions) -> Gate:
             "run of it as --floor, or what is allowed as --margin psnr=3"
         )
     _require_one_machine(a, b, floor)
+    _require_timeable(options, a, b)
     items = _items(options, [each for each in (a, b, floor) if each is not None], opener.first)
     networks = networks_of(opener.first, options.weights, options.device)
     rules = _rules(options, [a, b, *([floor] if floor else [])], networks)
@@ -145,11 +162,12 @@ def run_gate(gate: Gate) -> GateResult:
     }
     identical = _is_identical(a, b)
     is_no_op = identical and gate.options.expect_change
+    speed = _speed(gate) if gate.options.speed else None
     result = GateResult(
         fluxq=FLUXQ_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        verdict="no-op" if is_no_op else verdict,
-        reasons=_reasons(metrics, look, identical, is_no_op),
+        verdict=with_speed("no-op" if is_no_op else verdict, speed),
+        reasons=(*_reasons(metrics, look, identical, is_no_op), *([speed.sentence] if speed else [])),
         a={"name": gate.a.name, **gate.a.describe()},
         b={"name": gate.b.name, **gate.b.describe()},
         floor=None if gate.floor is None else {"name": gate.floor.name, **gate.floor.describe()},
@@ -164,7 +182,10 @@ def run_gate(gate: Gate) -> GateResult:
         machine=gate.b.machine,
         versions=versions("fluxq"),
         seconds=round(time.perf_counter() - started, 2),
+        speed=speed,
     )
+    if gate.options.history is not None:
+        append(gate.options.history, row_of_gate(result, current_commit()))
     _write(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
     _write(gate.options.markdown, markdown(result))
     return result
@@ -277,9 +298,57 @@ def _require_outputs(options: GateOptions) -> None:
     reads = {"A": options.a, "B": options.b, "the floor": options.floor}
     folders = {name: text for name, text in reads.items() if text and Path(text).expanduser().exists()}
     Output(options.work).require_addable(folders, "--work", pattern=f"*/{WORK_FILE}")
+    if options.history is not None:
+        require_history(options.history, folders)
     for path in (options.junit, options.markdown):
         if path is not None and not (path.is_file() and MARK in path.read_bytes()[:_MARKED].decode(errors="replace")):
             Output(path, True).require(folders, overwrite=False)
+
+
+def _require_timeable(options: GateOptions, a: Source, b: Source) -> None:
+    """Raise ValueError for a source whose calls cannot be timed beside another's, and for options without --speed."""
+    for name in ("slower", "pairs"):
+        if getattr(options, name) is not None and not options.speed:
+            raise ValueError(f"--{name} says how speed is judged: give --speed too")
+    for source in (a, b) if options.speed else ():
+        if not isinstance(source, PipelineSource):
+            kind = source.describe()["kind"]
+            raise ValueError(
+                f"--speed: {source.name} ({kind}) is no pipeline that runs in this process, which alone can be timed "
+                "in turn; leave --speed out"
+            )
+
+
+def _speed(gate: Gate) -> GateSpeed:
+    """Time both pipelines in turn, and judge their calls."""
+    from fluxq.eval.speed.speed import WHOLE, time_pairs
+
+    options, a, b = gate.options, gate.a, gate.b
+    if not (isinstance(a, PipelineSource) and isinstance(b, PipelineSource)):
+        raise TypeError("only pipelines are timed, which was checked before")
+    prompts = [prompt for prompt, _ in gate.items]
+    pairs = options.pairs or PAIRS
+    timed = time_pairs(_Timed(a.side), _Timed(b.side), prompts, gate.call, pairs, warmup=WARMUP, device=a.device)
+    first, second = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in timed)
+    return judge_speed(first, second, SLOWER if options.slower is None else options.slower)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A side as its timer opens it: steps are skipped by the timer, call by call."""
+
+    side: Side
+
+    @property
+    def name(self) -> str:
+        return self.side.name
+
+    @property
+    def folder(self) -> str:
+        return self.side.folder
+
+    def open(self, device: str) -> Any:
+        return self.side.open(device, skips=False)
 
 
 def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:

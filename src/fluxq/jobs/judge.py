@@ -6,6 +6,7 @@ there that were measured on these weights.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 import time
@@ -94,6 +95,7 @@ from fluxq.runtime.prepare import Prefer, prepare
 from fluxq.runtime.step_caches import StepCache
 
 if TYPE_CHECKING:
+    from fluxq.eval.history.rows import HistoryRow
     from fluxq.eval.images.executor import ImageFolder
     from fluxq.eval.metrics.evaluate import Candidate
     from fluxq.eval.metrics.networks import Networks
@@ -406,6 +408,8 @@ def bench(
     *,
     optimized: bool = False,
     prefer: Prefer = "speed",
+    history: Path | None = None,
+    trace: Path | None = None,
     on_start: Callable[[Forecast], None] = lambda _: None,
     **how: Any,
 ) -> Speed:
@@ -413,6 +417,7 @@ def bench(
 
     optimized: time also the blocks that `fluxq.optimize` fuses.
     prefer: as `fluxq.prepare` takes it.
+    history: folder of a history, to which a row is added. trace: file for a trace of one call of the quantized side.
     on_start: called with a forecast.
     how: fields of `Timing`.
     """
@@ -420,6 +425,8 @@ def bench(
 
     require_own(subject.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
     device, timing = subject.options.device, Timing(**how)
+    _require_bench(subject, timing, history, trace)
+    started = time.perf_counter()
     if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in timing.sizes):
         raise ValueError(f"{subject.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
     plain = [subject.reference, *_in_fp32(subject)]
@@ -436,12 +443,65 @@ def bench(
     speed = speed.model_copy(update={"conditions": {**speed.conditions, **layout, **_listed(subject)}})
     with _sole_writer(subject, SPEED_FILE):
         _keep(subject, SPEED_FILE, speed)
+    if history is not None:
+        _add_to_history(history, subject, speed, time.perf_counter() - started)
+    if trace is not None:
+        _trace(trace, subject, served[0], timing)
     return speed
+
+
+def _require_bench(subject: Subject, timing: Timing, history: Path | None, trace: Path | None) -> None:
+    """Raise ValueError for lengths that the pipeline does not take, and places that cannot be written."""
+    from fluxq.eval.history.rows import require_history
+    from fluxq.eval.speed.speed import LENGTH
+    from fluxq.eval.speed.trace import require_trace
+
+    pipeline = subject.folder.pipeline_class or object
+    if timing.lengths and LENGTH not in inspect.signature(pipeline.__call__).parameters:
+        raise ValueError(f"--length: a {pipeline.__name__} takes no {LENGTH}; leave it out")
+    reads = {"the checkpoint": subject.output, "the 16-bit model": subject.folder.path}
+    if history is not None:
+        require_history(history, reads)
+    if trace is not None:
+        require_trace(trace)
+        if not trace.exists():
+            Output(trace, True).require(reads, overwrite=False)
+
+
+def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float) -> None:
+    from fluxq.eval.history.results import row_of_bench
+    from fluxq.eval.history.rows import append, current_commit
+
+    row = row_of_bench(
+        speed,
+        current_commit(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        name=_named(subject),
+        digests={"checkpoint": subject.quantized.digest, "16 bit": subject.reference.digest},
+        call=subject.call,
+        versions=versions("fluxq"),
+        seconds=round(seconds, 2),
+    )
+    append(folder, row)
+
+
+def _trace(target: Path, subject: Subject, side: _Served, timing: Timing) -> None:
+    """Write the trace of one call of the quantized side, of the first size, length and batch."""
+    from fluxq.eval.speed.speed import LENGTH, Setting
+    from fluxq.eval.speed.trace import write_trace
+
+    pipe = side.open(subject.options.device)
+    batch = timing.batches[0]
+    sized = Setting(batch, *timing.sizes[0]).arguments(pipe) if timing.sizes else {}
+    sized |= {LENGTH: timing.lengths[0]} if timing.lengths else {}
+    prompts = [prompt for prompt, _ in subject.items]
+    write_trace(pipe, items_of(prompts, batch), {**subject.call, **sized}, target)
 
 
 def _forecast_of_bench(subject: Subject, plain: int, served: int, timing: Timing) -> Forecast:
     """Return the forecast of every setting together; images of the first size stand for all."""
-    count = (1 + timing.warmup + timing.rounds) * len(timing.modes) * max(1, len(timing.sizes))
+    count = (1 + timing.warmup + timing.rounds) * len(timing.modes)
+    count *= max(1, len(timing.sizes)) * max(1, len(timing.lengths))
     names = ("height", "width", frames_argument(subject.folder.pipeline_class or object) or "num_frames")
     call = {**subject.call, **dict(zip(names, (timing.sizes or [()])[0], strict=False))}
     items = [item for size in timing.batches for item in (subject.items * size)[:size]]
@@ -596,6 +656,32 @@ def front(
         if folder is not None:
             _draw(lambda: write_front(folder / place.place.name, searches, job), files, "search again")
     return searches
+
+
+def history(
+    folder: Path, target: Path, *, overwrite: bool = False, on_start: Callable[[], None] = lambda: None
+) -> tuple[HistoryRow, ...]:
+    """Write the page of a history and return its rows.
+
+    on_start: called when all is checked and writing begins.
+    """
+    from fluxq.eval.history.rows import HISTORY_FILE, read_history
+    from fluxq.eval.report.past import write_past
+
+    if target.suffix != ".html":
+        raise ValueError(f"--output {target}: a page is an .html file, as in history.html")
+    rows = read_history(folder)
+    if not rows:
+        raise ValueError(f"{folder}: its history has no runs yet")
+    place = Output(target, True)
+    place.require({"the history": folder / HISTORY_FILE}, overwrite=overwrite, exists_ok=True)
+    job = job_digest([FLUXQ_VERSION, [row.model_dump(mode="json") for row in rows]])
+    place.require_free(overwrite=overwrite, job=job)
+    on_start()
+    with writing(place, job, overwrite=overwrite) as made:
+        if made is not None:
+            _draw(lambda: write_past(made / place.place.name, rows, job), [folder / HISTORY_FILE], "begin another")
+    return rows
 
 
 def _draw(draw: Callable[[], object], paths: Iterable[Path], cure: str) -> None:

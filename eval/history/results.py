@@ -1,0 +1,109 @@
+"""Rows of a history from the results of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import comb
+from typing import Any
+
+from fluxq.base.files import sha256_json
+from fluxq.eval.gate.result import GateResult
+from fluxq.eval.gate.speed import GateSpeed
+from fluxq.eval.history.rows import Commit, HistoryRow, Point
+from fluxq.eval.metrics.figures import plain_shape
+from fluxq.eval.metrics.schema import Speed, SpeedRow
+
+_ALPHA = 0.05  # error of the limits of a median
+STAGES = ("end to end", "denoiser step")  # of a bench, that a history keeps
+
+
+def row_of_gate(result: GateResult, commit: Commit | None) -> HistoryRow:
+    """Return the row of a gate: of each metric how much farther B is from A than A is from itself."""
+    metrics = {
+        key: Point(
+            value=metric.difference,
+            low=metric.low,
+            high=metric.high,
+            n=metric.images,
+            unit=metric.unit,
+            limit=metric.limit,
+            distance=metric.distance,
+            floor=metric.floor,
+        )
+        for key, metric in result.metrics.items()
+    }
+    return HistoryRow(
+        command="gate",
+        created=result.created,
+        commit=commit,
+        subject=f"{result.b['name']} against {result.a['name']}",
+        setting=sha256_json([result.prompts_digest, result.call])[:16],
+        machine=result.machine or "unknown",
+        versions=result.versions,
+        digests={side: each["digest"] for side, each in (("A", result.a), ("B", result.b)) if each.get("digest")},
+        verdict=result.verdict,
+        metrics=metrics,
+        speed={} if result.speed is None else {"speed": _ratio(result.speed)},
+        seconds=result.seconds,
+    )
+
+
+def _ratio(speed: GateSpeed) -> Point:
+    return Point(
+        value=speed.ratio,
+        low=speed.low,
+        high=speed.high,
+        n=speed.pairs,
+        unit="time of B over A's",
+        limit=1 + speed.slower,
+    )
+
+
+def row_of_bench(
+    speed: Speed,
+    commit: Commit | None,
+    *,
+    created: str,
+    name: str,
+    digests: Mapping[str, str],
+    call: Mapping[str, Any],
+    versions: Mapping[str, str],
+    seconds: float,
+) -> HistoryRow:
+    """Return the row of a bench: median times of every side, mode and shape, with limits of 95 %."""
+    points = {
+        f"{stage}, {row.side}, {row.mode}, {plain_shape(row)}": _median(row, stage)
+        for row in speed.rows
+        for stage in STAGES
+        if stage in row.stages
+    }
+    return HistoryRow(
+        command="bench",
+        created=created,
+        commit=commit,
+        subject=f"{name} beside 16 bit",
+        setting=sha256_json(dict(call))[:16],
+        machine=speed.measured_on,
+        versions=dict(versions),
+        digests=dict(digests),
+        verdict=None,
+        metrics={},
+        speed=points,
+        seconds=seconds,
+    )
+
+
+def _median(row: SpeedRow, stage: str) -> Point:
+    times = row.stages[stage]
+    low, high = median_limits(times.values)
+    return Point(value=times.p50, low=low, high=high, n=times.n, unit="s")
+
+
+def median_limits(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return limits of a median of at least 95 %, two of the values; None for fewer than six."""
+    n, below, rank = len(values), 0.0, 0
+    while rank < n // 2 and below + comb(n, rank) / 2**n <= _ALPHA / 2:
+        below += comb(n, rank) / 2**n
+        rank += 1
+    ordered = sorted(values)
+    return (None, None) if rank == 0 else (ordered[rank - 1], ordered[n - rank])

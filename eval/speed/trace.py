@@ -1,0 +1,139 @@
+"""A trace of one call of a pipeline that Perfetto and chrome://tracing open, with ranges by stage and by layer role.
+
+    call · text encoders · denoiser step N · VAE · role of a layer ("attn_out", …)
+
+Ranges are NVTX ones too, where there is CUDA, for Nsight.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluxq.base.files import atomic_path
+from fluxq.calibrate.capture import run_pipeline
+from fluxq.eval.images.denoiser import denoisers, hooked
+from fluxq.eval.speed.speed import STEP, TEXT, VAE, plan_in_memory, watched_decoding
+
+CALL = "call"
+_BEGINNING = b'{"kind": "fluxq trace", '  # by which fluxq knows its own
+_COMPRESSED = ".gz"
+SUFFIXES = (".json", ".json.gz")
+
+
+def require_trace(target: Path) -> None:
+    """Raise ValueError for a name that no viewer opens, or a file there that is no trace of fluxq."""
+    if not target.name.endswith(SUFFIXES):
+        raise ValueError(f"--trace {target}: a trace is a {' or '.join(SUFFIXES)} file")
+    if target.exists() and not is_trace(target):
+        raise ValueError(f"--trace {target} exists and is no trace of fluxq; give another")
+
+
+def is_trace(file: Path) -> bool:
+    """Tell whether fluxq wrote this trace."""
+    try:
+        with _opened(file, "rb") as stream:
+            return stream.read(len(_BEGINNING)) == _BEGINNING
+    except (OSError, EOFError):  # gzip's errors are such
+        return False
+
+
+def write_trace(pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any], target: Path) -> Path:
+    """Run one call of all items, and write its trace, gzipped where the name ends in .gz; returns the file.
+
+    The call before, which is not traced, warms up.
+    """
+    has_cuda = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if has_cuda else []
+    _run(pipe, items, call)
+    with torch.profiler.profile(activities=activities) as profile, _ranges(pipe), range_of(CALL):
+        _run(pipe, items, call)
+        if has_cuda:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(plain))
+        with atomic_path(target) as part, plain.open("rb") as source, _opened(part, "wb", target) as stream:
+            while source.read(1) != b"{":
+                pass
+            stream.write(_BEGINNING)
+            shutil.copyfileobj(source, stream)
+    return target
+
+
+def _opened(file: Path, mode: str, name: Path | None = None) -> Any:
+    """Open a file, through gzip where its name, or another, says so."""
+    is_compressed = (name or file).name.endswith(_COMPRESSED)
+    return gzip.open(file, mode) if is_compressed else file.open(mode)
+
+
+def _run(pipe: Any, items: Sequence[tuple[str, int]], call: Mapping[str, Any]) -> None:
+    for _ in run_pipeline(pipe, items, call, output_type="pt", batch_size=len(items)):
+        pass
+
+
+@contextmanager
+def range_of(name: str) -> Iterator[None]:
+    """Name what runs in the block, in traces and for Nsight."""
+    with torch.profiler.record_function(name):
+        if not torch.cuda.is_available():
+            yield
+            return
+        with torch.cuda.nvtx.range(name):
+            yield
+
+
+class _Ranges:
+    """Ranges that hooks open and close, innermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []
+        self.steps = 0
+
+    def begin(self, name: str) -> None:
+        block = range_of(name)
+        block.__enter__()
+        self.open.append(block)
+
+    def end(self, *_: Any) -> None:
+        self.open.pop().__exit__(None, None, None)
+
+    def begin_step(self, *_: Any) -> None:
+        self.begin(f"{STEP} {self.steps}")
+        self.steps += 1
+
+
+@contextmanager
+def _ranges(pipe: Any) -> Iterator[None]:
+    ranges = _Ranges()
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
+    with ExitStack() as stack:
+        named = [(encoders, lambda *_: ranges.begin(TEXT))]
+        named += [([model], ranges.begin_step) for model in denoisers(pipe).values()]
+        named += [([layer], lambda *_, role=role: ranges.begin(role)) for layer, role in _roles(pipe)]
+        for modules, begin in named:
+            stack.enter_context(hooked(modules, before=begin, after=ranges.end))
+        if "vae" in parts:
+            stack.enter_context(watched_decoding(parts["vae"], lambda: ranges.begin(VAE), ranges.end))
+        yield
+
+
+def _roles(pipe: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the layers of the denoisers that a recipe could quantize, with their roles; none of an unknown family."""
+    for component, model in denoisers(pipe).items():
+        try:
+            layers = plan_in_memory(component, model).layers
+        except ValueError:
+            continue
+        modules = dict(model.named_modules())
+        yield from ((modules[layer.name], layer.role) for layer in layers if layer.name in modules)
