@@ -62,6 +62,7 @@ def open_modules(folder):
     modules, files, indices = {}, {*folder.glob("*.safetensors")}, [*folder.glob("*.safetensors.index.json")]
     maps = [parsed(index).get("weight_map") for index in indices]
     named = {folder / str(name) for shards in maps if isinstance(shards, dict) for name in shards.values()}
+    named -= {index.with_suffix("").with_suffix("") for index in indices}  # which some would take for all tensors
     need(len(indices or files) == 1 and files == (named if indices else files), folder, "needs one set of weight files")
     for file in sorted(files):
         size, length = file.stat().st_size, int.from_bytes(np.fromfile(file, np.uint8, 8).tobytes(), "little")
@@ -70,9 +71,9 @@ def open_modules(folder):
         for name, said in header.items():
             lists = [said.get(key) for key in ("data_offsets", "shape")] if isinstance(said, dict) else [None]
             counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in lists)
-            need(counts and len(lists[0]) == 2, name, "has a damaged entry in", file)
+            need(counts and len(lists[0]) == 2 and isinstance(said.get("dtype"), str), name, "is damaged, in", file)
         for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            (module, _, part), (begin, end), dtype = name.rpartition("."), said["data_offsets"], str(said.get("dtype"))
+            (module, _, part), (begin, end), dtype = name.rpartition("."), said["data_offsets"], said["dtype"]
             nbytes = prod(said["shape"]) * SIZES[dtype] if dtype in SIZES else abs(end - begin)
             is_new = part not in modules.setdefault(module, {})
             need(is_new and begin == at == end - nbytes, name, "overlaps, leaves a hole or is there twice, in", file)
@@ -146,5 +147,4 @@ def read(folder):
     for module in modules.keys() - dict(schemes).keys():
         is_plain = modules[module].get("weight", (0, "BF16"))[1] in PLAIN
         need(is_plain and not modules[module].keys() & {*PARTS, "weight_scale"}, "no layer announces", module)
-    for name, scheme in schemes:
-        yield name, scheme, *read_layer(name, scheme, modules.get(name, {}), axes)
+    yield from ((name, scheme, *read_layer(name, scheme, modules.get(name, {}), axes)) for name, scheme in schemes)
