@@ -234,6 +234,10 @@ class Scheme:
         if scheme.hadamard not in (0, *hadamards(scheme.regular)):
             sizes = ", ".join(map(str, hadamards(scheme.regular)))
             raise ValueError(f"scheme {text!r}: {'regular ' * scheme.regular}Hadamard blocks have {sizes} columns")
+        if str(scheme) != text:  # int4_g64, digits of another script
+            raise ValueError(
+                f"unknown quantization scheme {text!r}: it is written {str(scheme)!r}; correct config.json"
+            )
         return scheme
 
     @property
@@ -276,7 +280,7 @@ def find_format(name: str) -> Format:
     if name in FORMATS:
         return FORMATS[name]
     base, _, group = name.rpartition("_g")
-    if base in FORMATS and group.isdigit():
+    if base in FORMATS and group.isascii() and group.isdigit():
         return FORMATS[base].with_group_size(int(group))
     raise ValueError(f"unknown format {name!r}{did_you_mean(name, FORMATS)}; formats: {', '.join(FORMATS)}")
 
