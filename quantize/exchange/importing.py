@@ -276,6 +276,7 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
                     schemes[module] = part.scheme
                     put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()}, part.scheme)
                     report.notes += [f"{name}: {_LEFT_OUT.get(what, what)}" for what in part.beside]
+                    report.notes += [f"{name}: {note}" for note in part.notes]
                 elif dequantize:
                     report.dequantized[module] = why
                     put(_dense(module, part, expected))

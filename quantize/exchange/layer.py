@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluxq.kernels.linear import LOW_RANK, QuantLinear
 from fluxq.quantize.exchange.layouts import as_bytes, concatenated
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import Format, Scheme
 
 Names = tuple[str, ...]
 
@@ -29,13 +29,16 @@ class QuantTensors:
 
     tensors: by the names that checkpoints use, the bias included; `weight_scale_2` is () or, in a fused layer whose
     parts have their own, (N, 1). shape: of the weight, (N, K). beside: what a file held that no scheme of ours stores,
-    such as the `input_scale` () of fp8 with one scale per tensor; `encode` puts it back.
+    such as the `input_scale` () of fp8 with one scale per tensor; `encode` puts it back. notes: what a file's reader
+    computes otherwise. coarser: the format to which a file's codes were rounded, where ours has more bits.
     """
 
     tensors: Mapping[str, Tensor]
     shape: tuple[int, int]
     scheme: Scheme
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Names = ()
+    coarser: Format | None = None
 
     def linear(self) -> QuantLinear:
         """The layer that computes with these tensors."""

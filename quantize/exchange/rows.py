@@ -28,6 +28,7 @@ class Row:
     factors_stay: its layers all have factors, by which the reader divides x, so that none are folded without need.
     regular: its reader rotates x by the regular Hadamard matrix where a layer says so.
     unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
+    beside: the format of main layers beside which `export` writes it all the same, since what reads these reads it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Row:
     row_scales: bool = False
     regular: bool = False
     unread: str = ""
+    beside: str = ""
 
     def scheme(self, **features: Any) -> Scheme:
         """Return the scheme of the format, with these features and no others."""

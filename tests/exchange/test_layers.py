@@ -33,7 +33,7 @@ HOLDS = {
     "comfy": (
         "fp8_tensor-fp8_tensor fp8_tensor-fp8_tensor-static fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit nvfp4-nvfp4 "
         "nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit "
-        "int8-int8-hr16 int8-16bit-hr16"
+        "int8-int8-hr16 int8-16bit-hr16 int4-int4 int4-int4-smooth-r32"
     ),
     "torchao": (
         "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-16bit mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4 "
