@@ -31,18 +31,17 @@ INT8, INT4 = (np.array([*range(most), *range(-most, 0)], np.float32) for most in
 E8M0 = np.array([np.nan, *(2.0**e for e in range(-126, 128)), np.nan], np.float32)  # neither end is ever written
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # others are of no layer
 PLAIN = ("BF16", "F16", "F32")
-# Numbers of the codes, dtype of `weight` and of `weight_scale`, columns that share a scale (0: the row, -1: all of W).
+# Numbers of the codes, dtype of `weight` and of `weight_scale`, rows and columns that share a scale (0: all of them).
 FORMATS = {
-    "fp8": (E4M3, "F8_E4M3", "F32", 0),
-    "fp8_tensor": (E4M3, "F8_E4M3", "F32", -1),
-    "fp8_1x128": (E4M3, "F8_E4M3", "F32", 128),
-    "fp8_e5m2": (E5M2, "F8_E5M2", "F32", 0),
-    "mxfp8": (E4M3, "F8_E4M3", "U8", 32),
-    "mxfp4": (E2M1, "U8", "U8", 32),
-    "nvfp4": (E2M1, "U8", "F8_E4M3", 16),
-    "int8": (INT8, "I8", "F32", 0),
-    "int4": (INT4, "U8", "BF16", 64),
-    "int4_g128": (INT4, "U8", "BF16", 128),
+    "fp8": (E4M3, "F8_E4M3", "F32", (1, 0)),
+    "fp8_tensor": (E4M3, "F8_E4M3", "F32", (0, 0)),
+    **{f"fp8_{tall}x128": (E4M3, "F8_E4M3", "F32", (tall, 128)) for tall in (1, 128)},
+    "fp8_e5m2": (E5M2, "F8_E5M2", "F32", (1, 0)),
+    "mxfp8": (E4M3, "F8_E4M3", "U8", (1, 32)),
+    "mxfp4": (E2M1, "U8", "U8", (1, 32)),
+    "nvfp4": (E2M1, "U8", "F8_E4M3", (1, 16)),
+    "int8": (INT8, "I8", "F32", (1, 0)),
+    **{f"int4{more}": (INT4, "U8", "BF16", (1, size)) for more, size in (("", 64), ("_g128", 128))},
 }
 ROTATIONS = {None: (None, (0,)), "h": (sylvester, (16, 32, 64, 128))}  # word in a scheme: matrix, sizes
 SCHEME = re.compile(
@@ -97,14 +96,15 @@ def read_layer(layer, text, stored, axes):
     match = SCHEME.fullmatch(text)
     need(match and match["weights"] in FORMATS and match["inputs"] in {*FORMATS, "16bit"}, "unknown scheme", text)
     said = match.groupdict() | {"global": match["weights"] == "nvfp4"}
-    (matrix, sizes), (codes, dtype, scale_dtype, group) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
+    (matrix, sizes), (codes, dtype, scale_dtype, (tall, wide)) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
     d, r, size = (int(said[count] or 0) for count in ("d", "r", "size"))
     one_scale = not said["static"] or said["inputs"] in ("nvfp4", "fp8_tensor")
     need(one_scale and (not said["two"] or said["inputs"] == "nvfp4") and size in sizes, "unknown scheme", text)
     n, columns = stored.get("weight", (0, 0, (0, 0)))[2][:2]
     k = columns * 2 if len(codes) == 16 else columns
-    need(n and k and k % max(group, 1) == 0 and k % max(size, 1) == 0 and d <= k, layer, (n, k), "is not for", text)
-    shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (n, k // group) if group > 0 else (n,)[: group + 1]}
+    whole = tall > 1 or k % (wide or 1) == 0  # blocks of several rows may be cut off
+    need(n and k and whole and k % (size or 1) == 0 and d <= k, layer, (n, k), "is not for", text)
+    shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (-(n // -tall), -(k // -wide)) if wide else (n,)[:tall]}
     lengths = {"n": n, "k": k, "d": d, "r": r}
     shapes |= {part: tuple(lengths[axis] for axis in names) for part, (word, names) in PARTS.items() if said[word]}
     shapes |= {"bias": (n,)} if said["center"] or "bias" in stored else {}
@@ -117,8 +117,8 @@ def read_layer(layer, text, stored, axes):
         sound = np.isfinite(held[part]) & ((held[part] > 0) | ("scale" not in part))
         need(sound.all(), layer, part, "holds what is no number, or no scale")
     scale = held["weight_scale"] * held.get("weight_scale_2", np.float32(1))  # this product first, in fp32
-    scale = scale.reshape(-1, k // group if group > 0 else 1, 1)
-    decoded = (held["weight"].reshape(n, scale.shape[1], -1) * scale).reshape(n, k)
+    scale = scale.repeat(tall, 0)[:n].repeat(wide, 1)[:, :k] if wide else scale.reshape(-1, 1)
+    decoded = held["weight"].reshape(n, k) * scale
     w, bias = decoded.astype(np.float64), held.get("bias")  # in fp64 to the end
     if matrix:
         w = (w.reshape(-1, size) @ matrix(size)).reshape(n, k) / np.sqrt(size)
