@@ -106,4 +106,5 @@ DIALECT = Dialect(
     rows=ROWS,
     encode=encode,
     writer=pipeline_writer(config),
+    said="format",
 )
