@@ -77,14 +77,19 @@ def read_blocks(
 
 
 def config(one: Contents) -> dict[str, Any]:
-    """`quantization_config` of config.json: all Linears are in blocks but those named, in SGLang's and vLLM's word."""
+    """`quantization_config` of config.json: all Linears are in blocks but those named.
+
+    SGLang looks for these names anywhere in a path, so that FLUX.1's `proj_out` would take each single block's with it.
+    A name like that is left out: SGLang's FLUX.1 has its last Linear in 16 bit, whatever a file says.
+    """
+    paths = [f".{name}." for name in one.entries]
+    in_16_bit = [name for name in one.in_16_bit if not any(f".{name}." in path for path in paths)]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "ignored_layers": list(one.in_16_bit),
-        "modules_to_not_convert": list(one.in_16_bit),
+        "modules_to_not_convert": in_16_bit,
     }
 
 
