@@ -26,18 +26,18 @@ INT8, INT4 = (np.array([*range(most), *range(-most, 0)], np.float32) for most in
 E8M0 = np.array([np.nan, *(2.0**e for e in range(-126, 128)), np.nan], np.float32)  # neither end is ever written
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # others are of no layer
 PLAIN = ("BF16", "F16", "F32")
-# Numbers of the codes, dtype of `weight` and of `weight_scale`, columns that share a scale (0: the row, -1: all of W).
-FORMATS = {"fp8": (E4M3, "F8_E4M3", "F32", 0), "fp8_tensor": (E4M3, "F8_E4M3", "F32", -1)}
-FORMATS |= {"fp8_1x128": (E4M3, "F8_E4M3", "F32", 128), "fp8_e5m2": (E5M2, "F8_E5M2", "F32", 0)}
-FORMATS |= {"mxfp8": (E4M3, "F8_E4M3", "U8", 32), "mxfp4": (E2M1, "U8", "U8", 32)}
-FORMATS |= {"nvfp4": (E2M1, "U8", "F8_E4M3", 16), "int8": (INT8, "I8", "F32", 0)}
-FORMATS |= {"int4": (INT4, "U8", "BF16", 64), "int4_g128": (INT4, "U8", "BF16", 128)}
+# Numbers of the codes, dtype of `weight` and of `weight_scale`, rows and columns that share a scale (0: all of them).
+FORMATS = {"fp8": (E4M3, "F8_E4M3", "F32", (1, 0)), "fp8_tensor": (E4M3, "F8_E4M3", "F32", (0, 0))}
+FORMATS |= {f"fp8_{tall}x128": (E4M3, "F8_E4M3", "F32", (tall, 128)) for tall in (1, 128)}
+FORMATS |= {"fp8_e5m2": (E5M2, "F8_E5M2", "F32", (1, 0)), "mxfp8": (E4M3, "F8_E4M3", "U8", (1, 32))}
+FORMATS |= {"nvfp4": (E2M1, "U8", "F8_E4M3", (1, 16)), "mxfp4": (E2M1, "U8", "U8", (1, 32))}
+FORMATS |= {"int4": (INT4, "U8", "BF16", (1, 64)), "int4_g128": (INT4, "U8", "BF16", (1, 128))}
+INPUTS, FORMATS["int8"] = {*FORMATS, "int8", "16bit"} - {"fp8_128x128"}, (INT8, "I8", "F32", (1, 0))
 ROTATIONS = {None: (None, (0,)), "h": (np.array([[1, 1], [1, -1]]), (16, 32, 64, 128))}
 ROTATIONS |= {"hr": (1 - 2 * np.eye(4)[::-1], (16, 64, 256))}  # word: of what H is a Kronecker power, sizes
 SCHEME = r"(?P<weights>\w+)-(?P<inputs>\w+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
 SCHEME += r"(-d(?P<d>[1-9]\d{0,5}))?(-(?P<kind>hr?)(?P<size>[1-9]\d{1,2}))?(?P<two>-46)?(-r(?P<r>[1-9]\d{0,5}))?"
-FEATURES = {"static_input_scale", "center", "smooth", "deflation", "hadamard", "regular_hadamard"}
-FEATURES |= {"four_over_six", "low_rank"}
+FEATURES = {*"static_input_scale center smooth deflation hadamard regular_hadamard four_over_six low_rank".split()}
 # What stands beside codes and scales: word of the scheme that announces it, and its axes.
 PARTS = {"weight_scale_2": ("global", ""), "input_scale": ("static", ""), "pre_quant_mean": ("center", "k")}
 PARTS |= {"pre_quant_scale": ("smooth", "k"), "deflate_basis": ("d", "dk"), "deflate_out": ("d", "nd")}
@@ -75,8 +75,8 @@ def open_modules(folder):
         for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             (module, _, part), (begin, end), dtype = name.rpartition("."), said["data_offsets"], said["dtype"]
             nbytes = prod(said["shape"]) * SIZES[dtype] if dtype in SIZES else abs(end - begin)
-            is_new = part not in modules.setdefault(module, {})
-            need(is_new and begin == at == end - nbytes, name, "overlaps, leaves a hole or is there twice, in", file)
+            at_end = begin == at == end - nbytes and part not in modules.setdefault(module, {})
+            need(at_end, name, "overlaps, leaves a hole or is there twice, in", file)
             modules[module][part], at = (file, dtype, tuple(said["shape"]), 8 + length + begin), end
         need(8 + length + at == size, file, "is cut off, or has bytes behind its tensors")
     return modules
@@ -98,16 +98,17 @@ def read_layer(layer, text, stored, axes):
     match = re.fullmatch(SCHEME, text, re.ASCII)
     need(match and match["weights"] in FORMATS, "unknown scheme", text, "of", layer)
     said = match.groupdict() | {"global": match["weights"] == "nvfp4"}
-    (first, sizes), (codes, dtype, scale_dtype, group) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
+    (first, sizes), (codes, dtype, scale_dtype, (tall, wide)) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
     d, r, size = (int(said[count] or 0) for count in ("d", "r", "size"))
-    inputs = ["nvfp4"] if said["two"] else ["nvfp4", "fp8_tensor"] if said["static"] else [*FORMATS, "16bit"]
+    inputs = ["nvfp4"] if said["two"] else ["nvfp4", "fp8_tensor"] if said["static"] else INPUTS
     need(said["inputs"] in inputs and size in sizes, "unknown scheme", text, "of", layer)
     n, columns = (*stored.get("weight", (0, 0, ()))[2], 0, 0)[:2]
-    k = columns * 2 if len(codes) == 16 else columns
-    need(n and k and k % max(group, 1) == 0 and k % max(size, 1) == 0 and d <= k, layer, (n, k), "is not for", text)
-    shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (n, k // group) if group > 0 else (n,)[: group + 1]}
-    lengths = {"n": n, "k": k, "d": d, "r": r}
-    shapes |= {part: tuple(lengths[axis] for axis in names) for part, (word, names) in PARTS.items() if said[word]}
+    k = columns * (2 if len(codes) == 16 else 1)
+    whole = not k % (size or 1) and (tall > 1 or not k % (wide or 1))  # blocks of several rows may be cut off
+    need(n and k and whole and d <= k, layer, (n, k), "is not for", text)
+    shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (-(n // -tall), -(k // -wide)) if wide else (n,)[:tall]}
+    sizes = {"n": n, "k": k, "d": d, "r": r}
+    shapes |= {part: tuple(map(sizes.get, names)) for part, (word, names) in PARTS.items() if said[word]}
     shapes |= {"bias": (n,)} if said["center"] or "bias" in stored else {}
     need(stored.keys() == shapes.keys(), layer, "lacks, or has to no purpose,", stored.keys() ^ shapes.keys())
     held, coded = {}, {"weight": [dtype], "weight_scale": [scale_dtype]}
@@ -117,12 +118,11 @@ def read_layer(layer, text, stored, axes):
         held[part] = v = numbers(*stored[part], codes if part == "weight" else None)
         need((np.isfinite(v) & ((v > 0) | ("scale" not in part))).all(), layer, part, "holds no number, or no scale")
     scale = held["weight_scale"] * held.get("weight_scale_2", np.float32(1))  # this product first, in fp32
-    scale = scale.reshape(-1, k // group if group > 0 else 1, 1)
-    decoded = (held["weight"].reshape(n, scale.shape[1], -1) * scale).reshape(n, k)
-    w, bias = decoded.astype(np.float64), held.get("bias")  # in fp64 to the end
+    scale = scale.repeat(tall, 0)[:n].repeat(wide, 1)[:, :k] if wide else scale.reshape(-1, 1)
+    w, bias = (decoded := held["weight"].reshape(n, k) * scale).astype(np.float64), held.get("bias")  # fp64 to the end
     if size:
-        power = reduce(np.kron, [first] * round(np.log(size) / np.log(len(first))))
-        w = (w.reshape(-1, size) @ power).reshape(n, k) / np.sqrt(size)
+        h = reduce(np.kron, [first] * round(np.log(size) / np.log(len(first))))
+        w = (w.reshape(-1, size) @ h).reshape(n, k) / np.sqrt(size)
     if d:
         w += (held["deflate_out"] - w @ held["deflate_basis"].T) @ held["deflate_basis"].astype(np.float64)
     w *= held.get("pre_quant_scale", 1)

@@ -108,6 +108,16 @@ READERS = (
         interpreter="FLUXQ_SGLANG_PYTHON",
     ),
     Reader(
+        "SGLang-Diffusion",
+        "fp8_blocks",
+        "fluxq export OUT --format fp8_blocks && sglang generate --model-path ./OUT-fp8_blocks --prompt TEXT",
+        "sglang",
+        "0.5.23",
+        ("fp8",),
+        "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit",
+        interpreter="FLUXQ_SGLANG_PYTHON",
+    ),
+    Reader(
         "vLLM",
         "compressed_tensors",
         "fluxq export OUT --format compressed-tensors && vllm serve ./OUT-compressed-tensors",
@@ -155,7 +165,6 @@ KEPT = {  # (dialect, format) -> what an import keeps, where that is not its cod
 }
 WIDENED = {  # dialect -> formats whose codes no format of ours holds, so that they are read as 16 bit
     "bnb": ("nf4", "fp4"),
-    "fp8_blocks": ("fp8_blocks",),
     "gguf": tuple(name for name in TYPES if name not in ("F32", "F16", "BF16")),
 }
 _ROUNDS = {  # a dialect's format, with these activations -> native tensors that it holds in fewer bits

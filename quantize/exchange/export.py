@@ -452,7 +452,7 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
         if own.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
-        if k % (scheme.weights.group_size or 1) == 0 and not misfit(scheme, (n, k), dialect, [row]):
+        if k % scheme.weights.unit == 0 and not misfit(scheme, (n, k), dialect, [row]):
             found.append(scheme)
     return tuple(found)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fluxq.kernels.encode import spread
 from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange.layer import Names, QuantTensors
 from fluxq.quantize.exchange.layouts import as_bytes, require_kept
@@ -124,6 +125,8 @@ def _words(activations: str | None) -> str:
 
 def _scales(weights: Format) -> str:
     rows, columns = weights.block
+    if weights.spans_rows:
+        return f"a scale for each block of {rows} by {columns}"
     return "one scale" if not rows else f"a scale for each {columns} of a row" if columns else "a scale for each row"
 
 
@@ -222,8 +225,11 @@ def native(
     if zero.any():
         element = scheme.weights.element
         signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80  # bits that a code of 0 may have
-        rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
-        under = rows.repeat_interleave(codes.shape[1] // rows.shape[1], dim=1)  # (N, bytes)
+        if scheme.weights.spans_rows:
+            under = spread(zero, scheme.weights, *shape)
+        else:
+            rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
+            under = rows.repeat_interleave(codes.shape[1] // rows.shape[1], dim=1)  # (N, bytes)
         require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
         codes = codes if is_e8m0 else as_bytes(codes).masked_fill(under, 0).view(codes.dtype)  # not -0
         scale = torch.where(zero, 127.0 if is_e8m0 else 1.0, scale.float()).to(scale.dtype)

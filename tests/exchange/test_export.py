@@ -856,7 +856,7 @@ DOC = Path(__file__).parents[2] / "docs" / "exchange.md"
 def recipes_table(checkpoint_of: Any, folder: Path) -> str:
     """The table "Which recipe goes where" of docs/exchange.md, from what `export` does."""
     flux = next(catalogue.models("FLUX.1-dev"))
-    names = [name for name in WRITERS if name != "compressed_tensors"]
+    names = [name for name in WRITERS if name not in ("compressed_tensors", "fp8_blocks")]
     heads = [f"`{name}`" for name in names]
     lines = [f"| recipe | checkpoint, GB | {' | '.join(heads)} |", "|---" * (len(names) + 2) + "|"]
     for recipe in TABLED:

@@ -71,7 +71,8 @@ def no_reciprocal(scale: Tensor) -> Tensor:
 def schemes() -> Iterable[Scheme]:
     """Every scheme that some dialect might hold: all weights, rounded activations or none, what comes with them."""
     for weights in (*formats.FORMATS, "int4_g128"):
-        for activations in dict.fromkeys((weights, weights.removesuffix("_tensor"), "16bit")):
+        own = formats.for_tokens(formats.find_format(weights)).name
+        for activations in dict.fromkeys((own, weights.removesuffix("_tensor"), "16bit")):
             found = itertools.product(("", "-static"), ("", "-smooth"), ("", "-hr16"), ("", "-r32"))
             for features in found:
                 try:

@@ -30,6 +30,7 @@ from fluxq.recipes.formats import FORMATS, Format, Scheme, find_format
 VECTORS = Path(__file__).parents[2] / "docs" / "vectors"
 ROWS, COLUMNS, TOKENS = 4, 128, 3  # 4 rows of 4-bit codes hold every byte once
 _WIDE = ("fp8_1x128", "int4_g128", "nvfp4-nvfp4-hr256")  # with 256 columns: two blocks, or one
+_CUT_OFF = 130, 132  # rows and columns of fp8_128x128: four blocks, of which one is whole
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # whose negatives have a zero too
 # Of every scheme that a recipe's layers end with there is one that has the same steps, besides each step alone.
 PLAIN = tuple(f"{name}-16bit" for name in (*FORMATS, "int4_g128"))
@@ -126,6 +127,9 @@ def decoded(layer: dict[str, Tensor], row: Format) -> np.ndarray:
         step = torch.from_numpy(np.ldexp(np.float32(1), scale.numpy().astype(int) - 127))
     step = step * layer["weight_scale_2"] if row.two_level else step
     n, k = values.shape
+    if row.name == "fp8_128x128":
+        rows, columns = torch.arange(n) // 128, torch.arange(k) // 128
+        return (values * step[rows][:, columns]).numpy()
     blocks = values.reshape(n, step.shape[1] if step.ndim == 2 else 1, -1)
     return (blocks * step.reshape(-1, blocks.shape[1], 1)).reshape(n, k).numpy()
 
@@ -229,9 +233,10 @@ def write_model(folder: Path, schemes: tuple[str, ...], dtype: torch.dtype) -> N
     x = signed("x", (TOKENS, 2 * COLUMNS), 2).bfloat16()
     tensors, linears, expected = {}, {}, {"x": x}
     for text in schemes:
-        k = 2 * COLUMNS if text.startswith(_WIDE) else COLUMNS
-        layer, name = layer_of(f"{folder.name}.{text}", text, dtype, ROWS, k), f"layers.{text}"
-        linears[text] = [ROWS, k, "bias" in layer]
+        n, k = ROWS, 2 * COLUMNS if text.startswith(_WIDE) else COLUMNS
+        n, k = _CUT_OFF if text.startswith("fp8_128x128") else (n, k)
+        layer, name = layer_of(f"{folder.name}.{text}", text, dtype, n, k), f"layers.{text}"
+        linears[text] = [n, k, "bias" in layer]
         expected |= meaning(name, layer, text, x.double().numpy())
         if of_transformers:
             layer["weight"] = layer["weight"].unsqueeze(-1)

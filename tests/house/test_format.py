@@ -207,7 +207,7 @@ def test_activations_are_rounded_as_the_vectors_say(expected) -> None:
         assert same_bits(q.dequantize(), held[f"{label}.decoded"]), label
         assert torch.equal(q.codes.view(torch.uint8), held[f"{label}.codes"].view(torch.uint8)), label
         assert "static" in words or torch.equal(q.scale.float(), held[f"{label}.scale"].float()), label
-    assert {label.split("-")[0] for label in labels} == {*FORMATS, "int4_g128"}
+    assert {label.split("-")[0] for label in labels} == reader.INPUTS - {"16bit"}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -364,11 +364,22 @@ def test_the_page_has_every_format_word_and_refusal() -> None:
     scales = {"fp32": "F32", "bf16": "BF16", "e4m3": "F8_E4M3", "e8m0": "U8"}
     for row in (*FORMATS.values(), find_format("int4_g128")):
         shape = "[N, K/2]" if row.element.bits == 4 else "[N, K]"
-        scale = f"[N, K/{row.group_size}]" if row.group_size else "[N]" if row.block[0] else "[]"
+        scale = (
+            "[⌈N/128⌉, ⌈K/128⌉]"
+            if row.spans_rows
+            else f"[N, K/{row.group_size}]"
+            if row.group_size
+            else "[N]"
+            if row.block[0]
+            else "[]"
+        )
         stored = f"{storage[row.element.storage]} {shape} | {scales[row.scale]} {scale}"
         line = next(line for line in PAGE.splitlines() if line.startswith(f"| `{row.name}` | "))
         assert f"| {row.element.name.upper()} | {stored}" in line
-        assert line.endswith(f"| {row.group_size or 1} |") and ("weight_scale_2" in line) == row.two_level
+        assert (
+            line.endswith(f"| {row.unit if row.spans_rows else row.group_size or 1} |")
+            and ("weight_scale_2" in line) == row.two_level
+        )
         assert row.name in reader.FORMATS
     assert reader.FEATURES == FEATURES.keys()
     assert all(re.search(rf"\| (`hadamard` and )?`{feature}` \|", PAGE) for feature in FEATURES)
@@ -377,7 +388,9 @@ def test_the_page_has_every_format_word_and_refusal() -> None:
         assert reader.ROTATIONS[word][1] == hadamards(regular)
         assert f"blocks of {', '.join(sizes)} or {last} columns" in PAGE
     rounded = PAGE.split("| ACTIVATIONS | scale |")[1].split("\n\n")[0]
-    assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*", rounded, re.MULTILINE)))} == {*FORMATS, "int4_g128"}
+    assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*", rounded, re.MULTILINE)))} == reader.INPUTS - {
+        "16bit"
+    }
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the page's command is one of a POSIX shell")

@@ -37,6 +37,10 @@ STORED = {
     "int8": lambda n, k: {"weight": (torch.int8, (n, k)), "weight_scale": (torch.float32, (n,))},
     "int4": lambda n, k: {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.bfloat16, (n, k // 64))},
     "fp8_1x128": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, (n, k // 128))},
+    "fp8_128x128": lambda n, k: {
+        "weight": (torch.float8_e4m3fn, (n, k)),
+        "weight_scale": (torch.float32, (-(-n // 128), -(-k // 128))),
+    },
     "mxfp8": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.uint8, (n, k // 32))},
     "mxfp4": lambda n, k: {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))},
     "nvfp4": lambda n, k: {
