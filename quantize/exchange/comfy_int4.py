@@ -293,7 +293,7 @@ _HELD_IN_INT8 = "codes are held as the int8 codes that its reader multiplies, in
 _FINER = "codes are held in int8, in more bits than the file has; x is rounded to int8 here, to int4 there"
 _SGLANG = "ComfyUI, SGLang-Diffusion"
 ROWS = (
-    Row("svdquant_w4a4", "int4", "int4", smooth=True, low_rank=True, factors_stay=True),
+    Row("svdquant_w4a4", "int4", "int4", smooth=True, low_rank=True, factors_stay=True, only_moved=True),
     Row("convrot_w4a4", "int4", "int4", regular=True, read_by=_SGLANG, unread=_ONE_SCALE),
     Row("asym_w4a8_int8", "int8", "int8", regular=True, read_by=_SGLANG, unread="int8_tensorwise holds the same codes"),
 )

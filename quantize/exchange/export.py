@@ -445,7 +445,8 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
     rows = [
         row
         for row in DIALECTS[dialect].rows
-        if not row.unread and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
+        if not (row.unread or row.only_moved)
+        and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
     ]
     for row in sorted(rows, key=partial(_distance, own=own)):
         same_input = own.static_input and own.activations is not None and row.activations == own.activations.name

@@ -30,6 +30,7 @@ class Row:
     regular: its reader rotates x by the regular Hadamard matrix where a layer says so.
     unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
     beside: the format of main layers beside which `export` writes it all the same, since what reads these reads it.
+    only_moved: `--requantize` rounds no layer into it, since few programs read it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Row:
     regular: bool = False
     unread: str = ""
     beside: str = ""
+    only_moved: bool = False
 
     def scheme(self, **features: Any) -> Scheme:
         """Return the scheme of the format, with these features and no others."""
