@@ -121,7 +121,7 @@ def test_sglang_reads_a_mixed_folder(mixed, tmp_path) -> None:
 @pytest.mark.reader("SGLang-Diffusion", "comfy")
 @pytest.mark.parametrize("menu", [("nvfp4", "int8", "fp8_tensor"), ("nvfp4", "fp8_tensor"), ("nvfp4", "16bit")])
 def test_sglang_takes_no_mix_of_comfyuis_formats(mixed, menu, tmp_path) -> None:
-    """It reads the markers of all layers and has no configuration for such a mix; int8 modulation makes the last one."""
+    """It reads the markers of all layers, and has no configuration for such a mix; int8 modulation makes the last."""
     option_of, _, done = mixed("comfy", 8.0 if "16bit" in menu else 6.5, *menu)
     held, shapes = sglang.shapes_of(Path(done.target))
     asked = json.dumps([[str(done.target), shapes, str(tmp_path / "read.safetensors")]])
