@@ -257,7 +257,7 @@ def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """What tensor and header say of a layer; ValueError where they differ, or where only other layers are told of."""
+    """Return what tensor and header say of a layer; ValueError where they differ, or tell only of other layers."""
     said = _said(model)
     own = said.get(name, said.get(name.removeprefix(CHECKPOINT_PREFIX)))  # ComfyUI's header knows no prefix
     if own is not None and not isinstance(own, dict):
