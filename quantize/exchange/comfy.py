@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, pad
 from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, has_codes, json_object, json_tensor
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, positive, row_for
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, REGULAR_HADAMARDS
+from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
 
 _WIDENED = "full_precision_matrix_mult"
 _UNSCALED = "without input_scale ComfyUI rounds x to E4M3 as it is, unscaled, and clips it at 448"
@@ -83,8 +85,11 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     held = Tensors(tensors, "comfy")
     said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else entry
     row = named_row(ROWS, said.get("format"), "comfy")
-    if said.get(_WIDENED):
+    if said.get(_WIDENED) and row.activations is not None:
         row = replace(row, activations=None, input_scale="none")
+    whole = said.get("orig_shape", [*shape])
+    if whole != [*shape]:
+        raise ValueError(f"comfy: orig_shape {whole!r} is not that of the weight, {[*shape]}; get the file again")
     if row.name in comfy_int4.FORMATS:
         return comfy_int4.decode(row, held, shape, said)
     regular = _regular(row, said, shape[1])
@@ -180,9 +185,34 @@ _READERS = {
 
 def read_entry(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a `comfy_quant` tensor; ValueError if it holds none."""
-    entry = json_tensor(tensor, "comfy: comfy_quant")
-    params = entry.get("params")
-    return {**(params if isinstance(params, dict) else {}), **entry}
+    return _flat(json_tensor(tensor, "comfy: comfy_quant"), "comfy_quant")
+
+
+def _flat(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An entry with its `params` among its own keys; ValueError for one that says two things, or that nobody reads."""
+    params = said.get("params")
+    inner = params if isinstance(params, dict) else {}
+    for key in inner.keys() & said.keys():
+        if json.dumps(inner[key]) != json.dumps(said[key]):
+            raise ValueError(
+                f"comfy: {where} says {key} {said[key]!r}, and in params {inner[key]!r}; get the file again"
+            )
+    entry = {**inner, **said}
+    if type(entry.get(_WIDENED, False)) is not bool:
+        raise ValueError(f"comfy: {where} has {_WIDENED} {entry[_WIDENED]!r}, expected true or false")
+    for key in entry.keys() - _KEYS:
+        for known in get_close_matches(key.strip().lower(), _MEANT, 1, 0.8):
+            raise ValueError(
+                f"comfy: {where} has the unknown key {key!r} (did you mean {known!r}?); get the file again"
+            )
+        if entry[key] and any(word in key.lower() for word in _CHANGES):
+            raise ValueError(f"comfy: {where} says {key} {entry[key]!r}, which nothing here reads")
+    return entry
+
+
+_MEANT = ("format", "convrot", "convrot_groupsize", "group_size", _WIDENED)
+_KEYS = {*_MEANT, "params", "orig_dtype", "orig_shape", "per_row"}
+_CHANGES = ("rot", "hadamard", "transpose")  # in keys of what would make the weight another
 
 
 def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -213,9 +243,11 @@ ROWS = (
 
 def _said(model: Headers) -> dict[str, Any]:
     """Layer -> entry, of `_quantization_metadata`."""
-    text = model.metadata.get("_quantization_metadata")
-    layers = json_object(text, f"{model.path}: _quantization_metadata").get("layers") if text else None
-    return layers if isinstance(layers, dict) else {}
+    text, what = model.metadata.get("_quantization_metadata"), f"{model.path}: _quantization_metadata"
+    layers = json_object(text, what).get("layers", {}) if text else {}
+    if not isinstance(layers, dict):
+        raise ValueError(f"{what} has layers that are no JSON object; get the file again")
+    return layers
 
 
 def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
@@ -232,10 +264,22 @@ def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return what tensor and header say of a layer; ValueError where they differ, or tell only of other layers."""
+    said = _said(model)
+    own = said.get(name, said.get(name.removeprefix(CHECKPOINT_PREFIX)))  # ComfyUI's header knows no prefix
+    if own is not None and not isinstance(own, dict):
+        raise ValueError(f"comfy: _quantization_metadata says {own!r} of it; get the file again")
+    told = _flat(own, "_quantization_metadata") if own is not None else {}
     if "comfy_quant" in stored:
-        return read_entry(model.read(f"{name}.comfy_quant"))
-    said = _said(model).get(name)
-    return dict(said) if isinstance(said, dict) else {"format": guess_word(stored, _WORDS)}
+        entry = read_entry(model.read(f"{name}.comfy_quant"))
+        for key in _MEANT if own is not None else ():
+            if json.dumps(entry.get(key)) != json.dumps(told.get(key)):
+                differ = f"{key} {entry.get(key)!r}, and the header {told.get(key)!r}"
+                raise ValueError(f"comfy: comfy_quant says {differ}; ComfyUI reads the header, SGLang the tensor")
+        return entry
+    if own is None and (said or any("comfy_quant" in parts for parts in model.groups.values())):
+        raise ValueError("comfy: nothing says the layer's format, and other layers have theirs; get the file again")
+    return {"format": guess_word(stored, _WORDS)} if own is None else told
 
 
 def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:

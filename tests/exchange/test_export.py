@@ -849,7 +849,7 @@ def test_the_command_writes_and_reports(plain_checkpoint, tmp_path, monkeypatch)
     assert wrong.exit_code == 2 and "end in .safetensors" in wrong.output
 
 
-TABLED = ("fp8", "fp8-comfy", "mxfp8", "int8", "nvfp4", "int4", "int4-svd")
+TABLED = ("fp8", "fp8-comfy", "mxfp8", "int8", "int8-convrot", "nvfp4", "int4", "int4-svd")
 DOC = Path(__file__).parents[2] / "docs" / "exchange.md"
 
 

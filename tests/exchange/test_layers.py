@@ -580,6 +580,15 @@ def test_a_rotated_layer_of_comfyui_says_the_size_of_its_blocks() -> None:
         ({"convrot": "yes", "convrot_groupsize": 64}, "convrot is 'yes', expected true or false"),
         ({"convrot": 1, "convrot_groupsize": 64}, "convrot is 1, expected true or false"),
         ({"format": "mxfp8", "convrot_groupsize": 64}, "mxfp8 with convrot is none that ComfyUI has"),
+        ({"convrot_groupsize": float("nan")}, "convrot_groupsize nan is no power of 4"),
+        ({"convrot_groupsize": 4**16}, "convrot_groupsize 4294967296 is no power of 4"),
+        ({"convrot_groupsize": 64, "params": {"convrot": False}}, "says convrot True, and in params False"),
+        ({"convrot_groupsize": 64, "full_precision_matrix_mult": "false"}, "mult 'false', expected true or false"),
+        ({"convrot_groupsize": 64, "orig_shape": [N, 2 * K]}, r"orig_shape \[\d+, 384\] is not that of the weight"),
+        ({"convrot_groupsize": 64, "transposed": True}, "says transposed True, which nothing here reads"),
+        ({"convrot_groupsize": 64, "rotation": "sylvester"}, "says rotation 'sylvester', which nothing here reads"),
+        ({"convrot_groupsize": 64, "convr0t": True}, r"unknown key 'convr0t' \(did you mean 'convrot'\?\)"),
+        ({"convrot_groupsizo": 64}, r"unknown key 'convrot_groupsizo' \(did you mean 'convrot_groupsize'\?\)"),
     ],
 )
 def test_a_marker_of_rotation_that_cannot_be_so_is_refused(said: dict[str, Any], words: str) -> None:
@@ -603,9 +612,10 @@ def test_a_rotation_of_another_size_is_read_as_a_weight() -> None:
 
 def test_texts_in_tensors_may_be_anything() -> None:
     tensors = comfy.encode(quantized("int8-int8")).tensors
-    for text in ("{", "[]", '{"format": "fp3"}', '{"format": ["nvfp4"]}', "{}", "x" * 5000, "[" * 4000):
+    twice = '{"format": "int8_tensorwise", "convrot": true, "convrot": false}'
+    for text in ("{", "[]", '{"format": "fp3"}', '{"format": ["nvfp4"]}', "{}", "x" * 5000, "[" * 4000, twice):
         planted = tensors | {"comfy_quant": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-        with pytest.raises(ValueError, match="comfy"):
+        with pytest.raises(ValueError, match="'convrot' stands twice" if text == twice else "comfy"):
             comfy.decode(planted, (N, K))
     for entry in ({}, {"_type": "Float8Tensor"}, {"_type": "os.system", "_data": {}}, {"_type": [], "_data": {}}):
         with pytest.raises(ValueError, match="torchao: tensor class"):
