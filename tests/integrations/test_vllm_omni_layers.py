@@ -1,7 +1,7 @@
 """Layers for vLLM-Omni's own models, against doubles of vLLM's Linears."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -137,7 +137,7 @@ def test_layers_that_the_engine_makes_in_16_bit_get_the_weights_of_their_codes(l
     files.append(("transformer.scale_shift_table", torch.ones(3)))
     outer = nn.Module()
     outer.transformer = model
-    given = dict(layers.FluxqCheckpointAdapter(outer, config, "transformer.").adapt(iter(files)))
+    given = dict(layers.adapter_of(outer, SimpleNamespace(prefix="transformer.", subfolder="transformer"), config).adapt(iter(files)))
     kept = {name for name, _ in files if ".norm." not in name}
     assert given.keys() == kept | {"transformer.norm.weight", "transformer.norm.bias"}
     assert torch.equal(given["transformer.norm.weight"], ours["norm"].dequantized(torch.bfloat16).weight)
