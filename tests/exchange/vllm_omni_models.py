@@ -1,10 +1,12 @@
 """Load models of few blocks into vLLM-Omni's own classes on a CPU, beside diffusers' of the same folder.
 
 Run by an interpreter that has vLLM-Omni: test_plug_ins.py says with what. argv: a file of JSON, {path: folders that
-hold fluxq and its metadata, meet: a file, rank, ranks, runs: [{folder, plain, dtype}]}, the first run of a plain
-model and dtype that of the plain one. The last line that it prints is JSON, for each run {config, methods, difference,
-alike}: the class of the configuration, how many Linears have a method, the distance of both outputs by the norm of
-diffusers', and that which a difference of the plain models' size makes in diffusers' alone. With several ranks each runs this; outputs are whole on each.
+hold fluxq and its metadata, meet: a file, rank, ranks, runs: [{folder, plain, dtype}]}. The first run of a plain model
+and dtype is that of the plain one. With several ranks each runs this; outputs are whole on each.
+
+The last line that it prints is JSON, for each run {config, methods, difference, alike}: the class of the configuration,
+how many Linears have a method, the distance of both outputs by the norm of diffusers', and that which a difference of
+the plain models' size makes in diffusers' alone.
 """
 
 import importlib
@@ -90,7 +92,7 @@ def native(folder, dtype):
 def weights(folder):
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as handle:
-            for name in handle.keys():  # noqa: SIM118
+            for name in handle.keys():
                 yield name, handle.get_tensor(name)
 
 

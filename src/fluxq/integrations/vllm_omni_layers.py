@@ -216,12 +216,12 @@ class Part:
         self.name, self.scheme, self.shape, self.rank, self.ranks = name, scheme, shape, rank, ranks
         self.axis: Axis = axis
         self.dtype = dtype
-        self.names = tuple(tensor_names(scheme, shape))
+        self.shapes = tensor_shapes(scheme, shape)
+        self.names = tuple(self.shapes)
         self.missing, self.tensors = set(self.names), {}
         self.layer: QuantLinear | None = None
 
     def await_bias(self) -> None:
-        self.names = (*self.names, "bias")
         self.missing.add("bias")
 
     def take(self, tensor_name: str, tensor: Tensor) -> None:
@@ -229,6 +229,12 @@ class Part:
             raise ValueError(
                 f"{self.name}.{tensor_name} is in the weight files, and a layer of {self.scheme} has none, or it "
                 "twice: copy them again"
+            )
+        expected = self.shapes.get(tensor_name, tensor.shape)
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{self.name}.{tensor_name} is {(*tensor.shape,)}, and vLLM-Omni's layer of {self.shape} has "
+                f"{(*expected,)}: {OTHERWISE}"
             )
         self.missing.remove(tensor_name)
         self.tensors[tensor_name] = tensor if tensor_name in ("weight", *SCALE_NAMES) else tensor.to(self.dtype)
@@ -254,12 +260,10 @@ class Part:
             layer._parameters["bias"] = nn.Parameter(bias.to(self.dtype), requires_grad=False)
 
 
-def tensor_names(scheme: Scheme, shape: tuple[int, int]) -> Iterator[str]:
-    """Yield the names of a layer's tensors in a checkpoint, but for the bias."""
-    yield from stored_shapes(scheme.weights, *shape)
-    if scheme.static_input:
-        yield "input_scale"
-    yield from branch_shapes(scheme, *shape)
+def tensor_shapes(scheme: Scheme, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of a layer's tensors in a checkpoint, but for the bias. shape: (N, K)."""
+    stored = {name: each for name, (each, _) in stored_shapes(scheme.weights, *shape).items()}
+    return {**stored, **({"input_scale": ()} if scheme.static_input else {}), **branch_shapes(scheme, *shape)}
 
 
 def layer_of(tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> QuantLinear:
@@ -328,7 +332,7 @@ def _homes(name: str) -> Iterator[str]:
     """Yield what Linears of vLLM-Omni may be called that a layer of the checkpoint goes into."""
     parent, _, last = name.rpartition(".")
     yield from (name, name.removesuffix(".0"))
-    yield from (f"{parent}.{joint}" for joint, parts in JOINED.items() if last in parts)
+    yield from (f"{parent}.{joint}".lstrip(".") for joint, parts in JOINED.items() if last in parts)
 
 
 class FluxqCheckpointAdapter:
@@ -354,9 +358,7 @@ class FluxqCheckpointAdapter:
             name, _, part = full.removeprefix(self.prefix).rpartition(".")
             layer = self.layers.get(name)
             if name not in self.config.schemes and part in SCALE_NAMES:
-                raise ValueError(
-                    f"{full}: vLLM-Omni makes this model in 16 bit, and it is stored quantized: {OTHERWISE}"
-                )
+                raise ValueError(f"{full} is of a quantized model, and vLLM-Omni makes it in 16 bit: {OTHERWISE}")
             if layer is not None and layer.bias is None and part == "bias":
                 layer.quant_method.take_bias(layer, name, tensor)
             elif layer is None and name in self.config.schemes and part in STORED:
@@ -377,7 +379,7 @@ class FluxqCheckpointAdapter:
         """Yield (name, tensor in fp32) of a plain Linear; whoever loads it rounds it to the model's dtype."""
         rows, columns = tensors["weight"].shape if "weight" in tensors else (0, 0)
         shape = rows, columns * 8 // scheme.weights.element.bits
-        if absent := [each for each in ("weight", *tensor_names(scheme, shape)) if each not in tensors]:
+        if absent := [each for each in ("weight", *tensor_shapes(scheme, shape)) if each not in tensors]:
             raise ValueError(f"the weight files lack {absent[0]} of {name}: copy them again")
         weight, bias = layer_of(tensors, shape, scheme, torch.bfloat16).collapsed()
         yield f"{self.prefix}{name}.weight", weight
