@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fluxq.base.console import did_you_mean, logger
+
+if TYPE_CHECKING:
+    from fluxq.runtime.prepare import Prefer
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _joined(runtimes: list[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def checked_prefer(runtime: Mapping[str, Any]) -> str:
+def checked_prefer(runtime: Mapping[str, Any]) -> Prefer:
     """Return `prefer` of a config.json's `runtime`, "speed" by default; ValueError for a word that is none of it."""
     from fluxq.runtime.prepare import Prefer
 

@@ -311,7 +311,7 @@ def adapter_of(model: nn.Module, source: Any, config: Any) -> FluxqCheckpointAda
     is that of the folder `transformer`. A component's own is that of its layers: experts of one pipeline differ.
     """
     prefix = getattr(source, "prefix", "")
-    modules = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
+    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
     layers = {
         name: module
         for module in modules.values()
@@ -385,5 +385,5 @@ class FluxqCheckpointAdapter:
         yield f"{self.prefix}{name}.weight", weight
         if bias is not None:
             if absent := self.without_bias & {*_homes(name)}:
-                raise ValueError(f"{name} centers its inputs, and vLLM-Omni's {absent.pop()} has no bias: {OTHERWISE}")
+                raise ValueError(f"{name} centers its inputs, and vLLM-Omni's {min(absent)} has no bias: {OTHERWISE}")
             yield f"{self.prefix}{name}.bias", bias
