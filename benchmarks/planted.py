@@ -904,8 +904,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "side by side: tiles of swizzled scales in parts": Fault(
         "src/fluxq/runtime/side_by_side.py",
-        "if is_swizzled and any(",
-        "if not is_swizzled and any(",
+        "unit = SWIZZLED_ROWS if is_swizzled else",
+        "unit = 1 if is_swizzled else",
         _in("runtime/test_side_by_side.py", "test_swizzled_scales_follow_one_another_in_whole_tiles[sizes1-False]"),
     ),
     "side by side: whatever lies behind": Fault(

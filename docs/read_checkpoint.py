@@ -1,11 +1,11 @@
 """Read the quantized layers of a fluxq checkpoint with numpy alone; docs/format.md has the reason for each line.
 
-`read(folder)` yields the weight W (N, K) and bias b (N,) of every y = x W^T + b; the folder holds the config.json and
-safetensors files of one model. What must be refused is a ValueError.
+`read(folder)` takes the folder of one model, with its config.json. What must be refused is a ValueError.
 """
 
 import json
 import re
+from functools import reduce
 from math import prod
 from pathlib import Path
 
@@ -21,35 +21,23 @@ def floats(exponent, mantissa, bias, finite):
     return np.concatenate([half, -half]).astype(np.float32)
 
 
-def sylvester(size):
-    """Return Sylvester's Hadamard matrix (size, size), of entries 1 and -1."""
-    return np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)])
-
-
 E2M1, E4M3, E5M2 = floats(2, 1, 1, 8), floats(4, 3, 7, 127), floats(5, 2, 15, 124)
 INT8, INT4 = (np.array([*range(most), *range(-most, 0)], np.float32) for most in (128, 8))
 E8M0 = np.array([np.nan, *(2.0**e for e in range(-126, 128)), np.nan], np.float32)  # neither end is ever written
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # others are of no layer
 PLAIN = ("BF16", "F16", "F32")
-# Numbers of the codes, dtype of `weight` and of `weight_scale`, columns that share a scale (0: the row, -1: all of W).
-FORMATS = {
-    "fp8": (E4M3, "F8_E4M3", "F32", 0),
-    "fp8_tensor": (E4M3, "F8_E4M3", "F32", -1),
-    "fp8_1x128": (E4M3, "F8_E4M3", "F32", 128),
-    "fp8_e5m2": (E5M2, "F8_E5M2", "F32", 0),
-    "mxfp8": (E4M3, "F8_E4M3", "U8", 32),
-    "mxfp4": (E2M1, "U8", "U8", 32),
-    "nvfp4": (E2M1, "U8", "F8_E4M3", 16),
-    "int8": (INT8, "I8", "F32", 0),
-    "int4": (INT4, "U8", "BF16", 64),
-    "int4_g128": (INT4, "U8", "BF16", 128),
-}
-ROTATIONS = {None: (None, (0,)), "h": (sylvester, (16, 32, 64, 128))}  # word in a scheme: matrix, sizes
-SCHEME = re.compile(
-    r"(?P<weights>\w+)-(?P<inputs>\w+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
-    r"(-d(?P<d>[1-9]\d*))?(-(?P<kind>h)(?P<size>\d+))?(?P<two>-46)?(-r(?P<r>[1-9]\d*))?"
-)
-FEATURES = {"static_input_scale", "center", "smooth", "deflation", "hadamard", "four_over_six", "low_rank"}
+# Numbers of the codes, dtype of `weight` and of `weight_scale`, rows and columns that share a scale (0: all of them).
+FORMATS = {"fp8": (E4M3, "F8_E4M3", "F32", (1, 0)), "fp8_tensor": (E4M3, "F8_E4M3", "F32", (0, 0))}
+FORMATS |= {f"fp8_{tall}x128": (E4M3, "F8_E4M3", "F32", (tall, 128)) for tall in (1, 128)}
+FORMATS |= {"fp8_e5m2": (E5M2, "F8_E5M2", "F32", (1, 0)), "mxfp8": (E4M3, "F8_E4M3", "U8", (1, 32))}
+FORMATS |= {"nvfp4": (E2M1, "U8", "F8_E4M3", (1, 16)), "mxfp4": (E2M1, "U8", "U8", (1, 32))}
+FORMATS |= {"int4": (INT4, "U8", "BF16", (1, 64)), "int4_g128": (INT4, "U8", "BF16", (1, 128))}
+INPUTS, FORMATS["int8"] = {*FORMATS, "int8", "16bit"} - {"fp8_128x128"}, (INT8, "I8", "F32", (1, 0))
+ROTATIONS = {None: (None, (0,)), "h": (np.array([[1, 1], [1, -1]]), (16, 32, 64, 128))}
+ROTATIONS |= {"hr": (1 - 2 * np.eye(4)[::-1], (16, 64, 256))}  # word: of what H is a Kronecker power, sizes
+SCHEME = r"(?P<weights>\w+)-(?P<inputs>\w+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
+SCHEME += r"(-d(?P<d>[1-9]\d{0,5}))?(-(?P<kind>hr?)(?P<size>[1-9]\d{1,2}))?(?P<two>-46)?(-r(?P<r>[1-9]\d{0,5}))?"
+FEATURES = {*"static_input_scale center smooth deflation hadamard regular_hadamard four_over_six low_rank".split()}
 # What stands beside codes and scales: word of the scheme that announces it, and its axes.
 PARTS = {"weight_scale_2": ("global", ""), "input_scale": ("static", ""), "pre_quant_mean": ("center", "k")}
 PARTS |= {"pre_quant_scale": ("smooth", "k"), "deflate_basis": ("d", "dk"), "deflate_out": ("d", "nd")}
@@ -61,23 +49,36 @@ def need(holds, *words):
         raise ValueError(" ".join(map(str, words)))
 
 
+def parsed(file, raw=None):
+    """Return the JSON object in a file, or in some bytes of it."""
+    try:
+        return {**json.loads(str(file.read_bytes() if raw is None else raw, "utf-8"))}
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"{file} is damaged: it has no JSON object") from None
+
+
 def open_modules(folder):
     """Return module -> part -> (file, dtype, shape, first byte) of all tensors; only headers are read."""
-    modules, files, indices = {}, [*folder.glob("*.safetensors")], [*folder.glob("*.safetensors.index.json")]
-    if len(indices) == 1:
-        files = [folder / name for name in {*json.loads(indices[0].read_text("utf-8"))["weight_map"].values()}]
-    need(len(files) == 1 or len(indices) == 1, folder, "needs one weight file, or one index of several")
-    for file in files:
-        need(file.parent == folder and file.is_file(), folder, "lacks", file)
-        with open(file, "rb") as stream:
-            header = json.loads(stream.read(length := int.from_bytes(stream.read(8), "little")))
+    modules, files, indices = {}, {*folder.glob("*.safetensors")}, [*folder.glob("*.safetensors.index.json")]
+    maps = [parsed(index).get("weight_map") for index in indices]
+    named = {folder / str(name) for shards in maps if isinstance(shards, dict) for name in shards.values()}
+    named -= {index.with_suffix("").with_suffix("") for index in indices}  # which some would take for all tensors
+    need(len(indices or files) == 1 and files == (named if indices else files), folder, "needs one set of weight files")
+    for file in sorted(files):
+        size, length = file.stat().st_size, int.from_bytes(np.fromfile(file, np.uint8, 8).tobytes(), "little")
+        header, at = parsed(file, np.fromfile(file, np.uint8, min(length, size), offset=8).tobytes()), 0
         header.pop("__metadata__", None)
         for name, said in header.items():
-            (module, _, part), (begin, end) = name.rpartition("."), (8 + length + at for at in said["data_offsets"])
-            whole = said["dtype"] not in SIZES or end - begin == prod(said["shape"]) * SIZES[said["dtype"]]
-            is_new = part not in modules.setdefault(module, {})
-            need(whole and is_new and end <= file.stat().st_size, name, "is cut off, damaged or there twice, in", file)
-            modules[module][part] = file, said["dtype"], tuple(said["shape"]), begin
+            lists = [said.get(key) for key in ("data_offsets", "shape")] if isinstance(said, dict) else [None]
+            counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in lists)
+            need(counts and len(lists[0]) == 2 and isinstance(said.get("dtype"), str), name, "is damaged, in", file)
+        for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            (module, _, part), (begin, end), dtype = name.rpartition("."), said["data_offsets"], said["dtype"]
+            nbytes = prod(said["shape"]) * SIZES[dtype] if dtype in SIZES else abs(end - begin)
+            at_end = begin == at == end - nbytes and part not in modules.setdefault(module, {})
+            need(at_end, name, "overlaps, leaves a hole or is there twice, in", file)
+            modules[module][part], at = (file, dtype, tuple(said["shape"]), 8 + length + begin), end
+        need(8 + length + at == size, file, "is cut off, or has bytes behind its tensors")
     return modules
 
 
@@ -94,34 +95,34 @@ def numbers(file, dtype, shape, at, codes=None):
 
 def read_layer(layer, text, stored, axes):
     """Return decoded codes (N, K), weight (N, K) and bias (N,) or None; text: its scheme, stored: its tensors."""
-    match = SCHEME.fullmatch(text)
-    need(match and match["weights"] in FORMATS and match["inputs"] in {*FORMATS, "16bit"}, "unknown scheme", text)
+    match = re.fullmatch(SCHEME, text, re.ASCII)
+    need(match and match["weights"] in FORMATS, "unknown scheme", text, "of", layer)
     said = match.groupdict() | {"global": match["weights"] == "nvfp4"}
-    (matrix, sizes), (codes, dtype, scale_dtype, group) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
+    (first, sizes), (codes, dtype, scale_dtype, (tall, wide)) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
     d, r, size = (int(said[count] or 0) for count in ("d", "r", "size"))
-    one_scale = not said["static"] or said["inputs"] in ("nvfp4", "fp8_tensor")
-    need(one_scale and (not said["two"] or said["inputs"] == "nvfp4") and size in sizes, "unknown scheme", text)
-    n, columns = stored.get("weight", (0, 0, (0, 0)))[2][:2]
-    k = columns * 2 if len(codes) == 16 else columns
-    need(n and k and k % max(group, 1) == 0 and k % max(size, 1) == 0 and d <= k, layer, (n, k), "is not for", text)
-    shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (n, k // group) if group > 0 else (n,)[: group + 1]}
-    lengths = {"n": n, "k": k, "d": d, "r": r}
-    shapes |= {part: tuple(lengths[axis] for axis in names) for part, (word, names) in PARTS.items() if said[word]}
+    inputs = ["nvfp4"] if said["two"] else ["nvfp4", "fp8_tensor"] if said["static"] else INPUTS
+    need(said["inputs"] in inputs and size in sizes, "unknown scheme", text, "of", layer)
+    n, columns = (*stored.get("weight", (0, 0, ()))[2], 0, 0)[:2]
+    k = columns * (2 if len(codes) == 16 else 1)
+    whole = not k % (size or 1) and (tall > 1 or not k % (wide or 1))  # blocks of several rows may be cut off
+    need(n and k and whole and d <= k, layer, (n, k), "is not for", text)
+    shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (-(n // -tall), -(k // -wide)) if wide else (n,)[:tall]}
+    sizes = {"n": n, "k": k, "d": d, "r": r}
+    shapes |= {part: tuple(map(sizes.get, names)) for part, (word, names) in PARTS.items() if said[word]}
     shapes |= {"bias": (n,)} if said["center"] or "bias" in stored else {}
     need(stored.keys() == shapes.keys(), layer, "lacks, or has to no purpose,", stored.keys() ^ shapes.keys())
     held, coded = {}, {"weight": [dtype], "weight_scale": [scale_dtype]}
     for part, shape in shapes.items():
         dtypes = coded.get(part, PLAIN if shape else ["F32"])
         need(stored[part][1] in dtypes and stored[part][2] == shape, layer, part, "should be", *dtypes, shape)
-        held[part] = numbers(*stored[part], codes if part == "weight" else None)
-        sound = np.isfinite(held[part]) & ((held[part] > 0) | ("scale" not in part))
-        need(sound.all(), layer, part, "holds what is no number, or no scale")
+        held[part] = v = numbers(*stored[part], codes if part == "weight" else None)
+        need((np.isfinite(v) & ((v > 0) | ("scale" not in part))).all(), layer, part, "holds no number, or no scale")
     scale = held["weight_scale"] * held.get("weight_scale_2", np.float32(1))  # this product first, in fp32
-    scale = scale.reshape(-1, k // group if group > 0 else 1, 1)
-    decoded = (held["weight"].reshape(n, scale.shape[1], -1) * scale).reshape(n, k)
-    w, bias = decoded.astype(np.float64), held.get("bias")  # in fp64 to the end
-    if matrix:
-        w = (w.reshape(-1, size) @ matrix(size)).reshape(n, k) / np.sqrt(size)
+    scale = scale.repeat(tall, 0)[:n].repeat(wide, 1)[:, :k] if wide else scale.reshape(-1, 1)
+    w, bias = (decoded := held["weight"].reshape(n, k) * scale).astype(np.float64), held.get("bias")  # fp64 to the end
+    if size:
+        h = reduce(np.kron, [first] * round(np.log(size) / np.log(len(first))))
+        w = (w.reshape(-1, size) @ h).reshape(n, k) / np.sqrt(size)
     if d:
         w += (held["deflate_out"] - w @ held["deflate_basis"].T) @ held["deflate_basis"].astype(np.float64)
     w *= held.get("pre_quant_scale", 1)
@@ -134,17 +135,16 @@ def read_layer(layer, text, stored, axes):
 
 def read(folder):
     """Yield (name, scheme, decoded codes (N, K), weight (N, K), bias (N,) or None) of every quantized layer; fp32."""
-    config, modules = json.loads(Path(folder, "config.json").read_text("utf-8")), open_modules(Path(folder))
-    said, axes = config.get("quantization_config", {}), 2 if "_class_name" in config else 3
+    config, modules = parsed(Path(folder, "config.json")), open_modules(Path(folder))
+    said, axes = config.get("quantization_config"), 2 if "_class_name" in config else 3
+    need(isinstance(said, dict) and said.get("quant_method") == "fluxq", folder, "is not of fluxq")
     version, features, layers = (said.get(key) for key in ("format_version", "required_features", "layers"))
-    need(said.get("quant_method") == "fluxq" and version == 1, folder, "is not of fluxq, or of version", version)
-    need(isinstance(features, list) and FEATURES.issuperset(features), "unknown features among", features)
-    need(isinstance(layers, dict) and all(isinstance(names, list) for names in layers.values()), "no list of layers")
-    schemes = [(name, scheme) for scheme, names in layers.items() for name in names]
+    need(type(version) is int and version == 1, folder, "is of format version", version)
+    need(isinstance(features, list) and FEATURES.issuperset(map(str, features)), "unknown features among", features)
+    need(isinstance(layers, dict) and all(isinstance(each, list) for each in layers.values()), "no lists of layers")
+    schemes = [(str(name), scheme) for scheme, names in layers.items() for name in names]
     need(0 < len(schemes) == len(dict(schemes)), "no layer, or one that has two schemes")
     for module in modules.keys() - dict(schemes).keys():
-        strays = modules[module].keys() & {*PARTS, "weight_scale"}
-        is_coded = modules[module].get("weight", (0, "BF16"))[1] not in PLAIN
-        need(not strays and not is_coded, "config.json does not announce", module, *strays)
-    for name, scheme in schemes:
-        yield name, scheme, *read_layer(name, scheme, modules.get(name, {}), axes)
+        is_plain = modules[module].get("weight", (0, "BF16"))[1] in PLAIN
+        need(is_plain and not modules[module].keys() & {*PARTS, "weight_scale"}, "no layer announces", module)
+    yield from ((name, scheme, *read_layer(name, scheme, modules.get(name, {}), axes)) for name, scheme in schemes)

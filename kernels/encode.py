@@ -20,6 +20,7 @@ import struct
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fluxq.recipes.formats import ELEMENTS, Element, Format
@@ -152,6 +153,20 @@ def block_scale(blocks: Tensor, format: Format, global_scale: Tensor | None) -> 
             return _encode_e8m0(_least_squares_exponent(blocks, amax, format.element), amax)
         return _encode_e8m0(ceil_exponent(amax, format.element.max), amax)
     return _amax_scale(amax, format.element.max, format, global_scale)
+
+
+def spanning_scale(v: Tensor, format: Format) -> Tensor:
+    """Return the scales (⌈N/n⌉, ⌈K/k⌉) of v (N, K) fp32 in a format whose blocks span rows, `Format.spans_rows`."""
+    n, k = format.block
+    padded = F.pad(v, (0, -v.shape[1] % k, 0, -v.shape[0] % n))
+    blocks = padded.view(padded.shape[0] // n, n, -1, k).transpose(1, 2)
+    return block_scale(blocks.flatten(2), format, None)
+
+
+def spread(scale: Tensor, format: Format, rows: int, columns: int) -> Tensor:
+    """Return for each element of a (rows, columns) matrix its scale, of those that `spanning_scale` gives."""
+    n, k = format.block
+    return scale.repeat_interleave(n, 0)[:rows].repeat_interleave(k, 1)[:, :columns]
 
 
 def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: Tensor) -> Tensor:

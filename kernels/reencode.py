@@ -38,10 +38,7 @@ def reencode(w: QuantizedTensor, format: str, row_scale: Tensor | None = None) -
     if scale.dtype != torch.float32 or scale.shape != (n,):
         raise ValueError(f"reencode: row_scale is {scale.dtype} {(*scale.shape,)}, expected float32 ({n},)")
     codes = encode.decode(encode.unpack(w.codes, w.format.element), w.format.element)
-    multiplier = encode.decode_scale(w.scale, w.format, w.global_scale)
-    if multiplier.ndim < 2:
-        multiplier = multiplier.reshape(-1, 1)  # a scale for each row, or one for all
-    m = (multiplier * (1 / scale)[:, None]).bfloat16().float()  # (N, G)
+    m = (w.multipliers() * (1 / scale)[:, None]).bfloat16().float()  # (N, G)
     m = torch.where(m.isnan(), 0.0, m)
     value = (codes.reshape(n, m.shape[1], -1) * m[:, :, None]).reshape(n, k)
     value = torch.where(value.isnan(), 0.0, value)

@@ -35,7 +35,8 @@ class QuantizedTensor:
     """A quantized matrix of `shape` (N, K); rows are output features of weights, tokens of activations.
 
     codes: as stored, (N, K), or (N, K/2) uint8 for 4-bit elements.
-    scale: as stored, (N, G), (N,) for per-row and () for per-tensor formats.
+    scale: as stored, `Format.scale_shape`: (N, G), (N,) for per-row, () for per-tensor formats, and (⌈N/n⌉, ⌈K/k⌉)
+        where blocks span rows.
     global_scale: fp32, () or (N, 1), for two-level formats only.
     """
 
@@ -117,33 +118,49 @@ class QuantizedTensor:
         return cls(codes, scale, global_scale, (n, k), format)
 
     def put(self, part: QuantizedTensor, row: int = 0, column: int = 0) -> None:
-        """Copy `part` to this matrix, from that row and column on; its global scale must be the same."""
+        """Copy `part` to this matrix, from that row and column on, where a block starts. Global scales are the same."""
         rows, bits = slice(row, row + part.shape[0]), self.format.element.bits
         start = column * bits // 8
         _bytes(self.codes)[rows, start : start + part.codes.shape[1]] = _bytes(part.codes)
         if self.scale.ndim < 2:
             self.scale[rows if self.scale.ndim else ...] = part.scale
         else:
-            start = column // self.format.group_size
-            _bytes(self.scale)[rows, start : start + part.scale.shape[1]] = _bytes(part.scale)
+            self.put_scales(part.scale, row, column)
+
+    def put_scales(self, scale: Tensor, row: int = 0, column: int = 0) -> None:
+        """Copy scales of blocks to this matrix, of which the first starts at that row and column."""
+        top, left = row // self.format.block[0], column // self.format.group_size
+        down, across = scale.shape
+        _bytes(self.scale)[top : top + down, left : left + across] = _bytes(scale)
 
     def rows(self, start: int, stop: int, step: int = 1) -> QuantizedTensor:
-        """Return rows of the matrix, which share its memory."""
+        """Return rows of the matrix, which share its memory; each has scales of its own where blocks span rows."""
         part = slice(start, stop, step)
-        scale, global_scale = self.scale, self.global_scale
-        if scale.ndim:
+        scale, global_scale, row = self.scale, self.global_scale, self.format
+        if row.spans_rows:
+            numbers = torch.arange(*part.indices(self.shape[0]), device=scale.device)
+            scale, row = scale[numbers // row.block[0]], replace(row, block=(1, row.group_size))
+        elif scale.ndim:
             scale = scale[part]
         if global_scale is not None and global_scale.ndim:
             global_scale = global_scale[part]
         codes = self.codes[part]
-        return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), self.format)
+        return QuantizedTensor(codes, scale, global_scale, (codes.shape[0], self.shape[1]), row)
+
+    def multipliers(self) -> Tensor:
+        """Return what multiplies codes, fp32: (N, G), (N, 1), or (N, K) where the last group of a row is cut off."""
+        if self.format.spans_rows:
+            return self.rows(0, self.shape[0]).multipliers()
+        (n, k), group = self.shape, self.format.group_size
+        of_groups = encode.decode_scale(self.scale, self.format, self.global_scale)
+        of_groups = of_groups.expand(n, 1) if of_groups.ndim == 0 else of_groups.reshape(n, -1)
+        return of_groups.repeat_interleave(group, 1)[:, :k] if group and k % group else of_groups
 
     def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
         """Return the matrix (N, K) that the codes stand for, computed in fp32 and cast once, in `out` if given."""
         n, k = self.shape
         done = torch.empty(n, k, dtype=dtype, device=self.codes.device) if out is None else out
-        groups = encode.decode_scale(self.scale, self.format, self.global_scale)
-        groups = groups.expand(n, 1) if groups.ndim == 0 else groups.reshape(n, -1)  # (N, G)
+        groups = self.multipliers()  # (N, G)
         pairs = encode.stored_pairs(self.format.element, self.codes.device)
         for start, part in row_chunks(self.codes):
             at = slice(start, start + part.shape[0])
@@ -184,7 +201,7 @@ def quantize_blocks(
     """
     how = _Rounding(x, format, global_scale, name, row_scale, four_over_six)
     done = QuantizedTensor.empty(format, x.shape[0], x.shape[1], how.global_scale, x.device)
-    for start, scaled, scale in how.scaled_rows(x, steps):
+    for start, scaled, scale, _ in how.scaled_rows(x, steps):
         codes = encode.encode(scaled, format.element, used_up=True).reshape(len(scaled), -1)
         if format.group_size == 0:
             scale = scale.reshape(()) if format.block[0] == 0 else scale.reshape(len(scaled))
@@ -206,8 +223,7 @@ def round_blocks(
     """Return the decoded `quantize_blocks` of the same arguments, (M, K) in fp32, without storing the codes."""
     how = _Rounding(x, format, global_scale, name, row_scale, four_over_six)
     done = devices.scratch(x.shape, torch.float32, x.device)
-    for start, scaled, scale in how.scaled_rows(x, steps):
-        step = encode.decode_scale(scale, format, how.global_of(start, len(scaled))).unsqueeze(-1)
+    for start, scaled, _, step in how.scaled_rows(x, steps):
         rounded = encode.decoded_codes(scaled, format.element)
         torch.mul(rounded, step, out=done[start : start + len(scaled)].view(scaled.shape))
     return done
@@ -238,23 +254,31 @@ class _Rounding:
         self.format, self.global_scale, self.row_scale = format, global_scale, row_scale
         self.four_over_six = four_over_six
 
-    def scaled_rows(self, x: Tensor, steps: Callable[[Tensor], object] | None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G)) of a few rows.
+    def scaled_rows(
+        self, x: Tensor, steps: Callable[[Tensor], object] | None
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Yield (first row, blocks (rows, G, k) over their scales in fp32, stored scales (rows, G), decoded scales).
 
-        Scales that do not follow from blocks are (rows, 1), or (1, 1) for all.
+        Of a few rows at a time. Scales that do not follow from blocks are (rows, 1), or (1, 1) for all; decoded ones
+        are (rows, G, 1). Where blocks span rows, x comes as (rows, 1, K), its scales of whole blocks decoded so, too.
         """
         wide = None
-        for start, part in row_chunks(x.detach()):
+        for start, part in row_chunks(x.detach(), unit=max(1, self.format.block[0])):
             rows, k = part.shape
             wide = torch.empty(part.shape, device=x.device, dtype=torch.float32) if wide is None else wide[:rows]
             wide.copy_(part)
             if steps is not None:
                 steps(wide)
+            if self.format.spans_rows:
+                scale = encode.spanning_scale(wide, self.format)
+                step = encode.spread(scale, self.format, rows, k)
+                yield start, wide.div_(step).unsqueeze(1), scale, step.unsqueeze(1)
+                continue
             blocks = wide.view(rows, -1, self.format.group_size or k)
             global_scale = self.global_of(start, rows)
             scale = self._scale(blocks, start, global_scale)
-            step = encode.decode_scale(scale, self.format, global_scale)
-            yield start, blocks.div_(step.unsqueeze(-1)), scale
+            step = encode.decode_scale(scale, self.format, global_scale).unsqueeze(-1)
+            yield start, blocks.div_(step), scale, step
 
     def global_of(self, start: int, rows: int) -> Tensor | None:
         """Return the global scale of these rows."""
@@ -278,13 +302,13 @@ def largest(x: Tensor) -> Tensor:
     return ends.abs().amax().float()
 
 
-def row_chunks(x: Tensor, cached: int = _CACHED) -> Iterator[tuple[int, Tensor]]:
+def row_chunks(x: Tensor, cached: int = _CACHED, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row, rows) of x (M, K): on a CPU few enough to stay in its cache through all steps.
 
-    cached: elements for each core.
+    cached: elements for each core. unit: rows that stay together.
     """
     each = cached * torch.get_num_threads() if x.device.type == "cpu" else _AT_ONCE
-    rows = max(1, each // x.shape[1])
+    rows = max(1, each // x.shape[1] // unit) * unit
     return ((start, x[start : start + rows]) for start in range(0, x.shape[0], rows))
 
 
@@ -305,12 +329,10 @@ def _check_global_scale(global_scale: Tensor, format: Format, rows: int, name: s
 
 def stored_shapes(format: Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every stored tensor of an (n, k) weight, by checkpoint name."""
-    rows, group = format.block
-    scale_shape = () if rows == 0 else (n, k // group) if group else (n,)
     columns = k * format.element.bits // 8
     stored = {
         "weight": ((n, columns), getattr(torch, format.element.storage)),
-        "weight_scale": (scale_shape, encode.SCALE_DTYPES[format.scale]),
+        "weight_scale": (format.scale_shape(n, k), encode.SCALE_DTYPES[format.scale]),
     }
     if format.two_level:
         stored["weight_scale_2"] = ((), torch.float32)

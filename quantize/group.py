@@ -55,6 +55,7 @@ _JOINT_TOKENS = 16  # for each channel, that the joint descent needs
 _JOINT_K = 6144
 _JOINT_TURNS = 2
 _SHARE_OF_GRAM = 8  # an eighth of a Gram: rows of a weight that are fp32 at a time
+_WHOLE_BLOCKS = 128  # rows, where blocks span some
 _LEAST_ROWS, _LEAST_ROWS_OF_GPU = 256, 1 << 14  # a GPU would wait for launches of small kernels
 
 
@@ -493,12 +494,16 @@ class _Fit:
             feeds: dict[int, Feedback] = {}
             for layer, part, scale, most, q in zip(self.layers, parts, scales, amax, done, strict=True):
                 row = layer.scheme.weights
-                if row.group_size not in feeds:
-                    feeds[row.group_size] = feedback(gram, row.group_size, damping)
-                feed = feeds[row.group_size]
+                group = 0 if row.spans_rows else row.group_size
+                if group not in feeds:
+                    feeds[group] = feedback(gram, group, damping)
+                feed = feeds[group]
                 columns = slice(start, start + len(feed.order))
                 for rows, v in part.chunks():
                     whole = None if row.group_size else _row_scale(v, row, most)
+                    if row.spans_rows:
+                        q.put_scales(spanning := encode.spanning_scale(v, row), rows.start)
+                        whole = encode.spread(spanning, row, *v.shape)[:, columns]
                     v = v[:, columns]
                     rounded = round_with_feedback(v, row, scale, feed, search=self.method.search, row_scale=whole)
                     q.put(rounded, rows.start, start)
@@ -876,4 +881,5 @@ def _row_slices(w: Tensor) -> list[slice]:
     """Cut a weight (N, K) into the rows that are worked on at a time."""
     n, k = w.shape
     rows = max(k // _SHARE_OF_GRAM, _LEAST_ROWS if w.device.type == "cpu" else _LEAST_ROWS_OF_GPU)
+    rows -= rows % _WHOLE_BLOCKS
     return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]

@@ -104,15 +104,20 @@ def round_with_feedback(
 ) -> QuantizedTensor:
     """Round w (N, K) fp32 by GPTQ; a block's scales are those of its values after feedback.
 
-    row_scale (N, 1): the scales of a format with one for each row, where w is a part of those rows.
+    row_scale (N, 1): the scales of a format with one for each row, where w is a part of those rows. Where blocks span
+    rows their scales are fixed before: (N, K) as `encode.spread` gives them, and the result then holds none.
     """
     n, k = w.shape
-    group = format.group_size
+    group = 0 if format.spans_rows else format.group_size
     columns = w.T[feed.order]  # (K, N): a column's numbers lie together
     error = torch.zeros_like(columns)  # w - q of the columns done
     codes = torch.empty(k, n, dtype=encode.encode(w[:0], format.element).dtype, device=w.device)
     scales = torch.empty(n, k // group if group else 1, dtype=SCALE_DTYPES[format.scale], device=w.device)
-    if not group:
+    steps = None
+    if format.spans_rows:
+        scales = encode.spanning_scale(w, format) if row_scale is None else row_scale.new_empty(0, 0)
+        steps = encode.spread(scales, format, n, k) if row_scale is None else row_scale
+    elif not group:
         scales = encode.block_scale(w.unsqueeze(1), format, None) if row_scale is None else row_scale
         step = decode_scale(scales, format, None).squeeze(1)
     for stop in range(k, 0, -_COLUMNS):  # a multiple of every group
@@ -126,11 +131,14 @@ def round_with_feedback(
                 scale = _scale_of(block, weights, format, global_scale, search)
                 scales[:, int(feed.order[column]) // group] = scale.squeeze(1)
                 step = decode_scale(scale, format, global_scale).reshape(n)
+            if steps is not None:
+                step = steps[:, feed.order[column]]
             value = round_to(target[at] / step, format.element)
             codes[feed.order[column]] = encode.encode(value, format.element)
             error[column] = columns[column] - value * step
             target[:at].addr_(feed.lower[column, start:column], error[column])
-    scales = scales if group else scales.reshape(n if format.block[0] else ())
+    if format.block[1] == 0:
+        scales = scales.reshape(format.scale_shape(n, k))
     return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)
 
 

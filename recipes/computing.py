@@ -152,19 +152,27 @@ class QuantizationConfig:
         """Read and check; ValueError if a newer fluxq is needed or the dictionary is malformed."""
         if not isinstance(config, dict):
             raise ValueError("quantization_config is no JSON object; the checkpoint's config.json is damaged")
-        version, listed = config.get("format_version"), config.get("required_features", [])
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        version, listed = config.get("format_version"), config.get("required_features")
+        if type(version) is not int or version < 1:
             raise ValueError(
-                f"checkpoint has format version {version!r}, this fluxq reads up to {FORMAT_VERSION}: update fluxq"
+                f"checkpoint has format version {version!r}, expected a whole number from 1: config.json is damaged"
             )
-        features = tuple(map(str, listed if isinstance(listed, (list, tuple)) else [listed]))
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"checkpoint has format version {version}, this fluxq reads up to {FORMAT_VERSION}: update fluxq"
+            )
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(f"required_features is {listed!r:.80}, no list; the checkpoint's config.json is damaged")
+        features = tuple(map(str, listed))
         unknown = sorted(set(features) - FEATURES.keys())
         if unknown:
             raise ValueError(f"checkpoint requires {', '.join(unknown)}, unknown to this version: update fluxq")
         layers = config.get("layers")
-        if not isinstance(layers, dict) or not layers or not all(isinstance(m, list) for m in layers.values()):
+        if not isinstance(layers, dict) or not all(isinstance(m, list) for m in layers.values()):
             raise ValueError("quantization_config names no layers; the checkpoint's config.json is damaged")
         names = [name for members in layers.values() for name in members]
+        if not names:
+            raise ValueError("quantization_config names no layers; the checkpoint's config.json is damaged")
         if not all(isinstance(name, str) for name in names):
             raise ValueError("quantization_config names layers by something else than text; config.json is damaged")
         if len(names) != len(set(names)):

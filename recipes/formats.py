@@ -10,7 +10,7 @@ element in the low nibble, scales row-major.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for mxfp8, mxfp4 and E8M0; NVIDIA's NVFP4 recipe (two-level
 scaling, E4M3 block scales of 16) as NVIDIA ModelOpt writes it; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) for
-fp8_1x128, its tiles of activations.
+fp8_1x128, its tiles of activations, and fp8_128x128, its blocks of weights.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Format:
 
     name: its spelling in recipes and files.
     element: the code type.
-    block: (n, k) elements per scale, 0 = whole axis.
+    block: (n, k) elements per scale, 0 = whole axis. Blocks of several rows may be cut off at the last row and column.
     scale: type of the stored block scale ("fp32", "bf16", "e4m3", "e8m0").
     rule: of the scale from the block: "amax" (amax / element max), "ceil" (the smallest power of two that does not
         saturate), "least_squares" (the power of two, of three, with the least squared error).
@@ -122,6 +122,16 @@ class Format:
     def group_size(self) -> int:
         """Elements of K that share a scale; 0 means the whole row."""
         return self.block[1]
+
+    @property
+    def spans_rows(self) -> bool:
+        """True if blocks hold several rows, but not all: weights alone have such scales, (⌈N/n⌉, ⌈K/k⌉)."""
+        return self.block[0] > 1
+
+    @property
+    def unit(self) -> int:
+        """Number that K must be a multiple of: whole groups and whole bytes."""
+        return 1 if self.spans_rows else self.group_size or 8 // self.element.bits
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -152,17 +162,22 @@ class Format:
 
     def check_shape(self, rows: int, k: int, name: str) -> None:
         """Raise ValueError if a (rows, k) matrix called `name` cannot be held in this format."""
-        unit = self.group_size or (2 if self.element.bits == 4 else 1)
-        if rows == 0 or k == 0 or k % unit:
+        if rows == 0 or k == 0 or k % self.unit:
             raise ValueError(
                 f"{name}: shape ({rows}, {k}) does not fit {self.name}, which needs K in multiples of "
-                f"{unit}; exclude this layer in the recipe or give it a per-row format (fp8, int8)"
+                f"{self.unit}; exclude this layer in the recipe or give it a per-row format (fp8, int8)"
             )
 
     def scale_count(self, rows: int, k: int) -> int:
         """Return the number of block scales stored for a (rows, k) matrix."""
+        return math.prod(self.scale_shape(rows, k))
+
+    def scale_shape(self, rows: int, k: int) -> tuple[int, ...]:
+        """Return the shape of the block scales of a (rows, k) matrix: (N, G), (N,) of a row each, () of all."""
         n, group = self.block
-        return (1 if n == 0 else rows) * (k // group if group else 1)
+        if n == 0:
+            return ()
+        return (-(-rows // n), -(-k // group)) if group else (rows,)
 
     def stored_bits(self, rows: int, k: int) -> int:
         """Return the bits stored for a (rows, k) matrix: codes, block scales and the global scale."""
@@ -227,6 +242,8 @@ class Scheme:
             four_over_six=bool(match["four_over_six"]),
         )
         row = scheme.activations
+        if row and row.spans_rows:
+            raise ValueError(f"scheme {text!r}: {row.name} has scales for blocks of rows, which tokens do not share")
         if scheme.static_input and not (row and row.has_tensor_scale):
             raise ValueError(f"scheme {text!r}: only nvfp4 and fp8_tensor activations have a static input scale")
         if scheme.four_over_six and not (row and row.two_level):
@@ -234,6 +251,10 @@ class Scheme:
         if scheme.hadamard not in (0, *hadamards(scheme.regular)):
             sizes = ", ".join(map(str, hadamards(scheme.regular)))
             raise ValueError(f"scheme {text!r}: {'regular ' * scheme.regular}Hadamard blocks have {sizes} columns")
+        if str(scheme) != text:  # int4_g64, digits of another script
+            raise ValueError(
+                f"unknown quantization scheme {text!r}: it is written {str(scheme)!r}; correct config.json"
+            )
         return scheme
 
     @property
@@ -276,9 +297,15 @@ def find_format(name: str) -> Format:
     if name in FORMATS:
         return FORMATS[name]
     base, _, group = name.rpartition("_g")
-    if base in FORMATS and group.isdigit():
+    if base in FORMATS and group.isascii() and group.isdigit():
         return FORMATS[base].with_group_size(int(group))
     raise ValueError(f"unknown format {name!r}{did_you_mean(name, FORMATS)}; formats: {', '.join(FORMATS)}")
+
+
+def for_tokens(row: Format) -> Format:
+    """Return the format of activations beside weights of a format: itself, or that of its groups in one row."""
+    own = (each for each in FORMATS.values() if each.block == (1, row.group_size) and each.element == row.element)
+    return next(own) if row.spans_rows else row
 
 
 INT4_GROUP_SIZES = (64, 128)
@@ -315,6 +342,7 @@ FORMATS = {
         Format("fp8", ELEMENTS["e4m3"], (1, 0), "fp32", "amax", False, "E4M3, one scale per row"),
         Format("fp8_tensor", ELEMENTS["e4m3"], (0, 0), "fp32", "amax", False, "E4M3, one scale per tensor"),
         Format("fp8_1x128", ELEMENTS["e4m3"], (1, 128), "fp32", "amax", False, "E4M3, one fp32 scale per 128"),
+        Format("fp8_128x128", ELEMENTS["e4m3"], (128, 128), "fp32", "amax", False, "E4M3, one fp32 scale per 128x128"),
         Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0", "ceil", False, "E4M3, power of two per 32"),
         Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0", "least_squares", False, "E2M1, power of two per 32"),
         Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3", "amax", True, "E2M1, E4M3 per 16, fp32 global"),

@@ -667,7 +667,7 @@ def _recipe_operands(layer: LayerPlan, recipe: Component) -> tuple[Operand, Oper
 
 def _holding(operand: Operand, k: int) -> Operand:
     """Return the operand, or the first of those after it in `NEXT_FORMAT` that holds rows of k numbers."""
-    while k % (operand.row.group_size or 1):
+    while k % operand.row.unit:
         operand = Operand(format=NEXT_FORMAT[operand.row.name])
     return operand
 

@@ -25,7 +25,7 @@ from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
 from fluxq.recipes.computing import ATTENTIONS, Attentions, Steps, Strict, why_no_attention
 from fluxq.recipes.devices import find_device
-from fluxq.recipes.formats import Format, find_format, hadamards
+from fluxq.recipes.formats import Format, find_format, for_tokens, hadamards
 
 Profile = Literal["rtn", "fast", "balanced", "best"]
 Compat = Literal["portable", "comfy", "nunchaku", "full"]
@@ -157,6 +157,11 @@ class Override(Strict):
             raise ValueError("activations cannot be quantized where the weights stay in 16 bit")
         return self
 
+    @field_validator("activations")
+    @classmethod
+    def _of_tokens(cls, value: Operand | None) -> Operand | None:
+        return _for_tokens(value)
+
     @property
     def patterns(self) -> list[str]:
         """The patterns of `match`, none where it names a role."""
@@ -229,12 +234,25 @@ class Component(Strict):
             raise ValueError(f"expected one of {words}, or patterns as in {{fp8: [blocks.*.attn]}}, got {why}")
         return value
 
+    @field_validator("activations")
+    @classmethod
+    def _of_tokens(cls, value: Operand | None) -> Operand | None:
+        return _for_tokens(value)
+
     @field_validator("modulation")
     @classmethod
     def _plain_modulation(cls, value: Operand | None) -> Operand | None:
         if value is not None and value.four_over_six:
             raise ValueError("modulation is rounded plainly: leave out four_over_six")
         return value
+
+
+def _for_tokens(value: Operand | None) -> Operand | None:
+    """Return a format of activations; ValueError where tokens would have to share its scales."""
+    if value is not None and value.row.spans_rows:
+        instead = for_tokens(value.row).name
+        raise ValueError(f"{value.row.name} has scales for blocks of rows, which tokens do not share: take {instead}")
+    return value
 
 
 class Calibration(Strict):

@@ -88,8 +88,12 @@ READERS = (
         "",
         "comfy-kitchen",
         "0.2.40",
-        ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
-        "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit",
+        (
+            *("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise", "awq_w4a16"),
+            *("svdquant_w4a4", "convrot_w4a4", "asym_w4a8_int8"),
+        ),
+        "ComfyUI's decoder: layers, and those of a whole file, are ours bit for bit; of svdquant_w4a4 within 2^-22, "
+        "and 2^-8 where x is smoothed",
     ),
     Reader(
         "SGLang-Diffusion",
@@ -101,6 +105,16 @@ READERS = (
         ("nvfp4", "mxfp8", "int8_tensorwise"),
         "its reader of markers: format of every layer, of which a file may have one; NVFP4 comes out in rows with the "
         "codes we have",
+        interpreter="FLUXQ_SGLANG_PYTHON",
+    ),
+    Reader(
+        "SGLang-Diffusion",
+        "fp8_blocks",
+        "fluxq export OUT --format fp8_blocks && sglang generate --model-path ./OUT-fp8_blocks --prompt TEXT",
+        "sglang",
+        "0.5.23",
+        ("fp8",),
+        "its reader of configurations and parameters of its layers: those in 16 bit are ours, all tensors fit",
         interpreter="FLUXQ_SGLANG_PYTHON",
     ),
     Reader(
@@ -145,13 +159,17 @@ READERS = (
         "92e46957",
     ),
 )
+KEPT = {  # (dialect, format) -> what an import keeps, where that is not its codes
+    ("comfy", "convrot_w4a4"): "codes, in int8 where bf16 does not hold the scales",
+    ("comfy", "asym_w4a8_int8"): "the int8 codes that its reader multiplies",
+}
 WIDENED = {  # dialect -> formats whose codes no format of ours holds, so that they are read as 16 bit
     "bnb": ("nf4", "fp4"),
-    "fp8_blocks": ("fp8_blocks",),
     "gguf": tuple(name for name in TYPES if name not in ("F32", "F16", "BF16")),
 }
 _ROUNDS = {  # a dialect's format, with these activations -> native tensors that it holds in fewer bits
     ("svdq_w4a4 int4", "int4"): {"pre_quant_scale"},
+    ("svdquant_w4a4", "int4"): {"pre_quant_scale"},
     ("svdq_w4a4 nvfp4", "nvfp4"): {"pre_quant_scale", "weight_scale_2", "input_scale"},
     ("nvfp4-pack-quantized", "nvfp4"): {"weight_scale_2", "input_scale"},
     ("nvfp4-pack-quantized", None): {"weight_scale_2"},

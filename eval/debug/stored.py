@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fluxq.kernels.encode import decode, decode_scale, unpack
+from fluxq.kernels.encode import decode, unpack
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.transforms import rotate
 from fluxq.recipes.formats import Element
@@ -91,8 +92,7 @@ def _difference(layer: QuantLinear, source: Tensor) -> tuple[Tensor, Tensor, Ten
     """Return (stored minus source with all branches counted, codes, step of each code), all (N, K)."""
     q = layer.quantized_weight
     codes = decode(unpack(q.codes, q.format.element), q.format.element)
-    scale = decode_scale(q.scale, q.format, q.global_scale)
-    blocks = scale.reshape(q.shape[0] if scale.ndim else 1, -1, 1)
+    blocks = q.multipliers().unsqueeze(-1)
     step = code_step(codes, q.format.element).reshape(q.shape[0], blocks.shape[1], -1) * blocks
     stored = rotate(layer.merged()[0], layer.scheme.hadamard, layer.scheme.regular)
     return stored - source, codes, step.reshape(q.shape)
@@ -108,7 +108,8 @@ def code_step(codes: Tensor, element: Element) -> Tensor:
 
 def _factors(source: Tensor, difference: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return (f, share of the error that it explains) of each block (N, G) for stored ≈ f · source; f is 1 for 0."""
-    s, d = (t.reshape(t.shape[0], -1, group) for t in (source, difference))
+    padding = (0, -source.shape[1] % group)
+    s, d = (F.pad(t, padding).reshape(t.shape[0], -1, group) for t in (source, difference))
     size, along, error = s.square().sum(-1), (s * d).sum(-1), d.square().sum(-1)
     slope = torch.where(size > 0, along / size, 0)
     return 1 + slope, torch.where(error > 0, slope * along / error, 0)

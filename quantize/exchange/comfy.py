@@ -7,17 +7,21 @@
     int8_tensorwise  weight I8 [N, K], weight_scale F32 [N, 1] or []; with `convrot` columns are rotated by the regular
                      Hadamard matrix in blocks of `convrot_groupsize`, and so is x
     awq_w4a16        weight I8 [N, K/2] of q = code + 8, weight_scale and weight_zeros [K/group, N]: (q - 8) · s + z
+    svdquant_w4a4, convrot_w4a4, asym_w4a8_int8: comfy_int4.py
 
 The format stands in `comfy_quant`, a tensor of JSON, and again in the header's `_quantization_metadata`: ComfyUI reads
 either, SGLang only the tensor. Without `full_precision_matrix_mult` x is rounded to the weight's format, with it the
-weight is widened. ComfyUI itself has no awq_w4a16: files of it are read here, and none are written. Source: ComfyUI
-0.33.0's comfy/ops.py and quant_ops.py, comfy-kitchen 0.2.40.
+weight is widened. ComfyUI itself has no awq_w4a16: it is written beside svdquant_w4a4 alone. Source: ComfyUI 0.33.0's
+comfy/ops.py and quant_ops.py, comfy-kitchen 0.2.40.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,17 +30,18 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.kernels.transforms import rotate
+from fluxq.quantize.exchange import comfy_int4
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors
 from fluxq.quantize.exchange.layouts import block_scales, crop, pad, padded, padded_tiles, swap_nibbles, unblock_scales
-from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, json_object, json_tensor
+from fluxq.quantize.exchange.marks import Headers, by_tensor, codes_of, guess_word, has_codes, json_object, json_tensor
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, positive, row_for
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, REGULAR_HADAMARDS
+from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
 
 _WIDENED = "full_precision_matrix_mult"
 _UNSCALED = "without input_scale ComfyUI rounds x to E4M3 as it is, unscaled, and clips it at 448"
-_CONVROT_SIZE = 256  # of an entry that says none
 _UNREAD = "ComfyUI 0.33.0 does not load awq_w4a16, which its decoder comfy-kitchen has"
 
 
@@ -63,6 +68,13 @@ def encode(layer: QuantTensors) -> Encoded:
         turned = scale.T.contiguous()
         tensors |= {"weight": (weight ^ 0x88).view(torch.int8)}  # two's complement to code + 8: the top bits flip
         tensors |= {"weight_scale": turned, "weight_zeros": torch.zeros_like(turned)}
+    elif row.name == "svdquant_w4a4":
+        bias = {name: tensors[name] for name in ("bias",) if name in tensors}
+        tensors, more = comfy_int4.encode_svdquant(layer)
+        tensors, notes = tensors | bias, notes + more
+    elif row.name == "convrot_w4a4":
+        packed, said = comfy_int4.encode_convrot(layer)
+        tensors, entry = tensors | packed, entry | said
     tensors |= layer.beside
     tensors["comfy_quant"] = torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)
     return Encoded(tensors, entry, notes)
@@ -74,7 +86,12 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else entry
     row = named_row(ROWS, said.get("format"), "comfy")
     if said.get(_WIDENED) and row.activations is not None:
-        row = named_row(ROWS, row.name, "comfy", None)
+        row = replace(row, activations=None, input_scale="none")
+    whole = said.get("orig_shape", [*shape])
+    if whole != [*shape]:
+        raise ValueError(f"comfy: orig_shape {whole!r} is not that of the weight, {[*shape]}; get the file again")
+    if row.name in comfy_int4.FORMATS:
+        return comfy_int4.decode(row, held, shape, said)
     regular = _regular(row, said, shape[1])
     done = held.bias(shape[0])
     found = _READERS[row.name](held, shape, said)
@@ -99,20 +116,14 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
 
 def _regular(row: Row, entry: Mapping[str, Any], k: int) -> int:
     """Size of the blocks that an entry says are rotated, 0 for none; ValueError for one that cannot be so."""
-    is_rotated, size = entry.get("convrot", False), entry.get("convrot_groupsize", _CONVROT_SIZE)
+    is_rotated = entry.get("convrot", False)
     if type(is_rotated) is not bool:
         raise ValueError(f"comfy: convrot is {is_rotated!r}, expected true or false")
     if not is_rotated:
         return 0
     if not row.regular:
         raise ValueError(f"comfy: {row.name} with convrot is none that ComfyUI has: its int8_tensorwise alone rotates")
-    if type(size) is not int or size not in (4**power for power in range(1, 16)):
-        raise ValueError(
-            f"comfy: convrot_groupsize {size!r} is no power of 4, as 16, 64 and 256 are; get the file again"
-        )
-    if k % size:
-        raise ValueError(f"comfy: convrot_groupsize {size} does not divide K = {k}; get the file again")
-    return size
+    return comfy_int4.rotation(entry, k)
 
 
 _Read = dict[str, Tensor] | tuple[Tensor, str]  # native tensors, or a weight in fp32 and why it is no more
@@ -174,9 +185,34 @@ _READERS = {
 
 def read_entry(tensor: Tensor) -> dict[str, Any]:
     """The JSON object of a `comfy_quant` tensor; ValueError if it holds none."""
-    entry = json_tensor(tensor, "comfy: comfy_quant")
-    params = entry.get("params")
-    return {**(params if isinstance(params, dict) else {}), **entry}
+    return _flat(json_tensor(tensor, "comfy: comfy_quant"), "comfy_quant")
+
+
+def _flat(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An entry with its `params` among its own keys; ValueError for one that says two things, or that nobody reads."""
+    params = said.get("params")
+    inner = params if isinstance(params, dict) else {}
+    for key in inner.keys() & said.keys():
+        if json.dumps(inner[key]) != json.dumps(said[key]):
+            raise ValueError(
+                f"comfy: {where} says {key} {said[key]!r}, and in params {inner[key]!r}; get the file again"
+            )
+    entry = {**inner, **said}
+    if type(entry.get(_WIDENED, False)) is not bool:
+        raise ValueError(f"comfy: {where} has {_WIDENED} {entry[_WIDENED]!r}, expected true or false")
+    for key in entry.keys() - _KEYS:
+        for known in get_close_matches(key.strip().lower(), _MEANT, 1, 0.8):
+            raise ValueError(
+                f"comfy: {where} has the unknown key {key!r} (did you mean {known!r}?); get the file again"
+            )
+        if entry[key] and any(word in key.lower() for word in _CHANGES):
+            raise ValueError(f"comfy: {where} says {key} {entry[key]!r}, which nothing here reads")
+    return entry
+
+
+_MEANT = ("format", "convrot", "convrot_groupsize", "group_size", _WIDENED)
+_KEYS = {*_MEANT, "params", "orig_dtype", "orig_shape", "per_row"}
+_CHANGES = ("rot", "hadamard", "transpose")  # in keys of what would make the weight another
 
 
 def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -186,7 +222,7 @@ def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 _SGLANG = "ComfyUI, SGLang-Diffusion"
-_INT4_G128 = Row("awq_w4a16", "int4_g128", None, unread=_UNREAD)
+_INT4_G128 = Row("awq_w4a16", "int4_g128", None, unread=_UNREAD, beside="svdquant_w4a4")
 ROWS = (
     Row("float8_e4m3fn", "fp8_tensor", "fp8_tensor", also=("fp8",), input_scale="optional", read_by=_SGLANG),
     Row("float8_e4m3fn", "fp8_tensor", None, read_by=_SGLANG),
@@ -196,8 +232,9 @@ ROWS = (
     Row("mxfp8", "mxfp8", None, read_by=_SGLANG),
     Row("int8_tensorwise", "int8", "int8", regular=True, read_by=_SGLANG),
     Row("int8_tensorwise", "int8", None, regular=True, read_by=_SGLANG),
-    Row("awq_w4a16", "int4", None, unread=_UNREAD),
+    Row("awq_w4a16", "int4", None, unread=_UNREAD, beside="svdquant_w4a4"),
     _INT4_G128,
+    *comfy_int4.ROWS,
 )
 
 
@@ -206,9 +243,11 @@ ROWS = (
 
 def _said(model: Headers) -> dict[str, Any]:
     """Layer -> entry, of `_quantization_metadata`."""
-    text = model.metadata.get("_quantization_metadata")
-    layers = json_object(text, f"{model.path}: _quantization_metadata").get("layers") if text else None
-    return layers if isinstance(layers, dict) else {}
+    text, what = model.metadata.get("_quantization_metadata"), f"{model.path}: _quantization_metadata"
+    layers = json_object(text, what).get("layers", {}) if text else {}
+    if not isinstance(layers, dict):
+        raise ValueError(f"{what} has layers that are no JSON object; get the file again")
+    return layers
 
 
 def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
@@ -225,14 +264,28 @@ def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return what tensor and header say of a layer; ValueError where they differ, or tell only of other layers."""
+    said = _said(model)
+    own = said.get(name, said.get(name.removeprefix(CHECKPOINT_PREFIX)))  # ComfyUI's header knows no prefix
+    if own is not None and not isinstance(own, dict):
+        raise ValueError(f"comfy: _quantization_metadata says {own!r} of it; get the file again")
+    told = _flat(own, "_quantization_metadata") if own is not None else {}
     if "comfy_quant" in stored:
-        return read_entry(model.read(f"{name}.comfy_quant"))
-    said = _said(model).get(name)
-    return dict(said) if isinstance(said, dict) else {"format": guess_word(stored, _WORDS)}
+        entry = read_entry(model.read(f"{name}.comfy_quant"))
+        for key in _MEANT if own is not None else ():
+            if json.dumps(entry.get(key)) != json.dumps(told.get(key)):
+                differ = f"{key} {entry.get(key)!r}, and the header {told.get(key)!r}"
+                raise ValueError(f"comfy: comfy_quant says {differ}; ComfyUI reads the header, SGLang the tensor")
+        return entry
+    if own is None and (said or any("comfy_quant" in parts for parts in model.groups.values())):
+        raise ValueError("comfy: nothing says the layer's format, and other layers have theirs; get the file again")
+    return {"format": guess_word(stored, _WORDS)} if own is None else told
 
 
 def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer; N is that of the bias where padding hides it."""
+    if known := comfy_int4.size_of(stored, entry):
+        return known
     _, codes, rows, columns = codes_of(stored)
     bias = stored.get("bias")
     if bias and len(bias.shape) == 1 and padded(bias.shape[0], 32) >= rows:
@@ -241,7 +294,7 @@ def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int,
     return rows, columns * 2 if four_bits else columns
 
 
-_INT4 = ("awq_w4a16", "convrot_w4a4", "asym_w4a8_int8")
+_INT4 = ("awq_w4a16", *comfy_int4.FORMATS)
 _LOW_NIBBLES = (
     "ModelOpt writes low nibbles first whatever the layout, ComfyUI reads high ones first; `--base` proves them"
 )
@@ -257,7 +310,8 @@ DIALECT = Dialect(
     marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _said(model) else ""),
     doubts=_doubts,
     unsettled=(_LOW_NIBBLES,),
-    suffixes=("comfy_quant", "weight_zeros", "weight_s_rel", "weight_s_channel", "weight_codebook"),
+    suffixes=("comfy_quant", "weight_zeros", *comfy_int4.SUFFIXES),
+    has_codes=partial(has_codes, sizes=(2, 4)),  # svdquant_w4a4 in tiles has four
     entry=_entry,
     shape=_shape,
     rows=ROWS,

@@ -1,6 +1,7 @@
 """compressed-tensors' layers, as llm-compressor writes them and vLLM reads them: text encoders, for the most part.
 
-    float-quantized       weight E4M3 [N, K]        weight_scale [N, 1] or [1]; naive-quantized where x is in 16 bit
+    float-quantized       weight E4M3 [N, K]        weight_scale [N, 1], [1] or, of blocks, [⌈N/128⌉, ⌈K/128⌉];
+                          naive-quantized where x is in 16 bit
     int-quantized         weight I8 [N, K]          weight_scale [N, 1]
     pack-quantized        weight_packed I32 [N, K/8] of code + 8, the first lowest, weight_scale [N, K/64],
                           weight_shape; [N, K/4] of code + 128 and [N, 1] for int8 where x is in 16 bit
@@ -88,7 +89,13 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if isinstance(found, Plain):
         return replace(found, bias=done.get("bias"))
     weights, own = found
-    is_weight_only = entry.get("input_activations") is None
+    x = entry.get("input_activations")
+    is_weight_only = x is None
+    if weights == "fp8_128x128" and isinstance(x, dict):
+        how = x.get("strategy"), x.get("group_size"), x.get("dynamic")
+        if how != ("group", BLOCK, True):
+            raise ValueError(f"compressed-tensors: blocks with inputs of {how} are not read, (group, {BLOCK}, True) is")
+        is_weight_only = shape[1] % BLOCK > 0  # x has whole groups here
     rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
     if not rows:
         plain = next(row for row in ROWS if row.weights == weights and row.activations is None)
@@ -101,8 +108,17 @@ def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) 
     codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
     of_blocks = tuple(-(-size // BLOCK) for size in shape)
     scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
-    if tuple(scale.shape) == of_blocks and of_blocks not in ((1, 1), (shape[0], 1)):
-        return Plain(over_blocks(codes, scale), None, f"it has a scale for each block of {BLOCK} by {BLOCK}")
+    said = entry.get("weights")
+    said = said if isinstance(said, dict) else {}
+    named = said.get("strategy") == "block"
+    if named and said.get("block_structure") not in (None, [BLOCK, BLOCK]):
+        raise ValueError(f"compressed-tensors: blocks of {said['block_structure']!r} are not read, 128 by 128 are")
+    if tuple(scale.shape) == of_blocks and (named or of_blocks not in ((1, 1), (shape[0], 1))):
+        if codes.dtype == torch.int8:
+            return Plain(over_blocks(codes, scale), None, f"it is int8 in blocks of {BLOCK} by {BLOCK}")
+        return "fp8_128x128", {"weight": codes, "weight_scale": scale}
+    if named:
+        raise ValueError(f"compressed-tensors: weight_scale is {(*scale.shape,)}, expected {of_blocks} of blocks")
     if codes.dtype == torch.int8:
         return _int8(codes, scale)
     if scale.ndim == 2 and scale.numel() == shape[0]:
@@ -210,6 +226,8 @@ def _args(name: str, dynamic: bool | str) -> dict[str, Any]:
     }
     if row.two_level:
         said |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    elif row.spans_rows:
+        said |= {"strategy": "block", "block_structure": [*row.block], "group_size": None}
     elif row.scale == "e8m0":
         said["scale_dtype"] = "torch.uint8"
     return said
@@ -243,6 +261,8 @@ ROWS = (
     Row("mxfp4-pack-quantized", "mxfp4", None, read_by=_VLLM),
     Row("nvfp4-pack-quantized", "nvfp4", "nvfp4", input_scale="required", read_by=_VLLM),
     Row("nvfp4-pack-quantized", "nvfp4", None, read_by=_VLLM),
+    Row("float-quantized", "fp8_128x128", "fp8_1x128", multiples=(1, BLOCK), read_by=_VLLM),
+    Row("naive-quantized", "fp8_128x128", None, read_by=_VLLM),
 )
 
 # --- files

@@ -330,7 +330,8 @@ def _choice(
     side_layers: SideLayers,
 ) -> Choice | str:
     """Decide on a unit, or return the reason why nothing can be done with it."""
-    why = _why_not_as_it_is(source, unit, dialect)
+    held = (row.name for row in DIALECTS[dialect].rows if (row.weights, row.activations) == main and not row.unread)
+    why = _why_not_as_it_is(source, unit, dialect, next(held, ""))
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
     has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
@@ -374,8 +375,11 @@ def _readable_together(source: NativeComponent, choices: list[Choice], dialect: 
     return done
 
 
-def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
-    """Return the reason why a unit's codes cannot move; empty if they can. Reads nothing but scalars."""
+def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str, main: str) -> str:
+    """Return the reason why a unit's codes cannot move; empty if they can. Reads nothing but scalars.
+
+    main: the dialect's format of the main layers.
+    """
     missing = [name for name in unit.parts if name not in source.schemes]
     if missing:
         lacking, whole = (name.rpartition(".")[2] for name in (missing[0], unit.name))
@@ -393,7 +397,7 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str) -> str:
         if any(value is not None and values[0] is not None and not torch.equal(value, values[0]) for value in values):
             return f"the file joins layers whose {suffix} differ"
     shape = _shape(source, unit)
-    why = misfit(schemes[0], shape, dialect)
+    why = misfit(schemes[0], shape, dialect, main=main)
     if not why and unit.own.chunks and schemes[0].activations:
         return f"a modulation, which has 16-bit activations there and here is {schemes[0]}"
     if not why and unit.own.parts and not unit.own.chunks and not schemes[0].activations:
@@ -441,14 +445,15 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
     rows = [
         row
         for row in DIALECTS[dialect].rows
-        if not row.unread and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
+        if not (row.unread or row.only_moved)
+        and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
     ]
     for row in sorted(rows, key=partial(_distance, own=own)):
         same_input = own.static_input and own.activations is not None and row.activations == own.activations.name
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
         if own.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
-        if k % (scheme.weights.group_size or 1) == 0 and not misfit(scheme, (n, k), dialect, [row]):
+        if k % scheme.weights.unit == 0 and not misfit(scheme, (n, k), dialect, [row]):
             found.append(scheme)
     return tuple(found)
 

@@ -31,7 +31,7 @@ from fluxq.quantize.checkpoint import build_on_meta, copy_rest, library_of, name
 from fluxq.quantize.exchange.files import ModelFile, class_names, open_models
 from fluxq.quantize.exchange.imported import Imported, record_of
 from fluxq.quantize.exchange.inspect import Inspection, beside_weights, inspect_model
-from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, split
+from fluxq.quantize.exchange.layer import CrossedBlocks, Decoded, Plain, QuantTensors, split
 from fluxq.quantize.exchange.layouts import in_order
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, FileLayer, json_object
 from fluxq.quantize.exchange.proof import REPAIRS, Against, compare, mended
@@ -276,6 +276,7 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
                     schemes[module] = part.scheme
                     put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()}, part.scheme)
                     report.notes += [f"{name}: {_LEFT_OUT.get(what, what)}" for what in part.beside]
+                    report.notes += [f"{name}: {note}" for note in part.notes]
                 elif dequantize:
                     report.dequantized[module] = why
                     put(_dense(module, part, expected))
@@ -342,10 +343,17 @@ def _read(model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, 
         kept = {name: tensor for name, tensor in found.tensors.items() if name != "input_scale"}
         found = replace(found, tensors=kept, scheme=replace(found.scheme, static_input=False))
     for name in orders.keys() & set(best):
-        found = found.reordered(orders[name].argsort())
+        found = _reordered(found, orders[name].argsort())
     if whole.order == "halves swapped":
-        found = found.reordered(in_order(torch.arange(layer.shape[0]), whole.order))
+        found = _reordered(found, in_order(torch.arange(layer.shape[0]), whole.order))
     return found
+
+
+def _reordered(layer: Decoded, rows: Tensor) -> Decoded:
+    try:
+        return layer.reordered(rows)
+    except CrossedBlocks as error:
+        return Plain(*layer.collapsed(), str(error)).reordered(rows)
 
 
 def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, report: Imported) -> dict[str, Tensor]:
@@ -374,7 +382,10 @@ def _split(layer: Decoded, modules: list[str], expected: Mapping[str, Tensor]) -
     if (sum(sizes), width) != (n, k):
         raise ValueError(f"is {n}×{k}, the model asks for {sum(sizes)}×{width}; is its configuration another's?")
     if isinstance(layer, QuantTensors):
-        return split(layer, sizes)
+        try:
+            return split(layer, sizes)
+        except CrossedBlocks as error:
+            layer = Plain(*layer.collapsed(), str(error))
     biases = layer.bias.split(sizes) if layer.bias is not None else [None] * len(sizes)
     return [Plain(w, b, layer.why) for w, b in zip(layer.weight.split(sizes), biases, strict=True)]
 

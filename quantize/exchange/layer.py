@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluxq.kernels.linear import LOW_RANK, QuantLinear
 from fluxq.quantize.exchange.layouts import as_bytes, concatenated
-from fluxq.recipes.formats import Scheme
+from fluxq.recipes.formats import Format, Scheme
 
 Names = tuple[str, ...]
 
@@ -29,13 +29,16 @@ class QuantTensors:
 
     tensors: by the names that checkpoints use, the bias included; `weight_scale_2` is () or, in a fused layer whose
     parts have their own, (N, 1). shape: of the weight, (N, K). beside: what a file held that no scheme of ours stores,
-    such as the `input_scale` () of fp8 with one scale per tensor; `encode` puts it back.
+    such as the `input_scale` () of fp8 with one scale per tensor; `encode` puts it back. notes: what a file's reader
+    computes otherwise. coarser: the format to which a file's codes were rounded, where ours has more bits.
     """
 
     tensors: Mapping[str, Tensor]
     shape: tuple[int, int]
     scheme: Scheme
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Names = ()
+    coarser: Format | None = None
 
     def linear(self) -> QuantLinear:
         """The layer that computes with these tensors."""
@@ -52,13 +55,12 @@ class QuantTensors:
         return self.linear().collapsed()
 
     def reordered(self, rows: Tensor) -> QuantTensors:
-        """The same layer with these rows (N,), in this order."""
+        """The same layer with these rows (N,), in this order; CrossedBlocks as `lines_of`."""
         tensors = dict(self.tensors)
         for name in tensors.keys() & BY_ROWS:
             tensor = tensors[name]
             if tensor.ndim:
-                bits = as_bytes(tensor) if tensor.element_size() == 1 else tensor
-                tensors[name] = bits[rows].view(tensor.dtype)
+                tensors[name] = _taken(tensor, lines_of(name, rows, self.scheme))
         return replace(self, tensors=tensors)
 
 
@@ -77,6 +79,29 @@ class Plain:
     def reordered(self, rows: Tensor) -> Plain:
         """The same layer with these rows (N,), in this order."""
         return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
+
+
+class CrossedBlocks(ValueError):
+    """Rows of a weight leave the blocks whose scales they share, so that no layer holds their codes."""
+
+
+def lines_of(name: str, rows: Tensor, scheme: Scheme) -> Tensor:
+    """Return which lines of a layer's tensor belong to these rows (N,): the same, or of block scales the blocks'.
+
+    Raises CrossedBlocks where blocks span rows and a block of theirs would hold rows from two, or not from its start.
+    """
+    unit = scheme.weights.block[0]
+    if name != "weight_scale" or unit < 2:
+        return rows
+    blocks = rows[::unit] // unit
+    place = torch.arange(len(rows), device=rows.device)
+    if not torch.equal(blocks[place // unit] * unit + place % unit, rows):
+        raise CrossedBlocks(f"its parts begin within blocks of {unit} rows, which share scales")
+    return blocks
+
+
+def _taken(tensor: Tensor, lines: Tensor) -> Tensor:
+    return (as_bytes(tensor) if tensor.element_size() == 1 else tensor)[lines].view(tensor.dtype)
 
 
 Decoded = QuantTensors | Plain
@@ -102,6 +127,9 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
     names a difference.
     """
     first = layers[0]
+    unit = first.scheme.weights.block[0] or 1
+    if any(layer.shape[0] % unit for layer in layers[:-1]):
+        raise CrossedBlocks(f"cannot join layers that do not end with a block of {unit} rows")
     for layer in layers[1:]:
         if (replace(layer.scheme, rank=0), layer.shape[1]) != (replace(first.scheme, rank=0), first.shape[1]):
             raise ValueError(f"cannot join {layer.scheme} K={layer.shape[1]} to {first.scheme} K={first.shape[1]}")
@@ -144,14 +172,17 @@ def joined_pairs(layers: Sequence[QuantTensors], axis: Literal[0, 1]) -> dict[st
 
 
 def split(layer: QuantTensors, sizes: Sequence[int]) -> list[QuantTensors]:
-    """Inverse of `join`: parts of so many rows, without the directions of the low-rank pair that a part leaves idle."""
+    """Inverse of `join`: parts of so many rows, without the directions of the low-rank pair that a part leaves idle.
+
+    Raises CrossedBlocks as `lines_of`.
+    """
     if sum(sizes) != layer.shape[0]:
         raise ValueError(f"cannot split {layer.shape[0]} rows into {'+'.join(map(str, sizes))}")
     parts, at = [], 0
     for size in sizes:
-        rows = slice(at, at + size)
+        rows = torch.arange(at, at + size)
         tensors = {
-            name: tensor[rows].contiguous() if tensor.ndim and name in BY_ROWS else tensor
+            name: _taken(tensor, lines_of(name, rows, layer.scheme)) if tensor.ndim and name in BY_ROWS else tensor
             for name, tensor in layer.tensors.items()
         }
         if "weight_scale_2" in tensors and tensors["weight_scale_2"].ndim:

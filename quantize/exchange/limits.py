@@ -11,13 +11,16 @@ from fluxq.recipes.formats import Scheme
 from fluxq.recipes.keymaps import original_names
 
 
-def misfit(scheme: Scheme, shape: tuple[int, int], dialect: str, rows: Sequence[Row] = ()) -> str:
-    """Return the reason why no format of the dialect, or none of `rows`, holds a layer; empty if one does."""
+def misfit(scheme: Scheme, shape: tuple[int, int], dialect: str, rows: Sequence[Row] = (), main: str = "") -> str:
+    """Return the reason why no format of the dialect, or none of `rows`, holds a layer; empty if one does.
+
+    main: the dialect's format of the main layers beside which it would be written.
+    """
     try:
         row, _ = row_for(QuantTensors({}, shape, scheme), rows or DIALECTS[dialect].rows, dialect)
     except ValueError as error:
         return str(error)
-    return row.unread
+    return "" if main and row.beside == main else row.unread
 
 
 def misfit_beside(scheme: Scheme, main: Scheme, shape: tuple[int, int], dialect: str) -> str:

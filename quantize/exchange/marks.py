@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fluxq.base.tensors import Stored, TensorFile
@@ -161,17 +162,26 @@ def weight_of(stored: Mapping[str, Stored]) -> Stored:
 
 def json_tensor(tensor: Tensor, what: str) -> dict[str, Any]:
     """The JSON object that the bytes of a tensor are; ValueError naming it."""
-    if tensor.ndim != 1 or tensor.numel() > _LONGEST:
-        raise ValueError(f"{what} is {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or tensor.numel() > _LONGEST:
+        raise ValueError(f"{what} is {tensor.dtype} {(*tensor.shape,)}, expected up to {_LONGEST} bytes of JSON")
     return json_object(bytes(tensor.tolist()), what)
 
 
 def json_object(text: str | bytes, what: str) -> dict[str, Any]:
-    """A JSON object from a header; ValueError naming it."""
+    """A JSON object from a header; ValueError naming it, also where a key stands twice."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is no JSON ({error}); get the file again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{what} is no JSON object; get the file again")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice")
+    return found

@@ -204,6 +204,8 @@ class _Rows:
         """
         if not isinstance(self.found, QuantTensors) or self.has_branch:
             return None, False
+        if self.found.coarser is not None:  # whose programs rotate and scale in 16 bit, so that codes differ all over
+            return None, False
         read, truth = read[self.at], truth[self.at]
         nearest = self.rounded(truth)
         (factor, _, left), (near, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
@@ -248,7 +250,10 @@ class _Rows:
         by = self.smoothing(by)
         if not isinstance(self.found, QuantTensors):
             return _cast(truth / by, self.layer) * by
-        weights, rotation = self.found.scheme.weights, (self.found.scheme.hadamard, self.found.scheme.regular)
+        weights, rotation = (
+            self.found.coarser or self.found.scheme.weights,
+            (self.found.scheme.hadamard, self.found.scheme.regular),
+        )
         one = None if weights.block[0] else self.found.tensors["weight_scale"]  # which need not be this weight's own
         turned = rotate(truth / by, *rotation)
         return rotate(QuantizedTensor.quantize(turned, weights, tensor_scale=one).dequantize(), *rotation) * by
@@ -510,7 +515,7 @@ def is_whole(tensors: Mapping[str, Tensor]) -> bool:
 
     Blocks run on over rows, scales stand by columns, or it is two layers.
     """
-    return any(name in tensors for name in ("weight_zeros", "wzeros", "weight.quant_map", "out_proj.qweight"))
+    return any(name in tensors for name in _WHOLE) or ("proj_down" in tensors and "weight_scale" in tensors)
 
 
 def _starts(n: int) -> list[int]:
@@ -630,6 +635,10 @@ def part_sizes(joined: Joined, n: int, k: int) -> list[int]:
 # --- repairs
 
 _BLOCK_SCALES = ("weight_scale", "_weight_scale", "wscales")
+_WHOLE = (
+    *("weight_zeros", "wzeros", "weight.quant_map", "out_proj.qweight"),
+    *("weight_proj_down", "weight_correction"),
+)
 _NOT_BY_ROWS = (
     "weight_g_idx",
     *("svdquant_lora_a", "pre_quant_scale", "pre_quant_mean", "deflate_basis", "comfy_quant", "_weight_act_pre_scale"),

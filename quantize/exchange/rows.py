@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fluxq.kernels.encode import spread
 from fluxq.kernels.tensor import stored_shapes
 from fluxq.quantize.exchange.layer import Names, QuantTensors
 from fluxq.quantize.exchange.layouts import as_bytes, require_kept
@@ -28,6 +29,8 @@ class Row:
     factors_stay: its layers all have factors, by which the reader divides x, so that none are folded without need.
     regular: its reader rotates x by the regular Hadamard matrix where a layer says so.
     unread: why `export` writes no file of it, although decoders have it and files of others are imported; else empty.
+    beside: the format of main layers beside which `export` writes it all the same, since what reads these reads it.
+    only_moved: `--requantize` rounds no layer into it, since few programs read it.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Row:
     row_scales: bool = False
     regular: bool = False
     unread: str = ""
+    beside: str = ""
+    only_moved: bool = False
 
     def scheme(self, **features: Any) -> Scheme:
         """Return the scheme of the format, with these features and no others."""
@@ -122,6 +127,8 @@ def _words(activations: str | None) -> str:
 
 def _scales(weights: Format) -> str:
     rows, columns = weights.block
+    if weights.spans_rows:
+        return f"a scale for each block of {rows} by {columns}"
     return "one scale" if not rows else f"a scale for each {columns} of a row" if columns else "a scale for each row"
 
 
@@ -220,8 +227,11 @@ def native(
     if zero.any():
         element = scheme.weights.element
         signs = 0 if element.is_integer else 0x88 if element.bits == 4 else 0x80  # bits that a code of 0 may have
-        rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
-        under = rows.repeat_interleave(codes.shape[1] // rows.shape[1], dim=1)  # (N, bytes)
+        if scheme.weights.spans_rows:
+            under = spread(zero, scheme.weights, *shape)
+        else:
+            rows = zero.reshape(-1, scale.shape[1] if scale.ndim == 2 else 1).expand(shape[0], -1)
+            under = rows.repeat_interleave(codes.shape[1] // rows.shape[1], dim=1)  # (N, bytes)
         require_kept(as_bytes(codes) & ~torch.tensor(signs, dtype=torch.uint8), ~under)
         codes = codes if is_e8m0 else as_bytes(codes).masked_fill(under, 0).view(codes.dtype)  # not -0
         scale = torch.where(zero, 127.0 if is_e8m0 else 1.0, scale.float()).to(scale.dtype)

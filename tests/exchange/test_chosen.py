@@ -31,8 +31,9 @@ def mixed(tmp_path_factory):
     model, made = small(root / "small"), {}
 
     def make(dialect: str, bits: float, *menu: str) -> tuple[dict[str, str], NativeComponent, Any]:
-        if dialect not in made:
-            folder = root / dialect
+        key = "-".join((dialect, str(bits), *menu))
+        if key not in made:
+            folder = root / key
             base = quick("nvfp4", root, fitted=False)
             how = {
                 "dialect": dialect,
@@ -47,8 +48,8 @@ def mixed(tmp_path_factory):
             target = folder / ("x.safetensors" if WRITERS[dialect].is_file else "x")
             done = export(resolve_model(str(out.path)), dialect, target)
             option_of = {name.partition(".")[2]: u["option"] for u in result["units"] for name in u["layers"]}
-            made[dialect] = option_of, NativeComponent(resolve_model(str(out.path)), "transformer"), done
-        return made[dialect]
+            made[key] = option_of, NativeComponent(resolve_model(str(out.path)), "transformer"), done
+        return made[key]
 
     return make
 
@@ -113,3 +114,22 @@ def test_sglang_reads_a_mixed_folder(mixed, tmp_path) -> None:
     assert set(said["ignored"]) == set(said["found ignored"]) == in_16_bit
     assert {name for name, option in option_of.items() if option == "16bit"} <= in_16_bit
     sglang.require_rows(load_file(tmp_path / "read.safetensors"), held, shapes.keys() - in_16_bit)
+
+
+@pytest.mark.slow
+@sglang.given
+@pytest.mark.reader("SGLang-Diffusion", "comfy")
+@pytest.mark.parametrize("menu", [("nvfp4", "int8", "fp8_tensor"), ("nvfp4", "fp8_tensor"), ("nvfp4", "16bit")])
+def test_sglang_takes_no_mix_of_comfyuis_formats(mixed, menu, tmp_path) -> None:
+    """It reads the markers of all layers, and has no configuration for such a mix; int8 modulation makes the last."""
+    option_of, _, done = mixed("comfy", 8.0 if "16bit" in menu else 6.5, *menu)
+    held, shapes = sglang.shapes_of(Path(done.target))
+    asked = json.dumps([[str(done.target), shapes, str(tmp_path / "read.safetensors")]])
+    (said,) = json.loads(said_by([sglang.PYTHON, "-c", sglang.READ, asked], tmp_path).splitlines()[-1])["models"]
+    marked = {name.removesuffix(".comfy_quant") for name in held if name.endswith(".comfy_quant")}
+    formats = {json.loads(bytes(held[f"{name}.comfy_quant"].tolist()))["format"] for name in marked}
+    assert len(set(option_of.values())) > 1 and len(formats) > 1
+    if formats == {"int8_tensorwise", "nvfp4"}:
+        assert said["error"].startswith("Unsupported quantized linear marker for ")
+    else:
+        assert said == {"error": f"Unsupported Comfy quantization format(s): {', '.join(sorted(formats))}"}

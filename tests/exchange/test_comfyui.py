@@ -126,18 +126,27 @@ LIKE_PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 MODELS = [  # family, recipe, ComfyUI's formats, and how far outputs may be apart
-    ("flux", "nvfp4", {"nvfp4"}, 1e-5),
-    ("flux", "mxfp8", {"mxfp8"}, 1e-5),
+    ("flux", "nvfp4", {"nvfp4", "int8_tensorwise"}, 2e-3),  # modulation in int8, as below
+    ("flux", "mxfp8", {"mxfp8", "int8_tensorwise"}, 2e-3),
     ("flux", "fp8_tensor", {"float8_e4m3fn"}, 1e-5),
     ("flux", "mixed", {"nvfp4", "mxfp8", "float8_e4m3fn"}, 1e-5),
     ("flux", "int8", {"int8_tensorwise"}, 2e-3),  # rounds each token of x to int8
-    *((family, "nvfp4", {"nvfp4"}, 1e-5) for family in ("flux2", "sd3", "wan")),
+    ("flux", "int8-convrot", {"int8_tensorwise"}, 2e-3),  # and rotates it before
+    ("flux", "mixed with int8", {"nvfp4", "mxfp8", "float8_e4m3fn", "int8_tensorwise"}, 2e-3),
+    ("sd3", "nvfp4", {"nvfp4", "int8_tensorwise"}, 2e-3),
+    *((family, "nvfp4", {"nvfp4"}, 1e-5) for family in ("flux2", "wan")),
 ]
 
-MIXED = [  # overrides of nvfp4.yaml, as `fluxq auto --for comfy` writes them
-    {"match": pattern, "reason": "mixed", **{part: {"format": name} for part in ("weights", "activations") if name}}
-    for pattern, name in (("transformer_blocks.0.**", "mxfp8"), ("**.ff.**", "fp8_tensor"), ("**.proj_out", ""))
-]
+MIXED = {  # overrides of nvfp4.yaml, as `fluxq auto --for comfy` writes them: pattern -> format, "" for 16 bit
+    "mixed": {"transformer_blocks.0.**": "mxfp8", "**.ff.**": "fp8_tensor", "**.proj_out": ""},
+    "mixed with int8": {
+        "transformer_blocks.0.**": "mxfp8",
+        "**.ff.**": "fp8_tensor",
+        "transformer_blocks.*.ff_context.**": "nvfp4",
+        "single_transformer_blocks.**": "int8",
+        "**.proj_out": "",
+    },
+}
 
 
 def inputs_of(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -181,13 +190,16 @@ def packed(x: Tensor, family: str) -> Tensor:
 
 def recipe_of(name: str, folder: Path) -> str:
     """A shipped recipe; fp8.yaml with one scale for each tensor, which ComfyUI wants; or nvfp4.yaml with overrides."""
-    if name not in ("fp8_tensor", "mixed"):
+    if name not in ("fp8_tensor", *MIXED):
         return name
-    recipe = yaml.safe_load(Path(find_recipe("nvfp4" if name == "mixed" else "fp8")).read_text(encoding="utf-8"))
+    overrides = MIXED.get(name, {})
+    recipe = yaml.safe_load(Path(find_recipe("nvfp4" if overrides else "fp8")).read_text(encoding="utf-8"))
     settings = recipe["components"]["transformer"]
-    if name == "mixed":
-        settings["overrides"] = MIXED
-    for part in ("modulation",) if name == "mixed" else ("weights", "activations", "modulation"):
+    settings["overrides"] = [
+        {"match": pattern, "reason": "mixed", **{part: {"format": to} for part in ("weights", "activations") if to}}
+        for pattern, to in overrides.items()
+    ]
+    for part in ("modulation",) if overrides else ("weights", "activations", "modulation"):
         settings[part]["format"] = "fp8_tensor"
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return str(folder / f"{name}.yaml")

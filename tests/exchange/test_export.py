@@ -849,14 +849,14 @@ def test_the_command_writes_and_reports(plain_checkpoint, tmp_path, monkeypatch)
     assert wrong.exit_code == 2 and "end in .safetensors" in wrong.output
 
 
-TABLED = ("fp8", "fp8-comfy", "mxfp8", "int8", "nvfp4", "int4", "int4-svd")
+TABLED = ("fp8", "fp8-comfy", "mxfp8", "int8", "int8-convrot", "nvfp4", "int4", "int4-svd")
 DOC = Path(__file__).parents[2] / "docs" / "exchange.md"
 
 
 def recipes_table(checkpoint_of: Any, folder: Path) -> str:
     """The table "Which recipe goes where" of docs/exchange.md, from what `export` does."""
     flux = next(catalogue.models("FLUX.1-dev"))
-    names = [name for name in WRITERS if name != "compressed_tensors"]
+    names = [name for name in WRITERS if name not in ("compressed_tensors", "fp8_blocks")]
     heads = [f"`{name}`" for name in names]
     lines = [f"| recipe | checkpoint, GB | {' | '.join(heads)} |", "|---" * (len(names) + 2) + "|"]
     for recipe in TABLED:

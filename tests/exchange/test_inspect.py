@@ -1,6 +1,7 @@
 """Tests of `fluxq inspect` on files in every dialect, and on faults that such files are known to have."""
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -434,6 +435,46 @@ def test_bfls_word_in_the_header_of_a_file_for_comfyui_does_not_make_it_bfls(bas
     save_file(load_file(path), path, {"quantization": "nvfp4", "format": "pt"})
     for report in (inspect_path(path)[""], inspect_path(path, base)[""]):
         assert report.dialect == "comfy" and report.is_sound
+
+
+INT8 = {"format": "int8_tensorwise"}
+ROTATED = {**INT8, "convrot": True, "convrot_groupsize": 64}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "header", "found"),  # JSON of the layer's comfy_quant and of its entry in the header, "" for none
+    [
+        (ROTATED, ROTATED, ROTATED),
+        (ROTATED, "", ROTATED),
+        ("", ROTATED, ROTATED),
+        ("", {**INT8, "params": {"convrot": True, "convrot_groupsize": 64}}, ROTATED),
+        (ROTATED, INT8, "comfy_quant says convrot True, and the header None"),
+        (INT8, ROTATED, "comfy_quant says convrot None, and the header True"),
+        (ROTATED, {**ROTATED, "convrot_groupsize": 16}, "convrot_groupsize 64, and the header 16"),
+        (INT8, {"format": "nvfp4"}, "format 'int8_tensorwise', and the header 'nvfp4'"),
+        (ROTATED, None, ROTATED),
+        (ROTATED, [], r"_quantization_metadata says \[\] of it"),
+        ("", "int8_tensorwise", "_quantization_metadata says 'int8_tensorwise' of it"),
+        ("", "", "nothing says the layer's format, and other layers have theirs"),
+        ("", {**ROTATED, "full_precision_matrix_mult": 1}, "full_precision_matrix_mult 1, expected true or false"),
+        (torch.zeros(4), "", r"comfy_quant is torch.float32 \(4,\), expected up to 4096 bytes of JSON"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])  # which names in the header lack
+def test_what_tensor_and_header_of_comfyui_say_of_a_layer(tensor, header, found, prefix, tmp_path) -> None:
+    layer = {"weight": torch.ones(8, 64, dtype=torch.int8), "weight_scale": torch.ones(8, 1)}
+    held = {f"{prefix}{name}.{part}": value.clone() for name in "ab" for part, value in layer.items()}
+    for name, said in (("a", tensor), ("b", INT8)):
+        if isinstance(said, dict):
+            said = torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+        held |= {f"{prefix}{name}.comfy_quant": said} if isinstance(said, Tensor) else {}
+    layers = {"b": INT8} | ({} if header == "" else {"a": header})
+    save_file(held, tmp_path / "x.safetensors", {"_quantization_metadata": json.dumps({"layers": layers})})
+    model = open_model(tmp_path / "x.safetensors")
+    if isinstance(found, str):
+        assert [*model.faults] == [f"{prefix}a"] and re.search(found, model.faults[f"{prefix}a"])
+    else:
+        assert not model.faults and {**found, **model.layers[f"{prefix}a"].entry} == model.layers[f"{prefix}a"].entry
 
 
 # --- files

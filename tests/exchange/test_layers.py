@@ -16,7 +16,7 @@ from fluxq.kernels.linear import branch_shapes
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange import bfl, comfy, compressed_tensors, modelopt, nunchaku, torchao
 from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.layer import Plain, QuantTensors
+from fluxq.quantize.exchange.layer import CrossedBlocks, Plain, QuantTensors, join, split
 from fluxq.recipes.formats import Scheme
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -28,12 +28,13 @@ HOLDS = {
     "modelopt": (
         "fp8-fp8 fp8_tensor-fp8_tensor-static mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth "
         "nvfp4-nvfp4-static-r16 nvfp4-nvfp4-static-smooth-r16 nvfp4-16bit int8-int8 int8-int8-smooth int8-16bit "
-        "int4_g128-16bit int4_g128-16bit-smooth"
+        "int4_g128-16bit int4_g128-16bit-smooth fp8_128x128-16bit"
     ),
+    "fp8_blocks": "fp8_128x128-fp8_1x128",
     "comfy": (
         "fp8_tensor-fp8_tensor fp8_tensor-fp8_tensor-static fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit nvfp4-nvfp4 "
         "nvfp4-nvfp4-static nvfp4-nvfp4-static-smooth nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit "
-        "int8-int8-hr16 int8-16bit-hr16"
+        "int8-int8-hr16 int8-16bit-hr16 int4-int4 int4-int4-smooth-r32"
     ),
     "torchao": (
         "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-16bit mxfp8-mxfp8 mxfp4-mxfp4 nvfp4-nvfp4 "
@@ -43,7 +44,8 @@ HOLDS = {
     "compressed_tensors": (
         "fp8-fp8 fp8-16bit fp8_tensor-fp8_tensor fp8_tensor-fp8_tensor-static fp8_tensor-16bit mxfp8-mxfp8 mxfp8-16bit "
         "mxfp4-mxfp4 mxfp4-16bit "
-        "nvfp4-nvfp4-static nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit"
+        "nvfp4-nvfp4-static nvfp4-16bit int8-int8 int8-16bit int4-16bit int4_g128-16bit "
+        "fp8_128x128-fp8_1x128 fp8_128x128-16bit"
     ),
 }
 HOLDS["nunchaku_lite"] = HOLDS["nunchaku"]
@@ -51,6 +53,7 @@ HOLDS["nunchaku_lite"] = HOLDS["nunchaku"]
 HOLDS_OTHERWISE = {
     "bfl": {"fp8-16bit": "fp8-fp8"},
     "modelopt": {"fp8-16bit": "fp8-fp8"},
+    "fp8_blocks": {"fp8_128x128-16bit": "fp8_128x128-fp8_1x128"},
     "comfy": {"fp8_tensor-fp8": "fp8_tensor-fp8_tensor"},
     "torchao": {"fp8_tensor-fp8_tensor-static": "fp8_tensor-fp8_tensor"},
     "nunchaku": {
@@ -138,6 +141,8 @@ def shapes_for(dialect: str, scheme: str) -> list[tuple[int, int]]:
         return [(128, 128), (256, 384)]
     if scheme.startswith("int4_g128"):
         return [(40, 384)]
+    if scheme.startswith("fp8_128x128"):
+        return [(N, 256), (40, 128), (300, 384)]
     if scheme.startswith("int4"):
         return [(40, 64), (N, K)]
     return [(N, K), (48, 32), (40, 96)]
@@ -168,6 +173,69 @@ def test_what_a_dialect_holds_comes_back_byte_for_byte_and_the_rest_is_refused(d
             assert again.scheme == back.scheme
             for name in back.tensors:
                 assert same_bytes(again.tensors[name], back.tensors[name]), (text, name)
+
+
+def in_blocks(n: int = 200, k: int = 256, **tensors: Any) -> dict[str, Tensor]:
+    """A layer as transformers and DeepSeek write it."""
+    q = QuantizedTensor.quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(0)), "fp8_128x128")
+    return {"weight": q.codes, "weight_scale_inv": q.scale, **tensors}
+
+
+@pytest.mark.parametrize(
+    ("k", "entry", "tensors", "scheme"),
+    [
+        (256, {"activations": "dynamic", "block": [128, 128]}, {}, "fp8_128x128-fp8_1x128"),
+        (200, {}, {}, "fp8_128x128-16bit"),  # K is not in groups of x
+        (256, {"activations": "static"}, {"activation_scale": torch.tensor(0.5)}, "fp8_128x128-fp8_tensor-static"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_blocks_of_128_by_128_keep_their_codes(k: int, entry: dict, tensors: dict, scheme: str, dtype: Any) -> None:
+    held = in_blocks(k=k, **tensors)
+    held["weight_scale_inv"] = held["weight_scale_inv"].to(dtype)
+    layer = DIALECTS["fp8_blocks"].decode(held, (200, k), entry)
+    assert isinstance(layer, QuantTensors) and str(layer.scheme) == scheme
+    assert same_bytes(layer.tensors["weight"], held["weight"])
+    scale = held["weight_scale_inv"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :k]
+    assert torch.equal(codes_alone(layer), held["weight"].float() * scale)
+
+
+def test_blocks_that_cannot_be_are_refused_by_name() -> None:
+    lost, zero = in_blocks(), in_blocks()
+    lost["weight_scale_inv"][0, 1] = 0
+    zero["weight_scale_inv"][1, 0] = 0
+    zero["weight"][128:, :128] = 0
+    for held, entry, words in (
+        (in_blocks(), {"block": [64, 128]}, r"weight_block_size \[64, 128\] is not read"),
+        (in_blocks(), {"activations": "static"}, "is static, and the layer has no activation_scale"),
+        (in_blocks(activation_scale=torch.ones(())), {"activations": "dynamic"}, "is dynamic, and the layer has an"),
+        (in_blocks(weight_scale_inv=torch.ones(2, 3)), {}, r"weight_scale_inv is .*\(2, 3\), expected .*\(2, 2\)"),
+        (in_blocks(weight_scale_inv=-torch.ones(2, 2)), {}, "NaN, infinite or negative"),
+        (lost, {}, "scales of 0 over codes that are not"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DIALECTS["fp8_blocks"].decode(held, (200, 256), entry)
+    layer = DIALECTS["fp8_blocks"].decode(zero, (200, 256), {})
+    assert isinstance(layer, QuantTensors) and layer.tensors["weight_scale"][1, 0] == 1
+
+
+def test_rows_that_share_scales_stay_together() -> None:
+    layer = quantized("fp8_128x128-fp8_1x128", 384, 256)
+    q, k, v = split(layer, [128, 128, 128])
+    assert torch.equal(torch.cat([codes_alone(part) for part in (q, k, v)]), codes_alone(layer))
+    assert same_bytes(join([q, k, v]).tensors["weight_scale"], layer.tensors["weight_scale"])
+    order = torch.cat([torch.arange(128, 384), torch.arange(128)])
+    assert torch.equal(codes_alone(layer.reordered(order)), codes_alone(layer)[order])
+    short = quantized("fp8_128x128-fp8_1x128", 100, 256)
+    for crossing in (
+        lambda: split(layer, [192, 192]),
+        lambda: layer.reordered(torch.arange(383, -1, -1)),
+        lambda: layer.reordered(torch.arange(384).roll(64)),
+        lambda: join([short, q]),
+    ):
+        with pytest.raises(CrossedBlocks, match=r"blocks? of 128 rows"):
+            crossing()
+    assert join([q, short]).shape == (228, 256)
 
 
 def test_a_dialect_names_what_it_cannot_hold() -> None:
@@ -430,7 +498,8 @@ def test_scales_of_zero_are_of_codes_of_zero(dialect: str, name: str) -> None:
 
 @pytest.mark.parametrize("dialect", HOLDS)
 def test_a_layer_that_is_not_as_its_dialect_has_it_is_refused(dialect: str) -> None:
-    text = HOLDS[dialect].split()[1]
+    held = HOLDS[dialect].split()
+    text = held[1 % len(held)]
     layer = with_needs(dialect, quantized(text, 128, 128))
     row = DIALECTS[dialect]
     assert row.encode is not None
@@ -511,6 +580,15 @@ def test_a_rotated_layer_of_comfyui_says_the_size_of_its_blocks() -> None:
         ({"convrot": "yes", "convrot_groupsize": 64}, "convrot is 'yes', expected true or false"),
         ({"convrot": 1, "convrot_groupsize": 64}, "convrot is 1, expected true or false"),
         ({"format": "mxfp8", "convrot_groupsize": 64}, "mxfp8 with convrot is none that ComfyUI has"),
+        ({"convrot_groupsize": float("nan")}, "convrot_groupsize nan is no power of 4"),
+        ({"convrot_groupsize": 4**16}, "convrot_groupsize 4294967296 is no power of 4"),
+        ({"convrot_groupsize": 64, "params": {"convrot": False}}, "says convrot True, and in params False"),
+        ({"convrot_groupsize": 64, "full_precision_matrix_mult": "false"}, "mult 'false', expected true or false"),
+        ({"convrot_groupsize": 64, "orig_shape": [N, 2 * K]}, r"orig_shape \[\d+, 384\] is not that of the weight"),
+        ({"convrot_groupsize": 64, "transposed": True}, "says transposed True, which nothing here reads"),
+        ({"convrot_groupsize": 64, "rotation": "sylvester"}, "says rotation 'sylvester', which nothing here reads"),
+        ({"convrot_groupsize": 64, "convr0t": True}, r"unknown key 'convr0t' \(did you mean 'convrot'\?\)"),
+        ({"convrot_groupsizo": 64}, r"unknown key 'convrot_groupsizo' \(did you mean 'convrot_groupsize'\?\)"),
     ],
 )
 def test_a_marker_of_rotation_that_cannot_be_so_is_refused(said: dict[str, Any], words: str) -> None:
@@ -534,9 +612,10 @@ def test_a_rotation_of_another_size_is_read_as_a_weight() -> None:
 
 def test_texts_in_tensors_may_be_anything() -> None:
     tensors = comfy.encode(quantized("int8-int8")).tensors
-    for text in ("{", "[]", '{"format": "fp3"}', '{"format": ["nvfp4"]}', "{}", "x" * 5000, "[" * 4000):
+    twice = '{"format": "int8_tensorwise", "convrot": true, "convrot": false}'
+    for text in ("{", "[]", '{"format": "fp3"}', '{"format": ["nvfp4"]}', "{}", "x" * 5000, "[" * 4000, twice):
         planted = tensors | {"comfy_quant": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-        with pytest.raises(ValueError, match="comfy"):
+        with pytest.raises(ValueError, match="'convrot' stands twice" if text == twice else "comfy"):
             comfy.decode(planted, (N, K))
     for entry in ({}, {"_type": "Float8Tensor"}, {"_type": "os.system", "_data": {}}, {"_type": [], "_data": {}}):
         with pytest.raises(ValueError, match="torchao: tensor class"):
@@ -662,9 +741,16 @@ def test_scales_of_other_groups_and_dtypes_become_a_plain_weight() -> None:
     blocks = torch.rand(2, 3, generator=g) + 0.5
     entry = {"format": "float-quantized", "weights": {"strategy": "block", "block_structure": [128, 128]}}
     back = compressed_tensors.decode({"weight": codes, "weight_scale": blocks}, (200, 320), entry)
-    assert isinstance(back, Plain)
-    assert back.weight[127, 127] == codes[127, 127].float() * blocks[0, 0]
-    assert back.weight[128, 319] == codes[128, 319].float() * blocks[1, 2]
+    assert isinstance(back, QuantTensors) and str(back.scheme) == "fp8_128x128-16bit"
+    weight = codes_alone(back)
+    assert weight[127, 127] == codes[127, 127].float() * blocks[0, 0]
+    assert weight[128, 319] == codes[128, 319].float() * blocks[1, 2]
+    for changed, words in (
+        ({"weights": {"strategy": "block", "block_structure": [64, 128]}}, r"blocks of \[64, 128\] are not read"),
+        ({"input_activations": {"strategy": "token", "dynamic": True}}, "blocks with inputs of .*'token'.* not read"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            compressed_tensors.decode({"weight": codes, "weight_scale": blocks}, (200, 320), entry | changed)
 
     encoded = compressed_tensors.encode(layer)
     rounded = encoded.entry | {"input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from exchange_readers import READERS, WIDENED, Reader
+from exchange_readers import KEPT, READERS, WIDENED, Reader
 from packaging.requirements import Requirement
 from torch import Tensor
 
@@ -71,7 +71,8 @@ def no_reciprocal(scale: Tensor) -> Tensor:
 def schemes() -> Iterable[Scheme]:
     """Every scheme that some dialect might hold: all weights, rounded activations or none, what comes with them."""
     for weights in (*formats.FORMATS, "int4_g128"):
-        for activations in dict.fromkeys((weights, weights.removesuffix("_tensor"), "16bit")):
+        own = formats.for_tokens(formats.find_format(weights)).name
+        for activations in dict.fromkeys((own, weights.removesuffix("_tensor"), "16bit")):
             found = itertools.product(("", "-static"), ("", "-smooth"), ("", "-hr16"), ("", "-r32"))
             for features in found:
                 try:
@@ -95,7 +96,7 @@ def found_formats(dialect: str) -> dict[str, Format]:
             assert isinstance(back, QuantTensors), (dialect, scheme)
             name = name_of(encoded.entry, {held.name for held in row.rows})
             made = found[name]
-            if layer is own and not any(held.unread for held in row.rows if held.name == name):
+            if layer is own and not any(held.unread and not held.beside for held in row.rows if held.name == name):
                 made.exported.append((scheme, replace(back.scheme, rank=scheme.rank)))
             if not encoded.notes or back.scheme == scheme:
                 made.read.append(back.scheme)
@@ -168,9 +169,10 @@ def dialects_table() -> str:
         found = found_formats(dialect) if row.encode else {held.name: Format([], [], set()) for held in row.rows}
         for name, made in found.items():
             lost = ", ".join(f"`{tensor}`" for tensor in sorted(made.rounded))
-            kept = f"codes; rounds {lost}" if lost else "codes"
+            kept = KEPT.get((dialect, name), f"codes; rounds {lost}" if lost else "codes")
             loaded = programs(dialect, name) if dialect in WRITERS else "not written"
-            lines.append(f"| `{spelt}` | `{name}` | {exports(dialect, made)} | {kept} | {loaded} |")
+            beside = "".join({f", beside `{held.beside}`" for held in row.rows if held.name == name and held.beside})
+            lines.append(f"| `{spelt}` | `{name}` | {exports(dialect, made)}{beside} | {kept} | {loaded} |")
         if dialect in WIDENED:
             names = ", ".join(f"`{name}`" for name in WIDENED[dialect])
             lines.append(f"| `{spelt}` | {names} | no | 16 bit, with `--dequantize` | not written |")

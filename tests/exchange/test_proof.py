@@ -19,7 +19,7 @@ from fluxq.cli import cli
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.exchange.importing import import_model
 from fluxq.quantize.exchange.inspect import Inspection, inspect_path
-from fluxq.quantize.exchange.layer import Plain
+from fluxq.quantize.exchange.layer import Plain, QuantTensors
 from tests.exchange.test_import_files import asymmetric, in_blocks, of_source
 from tests.exchange.test_inspect import (
     ATTENTION,
@@ -439,7 +439,7 @@ def test_a_scale_for_each_block_is_told_from_one_for_each_row_by_its_shape() -> 
     assert scale.numel() == len(weight)
     entry = {"format": "float-quantized", "input_activations": None}
     found = DIALECTS["compressed_tensors"].decode({"weight": codes, "weight_scale": scale}, (128, 128 * 128), entry)
-    assert isinstance(found, Plain) and torch.equal(found.weight, dense)
+    assert isinstance(found, QuantTensors) and torch.equal(found.collapsed()[0], dense)
 
 
 def test_zero_points_of_one_packed_row(tmp_path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -81,6 +82,7 @@ def test_comfy_kitchen_reads_comfy_layers() -> None:
         "mxfp8": ("TensorCoreMXFP8Layout", {"scale": "weight_scale"}),
         "int8_tensorwise": ("TensorWiseINT8Layout", {"scale": "weight_scale"}),
         "awq_w4a16": ("TensorCoreAWQW4A16Layout", {"scale": "weight_scale", "zeros": "weight_zeros"}),
+        "svdquant_w4a4": ("TensorCoreSVDQuantW4A4Layout", {"scale": "weight_scale"} | SVDQUANT),
     }
     formats = set()
     for text in HOLDS["comfy"].split():
@@ -88,13 +90,63 @@ def test_comfy_kitchen_reads_comfy_layers() -> None:
             layer, encoded = exported("comfy", text, n, k)
             name, parts = layouts_of[encoded.entry["format"]]
             params = {part: encoded.tensors[key] for part, key in parts.items()}
+            if encoded.entry["format"] == "svdquant_w4a4":  # what it makes of the dtype of the scales is not the weight
+                params = {part: tensor.float() for part, tensor in params.items()}
             params |= {name: encoded.entry[name] for name in _OPTIONS if name in encoded.entry}
             built = get_layout_class(name).Params(**params, orig_dtype=torch.float32, orig_shape=(n, k))
             weight = QuantizedTensor(encoded.tensors["weight"], name, built).dequantize()[:n, :k]
             ours = rotate(codes_alone(layer), layer.scheme.hadamard, layer.scheme.regular)
-            assert torch.equal(weight, ours), text
+            if encoded.entry["format"] == "svdquant_w4a4":  # which it decodes by its product with 1
+                assert relative(weight, effective(layer)) < 2.0**-22, text
+            else:
+                assert torch.equal(weight, ours), text
             formats.add(encoded.entry["format"])
-    assert formats == formats_read_by("comfy-kitchen", "comfy")
+    assert formats | {"convrot_w4a4", "asym_w4a8_int8"} == formats_read_by("comfy-kitchen", "comfy")
+
+
+SVDQUANT = {name: f"weight_{name}" for name in ("proj_down", "proj_up", "smooth_factor")}
+
+
+@pytest.mark.reader("comfy-kitchen", "comfy")
+def test_comfy_kitchen_decodes_its_rotated_4_bit_layers_as_we_do() -> None:
+    """Drawn layers of every kind it rounds to, bit for bit in fp32, whatever of ours they become."""
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+    kinds, draw, found = ({}, {"bits": 6}, {"symmetric": False}, {"codebook": False}), random.Random(0), set()
+    for seed in range(60):
+        size, g = draw.choice((4, 16, 64, 256)), torch.Generator().manual_seed(seed)
+        n, k = draw.randint(1, 130), 64 * draw.randint(1, 6) if size < 64 else size * draw.randint(1, 2)
+        w = torch.randn(n, k, generator=g) * torch.randn(n, 1, generator=g).exp()
+        w[:, draw.randrange(k)] *= draw.choice((1, 30))
+        w = w.to(draw.choice((torch.float32, torch.bfloat16)))
+        asym = {"group_size": draw.choice((16, 32)), "scale_dtype": draw.choice((torch.float32, torch.float8_e4m3fn))}
+        for layout, how in (("TensorCoreConvRotW4A4Layout", {}), ("AsymW4A8Int8Layout", asym | kinds[seed % 4])):
+            codes, params = get_layout_class(layout).quantize(w, convrot_groupsize=size, **how)
+            held = QuantizedTensor(codes, layout, replace(params, orig_dtype=torch.float32))
+            entry = {"format": "asym_w4a8_int8" if how else "convrot_w4a4", "convrot_groupsize": size}
+            entry |= {"group_size": how["group_size"]} if how else {"quant_group_size": 64}
+            ours = comfy.decode(held.state_dict("weight"), (n, k), entry)
+            assert torch.equal(ours.collapsed()[0], held.dequantize()), (seed, layout)
+            found.add((entry["format"], "" if isinstance(ours, Plain) else str(ours.scheme).partition("-hr")[0]))
+    in_8_bits = {(name, "int8-int8") for name in ("convrot_w4a4", "asym_w4a8_int8")}
+    assert found == in_8_bits | {("convrot_w4a4", "int4-int4"), ("convrot_w4a4", ""), ("asym_w4a8_int8", "")}
+
+
+@pytest.mark.reader("comfy-kitchen", "comfy")
+def test_comfy_kitchen_multiplies_its_rotated_4_bit_layers_as_we_do() -> None:
+    """asym_w4a8_int8 rounds x as ours does; the codes of x of convrot_w4a4 have other scales."""
+    pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    g = torch.Generator().manual_seed(1)
+    w, x = torch.randn(40, 512, generator=g), torch.randn(9, 512, generator=g) + 1
+    for layout, most in (("AsymW4A8Int8Layout", 1e-3), ("TensorCoreConvRotW4A4Layout", 0.25)):
+        held = QuantizedTensor.from_float(w, layout, convrot_groupsize=256)
+        entry = {"format": "asym_w4a8_int8" if most < 0.1 else "convrot_w4a4"}
+        ours = comfy.decode(held.state_dict("weight"), (40, 512), entry)
+        assert isinstance(ours, QuantTensors)
+        assert relative(ours.linear()(x), torch.nn.functional.linear(x, held)) < most
 
 
 _OPTIONS = ("group_size", "convrot", "convrot_groupsize")

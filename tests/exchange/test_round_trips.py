@@ -52,7 +52,7 @@ TINY = Path(tiny.path())
 TRANSFORMERS = [row for row in FAMILIES.values() if row.kind == "transformer"]
 
 # Of what a row rounds, in each element. Reciprocals of 16-bit numbers in 16 bit are off by one place at most.
-NEAR = {"nunchaku": 2.0**-7, "nunchaku_lite": 2.0**-7, "compressed_tensors": 2.0**-22}
+NEAR = {"nunchaku": 2.0**-7, "nunchaku_lite": 2.0**-7, "comfy": 2.0**-7, "compressed_tensors": 2.0**-22}
 
 
 def tensors_of(folder: Path, component: str = "transformer") -> Tensors:
@@ -63,8 +63,12 @@ def tensors_of(folder: Path, component: str = "transformer") -> Tensors:
 
 def source_of(folder: Path, component: str = "transformer", dialect: str = "") -> NativeComponent:
     """A component as an export for the dialect has it: all that folds is folded, but what costs nothing there."""
-    stays = dialect.startswith("nunchaku")
-    return NativeComponent(resolve_model(str(folder)), component, lambda scheme: stays and bool(scheme.activations))
+    stay = {(row.weights, row.activations) for row in DIALECTS[dialect].rows if row.factors_stay} if dialect else set()
+
+    def stays(scheme: Scheme) -> bool:
+        return scheme.formats in stay
+
+    return NativeComponent(resolve_model(str(folder)), component, stays)
 
 
 def there_and_back(folder: Path, dialect: str, work: Path, base: Path = TINY, **how: Any) -> tuple[Exported, Path]:
@@ -116,7 +120,7 @@ ROUND_TRIPS = [
     *(("fp8-comfy", dialect) for dialect in ("comfy", "modelopt", "torchao")),
     ("int4", "nunchaku_lite"),
     *(("mxfp4", dialect) for dialect in ("modelopt", "torchao")),
-    *(("int4-svd", dialect) for dialect in ("nunchaku_lite", "nunchaku")),
+    *(("int4-svd", dialect) for dialect in ("nunchaku_lite", "nunchaku", "comfy")),
 ]
 QUICK = {("nvfp4", "bfl"), ("nvfp4", "comfy"), ("nvfp4", "nunchaku_lite"), ("mxfp8", "torchao"), ("fp8-comfy", "comfy")}
 FITTED = [pair for pair in ROUND_TRIPS if pair[0] not in ("fp8", "fp8-comfy", "mxfp8")]  # which fit nothing

@@ -19,6 +19,7 @@ from exchange_readers import READERS
 from safetensors.torch import load_file
 from shared import copy_of, said_by
 
+import fluxq
 from fluxq.base.files import read_json, write_json
 from fluxq.base.model import resolve_model
 from fluxq.recipes.computing import QuantizationConfig, Steps
@@ -89,6 +90,37 @@ for path, layers, out in json.loads(sys.argv[1]):
         models.append({"error": str(error)})
 assert "fluxq" not in sys.modules
 print(json.dumps({"version": importlib.metadata.version("sglang"), "models": models}))
+"""
+
+# argv: JSON of [transformer folder, {layer: [N, K]}].
+READ_BLOCKS = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+from sglang.multimodal_gen.runtime.layers.quantization import fp8
+from sglang.multimodal_gen.runtime.utils import quantization_utils as utils
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+
+folder, layers = json.loads(sys.argv[1])
+described = json.loads(Path(folder, "config.json").read_text())
+config = utils.get_quant_config(described, folder)
+held = {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
+fp8.get_tensor_model_parallel_world_size = lambda: 1
+method = fp8.Fp8LinearMethod.__new__(fp8.Fp8LinearMethod)  # its own constructor looks for the kernels of a GPU
+method.quant_config, method.per_channel_serialized, method.block_quant = config, False, True
+ignored = [name for name in layers if is_layer_skipped(name, config.ignored_layers)]
+for name, (n, k) in layers.items():
+    if name in ignored or name == "proj_out":
+        continue
+    layer = torch.nn.Module()
+    method.create_weights(layer, k, [n], k, n, torch.bfloat16, weight_loader=None)
+    for part, param in layer.named_parameters():
+        value = held.pop(f"{name}.{part}")
+        assert (value.dtype, value.shape) == (param.dtype, param.shape), (name, part)
+left = [name for name in held if name.endswith("weight_scale_inv")]
+said = {"config": type(config).__name__, "blocks": config.weight_block_size, "ignored": ignored, "left": left}
+print(json.dumps(said))
 """
 
 MODELS = [  # recipe, dialect, side layers: with "8bit" comfy's are int8
@@ -180,6 +212,22 @@ def test_sglang_takes_no_int8_linears_beside_others(read) -> None:
 
 
 @given
+@pytest.mark.reader("SGLang-Diffusion", "fp8_blocks")
+def test_sglang_reads_blocks_of_fp8(tmp_path) -> None:
+    part = {"weights": {"format": "fp8_128x128"}, "activations": {"format": "fp8_1x128"}}
+    recipe = {"version": 1, "components": {"transformer": part}, "calibration": None, "profile": "rtn"}
+    write_json(tmp_path / "blocks.yaml", recipe)
+    fluxq.quantize_pipeline("tiny", tmp_path / "blocks.yaml", output=tmp_path / "out", check=False)
+    export(resolve_model(str(tmp_path / "out")), "fp8_blocks", tmp_path / "theirs")
+    held, linears = shapes_of(tmp_path / "theirs")
+    asked = json.dumps([str(tmp_path / "theirs" / "transformer"), linears])
+    said = json.loads(said_by([PYTHON, "-c", READ_BLOCKS, asked], tmp_path).splitlines()[-1])
+    in_16_bit = [name for name in linears if f"{name}.weight_scale_inv" not in held]
+    in_16_bit.remove("proj_out")  # of which its FLUX.1 makes no quantized layer
+    assert said == {"config": "Fp8Config", "blocks": [128, 128], "ignored": in_16_bit, "left": []}
+
+
+@given
 def test_sglang_reads_the_policy_of_steps(read) -> None:
     *_, said = read[1]["nvfp4", "modelopt", "8bit"]
     assert said["policy"] == [1, 2, False]
@@ -188,6 +236,7 @@ def test_sglang_reads_the_policy_of_steps(read) -> None:
 @given
 def test_the_version_that_was_run_and_its_formats_are_the_tables(read) -> None:
     of_each = {reader.dialect: reader for reader in READERS if reader.program == "SGLang-Diffusion"}
+    assert of_each["fp8_blocks"].formats == ("fp8",)
     assert {reader.version for reader in of_each.values()} == {read[0]}
     assert set(of_each["modelopt"].formats) == {"NVFP4"}
     assert set(of_each["comfy"].formats) == {"nvfp4", "mxfp8", "int8_tensorwise"}

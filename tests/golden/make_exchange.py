@@ -7,6 +7,7 @@ seeds; a golden that is there already is not written again.
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,52 @@ def comfy_int8() -> Made:
     return tensors, recipe, {"_quantization_metadata": json.dumps(layers)}
 
 
+def _kitchen(layout: str, entry: dict[str, Any], **how: Any) -> Made:
+    """A layer that comfy-kitchen rounded, and the first 32 rows of what it decodes in fp32."""
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+    weight, bias, _ = source()
+    how |= {"convrot_groupsize": 64}
+    codes, params = get_layout_class(layout).quantize(weight, **how)
+    quantized = QuantizedTensor(codes, layout, replace(params, orig_dtype=torch.float32))
+    tensors = {name: tensor.contiguous() for name, tensor in quantized.state_dict("layer.weight").items()}
+    tensors |= _marked(entry | {"convrot_groupsize": 64}) | {"layer.bias": bias}
+    tensors["__dequant_ref"] = quantized.dequantize()[:32].clone()
+    return tensors, {"layout": layout, "quantize_kwargs": how, "comfy_kitchen": version("comfy-kitchen")}, {}
+
+
+def _marked(entry: dict[str, Any]) -> dict[str, Tensor]:
+    return {"layer.comfy_quant": torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)}
+
+
+def comfy_svdquant_w4a4() -> Made:
+    """comfy-kitchen has no quantizer of these; what it multiplies, of x on the grid of its codes without sign."""
+    from comfy_kitchen.backends.eager.svdquant import _pack_int4_row_major
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+    weight, bias, tokens = source()
+    smooth = tokens.float().abs().amax(0).clamp(min=0.1).sqrt().bfloat16()
+    u, s, v = torch.linalg.svd(weight.float(), full_matrices=False)
+    down, up = v[:16].T.bfloat16().contiguous(), (u[:, :16] * s[:16]).bfloat16().contiguous()
+    groups = ((weight.float() - up.float() @ down.float().T) * smooth.float()).reshape(160, 3, 64)
+    scale = (groups.abs().amax(-1) / 7).clamp(min=1e-6).bfloat16()
+    codes = _pack_int4_row_major((groups / scale.float().unsqueeze(-1)).round().clamp(-7, 7).reshape(160, 192))
+    tensors = {"weight": codes, "weight_scale": scale.T.contiguous(), "weight_smooth_factor": smooth}
+    tensors |= {"weight_proj_down": down, "weight_proj_up": up}
+    fields = {name.removeprefix("weight_"): tensor.float() for name, tensor in tensors.items() if name != "weight"}
+    layout, how = "TensorCoreSVDQuantW4A4Layout", {"orig_dtype": torch.float32, "orig_shape": (160, 192)}
+    params = get_layout_class(layout).Params(**fields, **how, act_unsigned=True)
+    quantized = QuantizedTensor(codes, layout, params)
+    drawn = torch.randint(0, 16, (8, 3, 64), generator=torch.Generator().manual_seed(0)).float()
+    drawn[..., 0] = 15
+    x = (drawn * torch.tensor([0.01, 0.02, 0.04])[:, None]).reshape(8, 192) * smooth.float() - 0.171875
+    made = {f"layer.{name}": tensor for name, tensor in tensors.items()} | {"layer.bias": bias, "__x": x}
+    made |= _marked({"format": "svdquant_w4a4", "act_unsigned": True})
+    made["__y"] = nn.functional.linear(x, quantized, bias.float())
+    made["__dequant_ref"] = quantized.dequantize()[:32].clone()
+    return made, {"layout": layout, "params": "act_unsigned", "comfy_kitchen": version("comfy-kitchen")}, {}
+
+
 def bnb_nf4() -> Made:
     from bitsandbytes import functional
 
@@ -135,6 +182,10 @@ MAKERS: dict[str, Callable[[], Made]] = {
     "torchao_int8": torchao_int8,
     "torchao_nvfp4": torchao_nvfp4,
     "comfy_int8": comfy_int8,
+    "comfy_convrot_w4a4": lambda: _kitchen("TensorCoreConvRotW4A4Layout", {"format": "convrot_w4a4"}),
+    "comfy_w4a8": lambda: _kitchen("AsymW4A8Int8Layout", {"format": "asym_w4a8_int8", "group_size": 16}),
+    "comfy_w6a8": lambda: _kitchen("AsymW4A8Int8Layout", {"format": "asym_w4a8_int8", "group_size": 16}, bits=6),
+    "comfy_svdquant_w4a4": comfy_svdquant_w4a4,
     "bnb_nf4": bnb_nf4,
     "gguf_q8_0": lambda: _gguf("Q8_0"),
     "gguf_q4_0": lambda: _gguf("Q4_0"),

@@ -6,6 +6,7 @@ it: whatever loads it, or, where numbers alone are wrong, `fluxq verify`.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ class Model:
     """A sound model of one layer, and a Linear in 16 bit.
 
     said: the quantization_config. parts: tensors of the layer by their last names, more: others by their whole names.
-    cut: bytes that the weight file lacks at its end.
+    damage: function of the bytes of the weight file, which become others. shard: a second weight file, listed by an
+    index.
     """
 
     scheme: str = STEPPED
     k: int = 32
     of_transformers: bool = False
-    cut: int = 0
 
     def __post_init__(self) -> None:
         dtype = torch.float16 if self.of_transformers else torch.bfloat16
@@ -45,6 +46,8 @@ class Model:
             self.parts["weight"] = self.parts["weight"].unsqueeze(-1)
         self.more = {"plain.weight": torch.ones(4, 16, dtype=dtype), "plain.bias": torch.zeros(4, dtype=dtype)}
         self.linears = {"refused": [2, self.k, "bias" in self.parts]}
+        self.damage: Callable[[bytes], bytes] = bytes
+        self.shard = ""
         self.said = QuantizationConfig.of([(NAME, Scheme.parse(self.scheme))]).to_dict()
 
     def write(self, folder: Path) -> None:
@@ -53,8 +56,13 @@ class Model:
         parts = {f"{NAME}.{part}": tensor.contiguous() for part, tensor in self.parts.items()}
         file = folder / ("model.safetensors" if self.of_transformers else FILE)
         write(file, parts | self.more)
-        if self.cut:
-            file.write_bytes(file.read_bytes()[: -self.cut])
+        file.write_bytes(self.damage(file.read_bytes()))
+        if self.shard:
+            write(folder / self.shard, parts | self.more)
+            write_json(
+                folder / f"{FILE}.index.json",
+                {"metadata": {}, "weight_map": dict.fromkeys(parts | self.more, self.shard)},
+            )
 
 
 Fault = Callable[[Model], object]
@@ -101,12 +109,41 @@ def both(*faults: Fault) -> Fault:
     return lambda model: [fault(model) for fault in faults]
 
 
+def damages(how: Callable[[bytes], bytes]) -> Fault:
+    """Return the fault of a weight file of other bytes."""
+    return lambda model: setattr(model, "damage", how)
+
+
+def moves(by: int, gap: bytes = b"", begin: int = 0) -> Fault:
+    """Return the fault of offsets that are `by` higher from byte `begin` of the data on, where `gap` is put in."""
+
+    def moved(data: bytes) -> bytes:
+        first = 8 + int.from_bytes(data[:8], "little")
+        header, data = json.loads(data[8:first]), data[first:]
+        header.pop("__metadata__")  # so that the header keeps a length with room for other offsets
+        for said in header.values():
+            said["data_offsets"] = [at + by if said["data_offsets"][0] >= begin else at for at in said["data_offsets"]]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text + data[:begin] + gap + data[begin:]
+
+    return damages(moved)
+
+
+def second_set(model: Model) -> None:
+    """Put shards and their index beside the weight file."""
+    model.shard = "diffusion_pytorch_model-00001-of-00001.safetensors"
+
+
 BRANCH = {"svdquant_lora_a": torch.ones(1, 32).bfloat16(), "svdquant_lora_b": torch.ones(2, 1).bfloat16()}
 CODES = {"plain__weight": torch.ones(4, 16, dtype=torch.int8), "plain__weight_scale": torch.ones(4)}
 LOADING: dict[str, Case] = {
     "newer_version": ("format_version is 2", Model, says(format_version=2)),
+    "version_0": ("format_version is 0", Model, says(format_version=0)),
+    "version_as_float": ("format_version is 1.0, no whole number", Model, says(format_version=1.0)),
     "no_version": ("format_version is missing", Model, lambda model: model.said.pop("format_version")),
     "unknown_feature": ("required_features has `sparse`", Model, says(required_features=["sparse"])),
+    "no_features": ("required_features is missing", Model, lambda model: model.said.pop("required_features")),
     "no_layers": ("layers is empty", Model, says(layers={})),
     "two_schemes": ("a layer has two schemes", Model, calls(STEPPED, "nvfp4-16bit")),
     "unknown_format": ("no such format of weights", Model, calls("nvfp6-16bit")),
@@ -118,6 +155,14 @@ LOADING: dict[str, Case] = {
         calls("nvfp4-nvfp4-static-smooth-center-h16"),
     ),
     "unknown_rotation": ("Hadamard blocks of 24 columns", Model, calls("nvfp4-nvfp4-static-center-smooth-h24")),
+    "unknown_regular_rotation": (
+        "blocks of 32 columns of the regular matrix",
+        partial(Model, "int8-int8-hr16"),
+        calls("int8-int8-hr32"),
+    ),
+    "leading_zero": ("the scheme says h016", Model, calls("nvfp4-nvfp4-static-center-smooth-h016")),
+    "other_digits": ("the scheme says h16 in Arabic digits", Model, calls("nvfp4-nvfp4-static-center-smooth-h١٦")),
+    "int4_g64": ("the scheme says int4_g64, which is int4", partial(Model, "int4-16bit", 64), calls("int4_g64-16bit")),
     "static_int8": ("int8 has no calibrated scale of x", partial(Model, "int8-int8"), calls("int8-int8-static")),
     "four_over_six_fp8": ("fp8 has no choice of two scales", partial(Model, "fp8-fp8"), calls("fp8-fp8-46")),
     "ragged_blocks": (
@@ -149,7 +194,17 @@ LOADING: dict[str, Case] = {
         partial(Model, "int8-16bit", of_transformers=True),
         stores("weight", lambda t: t.squeeze(-1)),
     ),
-    "cut_off": ("the weight file ends too soon", partial(Model, cut=8), both()),
+    "cut_off": ("the weight file ends too soon", Model, damages(lambda data: data[:-8])),
+    "goes_on": ("the weight file has bytes behind its tensors", Model, damages(lambda data: data + bytes(8))),
+    "hole": ("8 bytes before the tensors, of none of them", Model, moves(8, bytes(8))),
+    "overlap": ("all tensors but the first begin 2 bytes too soon", Model, moves(-2, begin=2)),
+    "negative_offset": ("the first tensors begin before the data", Model, moves(-8)),
+    "two_sets": ("a weight file, and an index of another", Model, second_set),
+    "long_header": (
+        "the header is said to be longer than the file",
+        Model,
+        damages(lambda d: b"\xff" * 7 + b"\0" + d[8:]),
+    ),
 }
 E5M2, MX = partial(Model, "fp8_e5m2-16bit"), partial(Model, "mxfp4-mxfp4")
 VERIFY: dict[str, Case] = {

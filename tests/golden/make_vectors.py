@@ -29,14 +29,16 @@ from fluxq.recipes.formats import FORMATS, Format, Scheme, find_format
 
 VECTORS = Path(__file__).parents[2] / "docs" / "vectors"
 ROWS, COLUMNS, TOKENS = 4, 128, 3  # 4 rows of 4-bit codes hold every byte once
-_WIDE = ("fp8_1x128", "int4_g128")  # two blocks in a row of 256
+_WIDE = ("fp8_1x128", "int4_g128", "nvfp4-nvfp4-hr256")  # with 256 columns: two blocks, or one
+_CUT_OFF = 130, 132  # rows and columns of fp8_128x128: four blocks, of which one is whole
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # whose negatives have a zero too
 # Of every scheme that a recipe's layers end with there is one that has the same steps, besides each step alone.
 PLAIN = tuple(f"{name}-16bit" for name in (*FORMATS, "int4_g128"))
 ROUNDED = ("fp8-fp8", "fp8_tensor-fp8_tensor-static", "mxfp8-mxfp8", "mxfp4-mxfp4", "int8-int8", "nvfp4-nvfp4-static")
-STEPS = ("center", "smooth", "center-smooth", "d3", "h16", "h32", "h64", "h128", "r2")
+STEPS = ("center", "smooth", "center-smooth", "d3", "h16", "h32", "h64", "h128", "hr16", "hr64", "hr256", "r2")
 TRANSFORMED = (
     *(f"nvfp4-nvfp4-{steps}" for steps in STEPS),
+    *("int8-int8-hr64", "int8-int8-smooth-hr16", "int8-int8-center-smooth-hr64"),
     *("int4-16bit-center-smooth", "int4-int4-smooth", "int4-int4-smooth-r2", "int8-int8-center-smooth"),
     *("mxfp4-mxfp4-center-h64-r2", "mxfp4-mxfp4-center-smooth", "mxfp4-mxfp4-center-smooth-d2", "mxfp4-mxfp4-r2"),
     *("mxfp4-mxfp4-center-smooth-h128-r2", "mxfp4-mxfp4-center-smooth-d3-h64-r2", "nvfp4-nvfp4-static-center-smooth"),
@@ -125,6 +127,9 @@ def decoded(layer: dict[str, Tensor], row: Format) -> np.ndarray:
         step = torch.from_numpy(np.ldexp(np.float32(1), scale.numpy().astype(int) - 127))
     step = step * layer["weight_scale_2"] if row.two_level else step
     n, k = values.shape
+    if row.name == "fp8_128x128":
+        rows, columns = torch.arange(n) // 128, torch.arange(k) // 128
+        return (values * step[rows][:, columns]).numpy()
     blocks = values.reshape(n, step.shape[1] if step.ndim == 2 else 1, -1)
     return (blocks * step.reshape(-1, blocks.shape[1], 1)).reshape(n, k).numpy()
 
@@ -145,11 +150,16 @@ def steps_of(x: np.ndarray, layer: dict[str, np.ndarray], scheme: Scheme) -> tup
     if scheme.deflate:
         t = product(z, layer["deflate_basis"].T)
         z = z - product(t, layer["deflate_basis"])
-    half = 1
-    while half < scheme.hadamard:  # sums and differences of neighbours, then of pairs, fours, …
-        pairs = z.reshape(len(z), -1, 2, half)
-        z = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).reshape(z.shape)
-        half *= 2
+    near, many = 1, 4 if scheme.regular else 2
+    while near < scheme.hadamard:  # of neighbours, then of pairs or fours, …
+        parts = np.moveaxis(z.reshape(len(z), -1, many, near), 2, 0)
+        if scheme.regular:  # the sum of all, less twice the one opposite
+            total = (parts[0] + parts[1]) + (parts[2] + parts[3])
+            turned = [total - 2 * opposite for opposite in parts[::-1]]
+        else:
+            turned = [parts[0] + parts[1], parts[0] - parts[1]]
+        z = np.stack(turned, 2).reshape(z.shape)
+        near *= many
     return (z / np.sqrt(scheme.hadamard) if scheme.hadamard else z), t
 
 
@@ -200,8 +210,8 @@ def activations() -> dict[str, Tensor]:
 
 
 ACTIVATIONS = (
-    *("fp8", "fp8_tensor", "fp8_tensor-static", "fp8_1x128", "mxfp8", "mxfp4", "int8", "int4"),
-    *("nvfp4", "nvfp4-46", "nvfp4-static", "nvfp4-static-46"),
+    *("fp8", "fp8_tensor", "fp8_tensor-static", "fp8_1x128", "fp8_e5m2", "mxfp8", "mxfp4", "int8", "int4"),
+    *("int4_g128", "nvfp4", "nvfp4-46", "nvfp4-static", "nvfp4-static-46"),
 )
 
 
@@ -223,9 +233,10 @@ def write_model(folder: Path, schemes: tuple[str, ...], dtype: torch.dtype) -> N
     x = signed("x", (TOKENS, 2 * COLUMNS), 2).bfloat16()
     tensors, linears, expected = {}, {}, {"x": x}
     for text in schemes:
-        k = 2 * COLUMNS if text.startswith(_WIDE) else COLUMNS
-        layer, name = layer_of(f"{folder.name}.{text}", text, dtype, ROWS, k), f"layers.{text}"
-        linears[text] = [ROWS, k, "bias" in layer]
+        n, k = ROWS, 2 * COLUMNS if text.startswith(_WIDE) else COLUMNS
+        n, k = _CUT_OFF if text.startswith("fp8_128x128") else (n, k)
+        layer, name = layer_of(f"{folder.name}.{text}", text, dtype, n, k), f"layers.{text}"
+        linears[text] = [n, k, "bias" in layer]
         expected |= meaning(name, layer, text, x.double().numpy())
         if of_transformers:
             layer["weight"] = layer["weight"].unsqueeze(-1)

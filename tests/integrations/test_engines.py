@@ -122,9 +122,9 @@ def test_a_wrong_word_is_named_and_the_rest_is_done(pipe, caplog, runtime, why) 
 @pytest.mark.parametrize(
     "other", [None, SimpleNamespace(), SimpleNamespace(components={"transformer": torch.nn.Linear(2, 2)})]
 )
-def test_other_pipelines_are_left_alone(other, monkeypatch) -> None:
-    monkeypatch.setattr("fluxq.runtime.prepare.prepare", lambda *_, **__: pytest.fail("nothing here is fluxq's"))
-    assert after_loading(other, VLLM_OMNI) == []
+def test_other_pipelines_are_left_alone(other, caplog) -> None:
+    caplog.set_level(logging.INFO, "fluxq")
+    assert after_loading(other, VLLM_OMNI) == [] and not caplog.records
 
 
 def test_a_failing_preparation_ends_no_server(pipe, monkeypatch, caplog) -> None:
@@ -136,15 +136,32 @@ def test_a_failing_preparation_ends_no_server(pipe, monkeypatch, caplog) -> None
     assert "fluxq in vLLM-Omni leaves out optimize: RuntimeError: no room" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("plug_in", "row"), [(vllm_omni.plug_in, VLLM_OMNI), (sglang.plug_in, SGLANG)], ids=["vllm_omni", "sglang"]
-)
-def test_another_version_is_refused_by_name(plug_in, row, tried, monkeypatch, caplog) -> None:
-    tried[row.package] = "99.1"
-    monkeypatch.setattr(vllm_omni, "call_after_import", lambda _: pytest.fail("a version that was not tried"))
-    plug_in()
-    assert f"tried with {row.name} {row.tried}, and this is 99.1" in caplog.text
+@pytest.mark.parametrize(("plug_in", "row"), PLUG_INS, ids=["vllm_omni", "sglang"])
+@pytest.mark.parametrize("other", ["99.1", "{}.post1", "{}rc1", "{}rc1+cu129"])
+def test_another_version_is_refused_by_name(plug_in, row, other, tried, monkeypatch, caplog) -> None:
+    tried[row.package] = present = other.format(row.tried)
+    finders = [*sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", list(finders))
+    plug_in()  # SGLang's modules are not here: its plug-in would fail to import them
+    assert sys.meta_path == finders
+    assert f"tried with {row.name} {row.tried}, and this is {present}" in caplog.text
     assert f"{row.package}=={row.tried}" in caplog.text
+
+
+@pytest.mark.parametrize("row", ENGINES, ids=lambda row: row.package)
+def test_a_build_of_the_version_is_the_version(row, tried, caplog) -> None:
+    tried[row.package] = f"{row.tried}+cu129"
+    assert row.is_tried() and not caplog.text
+
+
+def test_the_page_has_a_row_for_what_each_plug_in_does() -> None:
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = [
+        f"| {row.name} | {row.package} {row.tried} | `{row.group}` | {back_end} | {does} |"
+        for row in ENGINES
+        for back_end, does in row.back_ends.items()
+    ]
+    assert page.split("|---|---|---|---|---|\n")[1].startswith("\n".join(rows) + "\n\n")
 
 
 class Adapter:
@@ -172,7 +189,7 @@ def test_vllm_omnis_adapter_prepares_what_it_loaded(pipe, tried, monkeypatch) ->
     assert fused(pipe) == 5
 
 
-def test_vllm_omni_without_that_class_is_told_of_once(tried, monkeypatch, caplog) -> None:
+def test_vllm_omni_without_that_class_is_told_of(tried, monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, vllm_omni.ADAPTER, ModuleType(vllm_omni.ADAPTER))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     vllm_omni.plug_in()

@@ -1,7 +1,7 @@
 """Layers for vLLM-Omni's own models, against doubles of vLLM's Linears."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from fluxq.recipes.formats import Scheme
 from fluxq.runtime.shard import shard
 
 K, N = 128, 64
+EXPERTS = {"transformer": "int8-int8", "transformer_2": "fp8-fp8"}
 
 
 class LinearBase(nn.Module):
@@ -137,11 +138,99 @@ def test_layers_that_the_engine_makes_in_16_bit_get_the_weights_of_their_codes(l
     files.append(("transformer.scale_shift_table", torch.ones(3)))
     outer = nn.Module()
     outer.transformer = model
-    given = dict(layers.FluxqCheckpointAdapter(outer, config, "transformer.").adapt(iter(files)))
+    source = SimpleNamespace(prefix="transformer.", subfolder="transformer")
+    given = dict(layers.adapter_of(outer, source, config).adapt(iter(files)))
     kept = {name for name, _ in files if ".norm." not in name}
     assert given.keys() == kept | {"transformer.norm.weight", "transformer.norm.bias"}
-    assert torch.equal(given["transformer.norm.weight"], ours["norm"].dequantized(torch.bfloat16).weight)
+    assert torch.equal(given["transformer.norm.weight"], ours["norm"].dequantized(torch.float32).weight)
     assert "makes 1 layers of this checkpoint in 16 bit" in caplog.text
+    less = [(name, tensor) for name, tensor in files if name != "transformer.norm.weight"]
+    with pytest.raises(ValueError, match=r"the weight files lack weight of norm: copy them again"):
+        dict(layers.adapter_of(outer, source, config).adapt(iter(less)))
+
+
+def test_layers_are_found_whatever_the_engine_calls_them(layers) -> None:
+    stored = ["blocks.0.ffn.net.0.proj", "blocks.0.ffn.net.2", "blocks.0.attn1.to_out.0"]
+    config = config_of(dict.fromkeys(stored, "int8-int8"))
+    called = ["blocks.0.ffn.net_0.proj", "transformer_2.blocks.0.ffn.net_2", "transformer.blocks.0.attn1.to_out"]
+    assert [config.get_quant_method(LinearBase([N]), name).names for name in called] == [[name] for name in stored]
+    assert config.stored_name("transformer_blocks.0.attn1.to_out") is None
+
+
+def test_experts_of_a_pipeline_have_their_own_configurations(layers) -> None:
+    """Wan has two, and vLLM-Omni hands over that of the first with the weights of both."""
+    pipe = nn.Module()
+    configs = {each: config_of({"proj": scheme}) for each, scheme in EXPERTS.items()}
+    for name, config in configs.items():
+        model = nn.Module()
+        model.proj = LinearBase([N])
+        model.proj.quant_method = config.get_quant_method(model.proj, "proj")
+        pipe.add_module(name, model)
+    pipe.transformer_3 = nn.Module()
+    pipe.transformer_3.proj = nn.Linear(K, N)
+    first = configs["transformer"]
+
+    def adapter(name: str, config=first):
+        return layers.adapter_of(pipe, SimpleNamespace(prefix=f"{name}.", subfolder=name), config)
+
+    assert [adapter(name).config for name in configs] == [*configs.values()]
+    assert adapter("transformer_2", None).config is configs["transformer_2"]
+    assert adapter("transformer_3", None) is None
+    plain = [("transformer_3.proj.weight", torch.ones(N, K))]
+    assert [*adapter("transformer_3").adapt(plain)] == plain
+    with pytest.raises(
+        ValueError, match=r"transformer_3\.proj\.weight_scale is of a quantized model.*diffusion-load-format"
+    ):
+        dict(adapter("transformer_3").adapt([("transformer_3.proj.weight_scale", torch.ones(N))]))
+
+
+@pytest.mark.parametrize("axis", ["N", "K"])
+def test_a_centered_layer_brings_its_bias_where_the_engine_has_none(layers, axis) -> None:
+    scheme, whole = "int8-int8-center", quantized("int8-int8-center")
+    config, x = config_of({"proj": scheme}), torch.randn(3, K, dtype=torch.bfloat16)
+    made = []
+    for rank in range(2):
+        model = nn.Module()
+        model.proj = LinearBase([N], axis, rank, 2, bias=False)
+        model.proj.quant_method = config.get_quant_method(model.proj, "proj")
+        model.proj.create(model.proj.quant_method)
+        adapter = layers.adapter_of(model, SimpleNamespace(prefix="", subfolder="transformer"), config)
+        for name, tensor in adapter.adapt([(f"proj.{name}", tensor) for name, tensor in whole.state_dict().items()]):
+            parameter = model.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)
+        model.proj.quant_method.process_weights_after_loading(model.proj)
+        made.append(model.proj)
+    expected = [shard(whole, axis, rank, 2) for rank in range(2)]
+    for layer, share in zip(made, expected, strict=True):
+        assert torch.equal(layer.fluxq_parts[0].bias, share.bias)
+    if axis == "N":
+        computed = torch.cat([layer.quant_method.apply(layer, x) for layer in made], -1)
+        assert torch.equal(computed, whole(x))
+
+
+def test_a_bias_that_has_no_place_is_refused(layers) -> None:
+    model, whole = nn.Module(), quantized("int8-int8-center")
+    model.to_qkv = LinearBase([N] * 3, bias=False)
+    config = config_of({"to_q": "int8-int8-center"})  # of three that are one Linear
+    adapter = layers.adapter_of(model, SimpleNamespace(prefix="", subfolder="transformer"), config)
+    with pytest.raises(ValueError, match="to_q centers its inputs, and vLLM-Omni's to_qkv has no bias: serve it with"):
+        dict(adapter.adapt([(f"to_q.{name}", tensor) for name, tensor in whole.state_dict().items()]))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "prefer", "said"),
+    [
+        ({}, "speed", ""),
+        ({"prefer": "memory", "of_next_year": 1}, "memory", ""),
+        ({"prefer": "sped"}, "", "does not lay layers out for a GPU: quantization_config.runtime.prefer"),
+        ({"prefer": "decoded"}, "", "is for products of a CPU"),
+        ({"attention": "fp8"}, "speed", "asks for attention, which vLLM-Omni's own models do not know"),
+    ],
+)
+def test_runtime_chooses_how_a_gpu_lays_layers_out(layers, caplog, monkeypatch, runtime, prefer, said) -> None:
+    stored = QuantizationConfig.of([("proj", Scheme.parse("int8-int8"))], runtime=runtime)
+    config = layers.FluxqVllmConfig(stored)
+    assert config.prefer == prefer and said in caplog.text and bool(said) == bool(caplog.text)
 
 
 def test_what_does_not_fit_is_named(layers) -> None:
@@ -156,9 +245,20 @@ def test_what_does_not_fit_is_named(layers) -> None:
     layer.create(method)
     parameter, whole = layer.weight, quantized("int8-int8")
     parameter.weight_loader(parameter, whole.weight)
-    with pytest.raises(ValueError, match=r"proj\.weight is in the weight files"):
+    with pytest.raises(ValueError, match=r"proj\.weight is in the weight files.*copy them again"):
         parameter.weight_loader(parameter, whole.weight)
     with pytest.raises(ValueError, match="no part 'k'"):
         parameter.weight_loader(parameter, whole.weight, "k")
     with pytest.raises(ValueError, match="the weight files lack weight_scale of proj"):
         method.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match=r"proj\.weight is \(64, 128\), and vLLM-Omni's layer of \(32, 128\) has"):
+        load(created(config, [N // 2]), {None: whole})
+    small = config_of({"proj": "nvfp4-nvfp4"})
+    with pytest.raises(ValueError, match=r"proj on rank 1 of 16: .*fewer ranks.*--diffusion-load-format diffusers"):
+        load(created(small, [N], "K", 1, 16), {None: quantized("nvfp4-nvfp4")})
+
+
+def created(config, *how) -> LinearBase:
+    layer = LinearBase(*how)
+    layer.create(config.get_quant_method(layer, "proj"))
+    return layer

@@ -180,13 +180,14 @@ def check_fused(
     modulation: torch.dtype | None = None,
     spoilt: bool = False,
     tile: Tile = TILE,
+    d: int = D,
     **options: Any,
 ) -> None:
     """Codes and scales are the bytes that the quantizing kernel makes of v; n and v do not change with the format.
 
     On a GPU few codes may be neighbours, as v of another launch may have other sums.
     """
-    d = 384 if format == "fp8_1x128" else D
+    d = 384 if format == "fp8_1x128" else d  # whole blocks
     tensors = layers(m, images, dtype, modulation, d=d)
     if spoilt:
         tensors["x"][0, 7], tensors["branch"][m - 1, 9] = torch.nan, torch.inf
@@ -270,6 +271,9 @@ def test_other_types_of_x_are_composed_alike(format: str, dtype: torch.dtype) ->
     [
         *((name, {"smooth": True, "mean": True, "hadamard": 32}) for name in FORMATS_MADE),
         *((name, {"smooth": True}) for name in FORMATS_MADE),
+        ("int8", {"hadamard": 16, "regular": True, "m": 17}),
+        ("int8", {"hadamard": 64, "regular": True, "d": 448, "smooth": True, "mean": True}),
+        ("int8", {"hadamard": 256, "regular": True, "m": 6, "images": 2, "norm": "rms", "d": 512}),
         ("nvfp4", {"hadamard": 16, "four_over_six": True}),
         ("nvfp4", {"four_over_six": True, "given": True}),
         *((name, {"given": True}) for name in ("int8", "fp8", "fp8_tensor", "nvfp4")),
@@ -448,6 +452,11 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     ),
     "global scale unwritten": ("tl.store(out.global_scale + rows, g", "tl.store(out.global_scale + rows * 0, g", nvfp4),
     "no hadamard": ("tile, D, HADAMARD, ROWS", "tile, D, 0, ROWS", partial(nvfp4, hadamard=16)),
+    "hadamard: Sylvester's for the regular one": (
+        "levels_of(how.hadamard, how.regular)",
+        "levels_of(how.hadamard, False)",
+        partial(int8, hadamard=16, regular=True),
+    ),
     "mean for smooth": (
         "transform_tile(v, source.smooth, source.mean,",
         "transform_tile(v, source.mean, source.smooth,",

@@ -37,7 +37,7 @@ from fluxq.kernels.tiles import CHIPS, cdiv, is_held, whole_row_tile
 from fluxq.kernels.w4a8_matmul.op import w4a8_matmul
 from fluxq.kernels.weight_only_matmul.op import weight_only_matmul
 from fluxq.recipes.devices import KERNEL_FORMATS
-from fluxq.recipes.formats import FORMATS, Scheme, find_format
+from fluxq.recipes.formats import FORMATS, Scheme, find_format, for_tokens
 from fluxq.recipes.recipe import load_recipe, shipped_recipes
 
 N, K = 96, 256
@@ -215,7 +215,7 @@ def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
     for op in OPS.values():
         assert name not in op.formats
         assert dispatch.refusal(op.name, name, chip) == f"no kernel was written for {name}"
-    for scheme in (f"{name}-{name}", f"{name}-16bit", f"{name}-fp8"):
+    for scheme in (f"{name}-{for_tokens(FORMATS[name]).name}", f"{name}-16bit", f"{name}-fp8"):
         choice = choose(Scheme.parse(scheme), chip, 4096, 3072, 3072)
         assert (choice.implementation, choice.fallback) == ("torch reference", True)
         assert f"no kernel was written for {name}" in choice.reason
@@ -228,7 +228,7 @@ def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
 
 @pytest.mark.parametrize("name", [name for name in PRODUCED if name not in KERNEL_FORMATS])
 def test_weights_in_a_format_of_activations_alone_are_torchs_reference_and_say_so(name):
-    for scheme in (f"{name}-{name}", f"{name}-16bit", f"{name}-fp8"):
+    for scheme in (f"{name}-{for_tokens(FORMATS[name]).name}", f"{name}-16bit", f"{name}-fp8"):
         choice = choose(Scheme.parse(scheme), "sm_90", 4096, 3072, 3072)
         assert (choice.implementation, choice.fallback) == ("torch reference", True)
         assert f"no kernel was written for {name}" in choice.reason

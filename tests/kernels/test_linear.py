@@ -34,6 +34,8 @@ SCHEMES = (
     "nvfp4-fp8",
     "fp8-fp8_1x128",
     "fp8_1x128-fp8_1x128",
+    "fp8_128x128-fp8_1x128",
+    "fp8_128x128-16bit",
     "fp8_e5m2-fp8_e5m2",
     "fp8_e5m2-16bit",
 )
@@ -69,11 +71,13 @@ def simulated(x: np.ndarray, format: str, global_scale: np.ndarray | None = None
     """(codes as values, multipliers), both (rows, K) fp32, of an fp32 matrix. global_scale: or fp8_tensor's own."""
     rows, k = x.shape
     group = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "int4": 64}.get(format, k)
-    group = 128 if format in ("int4_g128", "fp8_1x128") else group
+    group = 128 if format in ("int4_g128", "fp8_1x128", "fp8_128x128") else group
     blocks = x.reshape(rows, -1, group)
     amax = np.abs(blocks).max(-1, keepdims=True)  # (rows, G, 1)
     amax = np.full_like(amax, amax.max()) if format == "fp8_tensor" else amax
-    if format in ("fp8", "fp8_tensor", "fp8_1x128"):
+    for start in range(0, rows, 128) if format == "fp8_128x128" else ():
+        amax[start : start + 128] = amax[start : start + 128].max(0, keepdims=True)
+    if format in ("fp8", "fp8_tensor", "fp8_1x128", "fp8_128x128"):
         scale = (
             np.where(amax == 0, f32(1), amax / f32(448)) if global_scale is None else np.full_like(amax, global_scale)
         )
@@ -400,7 +404,7 @@ def test_a_shape_that_the_format_cannot_hold_is_refused_before_loading():
 
 
 @pytest.mark.parametrize("weights", [*FORMATS, "int4_g128"])
-@pytest.mark.parametrize("activations", [None, *FORMATS])
+@pytest.mark.parametrize("activations", [None, *(name for name, row in FORMATS.items() if not row.spans_rows)])
 def test_every_scheme_survives_its_text_form(weights, activations):
     for static in {False, activations in ("nvfp4", "fp8_tensor")}:
         for rank in (0, 1, 128):
@@ -413,11 +417,13 @@ def test_every_scheme_survives_its_text_form(weights, activations):
     [
         *("", "nvfp4", "nvfp4-", "nvfp5-nvfp4", "nvfp4-nvfp4-dynamic", "nvfp4-nvfp4-static-x", "fp8-fp8-static"),
         *("nvfp4-16bit-static", "16bit-fp8", "int4_g32-16bit", "nvfp4_g32-nvfp4", "NVFP4-nvfp4"),
+        *("fp8_128x128-fp8_128x128", "fp8-fp8_128x128"),
         *("fp8-fp8-r0", "fp8-fp8-r", "fp8-fp8-r1-r2", "nvfp4-nvfp4-r4-static", "fp8-fp8-r-4"),
     ],
 )
 def test_an_unknown_scheme_is_refused(text):
-    with pytest.raises(ValueError, match=r"unknown quantization scheme|unknown format|not offered|static input scale"):
+    why = r"unknown quantization scheme|unknown format|not offered|static input scale|blocks of rows"
+    with pytest.raises(ValueError, match=why):
         Scheme.parse(text)
 
 

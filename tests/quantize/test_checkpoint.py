@@ -37,6 +37,10 @@ STORED = {
     "int8": lambda n, k: {"weight": (torch.int8, (n, k)), "weight_scale": (torch.float32, (n,))},
     "int4": lambda n, k: {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.bfloat16, (n, k // 64))},
     "fp8_1x128": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, (n, k // 128))},
+    "fp8_128x128": lambda n, k: {
+        "weight": (torch.float8_e4m3fn, (n, k)),
+        "weight_scale": (torch.float32, (-(-n // 128), -(-k // 128))),
+    },
     "mxfp8": lambda n, k: {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.uint8, (n, k // 32))},
     "mxfp4": lambda n, k: {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))},
     "nvfp4": lambda n, k: {
@@ -341,7 +345,11 @@ def _rename(tensors, old, new):
         (lambda c: c.update(format_version="1"), "checkpoint has format version '1'"),
         (lambda c: c.pop("format_version"), "checkpoint has format version None"),
         (lambda c: c.update(required_features=["rotation"]), "checkpoint requires rotation, unknown to this version"),
-        (lambda c: c.update(required_features="rotation"), "checkpoint requires rotation, unknown to this version"),
+        (lambda c: c.update(format_version=0), "checkpoint has format version 0, expected a whole number from 1"),
+        (lambda c: c.update(format_version=True), "checkpoint has format version True"),
+        (lambda c: c.update(required_features="smooth"), "required_features is 'smooth', no list"),
+        (lambda c: c.pop("required_features"), "required_features is None, no list"),
+        (lambda c: c.update(layers={"fp8-fp8": []}), "names no layers"),
         (lambda c: c.update(attention="fp4"), "computes attention in 'fp4', unknown to this version: update fluxq"),
         (lambda c: c.update(layers={}), "names no layers"),
         (lambda c: c.update(layers={"fp8-fp8": LAYER}), "names no layers"),

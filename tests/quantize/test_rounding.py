@@ -60,11 +60,11 @@ def test_search_weighs_errors_and_never_loses_to_the_plain_scale(name):
     assert searched.sum() < 0.97 * plain.sum()
 
 
-@pytest.mark.parametrize("name", [*FOUR_BIT, "int4_g128", "int8", "fp8"])
+@pytest.mark.parametrize("name", [*FOUR_BIT, "int4_g128", "int8", "fp8", "fp8_128x128"])
 def test_feedback_beats_nearest_on_outputs(name):
     row, w = find_format(name), weight()
     fit, held = correlated(4096, 256).split([3072, 1024])
-    feed = feedback(fit.T @ fit / len(fit), row.group_size)
+    feed = feedback(fit.T @ fit / len(fit), 0 if row.spans_rows else row.group_size)
     scale = global_scale(w, name)
     plain = QuantizedTensor.quantize(w, row, global_scale=scale)
     fed = round_with_feedback(w, row, scale, feed)

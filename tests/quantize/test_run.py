@@ -77,7 +77,7 @@ def test_sqnr_is_ten_log_of_power_over_error_power():
     assert sqnr(reference, reference) == float("inf")
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_e5m2", "nvfp4", "int4", "fp8_tensor"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_e5m2", "fp8_128x128", "nvfp4", "int4", "fp8_tensor"])
 def test_the_sqnr_of_a_large_weight_is_that_of_rows_from_all_over_it(format, monkeypatch):
     w = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 300).unsqueeze(1)
     q = QuantizedTensor.quantize(w, format)

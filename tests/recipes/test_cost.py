@@ -33,7 +33,7 @@ from fluxq.recipes.cost import (
     steps,
 )
 from fluxq.recipes.devices import DEVICES, INSTRUCTIONS, KERNEL_FORMATS
-from fluxq.recipes.formats import FORMATS, Scheme
+from fluxq.recipes.formats import FORMATS, Scheme, for_tokens
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan, make_plan
 from fluxq.recipes.recipe import Component, load_recipe, shipped_recipes
 from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass, forward_pass
@@ -414,7 +414,7 @@ def test_what_a_chip_computes_is_what_dispatch_would_choose(device):
     chip = device.chip
     targets = [name for name in ("int8", "fp8") if not refusal("scaled_matmul", name, chip)]
     for name in FORMATS:
-        scheme = Scheme.parse(f"{name}-{name}")
+        scheme = Scheme.parse(f"{name}-{for_tokens(FORMATS[name]).name}")
         found, choice = route(scheme, chip), choose(scheme, chip, 4608, 3072, 3072)
         if chip in REFERENCE:
             assert choice.implementation == "torch reference" and REFERENCE[chip] in found.about

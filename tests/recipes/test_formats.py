@@ -13,6 +13,7 @@ FACTS = {
     "fp8": ("e4m3", (1, 0), "fp32", "amax", False, 8 + 32 / 256),
     "fp8_tensor": ("e4m3", (0, 0), "fp32", "amax", False, 8 + 32 / (128 * 256)),
     "fp8_1x128": ("e4m3", (1, 128), "fp32", "amax", False, 8.25),
+    "fp8_128x128": ("e4m3", (128, 128), "fp32", "amax", False, 8 + 32 / 128**2),
     "mxfp8": ("e4m3", (1, 32), "e8m0", "ceil", False, 8.25),
     "mxfp4": ("e2m1", (1, 32), "e8m0", "least_squares", False, 4.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", True, 4.5 + 32 / (128 * 256)),
@@ -107,7 +108,7 @@ def test_only_int4_has_a_choice_of_group_sizes():
 
 @pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
 def test_a_shape_that_does_not_fit_is_refused_by_name_and_with_a_cure(row):
-    unit = row.group_size or (2 if row.element.bits == 4 else 1)
+    unit = 1 if row.spans_rows else row.group_size or (2 if row.element.bits == 4 else 1)
     row.check_shape(3, 2 * unit, "blocks.0.to_q")
     for n, k in ((3, 0), (0, unit), *([(3, 2 * unit + 1)] if unit > 1 else [])):
         with pytest.raises(ValueError, match=r"blocks\.0\.to_q: shape \(.*multiples of .*exclude this layer"):

@@ -132,18 +132,19 @@ class ModelFolder:
     def weight_files(self, component: str) -> list[Path]:
         """Return the component's safetensors files as its library picks them: an index's shards, or the one file.
 
-        Where both exist, diffusers takes the shards and transformers the file, and a warning names the others. Other
-        variants beside them (`….fp16.safetensors`) are left alone.
+        Where both exist, diffusers takes the shards and transformers the file, and a warning names the others; in a
+        quantized component two sets are an error. Other variants beside them (`….fp16.safetensors`) are left alone.
 
         Raises ValueError for pickle weights, for no weights, and for an index that names a missing file or one outside.
         """
         folder = self.path / component
         is_of_transformers = self._is_of_transformers(component)
-        ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
-        stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
-        candidates = [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
+        candidates = _sets_of_weights(folder, is_of_transformers)
         if candidates:
             files = _indexed(candidates[0]) if candidates[0].name.endswith(_INDEX) else [candidates[0]]
+            has_config = (folder / "config.json").is_file()
+            if candidates[1:] and has_config and "quantization_config" in self.config(component):
+                require_one_set(folder)
             for other in candidates[1:]:
                 if other not in files:
                     _warn_of_second(other, candidates[0], self.name, component)
@@ -392,6 +393,23 @@ def _links_out(folder: Path) -> Iterator[Path]:
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(place) for place in allowed):
             yield path
+
+
+def require_one_set(folder: Path) -> None:
+    """Raise ValueError if a quantized model's folder has two sets of weights, of which programs choose differently."""
+    sets = _sets_of_weights(folder, False)
+    if len(sets) > 1:
+        raise ValueError(
+            f"{folder}: has two sets of weights, {sets[0].name} and {sets[1].name}, and programs differ in which they "
+            "read; remove the one that is not meant"
+        )
+
+
+def _sets_of_weights(folder: Path, is_of_transformers: bool) -> list[Path]:
+    """List the indices and single files of a model's folder, first the one that its library takes."""
+    ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
+    stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
+    return [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
 
 
 @cache

@@ -12,7 +12,7 @@ from fluxq.commands.options import PATH, bytes_in, common_options, output_option
 from fluxq.commands.session import Session, session_of
 
 OF_LISTS = ("cache-dit", "taylorseer")  # formats of a list of steps; a test compares
-EXPORTS = ("bfl", "modelopt", "comfy", "compressed-tensors", "torchao", "nunchaku_lite", "nunchaku")
+EXPORTS = ("bfl", "modelopt", "comfy", "fp8_blocks", "compressed-tensors", "torchao", "nunchaku_lite", "nunchaku")
 
 
 @click.command("inspect", short_help="Say what a quantized file is, and what is wrong with it.")

@@ -37,6 +37,7 @@ from fluxq.integrations.loading import (
     lacking,
     put_layers,
     quant_layers,
+    refuse_second_set,
     refuse_unannounced,
     require_present,
     set_tensor,
@@ -90,6 +91,12 @@ class FluxqQuantizer(DiffusersQuantizer):
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         self.dtype = torch_dtype or torch.bfloat16
         return self.dtype
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str] | None) -> list[str]:
+        """Refuse a second set of weights; diffusers 0.37 does not ask."""
+        if self.pre_quantized:
+            refuse_second_set(checkpoint_files or ())
+        return loaded_keys
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self.pre_quantized:

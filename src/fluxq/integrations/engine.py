@@ -10,22 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fluxq.base.console import did_you_mean, logger
+
+if TYPE_CHECKING:
+    from fluxq.runtime.prepare import Prefer
 
 
 @dataclass(frozen=True)
 class Engine:
     """An engine whose plug-in was tried.
 
-    package: on PyPI. tried: the version. group: of its entry points.
+    package: on PyPI. tried: the public version. group: of its entry points. back_ends: what the plug-in does in each.
     """
 
     name: str
     package: str
     tried: str
     group: str
+    back_ends: Mapping[str, str]
 
     @property
     def present(self) -> str:
@@ -39,7 +43,7 @@ class Engine:
     def why_not(self) -> str:
         """Reason why fluxq does nothing in this version of the engine; empty in the one that was tried."""
         present = self.present
-        if present == self.tried:
+        if present.partition("+")[0] == self.tried:  # "+cu129" names a build of it
             return ""
         return (
             f"fluxq's plug-in was tried with {self.name} {self.tried}, and this is "
@@ -59,8 +63,10 @@ class Engine:
         return not self.why_not
 
 
-VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0", "vllm_omni.general_plugins")
-SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23", "sglang.multimodal_gen.plugins")
+_STOCK = {"diffusers' pipelines": "prepares what was loaded"}
+_OWN = {"its own models": "computes their Linears with fluxq's ops"}
+VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0", "vllm_omni.general_plugins", {**_STOCK, **_OWN})
+SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23", "sglang.multimodal_gen.plugins", _STOCK)
 ENGINES = (VLLM_OMNI, SGLANG)
 
 
@@ -85,6 +91,8 @@ def _after_loading(pipe: Any, engine: Engine) -> list[str]:
     from fluxq.runtime.placed import models_of
     from fluxq.runtime.steps import recorded_in
 
+    if not hasattr(pipe, "components") and not hasattr(pipe, "modules"):  # neither a pipeline nor a model
+        return []
     models = [part for part in models_of(pipe).values() if quant_layers(part)]
     if not models:
         return []
@@ -102,24 +110,26 @@ def _joined(runtimes: list[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
+def checked_prefer(runtime: Mapping[str, Any]) -> Prefer:
+    """Return `prefer` of a config.json's `runtime`, "speed" by default; ValueError for a word that is none of it."""
+    from fluxq.runtime.prepare import Prefer
+
+    prefer = runtime.get("prefer", "speed")
+    if prefer not in get_args(Prefer):
+        hint = did_you_mean(str(prefer), get_args(Prefer)) or f"; expected one of {', '.join(get_args(Prefer))}"
+        raise ValueError(f"quantization_config.runtime.prefer in config.json is {prefer!r}{hint}")
+    return prefer
+
+
 def _actions(runtime: Mapping[str, Any]) -> list[tuple[str, Callable[[Any], Any]]]:
     """Return (name, function of the pipeline that returns None where it did nothing), in their order."""
     import fluxq
     from fluxq.runtime.skip import skip_recorded_steps
     from fluxq.runtime.steps import keep_recorded_steps
 
-    def prepare(pipe: Any) -> Any:
-        from fluxq.runtime.prepare import Prefer
-
-        prefer = runtime.get("prefer", "speed")
-        if prefer not in get_args(Prefer):
-            hint = did_you_mean(str(prefer), get_args(Prefer)) or f"; expected one of {', '.join(get_args(Prefer))}"
-            raise ValueError(f"quantization_config.runtime.prefer in config.json is {prefer!r}{hint}")
-        return fluxq.prepare(pipe, prefer=prefer) or None
-
     attention = runtime.get("attention")
     return [
-        ("prepare", prepare),
+        ("prepare", lambda pipe: fluxq.prepare(pipe, prefer=checked_prefer(runtime)) or None),
         ("attention", lambda pipe: None if attention is None else fluxq.set_attention(pipe, attention)),
         ("optimize", lambda pipe: fluxq.optimize(pipe) or None),
         ("kept steps", keep_recorded_steps),

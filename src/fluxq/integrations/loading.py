@@ -194,6 +194,14 @@ def lacking(name: str) -> ValueError:
     return ValueError(f"the weight files lack {name!r}, which config.json names: copy them again")
 
 
+def refuse_second_set(files: Iterable[str | PathLike[str]]) -> None:
+    """Raise ValueError if a folder that weight files are read from has other ones in the place of these."""
+    from fluxq.base.model import require_one_set  # only here: it imports what downloads models
+
+    for folder in {Path(file).parent for file in files}:
+        require_one_set(folder)
+
+
 def refuse_unannounced(dtypes: Mapping[str, torch.dtype], model: nn.Module) -> None:
     """Raise ValueError for quantized tensors of files that would be left over, or be taken for 16-bit weights.
 

@@ -29,6 +29,7 @@ from fluxq.integrations.loading import (
     lacking,
     put_layers,
     quant_layers,
+    refuse_second_set,
     refuse_unannounced,
     require_present,
     set_tensor,
@@ -110,6 +111,7 @@ class FluxqHfQuantizer(HfQuantizer):
         """Check headers: transformers casts a wrong dtype and puts random numbers where files lack a tensor."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
+        refuse_second_set(files)
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

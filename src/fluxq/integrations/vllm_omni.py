@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,9 @@ def register_with_adapter() -> None:
 
 def _adapter_of_ours(stock: Callable[..., Any]) -> Callable[..., Any]:
     def get_checkpoint_adapter(*args: Any, model: Any, source: Any, quant_config: Any, **kwargs: Any) -> Any:
-        if getattr(quant_config, "get_name", str)() != QUANT_METHOD:
-            return stock(*args, model=model, source=source, quant_config=quant_config, **kwargs)
-        from fluxq.integrations.vllm_omni_layers import FluxqCheckpointAdapter
-
-        return FluxqCheckpointAdapter(model, quant_config, getattr(source, "prefix", ""))
+        layers = sys.modules.get("fluxq.integrations.vllm_omni_layers")  # imported once a model has layers of fluxq
+        ours = layers and layers.adapter_of(model, source, quant_config)
+        return ours or stock(*args, model=model, source=source, quant_config=quant_config, **kwargs)
 
     return get_checkpoint_adapter
 

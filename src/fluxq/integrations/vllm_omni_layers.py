@@ -11,7 +11,8 @@ This file needs vLLM: nothing but the builder that vllm_omni.py registers import
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -27,9 +28,10 @@ from vllm.model_executor.layers.quantization.base_config import (  # pyright: ig
 from vllm.model_executor.layers.quantization.inc import INCConfig  # pyright: ignore[reportMissingImports]
 
 from fluxq.base.console import logger
+from fluxq.integrations.engine import checked_prefer
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, branch_shapes
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
+from fluxq.recipes.computing import POLICY, QUANT_METHOD, QuantizationConfig
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.shard import partial_product, require_row_parallel, shard
 
@@ -38,7 +40,11 @@ JOINED = {  # a Linear of vLLM-Omni -> those of diffusers that it is made of, in
     "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
     "w13": ("w1", "w3"),
 }
+COMPONENT = re.compile(r"^transformer(_\d+)?\.")  # what models are called in pipelines: Wan's experts are two
+LISTED = re.compile(r"\.net_(\d+)(?=\.|$)")  # Wan's feed-forward has attributes where diffusers has a list
 SHARDS = {"q": 0, "k": 1, "v": 2}  # what loaders call parts of `to_qkv`; other parts have numbers
+STORED = ("weight", *SCALE_NAMES, *BRANCHES, "bias")
+OTHERWISE = "serve it with --diffusion-load-format diffusers"
 Axis = Literal["N", "K"]
 
 
@@ -48,6 +54,8 @@ class FluxqVllmConfig(INCConfig):
     A subclass of INC's, of which nothing is used, because vLLM-Omni asks for that class before it lets a checkpoint
     say how modulation and FLUX.1's double blocks are stored (`safe_quant_config`): of others they stay in 16 bit.
 
+    prefer: that of `runtime` in config.json, by which a GPU lays layers out; "" where it cannot be had.
+
     Raises ValueError for what this version of fluxq does not read.
     """
 
@@ -56,6 +64,7 @@ class FluxqVllmConfig(INCConfig):
     def __init__(self, stored: QuantizationConfig) -> None:
         VllmConfig.__init__(self)
         self.stored, self.schemes = stored, stored.schemes
+        self.prefer = _preference(stored)
 
     def get_name(self) -> Any:
         return QUANT_METHOD
@@ -86,31 +95,32 @@ class FluxqVllmConfig(INCConfig):
         """Return the method of a Linear by its name in the model; None for modules of other kinds."""
         if not isinstance(layer, LinearBase):
             return None
-        schemes = [self.scheme_of(name) for name in self.parts_of(prefix)]
-        known = [scheme for scheme in schemes if scheme is not None]
-        return FluxqLinearMethod(prefix, known) if len(known) == len(schemes) else UnquantizedLinearMethod()
+        names = [self.stored_name(part) for part in self.parts_of(prefix)]
+        known = [name for name in names if name is not None]
+        return FluxqLinearMethod(prefix, known, self) if len(known) == len(names) else UnquantizedLinearMethod()
 
     def parts_of(self, prefix: str) -> list[str]:
-        """Return the names in the checkpoint that a Linear called `prefix` is made of."""
+        """Return what diffusers calls the Linears that one called `prefix` is made of."""
         parent, _, last = prefix.rpartition(".")
         joined = {**JOINED, **getattr(self, "packed_modules_mapping", {})}
         return [f"{parent}.{part}" if parent else part for part in joined.get(last, (last,))]
 
-    def scheme_of(self, name: str) -> Scheme | None:
-        """Return the scheme of a layer, whatever its model is called in the pipeline."""
-        name = name.removeprefix("transformer.")
-        return self.schemes.get(name) or self.schemes.get(f"{name}.0")  # to_out is a list in diffusers
+    def stored_name(self, name: str) -> str | None:
+        """Return a layer's name in the checkpoint, whatever its model is called; None for one it does not quantize."""
+        name = LISTED.sub(r".net.\1", COMPONENT.sub("", name))
+        return next((each for each in (name, f"{name}.0") if each in self.schemes), None)  # to_out is a list there
 
 
 class FluxqLinearMethod(LinearMethodBase):
     """A Linear of vLLM-Omni made of one or more layers of fluxq.
 
-    schemes: of its parts, in order. Parameters are placeholders without elements until the files' tensors arrive,
-    because parts differ in dtypes and shapes.
+    names: of its parts in the checkpoint, in order. Parameters are placeholders without elements until the files'
+    tensors arrive, because parts differ in dtypes and shapes.
     """
 
-    def __init__(self, prefix: str, schemes: Sequence[Scheme]) -> None:
-        self.prefix, self.schemes = prefix, schemes
+    def __init__(self, prefix: str, names: Sequence[str], config: FluxqVllmConfig) -> None:
+        self.prefix, self.names, self.config = prefix, names, config
+        self.schemes = [config.schemes[name] for name in names]
 
     def create_weights(
         self,
@@ -126,7 +136,7 @@ class FluxqLinearMethod(LinearMethodBase):
         if len(output_partition_sizes) != len(self.schemes):
             raise ValueError(
                 f"{self.prefix} has {len(output_partition_sizes)} parts in vLLM-Omni and {len(self.schemes)} in the "
-                "checkpoint: serve it with --diffusion-load-format diffusers"
+                f"checkpoint: {OTHERWISE}"
             )
         axis = "K" if input_size_per_partition != input_size else "N"
         ranks = layer.tp_size if axis == "K" or sum(output_partition_sizes) != output_size else 1
@@ -137,8 +147,8 @@ class FluxqLinearMethod(LinearMethodBase):
                 raise ValueError(f"{self.prefix}: {error}") from None
         sizes = [size * (ranks if axis == "N" else 1) for size in output_partition_sizes]
         parts = [
-            Part(scheme, (size, input_size), axis, layer.tp_rank if ranks > 1 else 0, ranks, params_dtype)
-            for scheme, size in zip(self.schemes, sizes, strict=True)
+            Part(name, scheme, (size, input_size), axis, layer.tp_rank if ranks > 1 else 0, ranks, params_dtype)
+            for name, scheme, size in zip(self.names, self.schemes, sizes, strict=True)
         ]
         layer.fluxq_arriving = parts
         for name in dict.fromkeys(name for part in parts for name in part.missing):
@@ -152,7 +162,18 @@ class FluxqLinearMethod(LinearMethodBase):
         index = 0 if shard_id is None else SHARDS.get(str(shard_id), shard_id)
         if not isinstance(index, int) or not 0 <= index < len(parts):
             raise ValueError(f"{self.prefix} has no part {shard_id!r} to load {name} into")
-        parts[index].take(f"{self.prefix}.{name}", name, tensor)
+        parts[index].take(name, tensor)
+
+    def await_bias(self, layer: Any) -> None:
+        """Take the parts' biases, too, since vLLM-Omni's layer has none: those of layers that center their inputs."""
+        for part in layer.fluxq_arriving:
+            if part.scheme.center:
+                part.await_bias()
+
+    def take_bias(self, layer: Any, name: str, bias: Tensor) -> None:
+        """Give the part called `name` in the checkpoint its bias (N,)."""
+        part: Part = layer.fluxq_arriving[self.names.index(name)]
+        part.take("bias", bias)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Put the parts into the layer, each with its share of the bias, and on a GPU lay them out for it."""
@@ -163,15 +184,15 @@ class FluxqLinearMethod(LinearMethodBase):
             delattr(layer, name)
         layers, start = [], 0
         for part in arriving:
-            quantized = part.finished(self.prefix).to(device)
+            quantized = part.finished().to(device)
             if layer.bias is not None and not layer.skip_bias_add:
                 part.set_bias(quantized, layer.bias.data[start : start + quantized.out_features])
             start += quantized.out_features
             layers.append(quantized)
         layer.fluxq_parts = nn.ModuleList(layers)
         layer.fluxq_is_row_parallel = arriving[0].axis == "K" and arriving[0].ranks > 1
-        if device.type == "cuda":
-            _lay_out(layers, device)
+        if device.type == "cuda" and self.config.prefer:
+            _lay_out(layers, device, self.config.prefer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute (…, N) of x (…, K); the bias is in the parts. Of K cut over ranks it is this rank's summand."""
@@ -186,35 +207,51 @@ class FluxqLinearMethod(LinearMethodBase):
 class Part:
     """A layer of the checkpoint while its tensors arrive, in whatever order; cut once they are all there.
 
-    shape: (N, K) of the whole layer. axis, rank, ranks: its share. dtype: of its computation.
+    name: in the checkpoint. shape: (N, K) of the whole layer. axis, rank, ranks: its share. dtype: of its computation.
     """
 
     def __init__(
-        self, scheme: Scheme, shape: tuple[int, int], axis: Axis, rank: int, ranks: int, dtype: torch.dtype
+        self, name: str, scheme: Scheme, shape: tuple[int, int], axis: Axis, rank: int, ranks: int, dtype: torch.dtype
     ) -> None:
-        self.scheme, self.shape, self.rank, self.ranks = scheme, shape, rank, ranks
+        self.name, self.scheme, self.shape, self.rank, self.ranks = name, scheme, shape, rank, ranks
         self.axis: Axis = axis
         self.dtype = dtype
-        self.names = tuple(tensor_names(scheme, shape))
+        self.shapes = tensor_shapes(scheme, shape)
+        self.names = tuple(self.shapes)
         self.missing, self.tensors = set(self.names), {}
         self.layer: QuantLinear | None = None
 
-    def take(self, full_name: str, name: str, tensor: Tensor) -> None:
-        if name not in self.missing:
-            raise ValueError(f"{full_name} is in the weight files, and a layer of {self.scheme} has none, or it twice")
-        self.missing.remove(name)
-        self.tensors[name] = tensor if name in ("weight", *SCALE_NAMES) else tensor.to(self.dtype)
+    def await_bias(self) -> None:
+        self.missing.add("bias")
+
+    def take(self, tensor_name: str, tensor: Tensor) -> None:
+        if tensor_name not in self.missing:
+            raise ValueError(
+                f"{self.name}.{tensor_name} is in the weight files, and a layer of {self.scheme} has none, or it "
+                "twice: copy them again"
+            )
+        expected = self.shapes.get(tensor_name, tensor.shape)
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{self.name}.{tensor_name} is {(*tensor.shape,)}, and vLLM-Omni's layer of {self.shape} has "
+                f"{(*expected,)}: {OTHERWISE}"
+            )
+        self.missing.remove(tensor_name)
+        self.tensors[tensor_name] = tensor if tensor_name in ("weight", *SCALE_NAMES) else tensor.to(self.dtype)
         if not self.missing:
             self.layer = self._cut()
 
     def _cut(self) -> QuantLinear:
-        layer = layer_of(self.tensors, self.shape, self.scheme, self.dtype)
-        self.tensors = {}
-        return shard(layer, self.axis, self.rank, self.ranks) if self.ranks > 1 else layer
+        held, self.tensors = self.tensors, {}
+        try:
+            layer = layer_of(held, self.shape, self.scheme, self.dtype)
+            return shard(layer, self.axis, self.rank, self.ranks) if self.ranks > 1 else layer
+        except ValueError as error:
+            raise ValueError(f"{self.name} on rank {self.rank} of {self.ranks}: {error}; or {OTHERWISE}") from None
 
-    def finished(self, prefix: str) -> QuantLinear:
+    def finished(self) -> QuantLinear:
         if self.layer is None:
-            raise ValueError(f"the weight files lack {sorted(self.missing)[0]} of {prefix}: copy them again")
+            raise ValueError(f"the weight files lack {sorted(self.missing)[0]} of {self.name}: copy them again")
         return self.layer
 
     def set_bias(self, layer: QuantLinear, bias: Tensor) -> None:
@@ -223,12 +260,10 @@ class Part:
             layer._parameters["bias"] = nn.Parameter(bias.to(self.dtype), requires_grad=False)
 
 
-def tensor_names(scheme: Scheme, shape: tuple[int, int]) -> Iterator[str]:
-    """Yield the names of a layer's tensors in a checkpoint, but for the bias."""
-    yield from stored_shapes(scheme.weights, *shape)
-    if scheme.static_input:
-        yield "input_scale"
-    yield from branch_shapes(scheme, *shape)
+def tensor_shapes(scheme: Scheme, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of a layer's tensors in a checkpoint, but for the bias. shape: (N, K)."""
+    stored = {name: each for name, (each, _) in stored_shapes(scheme.weights, *shape).items()}
+    return {**stored, **({"input_scale": ()} if scheme.static_input else {}), **branch_shapes(scheme, *shape)}
 
 
 def layer_of(tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> QuantLinear:
@@ -241,41 +276,95 @@ def layer_of(tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Sche
     return layer
 
 
-def _lay_out(layers: Iterable[QuantLinear], device: torch.device) -> None:
+def _preference(stored: QuantizationConfig) -> str:
+    """Return how to lay layers out, and warn of what else config.json asks for: only diffusers' pipelines do that."""
+    told = {**stored.runtime, **({"attention": stored.attention} if stored.attention != "16bit" else {})}
+    if ignored := [key for key in ("attention", "steps", POLICY) if key in told]:
+        logger.warning(
+            "config.json asks for %s, which vLLM-Omni's own models do not know: to have it, %s",
+            ", ".join(ignored),
+            OTHERWISE,
+        )
+    try:
+        prefer = checked_prefer(stored.runtime)
+        if prefer == "decoded":
+            raise ValueError("prefer is 'decoded', which is for products of a CPU: take 'speed' or 'memory'")
+    except ValueError as error:
+        logger.warning("fluxq in vLLM-Omni does not lay layers out for a GPU: %s", error)
+        return ""
+    return prefer
+
+
+def _lay_out(layers: Iterable[QuantLinear], device: torch.device, prefer: str) -> None:
     """Lay layers out for a GPU, as `fluxq.prepare` does."""
     from fluxq.kernels.tiles import chip_of
     from fluxq.runtime.prepare import prepare_layer
 
     for layer in layers:
-        prepare_layer(layer, device, chip_of(device), "speed", None)
+        prepare_layer(layer, device, chip_of(device), prefer, None)
+
+
+def adapter_of(model: nn.Module, source: Any, config: Any) -> FluxqCheckpointAdapter | None:
+    """Return the adapter of a component, None where fluxq has nothing to do with it.
+
+    source: says what stands before the names of its modules and weights, and its folder. config: the pipeline's, which
+    is that of the folder `transformer`. A component's own is that of its layers: experts of one pipeline differ.
+    """
+    prefix = getattr(source, "prefix", "")
+    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if name.startswith(prefix)}
+    layers = {
+        name: module
+        for module in modules.values()
+        if isinstance(getattr(module, "quant_method", None), FluxqLinearMethod)
+        for name in module.quant_method.names
+    }
+    if layers:
+        config = next(iter(layers.values())).quant_method.config
+    elif not isinstance(config, FluxqVllmConfig):
+        return None
+    elif getattr(source, "subfolder", "") != "transformer":
+        config = FluxqVllmConfig(QuantizationConfig({}, ()))
+    bare = {name.removeprefix(prefix) for name, module in modules.items() if getattr(module, "bias", "") is None}
+    return FluxqCheckpointAdapter(layers, config, prefix, bare)
+
+
+def _homes(name: str) -> Iterator[str]:
+    """Yield what Linears of vLLM-Omni may be called that a layer of the checkpoint goes into."""
+    parent, _, last = name.rpartition(".")
+    yield from (name, name.removesuffix(".0"))
+    yield from (f"{parent}.{joint}".lstrip(".") for joint, parts in JOINED.items() if last in parts)
 
 
 class FluxqCheckpointAdapter:
     """The weights of a checkpoint as a model of vLLM-Omni takes them.
 
     Tensors of layers that it computes with fluxq's ops pass. Those of other layers become 16-bit weights.
+
+    layers: by the names of their parts in the checkpoint. prefix: before the names of modules and weights.
+    without_bias: names of modules that have none.
     """
 
-    def __init__(self, model: nn.Module, config: FluxqVllmConfig, prefix: str = "") -> None:
-        self.config, self.prefix = config, prefix
-        self.taken = {
-            part.removeprefix("transformer.")
-            for name, module in model.named_modules()
-            if isinstance(getattr(module, "quant_method", None), FluxqLinearMethod)
-            for part in config.parts_of(name.removeprefix(prefix))
-        }
+    def __init__(
+        self, layers: Mapping[str, LinearBase], config: FluxqVllmConfig, prefix: str, without_bias: Set[str]
+    ) -> None:
+        self.layers, self.config, self.prefix, self.without_bias = layers, config, prefix, without_bias
+        for layer in {id(layer): layer for layer in layers.values() if layer.bias is None}.values():
+            layer.quant_method.await_bias(layer)
 
     def adapt(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the model's parameters."""
         held: dict[str, dict[str, Tensor]] = {}
         for full, tensor in weights:
             name, _, part = full.removeprefix(self.prefix).rpartition(".")
-            scheme = self.config.schemes.get(name)
-            is_whole = scheme is None or name in self.taken or name.removesuffix(".0") in self.taken
-            if is_whole or part not in ("weight", *SCALE_NAMES, *BRANCHES, "bias"):
+            layer = self.layers.get(name)
+            if name not in self.config.schemes and part in SCALE_NAMES:
+                raise ValueError(f"{full} is of a quantized model, and vLLM-Omni makes it in 16 bit: {OTHERWISE}")
+            if layer is not None and layer.bias is None and part == "bias":
+                layer.quant_method.take_bias(layer, name, tensor)
+            elif layer is None and name in self.config.schemes and part in STORED:
+                held.setdefault(name, {})[part] = tensor
+            else:
                 yield full, tensor
-                continue
-            held.setdefault(name, {})[part] = tensor
         for name, tensors in held.items():
             yield from self._in_16_bit(name, self.config.schemes[name], tensors)
         if held:
@@ -287,9 +376,14 @@ class FluxqCheckpointAdapter:
             )
 
     def _in_16_bit(self, name: str, scheme: Scheme, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        rows, columns = tensors["weight"].shape
+        """Yield (name, tensor in fp32) of a plain Linear; whoever loads it rounds it to the model's dtype."""
+        rows, columns = tensors["weight"].shape if "weight" in tensors else (0, 0)
         shape = rows, columns * 8 // scheme.weights.element.bits
+        if absent := [each for each in ("weight", *tensor_shapes(scheme, shape)) if each not in tensors]:
+            raise ValueError(f"the weight files lack {absent[0]} of {name}: copy them again")
         weight, bias = layer_of(tensors, shape, scheme, torch.bfloat16).collapsed()
-        yield f"{self.prefix}{name}.weight", weight.to(torch.bfloat16)
+        yield f"{self.prefix}{name}.weight", weight
         if bias is not None:
-            yield f"{self.prefix}{name}.bias", bias.to(torch.bfloat16)
+            if absent := self.without_bias & {*_homes(name)}:
+                raise ValueError(f"{name} centers its inputs, and vLLM-Omni's {min(absent)} has no bias: {OTHERWISE}")
+            yield f"{self.prefix}{name}.bias", bias

@@ -49,7 +49,7 @@ def shard(
         raise ValueError("this layer is a 1x1 convolution and takes images: only layers that take tokens are sharded")
     q = layer.quantized_weight
     n, k = q.shape
-    size, unit = (n, 1) if axis == "N" else (k, _block(layer.scheme))
+    size, unit = (n, layer.scheme.weights.block[0] or 1) if axis == "N" else (k, _block(layer.scheme))
     spans = _spans(size, parts, rank, world_size, unit, f"axis {axis} of a {layer.scheme} layer")
 
     def cut(tensor: Tensor, dim: int) -> Tensor:

@@ -63,7 +63,8 @@ def _are_alike(layers: Sequence[QuantLinear]) -> bool:
             return False
     scale = first.stored("weight_scale")
     is_swizzled = bool(first.scheme.weights.group_size) and scale is not None and scale.ndim == 1
-    if is_swizzled and any(layer.out_features % SWIZZLED_ROWS for layer in layers[:-1]):
+    unit = SWIZZLED_ROWS if is_swizzled else first.scheme.weights.block[0] or 1
+    if any(layer.out_features % unit for layer in layers[:-1]):
         return False
     return all(layer.scheme == first.scheme for layer in layers)
 

@@ -53,7 +53,11 @@ class JoinedLinear(nn.Module):
     """Linears on the same input whose outputs follow each other along N, as one module.
 
     A part that ComfyUI left on another device, for want of memory, is copied to that of the input for the call.
+
+    weight: None; ComfyUI 0.33 looks at it to see whether the layer can take an activation in, which codes here cannot.
     """
+
+    weight = None
 
     def __init__(self, parts: list[nn.Module], order: Order = "as they are") -> None:
         super().__init__()
