@@ -10,6 +10,8 @@ All of it is on the embedded pipeline, 64 images at most, metrics and margins as
                    is made as the command makes it.
     faults         20 drawings each: A is the nvfp4 checkpoint in bf16, or the 16-bit pipeline where the fault needs an
                    adapter, and B is A with one fault. The gate has to say "worse" after its first look, of 8 images.
+    speed          50 times 30 pairs each: drawn times with a noise of 0.6 % and of 8 %, and real products of matrices,
+                   of which B makes as many as A or 2 % more
     series         values with mean and spread as gates of inference engines reported them, drawn 200 times: how often
                    a fixed threshold changes its mind from run to run, and how often this gate does
 
@@ -19,6 +21,7 @@ The rates were set before anything was measured: at most 1 of 200 "worse", 95 % 
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +44,7 @@ from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.decide import ALPHA, FIRST_LOOK, RULES, judge, looks_of
+from fluxq.eval.gate.speed import PAIRS, Call, judge_speed
 from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.images.sides import set_attention
 from fluxq.eval.metrics.drift import floor_attention
@@ -76,12 +80,13 @@ def measure(file: Path, same: int, drawings: int) -> None:
     report = read_json(file) if file.is_file() else {}
     if any(report.get(name) != value for name, value in settings.items()):
         about = {"commit": commit(), "versions": versions(), "cpu": cpu_name()}
-        report = about | settings | {"same_pipeline": {}, "faults": {}, "series": {}}
+        report = about | settings | {"same_pipeline": {}, "faults": {}, "speed": {}, "series": {}}
     with TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         parts: list[tuple[str, Mapping[str, Any], Callable[[str], Any]]] = [
             ("same_pipeline", KINDS, lambda name: same_row(bench, KINDS[name], same)),
             ("faults", FAULTS, lambda name: fault_row(bench, FAULTS[name], drawings)),
+            ("speed", TIMED, lambda name: speed_row(TIMED[name], same)),
             ("series", FLAKY, lambda name: series_row(FLAKY[name])),
         ]
         for part, table, row in parts:
@@ -320,6 +325,46 @@ def adapter_scale_ignored(pipe: Any, draw: random.Random) -> None:
     pipe.transformer.set_adapters("a", 1.0)
 
 
+def speed_row(pairs: Callable[[random.Random], tuple[list[Call], list[Call]]], count: int) -> dict[str, Any]:
+    """Return how often each verdict was reached on times, and how often they were refused."""
+    draw, verdicts = random.Random(2), Counter()
+    for _ in range(count):
+        found = judge_speed(*pairs(draw))
+        verdicts["refused" if found.ratio is None else found.verdict] += 1
+    return {"verdicts": dict(verdicts), "of": count}
+
+
+def drawn(slower: float, noise: float) -> Callable[[random.Random], tuple[list[Call], list[Call]]]:
+    """Return a function that draws times of pairs, with the noise of a share of the time."""
+
+    def draw_pairs(draw: random.Random) -> tuple[list[Call], list[Call]]:
+        a, b = ([Call(mean * draw.gauss(1, noise)) for _ in range(PAIRS)] for mean in (1.0, 1.0 + slower))
+        return a, b
+
+    return draw_pairs
+
+
+def products(slower: float) -> Callable[[random.Random], tuple[list[Call], list[Call]]]:
+    """Return a function that times pairs of calls, each some 200 products of matrices, in ABBA order."""
+    x = torch.randn(192, 192)
+    counts = {"a": 200, "b": round(200 * (1 + slower))}
+
+    def call(side: str) -> float:
+        start = time.perf_counter()
+        for _ in range(counts[side]):
+            x @ x
+        return time.perf_counter() - start
+
+    def time_calls(_: random.Random) -> tuple[list[Call], list[Call]]:
+        times: dict[str, list[Call]] = {"a": [], "b": []}
+        for index in range(PAIRS + 2):
+            for side in "ab" if index % 2 else "ba":
+                times[side].append(Call(call(side)))
+        return times["a"][2:], times["b"][2:]
+
+    return time_calls
+
+
 @dataclass(frozen=True)
 class Flaky:
     """Values of a gate with a fixed threshold, as its users reported them. draw: of one run.
@@ -358,6 +403,11 @@ def goals(report: Mapping[str, Any]) -> dict[str, bool]:
     for name, row in report["faults"].items():
         share = row["after_images"].get(str(_first(name)), 0) / report["drawings"]
         met[f"{name}: found by the first look in {LEAST_FOUND:.0%} of drawings"] = share >= LEAST_FOUND
+    for name, row in report["speed"].items():
+        verdict = "worse" if "2 % slower" in name else "refused" if "noise of 8 %" in name else ""
+        share = row["verdicts"].get(verdict, 0) / row["of"] if verdict else 1.0
+        goal = f"{verdict} in {LEAST_FOUND:.0%}" if verdict else "never worse"
+        met[f"{name}: {goal}"] = share >= LEAST_FOUND if verdict else not row["verdicts"].get("worse")
     for name, row in report["series"].items():
         met[f"{name}: never worse"] = not row["verdicts"].get("worse")
     return met
@@ -380,6 +430,10 @@ def tables_of(report: Mapping[str, Any]) -> str:
         found = sum(count for look, count in looks.items() if look.isdigit())
         first = looks.get(str(_first(name)), 0)
         lines.append(f"| {name} | {first} of {report['drawings']} | {found - first} | {sum(looks.values()) - found} |")
+    lines += ["", "| times of 30 pairs | worse | equivalent | cannot tell | refused |", "|---|---|---|---|---|"]
+    for name, row in report["speed"].items():
+        counts = (row["verdicts"].get(verdict, 0) for verdict in ("worse", "equivalent", "cannot tell", "refused"))
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
     lines += ["", "| series | a fixed threshold passes | equivalent | cannot tell | worse |", "|---|---|---|---|---|"]
     for name, row in report["series"].items():
         counts = (row["verdicts"].get(verdict, 0) for verdict in ("equivalent", "cannot tell", "worse"))
@@ -409,6 +463,13 @@ FAULTS = {
     "one step skipped": Fault(step_skipped),
     "another shift of the scheduler": Fault(shift_of_scheduler),
     "one text token lost": Fault(text_token_lost),
+}
+TIMED = {
+    "drawn, noise of 0.6 %, the same": drawn(0.0, 0.006),
+    "drawn, noise of 0.6 %, 2 % slower": drawn(0.02, 0.006),
+    "drawn, noise of 8 %, the same": drawn(0.0, 0.08),
+    "products of matrices, the same": products(0.0),
+    "products of matrices, 2 % more": products(0.02),
 }
 # Means and spreads as reported; a spread that was not is a fifth of the mean.
 FLAKY: dict[str, Flaky] = {
