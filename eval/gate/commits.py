@@ -59,7 +59,14 @@ class CommitSource:
         return replace(self, run=1)
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "commit", "commit": self.commit, "setup": self.setup, "command": self.command}
+        return {
+            "kind": "commit",
+            "rev": self.rev,
+            "project": self.project.resolve().name,
+            "commit": self.commit,
+            "setup": self.setup,
+            "command": self.command,
+        }
 
     @property
     def folder(self) -> Path:

@@ -36,7 +36,7 @@ def row_of_gate(result: GateResult, commit: Commit | None) -> HistoryRow:
         command="gate",
         created=result.created,
         commit=commit,
-        subject=f"{result.b['name']} against {result.a['name']}",
+        subject=_subject(result.a, result.b),
         setting=sha256_json([result.prompts_digest, result.call])[:16],
         machine=result.machine or "unknown",
         versions=result.versions,
@@ -46,6 +46,12 @@ def row_of_gate(result: GateResult, commit: Commit | None) -> HistoryRow:
         speed={} if result.speed is None else {"speed": _ratio(result.speed)},
         seconds=result.seconds,
     )
+
+
+def _subject(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Return what was judged, in words that are the same for every commit of a project."""
+    what = f"commits of {b['project']}" if b.get("kind") == "commit" else b["name"]
+    return f"{what} against {a.get('rev') or a['name']}"
 
 
 def _ratio(speed: GateSpeed) -> Point:

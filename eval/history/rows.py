@@ -178,12 +178,17 @@ def _row(line: bytes, where: str) -> HistoryRow:
 
 def current_commit(folder: Path | None = None) -> Commit | None:
     """Return the commit of the repository that a folder, the current one by default, lies in; None without one."""
-    said = _git(folder, "log", "-1", "--format=%H %cI")
-    if not said:
+    commit = commit_at(folder, "HEAD")
+    if commit is None:
         return None
-    revision, time = said.split()
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return Commit(revision=revision, time=time, is_changed=bool(changed))
+    return commit.model_copy(update={"is_changed": bool(changed)})
+
+
+def commit_at(folder: Path | None, revision: str) -> Commit | None:
+    """Return a commit of a folder's repository, unchanged; None where it has none of that name."""
+    said = _git(folder, "log", "-1", "--format=%H %cI", revision).split()
+    return Commit(revision=said[0], time=said[1], is_changed=False) if said else None
 
 
 def _git(folder: Path | None, *words: str) -> str:

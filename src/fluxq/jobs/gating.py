@@ -35,7 +35,7 @@ from fluxq.eval.gate.result import (
 from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
 from fluxq.eval.history.results import row_of_gate
-from fluxq.eval.history.rows import append, current_commit, require_history
+from fluxq.eval.history.rows import append, commit_at, current_commit, require_history
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, pipeline_digest, side_stamps
 from fluxq.jobs import memory
@@ -185,7 +185,9 @@ def run_gate(gate: Gate) -> GateResult:
         speed=speed,
     )
     if gate.options.history is not None:
-        append(gate.options.history, row_of_gate(result, current_commit()))
+        b = gate.b
+        commit = commit_at(b.project, b.commit) if isinstance(b, CommitSource) else current_commit()
+        append(gate.options.history, row_of_gate(result, commit))
     _write(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
     _write(gate.options.markdown, markdown(result))
     return result
