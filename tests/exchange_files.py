@@ -81,7 +81,7 @@ def write_model(
 
     broken: (layer's name in the file, its tensors) -> None, changes what is written of it. how: keep, names in
     diffusers that stay in 16 bit (beside what no group of the family has); original, the kind of names; marked, False
-    for a file without any mark; also, names to quantize that the family keeps; config, what to change in
+    for a file without any mark; header, False for one whose tensors alone say it; also, names to quantize that the family keeps; config, what to change in
     quantization_config.
     """
     state, row = state or base_state(), DIALECTS[dialect]
@@ -120,6 +120,8 @@ def _save(path: Path, dialect: str, held: Tensors, entries: Any, state: Tensors,
         metadata = DIALECT_METADATA["bfl"](entries)
     if how.get("marked") is False:
         held = {name: tensor for name, tensor in held.items() if not name.endswith("comfy_quant")}
+        metadata = {}
+    if how.get("header") is False:
         metadata = {}
     if how.get("only_header"):
         held = {name: tensor for name, tensor in held.items() if not name.endswith("comfy_quant")}

@@ -32,6 +32,7 @@ from fluxq.eval.metrics.schema import Patch
 from fluxq.eval.speed.served import stored_bits
 from fluxq.kernels.linear import QuantLinear, in_place_of
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.structure import model_family
 from fluxq.recipes.budget import best
 from fluxq.recipes.formats import FORMATS, Scheme
@@ -183,7 +184,9 @@ def improved(linear: nn.Linear | nn.Conv2d, scheme: Scheme | None) -> nn.Linear 
     """Return a 16-bit layer rounded to nearest under a scheme; itself under None."""
     if scheme is None:
         return linear
-    weight = QuantizedTensor.quantize(linear.weight.detach().flatten(1), scheme.weights)
+    w = linear.weight.detach().flatten(1)
+    w = rotate(w.float(), scheme.hadamard, scheme.regular) if scheme.hadamard else w
+    weight = QuantizedTensor.quantize(w, scheme.weights)
     bias = None if linear.bias is None else linear.bias.detach()
     return in_place_of(linear, QuantLinear.from_quantized(weight, bias, scheme))
 

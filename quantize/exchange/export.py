@@ -584,7 +584,7 @@ def _hint(done: Exported, side_layers: SideLayers) -> str:
     if why := DIALECTS[done.dialect].why_larger:
         return f"larger than the checkpoint: {why}"
     if not done.dequantized:
-        wider = "layers were rounded into formats of more bits" if done.requantized else "scales take more room there"
+        wider = "layers were rounded into formats of more bits" if done.requantized else "what goes with codes is larger there"
         return f"larger than the checkpoint: {wider}"
     rows = [row for row in DIALECTS[done.dialect].rows if None in (row.activations, *row.also) and not row.unread]
     formats = ", ".join(dict.fromkeys(row.weights for row in rows))
@@ -611,11 +611,13 @@ def _listed(quantization: Mapping[str, Any]) -> dict[str, Any]:
 def _schemes_of(recipe: Recipe) -> list[Scheme]:
     """Return the schemes that a recipe gives a denoiser's core and modulation, without what it tries."""
     part = recipe.components["transformer"]
-    pairs = [(part.weights, part.activations), (part.modulation, None)]
+    rotation = part.hadamard
+    turned = {"hadamard": rotation.size, "regular": rotation.is_regular} if rotation else {}
+    pairs = [(part.weights, part.activations, turned), (part.modulation, None, {})]
     static = recipe.has_static_scales(part)
     return [
-        Scheme(weights.row, x.row if x else None, static_input=bool(static and x and x.row.has_tensor_scale))
-        for weights, x in pairs
+        Scheme(weights.row, x.row if x else None, static_input=bool(static and x and x.row.has_tensor_scale), **more)
+        for weights, x, more in pairs
         if weights is not None
     ]
 

@@ -104,6 +104,7 @@ DIALECT = Dialect(
     methods=("fp8",),
     suffixes=("weight_scale_inv", "activation_scale"),
     entry=lambda model, name, stored: {
+        "format": "fp8",
         "block": model.quantization.get("weight_block_size"),
         "activations": model.quantization.get("activation_scheme"),
     },

@@ -96,6 +96,14 @@ def test_better_format(layer, expected):
     assert (str(found) if found else None) == expected
 
 
+@pytest.mark.parametrize("rotation", ["", "-h64", "-hr64"])
+def test_an_improved_layer_that_rotates_x_has_a_rotated_weight(rotation):
+    linear = nn.Linear(128, 32)
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    y, rounded = linear(x), improved(linear, Scheme.parse(f"int8-int8{rotation}"))(x)
+    assert (rounded - y).norm() < 0.02 * y.norm()
+
+
 def test_improved_layer_is_the_source_rounded():
     linear = nn.Linear(128, 64, dtype=torch.bfloat16)
     assert improved(linear, None) is linear

@@ -206,7 +206,7 @@ BOTH = {"int4-int4-hr64", "int8-int8-hr64"}
 @pytest.mark.parametrize(("change", "schemes"), [(rotated, BOTH), (coded, {"int8-int8-hr64"})])
 def test_a_model_of_rotated_4_bit_layers_is_proved_and_imported(change: Any, schemes: set[str], tmp_path) -> None:
     base = write_base(tmp_path / "base")
-    path = write_model(tmp_path / "model.safetensors", "comfy", "int8-int8", change)
+    path = write_model(tmp_path / "model.safetensors", "comfy", "int8-int8", change, header=False)
     (report,) = import_model(path, tmp_path / "made", base=base)
     assert set(report.quantized.values()) == schemes and not report.dequantized and not report.mended
     assert any("in more bits than the file has" in note for note in report.notes)
@@ -217,7 +217,7 @@ def test_a_model_of_rotated_4_bit_layers_is_proved_and_imported(change: Any, sch
         change(module, tensors)
         tensors["weight"] = tensors["weight"].roll(1, 0) if module.endswith("proj") else tensors["weight"]
 
-    path = write_model(tmp_path / "damaged.safetensors", "comfy", "int8-int8", damaged)
+    path = write_model(tmp_path / "damaged.safetensors", "comfy", "int8-int8", damaged, header=False)
     with pytest.raises(ValueError, match="proj: another model's layer"):
         import_model(path, tmp_path / "other", base=base)
 

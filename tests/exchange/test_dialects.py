@@ -11,8 +11,8 @@ from tests.house.test_house import our_modules
 
 NAMED_ELSEWHERE = {  # module -> dialects that it names, outside comments and docstrings
     "fluxq.commands.exchanging": set(WRITERS) - {"compressed_tensors"},  # --help must not import the table
-    # A recipe's `compat` is limited to what nunchaku's file can hold.
-    "fluxq.recipes.recipe": {"nunchaku"},
+    # A recipe's `compat` is limited to what nunchaku's or ComfyUI's file can hold.
+    "fluxq.recipes.recipe": {"nunchaku", "comfy"},
     # ModelOpt's mark beside ComfyUI's is a contradiction of its own.
     "fluxq.quantize.exchange.comfy": {"modelopt"},
     # These share tensors: two layouts of nunchaku's kernels.

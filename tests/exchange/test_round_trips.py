@@ -31,6 +31,7 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.cli import cli
 from fluxq.jobs import making
 from fluxq.kernels.tensor import QuantizedTensor
+from fluxq.kernels.transforms import rotate
 from fluxq.quantize.checkpoint import WEIGHTS_NAME, filed_shape, library_of
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, Exported, SideLayers
@@ -392,6 +393,7 @@ def under(scheme: Scheme, weights: Tensors, seed: int) -> Tensors:
             made[f"{name}.svdquant_lora_b"] = b = (torch.randn(len(weight), scheme.rank, generator=g) * 0.01).bfloat16()
             rest[name] = rest[name] - b.float() @ shared["svdquant_lora_a"].float()
         rest[name] = rest[name] / shared["pre_quant_scale"].float() if scheme.smooth else rest[name]
+        rest[name] = rotate(rest[name], scheme.hadamard, scheme.regular) if scheme.hadamard else rest[name]
         made |= {f"{name}.{suffix}": tensor.clone() for suffix, tensor in shared.items()}
     largest = torch.stack([weight.abs().amax() for weight in rest.values()]).amax()
     scale = no_reciprocal(largest / (6 * 448)) if scheme.weights.two_level else None

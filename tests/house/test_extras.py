@@ -114,7 +114,8 @@ def answers(plain_checkpoint, tmp_path_factory) -> dict[str, tuple[int, str, str
     lines = ["--version", "--help", *(f"{name}|--help" for name in cli.commands)]
     lines += ["env|--json", "families", f"inspect|{checkpoint}", f"verify|{checkpoint}", "plan|tiny"]
     lines += ["quantize|tiny", "auto|tiny|--bits|6", "steps|tiny|--compute|0.5"]
-    lines += [f"{name}|{checkpoint}" for name in ("eval", "bench", "debug", "report")]
+    lines += [f"{name}|{checkpoint}" for name in ("eval", "bench", "debug", "report", "history", "verify|--passport")]
+    lines += ["gate|tiny|tiny"]
     done = hidden.run(COMMANDS, *lines, without=[*extras.ALL], cwd=tmp_path_factory.mktemp("commands"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -156,8 +157,12 @@ def test_every_command_starts_without_the_extra(answers) -> None:
 
 @pytest.mark.slow
 def test_a_command_that_needs_the_extra_names_it(answers) -> None:
-    asked = [line for line in answers if line.split("|")[0] in extras.NEEDED and not line.endswith("--help")]
-    assert {line.split("|")[0] for line in asked} == extras.NEEDED.keys()
+    asked = {}
+    for line in answers:
+        name = " ".join(line.split("|")[:2]) if "--passport" in line else line.split("|")[0]
+        if name in extras.NEEDED and not line.endswith("--help"):
+            asked[line] = name
+    assert {*asked.values()} == extras.NEEDED.keys()
     for line in asked:
         code, out, err = answers[line]
         assert (code, out) == (2, "") and 'pip install "fluxq[all]"' in err and "scipy" in err, line

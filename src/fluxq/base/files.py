@@ -160,3 +160,24 @@ def sha256_json(value: object) -> str:
     """Return the hex SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def require_one_set(folder: Path) -> None:
+    """Raise ValueError if a quantized model's folder has two sets of weights, of which programs choose differently."""
+    sets = sets_of_weights(folder, False)
+    if len(sets) > 1:
+        raise ValueError(
+            f"{folder}: has two sets of weights, {sets[0].name} and {sets[1].name}, and programs differ in which they "
+            "read; remove the one that is not meant"
+        )
+
+
+def sets_of_weights(folder: Path, is_of_transformers: bool) -> list[Path]:
+    """List the indices and single files of a model's folder, first the one that its library takes."""
+    ends = (".safetensors", INDEX) if is_of_transformers else (INDEX, ".safetensors")
+    stems = reversed(WEIGHT_STEMS) if is_of_transformers else WEIGHT_STEMS
+    return [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
+
+
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # of diffusers, of transformers
+INDEX = ".safetensors.index.json"

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import did_you_mean, first_line, logger, say_once, without_loading_bars
 from fluxq.base.download import download, require_hub_id
-from fluxq.base.files import is_text, read_json, sha256_file, sha256_json, stamps
+from fluxq.base.files import (
+    INDEX,
+    WEIGHT_STEMS,
+    is_text,
+    read_json,
+    require_one_set,
+    sets_of_weights,
+    sha256_file,
+    sha256_json,
+    stamps,
+)
 from fluxq.base.output import PLAN_FILE as PLAN_FILE
 from fluxq.base.tensors import TensorFile
 from fluxq.base.untrusted_yaml import license_of
@@ -31,8 +41,6 @@ GENERATION_FILE = "fluxq_generation.json"
 PROMPTS_FILE = "fluxq_prompts.txt"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
-_INDEX = ".safetensors.index.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT
 _LIBRARIES = ("diffusers", "transformers")
 HASHED_AT_ONCE = 4  # files; hashlib lets other threads run
@@ -139,9 +147,9 @@ class ModelFolder:
         """
         folder = self.path / component
         is_of_transformers = self._is_of_transformers(component)
-        candidates = _sets_of_weights(folder, is_of_transformers)
+        candidates = sets_of_weights(folder, is_of_transformers)
         if candidates:
-            files = _indexed(candidates[0]) if candidates[0].name.endswith(_INDEX) else [candidates[0]]
+            files = _indexed(candidates[0]) if candidates[0].name.endswith(INDEX) else [candidates[0]]
             has_config = (folder / "config.json").is_file()
             if candidates[1:] and has_config and "quantization_config" in self.config(component):
                 require_one_set(folder)
@@ -149,7 +157,7 @@ class ModelFolder:
                 if other not in files:
                     _warn_of_second(other, candidates[0], self.name, component)
             return files
-        variants = sorted(path.name for stem in _WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
+        variants = sorted(path.name for stem in WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
@@ -393,23 +401,6 @@ def _links_out(folder: Path) -> Iterator[Path]:
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(place) for place in allowed):
             yield path
-
-
-def require_one_set(folder: Path) -> None:
-    """Raise ValueError if a quantized model's folder has two sets of weights, of which programs choose differently."""
-    sets = _sets_of_weights(folder, False)
-    if len(sets) > 1:
-        raise ValueError(
-            f"{folder}: has two sets of weights, {sets[0].name} and {sets[1].name}, and programs differ in which they "
-            "read; remove the one that is not meant"
-        )
-
-
-def _sets_of_weights(folder: Path, is_of_transformers: bool) -> list[Path]:
-    """List the indices and single files of a model's folder, first the one that its library takes."""
-    ends = (".safetensors", _INDEX) if is_of_transformers else (_INDEX, ".safetensors")
-    stems = reversed(_WEIGHT_STEMS) if is_of_transformers else _WEIGHT_STEMS
-    return [path for stem in stems for end in ends if (path := folder / f"{stem}{end}").is_file()]
 
 
 @cache

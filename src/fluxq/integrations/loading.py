@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.files import write_text
+from fluxq.base.files import require_one_set, write_text
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by
@@ -196,8 +196,6 @@ def lacking(name: str) -> ValueError:
 
 def refuse_second_set(files: Iterable[str | PathLike[str]]) -> None:
     """Raise ValueError if a folder that weight files are read from has other ones in the place of these."""
-    from fluxq.base.model import require_one_set  # only here: it imports what downloads models
-
     for folder in {Path(file).parent for file in files}:
         require_one_set(folder)
 

@@ -110,7 +110,8 @@ def write_from_check(
         return
     batch = min(images_per_batch({**call, **images[0].arguments}), len(items))
     again_at, count = floor_batch(job, batch), floor_images(job, batch)
-    set_attention(pipe, floor_attention(device))
+    attention = floor_attention(device) if job.run.limit is None else "native"  # the other one holds all scores at once
+    set_attention(pipe, attention)
     again = generate(pipe, items[:count], call, again_at, description="Quantized pipeline again")
     checkpoint, digests = pipeline_digests(ModelFolder(job.output.name, part))
     passport = Passport(
@@ -136,7 +137,7 @@ def write_from_check(
         shape=tuple(made.latents.shape[1:]),
         images=images,
         floor=floor_of(images, named_images(items[:count], again.latents)),
-        floor_run={"batch_size": again_at, "attention": floor_attention(device)},
+        floor_run={"batch_size": again_at, "attention": attention},
     )
     write_passport(part, passport)
 
