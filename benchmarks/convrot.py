@@ -26,7 +26,7 @@ from benchmarks.rescaled import write_rescaled
 from benchmarks.tiny_quality import SEED, limits
 from fluxq import tiny
 from fluxq.base.console import progress
-from fluxq.base.devices import commit
+from fluxq.base.devices import commit, cpu_name, versions
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.eval.images.generate import generate
@@ -80,9 +80,8 @@ def main(prompts: int, drawings: int, output: Path, tables: bool) -> None:
             }
         rows = [{"row": name, "layers_db": layers[name], **{at: latents[at][name] for at in latents}} for name in files]
         over = {at: differences(latents[at]) for at in latents}
-        write_json(
-            output, {"commit": commit(), "images": prompts, "drawings": drawings, "rows": rows, "over_int8_db": over}
-        )
+        about = {"commit": commit(), "versions": versions(), "cpu": cpu_name(), "threads": 1}
+        write_json(output, about | {"images": prompts, "drawings": drawings, "rows": rows, "over_int8_db": over})
     if output == RESULT:
         page = PAGE.read_text(encoding="utf-8")
         write_text(PAGE, between(page, "<!-- convrot: begin -->\n", "<!-- convrot: end -->", table(read_json(output))))
@@ -152,6 +151,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         for name, other in (("int8-convrot", "int8"), ("regular 256 rtn", "int8 rtn")):
             mean, low, high = found["over_int8_db"][at][name]
             yield f"- {name} over {other}, {words}: {mean:+.2f} dB [{low:+.2f}, {high:+.2f}]"
+    yield ""
+    yield f"{found['images']} images, {found['drawings']} drawings of each layer, commit {found['commit']}."
 
 
 if __name__ == "__main__":

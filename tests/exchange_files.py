@@ -81,8 +81,8 @@ def write_model(
 
     broken: (layer's name in the file, its tensors) -> None, changes what is written of it. how: keep, names in
     diffusers that stay in 16 bit (beside what no group of the family has); original, the kind of names; marked, False
-    for a file without any mark; header, False for one whose tensors alone say it; also, names to quantize that the family keeps; config, what to change in
-    quantization_config.
+    for a file without any mark; header, False for one whose tensors alone say it; also, names to quantize that the
+    family keeps; config, what to change in quantization_config.
     """
     state, row = state or base_state(), DIALECTS[dialect]
     original, keep = how.get("original", row.names == "original"), how.get("keep", ("norm", "x_embedder"))

@@ -10,9 +10,10 @@
     svdquant_w4a4, convrot_w4a4, asym_w4a8_int8: comfy_int4.py
 
 The format stands in `comfy_quant`, a tensor of JSON, and again in the header's `_quantization_metadata`: ComfyUI reads
-either, SGLang only the tensor. Without `full_precision_matrix_mult` x is rounded to the weight's format, with it the
-weight is widened. ComfyUI itself has no awq_w4a16: it is written beside svdquant_w4a4 alone. Source: ComfyUI 0.33.0's
-comfy/ops.py and quant_ops.py, comfy-kitchen 0.2.40.
+either, the header where both are there; SGLang reads both and refuses what differs. Without
+`full_precision_matrix_mult` x is rounded to the weight's format, with it the weight is widened. ComfyUI itself has no
+awq_w4a16: it is written beside svdquant_w4a4 alone. Source: ComfyUI 0.33.0's comfy/ops.py and quant_ops.py,
+comfy-kitchen 0.2.40.
 """
 
 from __future__ import annotations
@@ -205,14 +206,15 @@ def _flat(said: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(
                 f"comfy: {where} has the unknown key {key!r} (did you mean {known!r}?); get the file again"
             )
-        if entry[key] and any(word in key.lower() for word in _CHANGES):
+        if entry[key] and _CHANGES & {*key.lower().split("_")}:
             raise ValueError(f"comfy: {where} says {key} {entry[key]!r}, which nothing here reads")
     return entry
 
 
 _MEANT = ("format", "convrot", "convrot_groupsize", "group_size", _WIDENED)
+_MEANT_OF_4_BITS = ("linear_dtype", "quant_group_size", "act_unsigned", "layout", "lowrank_branch_input_basis")
 _KEYS = {*_MEANT, "params", "orig_dtype", "orig_shape", "per_row"}
-_CHANGES = ("rot", "hadamard", "transpose")  # in keys of what would make the weight another
+_CHANGES = frozenset("rot rotate rotated rotation hadamard transpose transposed".split())  # words of keys that matter
 
 
 def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -272,10 +274,10 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     told = _flat(own, "_quantization_metadata") if own is not None else {}
     if "comfy_quant" in stored:
         entry = read_entry(model.read(f"{name}.comfy_quant"))
-        for key in _MEANT if own is not None else ():
-            if json.dumps(entry.get(key)) != json.dumps(told.get(key)):
+        for key in (*_MEANT, *_MEANT_OF_4_BITS) if own is not None else ():
+            if json.dumps(entry.get(key)) != json.dumps(told.get(key)):  # fewer in the header too: ComfyUI reads it
                 differ = f"{key} {entry.get(key)!r}, and the header {told.get(key)!r}"
-                raise ValueError(f"comfy: comfy_quant says {differ}; ComfyUI reads the header, SGLang the tensor")
+                raise ValueError(f"comfy: comfy_quant says {differ}; ComfyUI would read the header")
         return entry
     if own is None and (said or any("comfy_quant" in parts for parts in model.groups.values())):
         raise ValueError("comfy: nothing says the layer's format, and other layers have theirs; get the file again")

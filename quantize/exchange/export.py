@@ -584,7 +584,8 @@ def _hint(done: Exported, side_layers: SideLayers) -> str:
     if why := DIALECTS[done.dialect].why_larger:
         return f"larger than the checkpoint: {why}"
     if not done.dequantized:
-        wider = "layers were rounded into formats of more bits" if done.requantized else "what goes with codes is larger there"
+        rounded, beside = "layers were rounded into formats of more bits", "what goes with codes is larger there"
+        wider = rounded if done.requantized else beside
         return f"larger than the checkpoint: {wider}"
     rows = [row for row in DIALECTS[done.dialect].rows if None in (row.activations, *row.also) and not row.unread]
     formats = ", ".join(dict.fromkeys(row.weights for row in rows))

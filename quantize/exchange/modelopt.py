@@ -61,7 +61,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     """The layer whose weight is (N, K) = shape; entry: {"quant_algo": …}."""
     n, k = shape
     if entry.get("quant_algo") in _OF_BLOCKS:
-        return read_blocks(Tensors(tensors, "modelopt"), shape, "weight_scale", FLOATS, ROWS[-1])
+        return read_blocks(Tensors(tensors, "modelopt"), shape, "weight_scale", FLOATS, BLOCKS)
     row = named_row(ROWS, entry.get("quant_algo"), "modelopt")
     weights, held = find_format(row.weights), Tensors(tensors, "modelopt")
     weights.check_shape(n, k, "modelopt")
@@ -175,6 +175,7 @@ _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "W4A16_AWQ": {"weights": {"num_bits": 4, "type": "int"}},
 }
 _BOTH = "vLLM-Omni, SGLang-Diffusion"
+BLOCKS = Row("FP8_PB_WO", "fp8_128x128", None, unread="no program is known to read FP8_PB_WO for diffusion models")
 ROWS = (
     Row("FP8", "fp8_tensor", "fp8_tensor", input_scale="required", read_by=_BOTH),
     Row("FP8_PER_CHANNEL_PER_TOKEN", "fp8", "fp8", also=(None,), read_by="vLLM-Omni"),
@@ -187,7 +188,7 @@ ROWS = (
     Row("W8A8_SQ_PER_CHANNEL", "int8", "int8", smooth=True, needs=("input_scale",)),
     Row("W8A16", "int8", None),
     Row("W4A16_AWQ", "int4_g128", None, smooth=True, multiples=(2, 128)),
-    Row("FP8_PB_WO", "fp8_128x128", None, unread="no program is known to read FP8_PB_WO for diffusion models"),
+    BLOCKS,
 )
 
 

@@ -13,6 +13,8 @@ NAMED_ELSEWHERE = {  # module -> dialects that it names, outside comments and do
     "fluxq.commands.exchanging": set(WRITERS) - {"compressed_tensors"},  # --help must not import the table
     # A recipe's `compat` is limited to what nunchaku's or ComfyUI's file can hold.
     "fluxq.recipes.recipe": {"nunchaku", "comfy"},
+    # Which layers ComfyUI has by itself.
+    "fluxq.integrations.comfyui.load": {"comfy"},
     # ModelOpt's mark beside ComfyUI's is a contradiction of its own.
     "fluxq.quantize.exchange.comfy": {"modelopt"},
     # These share tensors: two layouts of nunchaku's kernels.
