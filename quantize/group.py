@@ -881,5 +881,5 @@ def _row_slices(w: Tensor) -> list[slice]:
     """Cut a weight (N, K) into the rows that are worked on at a time."""
     n, k = w.shape
     rows = max(k // _SHARE_OF_GRAM, _LEAST_ROWS if w.device.type == "cpu" else _LEAST_ROWS_OF_GPU)
-    rows -= rows % _WHOLE_BLOCKS
+    rows = rows // _WHOLE_BLOCKS * _WHOLE_BLOCKS or rows
     return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]

@@ -73,7 +73,7 @@ def test_eval_keeps_the_frames_that_the_pipeline_makes_in_their_order(made):
     expected = (pipe(output_type="np", **call).frames * 255).round().astype("uint8")  # (N, F, H, W, 3)
     folders = [path for path in (out.parent / "fluxq-images").glob("*/*") if path.is_dir()]
     kept = [read_video(path).permute(0, 2, 3, 1).numpy() for path in folders]
-    assert len(folders) == 2 * 3 and all(each.shape == (5, 16, 16, 3) for each in kept)
+    assert len(folders) == 2 * 4 and all(each.shape == (5, 16, 16, 3) for each in kept)
     for video in expected:
         assert any((video == each).all() for each in kept)
         assert not any((video[::-1] == each).all() for each in kept)
@@ -121,7 +121,7 @@ def test_a_second_eval_makes_no_video_and_says_the_same(made):
     out = made[0]
     before, folder = judged(out), out.parent / "fluxq-images"
     times = sorted(path.stat().st_mtime_ns for path in folder.rglob("*.png"))
-    assert len(times) == 2 * 3 * 5
+    assert len(times) == 2 * 4 * 5  # both pipelines, and each once more
     assert fluxq("eval", out, *FEW).exit_code == 0
     assert sorted(path.stat().st_mtime_ns for path in folder.rglob("*.png")) == times
     assert judged(out).model_copy(update={"created": before.created, "time": before.time}) == before
