@@ -38,6 +38,7 @@ from fluxq.calibrate.capture import Item, Sampling, capture_statistics, number_o
 from fluxq.calibrate.sensitivity import IMAGES, noise_level_weights
 from fluxq.calibrate.statistics import Statistics
 from fluxq.eval.images.generate import Generated, generate
+from fluxq.eval.images.sides import pipeline_digests
 from fluxq.eval.metrics import fidelity
 from fluxq.eval.metrics.statistics import paired_interval
 from fluxq.eval.report import card
@@ -543,6 +544,7 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
 
     Also write the checkpoint's passport.
     """
+    digests = pipeline_digests(ModelFolder(job.output.name, part))  # before the pipeline takes its memory
     pipe = _quantized(part, job)
     lists = lists_of_checkpoint(ModelFolder(job.output.name, part))  # a model within a bound does not know of them
     skipped = SkippedSteps(pipe, *lists) if lists else None
@@ -570,7 +572,7 @@ def closing_check(part: Path, job: Job, reference: Generated) -> Check:
         missed=missed,
         passed=finite and not flat and not missed,
     )
-    passports.write_from_check(part, job, pipe, images, figures, check)
+    passports.write_from_check(part, job, pipe, images, figures, check, digests)
     return check
 
 

@@ -93,7 +93,13 @@ class Request:
 
 
 def write_from_check(
-    part: Path, job: Job, pipe: Any, made: Generated, figures: Mapping[str, Interval], check: Check
+    part: Path,
+    job: Job,
+    pipe: Any,
+    made: Generated,
+    figures: Mapping[str, Interval],
+    check: Check,
+    digests: tuple[str, dict[str, str]],
 ) -> None:
     """Write the passport of a checkpoint that is being made, of the images of its closing check.
 
@@ -101,6 +107,7 @@ def write_from_check(
     own, there is nothing to repeat, and no passport.
 
     part: its folder. made: its images. figures: metric -> paired figure against the 16-bit pipeline.
+    digests: of `pipeline_digests`.
     """
     items, call, device = list(made.items), job.check_call, job.run.device
     try:
@@ -113,13 +120,13 @@ def write_from_check(
     attention = floor_attention(device) if job.run.limit is None else "native"  # the other one holds all scores at once
     set_attention(pipe, attention)
     again = generate(pipe, items[:count], call, again_at, description="Quantized pipeline again")
-    checkpoint, digests = pipeline_digests(ModelFolder(job.output.name, part))
+    checkpoint, of_components = digests
     passport = Passport(
         fluxq=FLUXQ_VERSION,
         created=_now(),
         by="quantize",
         checkpoint=checkpoint,
-        digests=digests,
+        digests=of_components,
         metrics={name: Estimate.of(interval) for name, interval in figures.items()},
         units={name: _UNITS[name] for name in figures},
         gates=tuple(
