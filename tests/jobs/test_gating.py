@@ -13,6 +13,7 @@ from picture_folders import picture_folder
 from PIL import Image
 
 from fluxq import tiny
+from fluxq.base import devices
 from fluxq.cli import cli
 from fluxq.eval.gate import speed
 from fluxq.eval.gate.pictures import PROMPTS_FILE
@@ -45,6 +46,13 @@ def test_a_gross_fault_costs_eight_images_and_a_margin_can_allow_it(tmp_path: Pa
     assert code == 1 and result["images"] == 8 and "worse than A (psnr) after 8 images" in error
     code, result, _ = gate(a, b, "--margin", "psnr=50")
     assert code == 0 and result["images"] == 32 and result["floor"] is None
+
+
+def test_metrics_are_taken_where_pipelines_run_by_default(tmp_path: Path) -> None:
+    a, b = picture_folder(tmp_path / "a"), picture_folder(tmp_path / "b")
+    request = gating.gate_of(gating.GateOptions(str(a), str(b), margins={"ssim": 0.5}, work=tmp_path / "w"))
+    assert request.options.device == request.networks.device == devices.choose("auto")
+    assert gating.run_gate(request).metrics["ssim"].distance == pytest.approx(0, abs=1e-6)
 
 
 def test_what_cannot_be_told_has_its_own_exit_code(tmp_path: Path) -> None:

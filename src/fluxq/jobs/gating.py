@@ -116,6 +116,7 @@ def gate_of(options: GateOptions) -> Gate:
     _require_one_machine(a, b, floor)
     _require_timeable(options, a, b)
     items = _items(options, [each for each in (a, b, floor) if each is not None], opener.first)
+    options = replace(options, device=opener.device)
     networks = networks_of(opener.first, options.weights, options.device)
     rules = _rules(options, [a, b, *([floor] if floor else [])], networks)
     for source in (a, b, floor):
@@ -144,7 +145,7 @@ def run_gate(gate: Gate) -> GateResult:
         items = gate.items[:look]
         a, b = gate.a.make(items), gate.b.make(items)
         again = gate.floor.make(items) if gate.floor else None
-        with one_thread(gate.options.device):
+        with one_thread(torch.device(gate.options.device).type):
             values = _values(gate, a, b)
             floor_values = {} if again is None else _values(gate, a, again)
         findings = {
