@@ -45,6 +45,7 @@ from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.decide import ALPHA, FIRST_LOOK, RULES, judge, looks_of
 from fluxq.eval.gate.speed import PAIRS, Call, judge_speed
+from fluxq.eval.images.executor import threads
 from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.images.sides import set_attention
 from fluxq.eval.metrics.drift import floor_attention
@@ -128,13 +129,9 @@ class InMemory:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
         set_attention(self.pipe, self.attention)
-        try:
+        with threads(self.threads):
             yield
-        finally:
-            torch.set_num_threads(before)
 
     def again(self) -> InMemory:
         """Return it as `fluxq gate` runs a pipeline for its floor."""

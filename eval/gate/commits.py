@@ -21,6 +21,7 @@ from typing import Any
 
 from fluxq.base.console import visible
 from fluxq.base.files import sha256_json, write_text
+from fluxq.base.git import environment, git
 from fluxq.base.output import remove, sole_writer
 from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, read_pictures
 
@@ -122,7 +123,7 @@ class CommitSource:
         ready = tree.with_name(f"{tree.name}.ready")
         if not ready.is_file():  # also what a kill or a failed setup left
             remove(tree)
-            _git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
+            git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
         if self.setup and not (ready.is_file() and last.is_file() and last.read_text(encoding="utf-8") == str(tree)):
             last.unlink(missing_ok=True)
             self._run(self.setup, tree / self.prefix)
@@ -137,7 +138,7 @@ class CommitSource:
     def _run(self, command: str, place: Path) -> None:
         with self._log.open("wb") as out:
             done = subprocess.run(
-                command, shell=True, cwd=place, env=_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                command, shell=True, cwd=place, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
         if done.returncode:
             raise RuntimeError(f"{self.name}: {self._with_tail(f'`{command}` ended with {done.returncode}')}")
@@ -168,46 +169,10 @@ def commit_of(text: str, setup: str | None, command: str | None, root: Path) -> 
     if not rev or rev.startswith("-") or not rev.isprintable():
         raise ValueError(f"{visible(text)}: write a branch, tag or commit, as in git:main or git:../project@main")
     try:
-        commit = _git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev}^{{commit}}").strip()
-        prefix = _git(project, "rev-parse", "--show-prefix").rstrip("\n")
+        commit = git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev}^{{commit}}").strip()
+        prefix = git(project, "rev-parse", "--show-prefix").rstrip("\n")
         if prefix:
-            _git(project, "cat-file", "-e", f"{commit}:{prefix.rstrip('/')}")
+            git(project, "cat-file", "-e", f"{commit}:{prefix.rstrip('/')}")
     except RuntimeError as error:
         raise ValueError(f"{text}: no commit of the project in {project} ({error})") from None
     return CommitSource(project, rev, commit, prefix, setup, command, root)
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment without what git sets in its hooks, which points every git at the hook's own project."""
-    return {name: value for name, value in os.environ.items() if name not in _LOCAL}
-
-
-# git rev-parse --local-env-vars
-_LOCAL = {
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR",
-    "GIT_CONFIG",
-    "GIT_CONFIG_COUNT",
-    "GIT_CONFIG_PARAMETERS",
-    "GIT_DIR",
-    "GIT_GRAFT_FILE",
-    "GIT_IMPLICIT_WORK_TREE",
-    "GIT_INDEX_FILE",
-    "GIT_INTERNAL_SUPER_PREFIX",
-    "GIT_NO_REPLACE_OBJECTS",
-    "GIT_OBJECT_DIRECTORY",
-    "GIT_PREFIX",
-    "GIT_REPLACE_REF_BASE",
-    "GIT_SHALLOW_FILE",
-    "GIT_WORK_TREE",
-}
-
-
-def _git(project: Path, *words: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(project), *words], capture_output=True, text=True, env=_environment())
-    except FileNotFoundError:
-        raise RuntimeError("git is not installed") from None
-    if done.returncode:
-        raise RuntimeError(visible(done.stderr.strip()) or f"git {words[0]} ended with {done.returncode}")
-    return done.stdout

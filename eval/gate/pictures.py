@@ -78,10 +78,8 @@ def is_picture_folder(folder: Path) -> bool:
     return (folder / PROMPTS_FILE).is_file()
 
 
-def read_pictures(folder: Path, *, unfinished: bool = False) -> Pictures:
+def read_pictures(folder: Path) -> Pictures:
     """Read `prompts.jsonl`, and check that each image is there.
-
-    unfinished: whether the folder is still being written, so that a last line without its end is left out.
 
     Raises ValueError naming the line that cannot be read, comes twice, or leaves the folder; FileNotFoundError for a
     missing image.
@@ -91,8 +89,6 @@ def read_pictures(folder: Path, *, unfinished: bool = False) -> Pictures:
     if path.stat().st_size > LONGEST:
         raise ValueError(f"{path}: larger than {LONGEST >> 20} MiB, which no list of prompts is")
     lines = path.read_bytes().split(b"\n")
-    if unfinished:
-        lines = lines[:-1]
     rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
         raise ValueError(f"{path}: holds no images")

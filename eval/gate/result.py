@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -191,4 +190,4 @@ def junit(result: GateResult, suite: str) -> str:
 
 def numbers(values: Mapping[str, Any]) -> dict[str, tuple[float | None, ...]]:
     """Return per-image values as JSON holds them; None for one that is infinite or NaN."""
-    return {key: tuple(value if math.isfinite(value) else None for value in each) for key, each in values.items()}
+    return {key: tuple(map(number, each)) for key, each in values.items()}

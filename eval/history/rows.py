@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -18,6 +17,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from fluxq.base.files import require_regular
+from fluxq.base.git import git
 from fluxq.base.output import Output, sole_writer
 from fluxq.eval.metrics.schema import Strict
 
@@ -25,6 +25,7 @@ HISTORY_FILE = "history.jsonl"
 SCHEMA_VERSION = 1
 KIND = "fluxq history"
 _WAIT = 60.0  # seconds for other writers, which write for moments
+_GIT = 20.0  # seconds for an answer of git
 _LONGEST = 1 << 28  # bytes of a history
 
 
@@ -181,21 +182,19 @@ def current_commit(folder: Path | None = None) -> Commit | None:
     commit = commit_at(folder, "HEAD")
     if commit is None:
         return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    changed = _said(folder, "status", "--porcelain", "--untracked-files=no")
     return commit.model_copy(update={"is_changed": bool(changed)})
 
 
 def commit_at(folder: Path | None, revision: str) -> Commit | None:
     """Return a commit of a folder's repository, unchanged; None where it has none of that name."""
-    said = _git(folder, "log", "-1", "--format=%H %cI", revision).split()
+    said = _said(folder, "log", "-1", "--format=%H %cI", revision).split()
     return Commit(revision=said[0], time=said[1], is_changed=False) if said else None
 
 
-def _git(folder: Path | None, *words: str) -> str:
-    """Return what git says; "" where it fails or is absent."""
-    command = ["git", "--no-optional-locks", *words]
+def _said(folder: Path | None, *words: str) -> str:
+    """Return what git says, in one piece; "" where it fails or is absent."""
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return git(folder, *words, timeout=_GIT).strip()
+    except RuntimeError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -515,12 +515,16 @@ def _require_space(work: Work, count: int) -> None:
         )
 
 
-@contextmanager
-def one_thread(device_type: str) -> Iterator[None]:
+def one_thread(device_type: str) -> AbstractContextManager[None]:
     """Compute with one thread if the device is a CPU, and as before afterwards."""
+    return threads(1 if device_type == "cpu" else None)
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads of a CPU, and as before afterwards; None changes nothing."""
     before = torch.get_num_threads()
-    if device_type == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +31,7 @@ from fluxq.eval.gate.passport import (
     read_passport,
     write_passport,
 )
+from fluxq.eval.images.executor import threads
 from fluxq.eval.images.generate import Generated, generate
 from fluxq.eval.images.sides import NATIVE, Side, pipeline_digests, set_attention
 from fluxq.eval.metrics.drift import floor_attention
@@ -239,7 +239,7 @@ def repeat(request: Request) -> PassportResult:
         return PassportResult(verdict="changed", sentence=sentence, changed=tuple(changed), **about)
     side = Side(folder.name, str(folder.path), checkpoint, passport.dtype, offload=request.offload)
     items: list[Any] = [image.item for image in passport.images]
-    with _threads(passport.threads if torch.device(request.device).type == "cpu" else None):
+    with threads(passport.threads if torch.device(request.device).type == "cpu" else None):
         made = generate(side.open(request.device), items, passport.call, passport.batch_size)
     if not made.finite.all():
         return PassportResult(verdict="not", sentence="an image is not finite here", **about)
@@ -271,17 +271,6 @@ def sentence_of(passport: Passport, near: Nearness) -> str:
         f"{same}latents are {mean:.1f} dB (SQNR) from the passport's, its own second run was {floor:.1f} dB: "
         f"{said} dB farther, {finding.limit:.2f} dB are allowed"
     )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads of a CPU, and as before afterwards; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _dtype(name: str) -> Any:
