@@ -93,12 +93,12 @@ class InputTransform:
 
 
 def rotate(v: Tensor, size: int, regular: bool = False) -> Tensor:
-    """Multiply each block of `size` columns of v (…, K) with H / sqrt(size); 0 returns v."""
+    """Multiply each block of `size` columns of v (…, K) with H / sqrt(size), in fp32; 0 returns v."""
     if not size:
         return v
     h = hadamard_matrix(size, regular, v.device)
     # The same numbers, laid out as comfy-kitchen multiplies by them: sums then have its order, and its bits.
-    return (v.reshape(-1, size) @ (h.T if regular else h)).reshape(v.shape)
+    return (v.float().reshape(-1, size) @ (h.T if regular else h)).reshape(v.shape)
 
 
 def hadamard_matrix(size: int, regular: bool, device: torch.device | None = None) -> Tensor:

@@ -144,7 +144,7 @@ def quantize_weight(w: Tensor, layer: LayerPlan, shared: Tensor | None = None) -
 def weight_to_round(w: Tensor, layer: LayerPlan) -> Tensor:
     """Return the matrix (N, K) that codes stand for: `weight_matrix`, or its rotation in fp32 if the plan has one."""
     matrix, scheme = weight_matrix(w, layer), layer.scheme
-    return rotate(matrix.float(), scheme.hadamard, scheme.regular) if scheme and scheme.hadamard else matrix
+    return rotate(matrix, scheme.hadamard, scheme.regular) if scheme else matrix
 
 
 def _round(matrix: Tensor, layer: LayerPlan, shared: Tensor | None) -> QuantizedTensor:

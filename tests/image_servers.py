@@ -4,40 +4,52 @@ import base64
 import io
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from PIL import Image
 
 Make = Callable[[dict[str, Any]], Image.Image]
+Reply = tuple[int, dict[str, str], bytes]  # status, headers, content
+Answer = Callable[[dict[str, Any]], Reply]
+
+
+def as_json(image: bytes) -> Reply:
+    """Return a reply with an image's file."""
+    return 200, {}, json.dumps({"data": [{"b64_json": base64.b64encode(image).decode()}]}).encode()
 
 
 @contextmanager
-def images_server(make: Make) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Serve what `make` makes of a request, one at a time; yield the address and the list of requests so far."""
+def serving(answer: Answer, file: bytes = b"") -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Serve answers to requests for images; yield the address and the list of requests so far, each with its "key".
+
+    file: what any address but the list of models holds. A header `Trickle` sends the content byte by byte.
+    """
     asked: list[dict[str, Any]] = []
-    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply({"data": [{"id": "first"}]})
-
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body)
-            file = io.BytesIO()
-            with lock:
-                make(body).save(file, "PNG")
-            self.reply({"data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]})
+            asked.append(body | {"key": self.headers.get("Authorization")})
+            self.reply(*answer(body))
 
-        def reply(self, value: object) -> None:
-            content = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
+        def do_GET(self) -> None:
+            self.reply(200, {}, b'{"data": [{"id": "first"}]}' if self.path == "/v1/models" else file)
+
+        def reply(self, code: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(code)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            if "Trickle" in headers:
+                for byte in content[:40]:
+                    time.sleep(0.05)
+                    self.wfile.write(bytes([byte]))
+            with suppress(OSError):
+                self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -50,6 +62,19 @@ def images_server(make: Make) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def images_server(make: Make) -> AbstractContextManager[tuple[str, list[dict[str, Any]]]]:
+    """Serve what `make` makes of a request, one at a time."""
+    lock = threading.Lock()
+
+    def answer(body: dict[str, Any]) -> Reply:
+        file = io.BytesIO()
+        with lock:
+            make(body).save(file, "PNG")
+        return as_json(file.getvalue())
+
+    return serving(answer)
 
 
 def stock_diffusers(folder: str, **changes: Any) -> Make:

@@ -184,8 +184,7 @@ def improved(linear: nn.Linear | nn.Conv2d, scheme: Scheme | None) -> nn.Linear 
     """Return a 16-bit layer rounded to nearest under a scheme; itself under None."""
     if scheme is None:
         return linear
-    w = linear.weight.detach().flatten(1)
-    w = rotate(w.float(), scheme.hadamard, scheme.regular) if scheme.hadamard else w
+    w = rotate(linear.weight.detach().flatten(1), scheme.hadamard, scheme.regular)
     weight = QuantizedTensor.quantize(w, scheme.weights)
     bias = None if linear.bias is None else linear.bias.detach()
     return in_place_of(linear, QuantLinear.from_quantized(weight, bias, scheme))

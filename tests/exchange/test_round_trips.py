@@ -393,7 +393,7 @@ def under(scheme: Scheme, weights: Tensors, seed: int) -> Tensors:
             made[f"{name}.svdquant_lora_b"] = b = (torch.randn(len(weight), scheme.rank, generator=g) * 0.01).bfloat16()
             rest[name] = rest[name] - b.float() @ shared["svdquant_lora_a"].float()
         rest[name] = rest[name] / shared["pre_quant_scale"].float() if scheme.smooth else rest[name]
-        rest[name] = rotate(rest[name], scheme.hadamard, scheme.regular) if scheme.hadamard else rest[name]
+        rest[name] = rotate(rest[name], scheme.hadamard, scheme.regular)
         made |= {f"{name}.{suffix}": tensor.clone() for suffix, tensor in shared.items()}
     largest = torch.stack([weight.abs().amax() for weight in rest.values()]).amax()
     scale = no_reciprocal(largest / (6 * 448)) if scheme.weights.two_level else None

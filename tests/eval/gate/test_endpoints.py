@@ -1,22 +1,18 @@
 """Servers as sources of a gate: real ones of a few lines, sound and hostile."""
 
-import base64
 import hashlib
 import io
-import json
 import struct
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from image_servers import Answer, as_json, serving
 from PIL import Image
 
 from fluxq.base.files import is_text
@@ -25,7 +21,6 @@ from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import PROMPTS_FILE
 
 CALL = {"height": 8, "width": 8, "num_inference_steps": 2}
-Answer = Callable[[dict[str, Any]], tuple[int, dict[str, str], bytes]]
 
 
 def picture(prompt: str, seed: int, size: int = 8, kind: str = "PNG") -> bytes:
@@ -43,51 +38,13 @@ def bomb(side: int) -> bytes:
     )
 
 
-def as_json(content: bytes) -> tuple[int, dict[str, str], bytes]:
-    return 200, {}, json.dumps({"data": [{"b64_json": base64.b64encode(content).decode()}]}).encode()
-
-
 def sound(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
     return as_json(picture(body["prompt"], body["seed"]))
 
 
-@contextmanager
-def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Serve, and yield the address with the list of what it is asked."""
-    asked: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body | {"key": self.headers.get("Authorization")})
-            self.reply(*answer(body))
-
-        def do_GET(self) -> None:
-            self.reply(200, {}, b'{"data": [{"id": "first"}]}' if self.path == "/v1/models" else picture("by url", 0))
-
-        def reply(self, code: int, headers: dict[str, str], content: bytes) -> None:
-            self.send_response(code)
-            for name, value in {"Content-Length": str(len(content)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if "Trickle" in headers:
-                for byte in content[:40]:
-                    time.sleep(0.05)
-                    self.wfile.write(bytes([byte]))
-            with suppress(OSError):
-                self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{made.server_port}", asked
-        finally:
-            made.shutdown()
-            thread.join()
+def server(answer: Answer) -> AbstractContextManager[tuple[str, list[dict[str, Any]]]]:
+    """Serve answers, and one image by its address."""
+    return serving(answer, picture("by url", 0))
 
 
 def test_images_are_asked_for_once_and_kept(tmp_path: Path, monkeypatch) -> None:
