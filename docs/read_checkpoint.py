@@ -1,7 +1,4 @@
-"""Read the quantized layers of a fluxq checkpoint with numpy alone; docs/format.md has the reason for each line.
-
-`read(folder)` takes the folder of one model, with its config.json. What must be refused is a ValueError.
-"""
+"""Read the quantized layers of a fluxq checkpoint with numpy alone; docs/format.md has the reason for each line."""
 
 import json
 import re
@@ -24,8 +21,7 @@ def floats(exponent, mantissa, bias, finite):
 E2M1, E4M3, E5M2 = floats(2, 1, 1, 8), floats(4, 3, 7, 127), floats(5, 2, 15, 124)
 INT8, INT4 = (np.array([*range(most), *range(-most, 0)], np.float32) for most in (128, 8))
 E8M0 = np.array([np.nan, *(2.0**e for e in range(-126, 128)), np.nan], np.float32)  # neither end is ever written
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # others are of no layer
-PLAIN = ("BF16", "F16", "F32")
+SIZES, PLAIN = {"F32": 4, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2}, ("BF16", "F16", "F32")
 # Numbers of the codes, dtype of `weight` and of `weight_scale`, rows and columns that share a scale (0: all of them).
 FORMATS = {"fp8": (E4M3, "F8_E4M3", "F32", (1, 0)), "fp8_tensor": (E4M3, "F8_E4M3", "F32", (0, 0))}
 FORMATS |= {f"fp8_{tall}x128": (E4M3, "F8_E4M3", "F32", (tall, 128)) for tall in (1, 128)}
@@ -37,7 +33,8 @@ ROTATIONS = {None: (None, (0,)), "h": (np.array([[1, 1], [1, -1]]), (16, 32, 64,
 ROTATIONS |= {"hr": (1 - 2 * np.eye(4)[::-1], (16, 64, 256))}  # word: of what H is a Kronecker power, sizes
 SCHEME = r"(?P<weights>\w+)-(?P<inputs>\w+)(?P<static>-static)?(?P<center>-center)?(?P<smooth>-smooth)?"
 SCHEME += r"(-d(?P<d>[1-9]\d{0,5}))?(-(?P<kind>hr?)(?P<size>[1-9]\d{1,2}))?(?P<two>-46)?(-r(?P<r>[1-9]\d{0,5}))?"
-FEATURES = {*"static_input_scale center smooth deflation hadamard regular_hadamard four_over_six low_rank".split()}
+FEATURES = {"static_input_scale": "-static", "center": "-center", "smooth": "-smooth", "deflation": "-d"}
+FEATURES |= {"hadamard": "-h", "regular_hadamard": "-hr", "four_over_six": "-46", "low_rank": "-r"}
 # What stands beside codes and scales: word of the scheme that announces it, and its axes.
 PARTS = {"weight_scale_2": ("global", ""), "input_scale": ("static", ""), "pre_quant_mean": ("center", "k")}
 PARTS |= {"pre_quant_scale": ("smooth", "k"), "deflate_basis": ("d", "dk"), "deflate_out": ("d", "nd")}
@@ -53,21 +50,20 @@ def parsed(file, raw=None):
     """Return the JSON object in a file, or in some bytes of it."""
     try:
         return {**json.loads(str(file.read_bytes() if raw is None else raw, "utf-8"))}
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{file} is damaged: it has no JSON object") from None
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise ValueError(f"{file} has no JSON object") from None
 
 
-def open_modules(folder):
-    """Return module -> part -> (file, dtype, shape, first byte) of all tensors; only headers are read."""
-    modules, files, indices = {}, {*folder.glob("*.safetensors")}, [*folder.glob("*.safetensors.index.json")]
-    maps = [parsed(index).get("weight_map") for index in indices]
-    named = {folder / str(name) for shards in maps if isinstance(shards, dict) for name in shards.values()}
-    named -= {index.with_suffix("").with_suffix("") for index in indices}  # which some would take for all tensors
-    need(len(indices or files) == 1 and files == (named if indices else files), folder, "needs one set of weight files")
+def open_modules(whole):
+    """Return module -> part -> (file, dtype, shape, first byte) of tensors in this file, or in shards in its place."""
+    modules, held, index = {}, {}, whole.with_name(f"{whole.name}.index.json")
+    files, indices = ({*filter(Path.is_file, whole.parent.glob(f"*.safetensors{end}"))} for end in ("", ".index.json"))
+    need(whole not in files if indices == {index} else not indices and files == {whole}, "no single set of", whole)
     for file in sorted(files):
         size, length = file.stat().st_size, int.from_bytes(np.fromfile(file, np.uint8, 8).tobytes(), "little")
         header, at = parsed(file, np.fromfile(file, np.uint8, min(length, size), offset=8).tobytes()), 0
         header.pop("__metadata__", None)
+        held |= dict.fromkeys(header, file.name)
         for name, said in header.items():
             lists = [said.get(key) for key in ("data_offsets", "shape")] if isinstance(said, dict) else [None]
             counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in lists)
@@ -79,6 +75,7 @@ def open_modules(folder):
             need(at_end, name, "overlaps, leaves a hole or is there twice, in", file)
             modules[module][part], at = (file, dtype, tuple(said["shape"]), 8 + length + begin), end
         need(8 + length + at == size, file, "is cut off, or has bytes behind its tensors")
+    need(not indices or held == parsed(index).get("weight_map"), index, "is of other files")
     return modules
 
 
@@ -101,11 +98,10 @@ def read_layer(layer, text, stored, axes):
     (first, sizes), (codes, dtype, scale_dtype, (tall, wide)) = ROTATIONS[said["kind"]], FORMATS[said["weights"]]
     d, r, size = (int(said[count] or 0) for count in ("d", "r", "size"))
     inputs = ["nvfp4"] if said["two"] else ["nvfp4", "fp8_tensor"] if said["static"] else INPUTS
-    need(said["inputs"] in inputs and size in sizes, "unknown scheme", text, "of", layer)
     n, columns = (*stored.get("weight", (0, 0, ()))[2], 0, 0)[:2]
     k = columns * (2 if len(codes) == 16 else 1)
     whole = not k % (size or 1) and (tall > 1 or not k % (wide or 1))  # blocks of several rows may be cut off
-    need(n and k and whole and d <= k, layer, (n, k), "is not for", text)
+    need(said["inputs"] in inputs and size in sizes and n and k and whole and d <= k, layer, (n, k), "is not for", text)
     shapes = {"weight": (n, columns, 1)[:axes], "weight_scale": (-(n // -tall), -(k // -wide)) if wide else (n,)[:tall]}
     sizes = {"n": n, "k": k, "d": d, "r": r}
     shapes |= {part: tuple(map(sizes.get, names)) for part, (word, names) in PARTS.items() if said[word]}
@@ -135,15 +131,18 @@ def read_layer(layer, text, stored, axes):
 
 def read(folder):
     """Yield (name, scheme, decoded codes (N, K), weight (N, K), bias (N,) or None) of every quantized layer; fp32."""
-    config, modules = parsed(Path(folder, "config.json")), open_modules(Path(folder))
+    # folder: of one model, with its config.json. What must be refused is a ValueError.
+    config = parsed(Path(folder, "config.json"))
     said, axes = config.get("quantization_config"), 2 if "_class_name" in config else 3
     need(isinstance(said, dict) and said.get("quant_method") == "fluxq", folder, "is not of fluxq")
     version, features, layers = (said.get(key) for key in ("format_version", "required_features", "layers"))
     need(type(version) is int and version == 1, folder, "is of format version", version)
-    need(isinstance(features, list) and FEATURES.issuperset(map(str, features)), "unknown features among", features)
     need(isinstance(layers, dict) and all(isinstance(each, list) for each in layers.values()), "no lists of layers")
     schemes = [(str(name), scheme) for scheme, names in layers.items() for name in names]
     need(0 < len(schemes) == len(dict(schemes)), "no layer, or one that has two schemes")
+    needed = sorted(feature for feature, word in FEATURES.items() if any(word in text for _, text in schemes))
+    need(isinstance(features, list) and sorted(map(str, features)) == needed, "required_features are not", needed)
+    modules = open_modules(Path(folder, f"{'diffusion_pytorch_model' if axes == 2 else 'model'}.safetensors"))
     for module in modules.keys() - dict(schemes).keys():
         is_plain = modules[module].get("weight", (0, "BF16"))[1] in PLAIN
         need(is_plain and not modules[module].keys() & {*PARTS, "weight_scale"}, "no layer announces", module)

@@ -184,7 +184,13 @@ class QuantizationConfig:
         runtime = config.get("runtime", {})
         _step_lists(runtime)
         steps = _steps(config.get("steps")) or policy_steps(runtime)
-        return cls(named, features, version, attention, steps, runtime)
+        read = cls(named, features, version, attention, steps, runtime)
+        needed = sorted({feature for scheme in read.schemes.values() for feature in scheme.features})
+        if needed != sorted(features):
+            raise ValueError(
+                f"required_features are {sorted(features)}, the layers need {needed}: copy config.json again"
+            )
+        return read
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, `quant_method` included.

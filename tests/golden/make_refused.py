@@ -32,7 +32,8 @@ class Model:
 
     said: the quantization_config. parts: tensors of the layer by their last names, more: others by their whole names.
     damage: function of the bytes of the weight file, which become others. shard: a second weight file, listed by an
-    index.
+    index. in_two: the layer's tensors and the others are in a file each instead, whose index this function changes;
+    the second file repeats `repeated` of the layer's with other numbers.
     """
 
     scheme: str = STEPPED
@@ -47,7 +48,8 @@ class Model:
         self.more = {"plain.weight": torch.ones(4, 16, dtype=dtype), "plain.bias": torch.zeros(4, dtype=dtype)}
         self.linears = {"refused": [2, self.k, "bias" in self.parts]}
         self.damage: Callable[[bytes], bytes] = bytes
-        self.shard = ""
+        self.shard, self.repeated = "", ""
+        self.in_two: Callable[[dict[str, str]], dict[str, str]] | None = None
         self.said = QuantizationConfig.of([(NAME, Scheme.parse(self.scheme))]).to_dict()
 
     def write(self, folder: Path) -> None:
@@ -59,10 +61,19 @@ class Model:
         file.write_bytes(self.damage(file.read_bytes()))
         if self.shard:
             write(folder / self.shard, parts | self.more)
-            write_json(
-                folder / f"{FILE}.index.json",
-                {"metadata": {}, "weight_map": dict.fromkeys(parts | self.more, self.shard)},
-            )
+            write_index(folder, dict.fromkeys(parts | self.more, self.shard))
+        if self.in_two is not None:
+            file.unlink()
+            again = {name: tensor + 1 for name, tensor in parts.items() if name == f"{NAME}.{self.repeated}"}
+            held = (parts, self.more | again)
+            files = [f"diffusion_pytorch_model-0000{count}-of-00002.safetensors" for count in (1, 2)]
+            for name, tensors in zip(files, held, strict=True):
+                write(folder / name, tensors)
+            write_index(folder, self.in_two(dict.fromkeys(parts, files[0]) | dict.fromkeys(self.more, files[1])))
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    write_json(folder / f"{FILE}.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 Fault = Callable[[Model], object]
@@ -135,6 +146,11 @@ def second_set(model: Model) -> None:
     model.shard = "diffusion_pytorch_model-00001-of-00001.safetensors"
 
 
+def splits(change: Callable[[dict[str, str]], dict[str, str]] = dict, repeated: str = "") -> Fault:
+    """Return the fault of two weight files whose index is another, or which both hold a tensor of the layer."""
+    return lambda model: vars(model).update(in_two=change, repeated=repeated)
+
+
 BRANCH = {"svdquant_lora_a": torch.ones(1, 32).bfloat16(), "svdquant_lora_b": torch.ones(2, 1).bfloat16()}
 CODES = {"plain__weight": torch.ones(4, 16, dtype=torch.int8), "plain__weight_scale": torch.ones(4)}
 LOADING: dict[str, Case] = {
@@ -144,6 +160,12 @@ LOADING: dict[str, Case] = {
     "no_version": ("format_version is missing", Model, lambda model: model.said.pop("format_version")),
     "unknown_feature": ("required_features has `sparse`", Model, says(required_features=["sparse"])),
     "no_features": ("required_features is missing", Model, lambda model: model.said.pop("required_features")),
+    "features_left_out": ("required_features lacks those of the scheme", Model, says(required_features=[])),
+    "feature_too_many": (
+        "required_features has one that no scheme needs",
+        partial(Model, "int8-int8"),
+        says(required_features=["smooth"]),
+    ),
     "no_layers": ("layers is empty", Model, says(layers={})),
     "two_schemes": ("a layer has two schemes", Model, calls(STEPPED, "nvfp4-16bit")),
     "unknown_format": ("no such format of weights", Model, calls("nvfp6-16bit")),
@@ -200,6 +222,22 @@ LOADING: dict[str, Case] = {
     "overlap": ("all tensors but the first begin 2 bytes too soon", Model, moves(-2, begin=2)),
     "negative_offset": ("the first tensors begin before the data", Model, moves(-8)),
     "two_sets": ("a weight file, and an index of another", Model, second_set),
+    "in_two_files": ("both weight files hold pre_quant_mean", Model, splits(repeated="pre_quant_mean")),
+    "index_lacks": (
+        "the index names no file of plain.bias",
+        Model,
+        splits(lambda files: {name: file for name, file in files.items() if name != "plain.bias"}),
+    ),
+    "index_of_more": (
+        "the index names a tensor that no file holds",
+        Model,
+        splits(lambda files: {**files, "other.bias": files["plain.bias"]}),
+    ),
+    "paths_in_index": (
+        "the index names files by paths",
+        Model,
+        splits(lambda files: {name: f"./{file}" for name, file in files.items()}),
+    ),
     "long_header": (
         "the header is said to be longer than the file",
         Model,

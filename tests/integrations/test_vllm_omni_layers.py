@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_named(layers) -> None:
         parameter.weight_loader(parameter, whole.weight, "k")
     with pytest.raises(ValueError, match="the weight files lack weight_scale of proj"):
         method.process_weights_after_loading(layer)
-    with pytest.raises(ValueError, match=r"proj\.weight is \(64, 128\), and vLLM-Omni's layer of \(32, 128\) has"):
+    with pytest.raises(ValueError, match=r"proj\.weight is torch\.int8 \(64, 128\), and a layer of .*\(32, 128\) has"):
         load(created(config, [N // 2]), {None: whole})
     small = config_of({"proj": "nvfp4-nvfp4"})
     with pytest.raises(ValueError, match=r"proj on rank 1 of 16: .*fewer ranks.*--diffusion-load-format diffusers"):
@@ -262,3 +262,38 @@ def created(config, *how) -> LinearBase:
     layer = LinearBase(*how)
     layer.create(config.get_quant_method(layer, "proj"))
     return layer
+
+
+@pytest.mark.parametrize("is_made_in_16_bit", [False, True])
+@pytest.mark.parametrize("scheme", ["int8-int8", "nvfp4-nvfp4-static-center", "mxfp8-mxfp8", "fp8_128x128-fp8_1x128"])
+def test_another_dtype_is_refused_and_never_read_as_numbers(layers, scheme, is_made_in_16_bit) -> None:
+    config, whole = config_of({"proj": scheme}), quantized(scheme)
+
+    def loaded(tensors) -> None:
+        if is_made_in_16_bit:
+            dict(layers.FluxqCheckpointAdapter({}, config, "", set()).adapt((f"proj.{k}", v) for k, v in tensors))
+            return
+        layer = created(config, [N])
+        for name, tensor in tensors:
+            if name != "bias":
+                layer.get_parameter(name).weight_loader(layer.get_parameter(name), tensor)
+
+    stored = whole.state_dict()
+    loaded(stored.items())
+    with pytest.raises(ValueError, match=r"proj\.weight.* twice: copy"):
+        loaded([*stored.items(), ("weight", stored["weight"])])
+    for name, tensor in stored.items():
+        of_one_byte = [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
+        wrong = [tensor.to(torch.int32), tensor.double()]
+        if tensor.element_size() == 1:
+            wrong = [tensor.view(dtype) for dtype in of_one_byte if dtype != tensor.dtype] + [tensor.float()]
+        for other in wrong if name != "bias" or is_made_in_16_bit else ():
+            with pytest.raises(ValueError, match=rf"proj\.{name} is {other.dtype} .*copy the weight files"):
+                loaded([*(stored | {name: other}).items()])
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_scale", "svdquant_lora_a"])
+def test_codes_and_branches_of_a_layer_without_a_scheme_are_refused(layers, part) -> None:
+    adapter = layers.FluxqCheckpointAdapter({}, config_of({"proj": "int8-int8"}), "", set())
+    with pytest.raises(ValueError, match=f"other.{part} is of a quantized model"):
+        list(adapter.adapt([(f"other.{part}", torch.ones(2, 2, dtype=torch.int8))]))

@@ -330,7 +330,7 @@ def quantization(edit: Callable[[dict], object]) -> Callable[[dict], object]:
 
 SAID = {
     "unknown feature": (lambda q: q["required_features"].append("x_rays"), "config", "x_rays"),
-    "needless feature": (lambda q: q["required_features"].append("low_rank"), "config", "its layers need"),
+    "needless feature": (lambda q: q["required_features"].append("low_rank"), "config", "the layers need"),
     "feature missing": (lambda q: q.update(required_features=[]), "config", "static_input_scale"),
     "newer format": (lambda q: q.update(format_version=99), "config", "update fluxq"),
     "unknown scheme": (lambda q: q["layers"].update({"fp3-fp3": ["proj_out"]}), "config", "fp3"),

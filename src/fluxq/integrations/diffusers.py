@@ -37,9 +37,9 @@ from fluxq.integrations.loading import (
     lacking,
     put_layers,
     quant_layers,
-    refuse_second_set,
     refuse_unannounced,
     require_present,
+    require_whole_set,
     set_tensor,
     with_stored_tensors,
 )
@@ -93,9 +93,9 @@ class FluxqQuantizer(DiffusersQuantizer):
         return self.dtype
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str] | None) -> list[str]:
-        """Refuse a second set of weights; diffusers 0.37 does not ask."""
+        """Refuse files that are no whole set of weights; diffusers 0.37 does not ask."""
         if self.pre_quantized:
-            refuse_second_set(checkpoint_files or ())
+            require_whole_set(checkpoint_files or ())
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.files import require_one_set, write_text
+from fluxq.base.files import INDEX, read_json, require_one_set, sets_of_weights, write_text
+from fluxq.base.tensors import TensorFile
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by
@@ -194,10 +195,23 @@ def lacking(name: str) -> ValueError:
     return ValueError(f"the weight files lack {name!r}, which config.json names: copy them again")
 
 
-def refuse_second_set(files: Iterable[str | PathLike[str]]) -> None:
-    """Raise ValueError if a folder that weight files are read from has other ones in the place of these."""
-    for folder in {Path(file).parent for file in files}:
+def require_whole_set(files: Iterable[str | PathLike[str]]) -> None:
+    """Raise ValueError unless weight files are the only set of their folder, and an index is of just their tensors.
+
+    Libraries read all files that an index names, and of a tensor in two of them they take the later one.
+    """
+    paths = [Path(file) for file in files]
+    held: dict[str, str] = {}
+    for path in paths if len(paths) > 1 else ():
+        for name in TensorFile(path).stored:
+            if name in held:
+                raise ValueError(f"{path.parent}: {held[name]} and {path.name} both hold {name!r}: copy them again")
+            held[name] = path.name
+    for folder in {path.parent for path in paths}:
         require_one_set(folder)
+        for index in sets_of_weights(folder, False) if held else ():
+            if index.name.endswith(INDEX) and read_json(index).get("weight_map") != held:
+                raise ValueError(f"{index}: is not the index of these weight files: copy it and them again")
 
 
 def refuse_unannounced(dtypes: Mapping[str, torch.dtype], model: nn.Module) -> None:
@@ -210,10 +224,10 @@ def refuse_unannounced(dtypes: Mapping[str, torch.dtype], model: nn.Module) -> N
         path, _, part = name.rpartition(".")
         layer = submodule(model, path)
         if isinstance(layer, QuantLinear):
-            if part in _PARTS and part not in layer._parameters:
+            if part in QUANTIZED and part not in layer._parameters:
                 strays.add(name)
         elif layer is not None and is_linear(layer):
-            if part in _PARTS or (part == "weight" and dtype in _CODES):
+            if part in QUANTIZED or (part == "weight" and dtype in CODES):
                 strays.add(name)
     if strays:
         named = ", ".join(sorted(strays)[:3]) + (f" and {len(strays) - 3} more" if len(strays) > 3 else "")
@@ -280,5 +294,5 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-_PARTS = (*SCALE_NAMES, *BRANCHES)
-_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (*SCALE_NAMES, *BRANCHES)  # parts of a quantized layer that no 16-bit layer has
+CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)

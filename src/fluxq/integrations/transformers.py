@@ -29,9 +29,9 @@ from fluxq.integrations.loading import (
     lacking,
     put_layers,
     quant_layers,
-    refuse_second_set,
     refuse_unannounced,
     require_present,
+    require_whole_set,
     set_tensor,
     with_stored_tensors,
 )
@@ -111,7 +111,7 @@ class FluxqHfQuantizer(HfQuantizer):
         """Check headers: transformers casts a wrong dtype and puts random numbers where files lack a tensor."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        refuse_second_set(files)
+        require_whole_set(files)
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -29,7 +29,8 @@ from vllm.model_executor.layers.quantization.inc import INCConfig  # pyright: ig
 
 from fluxq.base.console import logger
 from fluxq.integrations.engine import checked_prefer
-from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, branch_shapes
+from fluxq.integrations.loading import CODES, QUANTIZED
+from fluxq.kernels.linear import SCALE_NAMES, QuantLinear, branch_shapes, stored_dtype
 from fluxq.kernels.tensor import stored_shapes
 from fluxq.recipes.computing import POLICY, QUANT_METHOD, QuantizationConfig
 from fluxq.recipes.formats import Scheme
@@ -43,7 +44,7 @@ JOINED = {  # a Linear of vLLM-Omni -> those of diffusers that it is made of, in
 COMPONENT = re.compile(r"^transformer(_\d+)?\.")  # what models are called in pipelines: Wan's experts are two
 LISTED = re.compile(r"\.net_(\d+)(?=\.|$)")  # Wan's feed-forward has attributes where diffusers has a list
 SHARDS = {"q": 0, "k": 1, "v": 2}  # what loaders call parts of `to_qkv`; other parts have numbers
-STORED = ("weight", *SCALE_NAMES, *BRANCHES, "bias")
+PLAIN = (torch.bfloat16, torch.float16, torch.float32)  # of what is not codes or scales
 OTHERWISE = "serve it with --diffusion-load-format diffusers"
 Axis = Literal["N", "K"]
 
@@ -230,14 +231,17 @@ class Part:
                 f"{self.name}.{tensor_name} is in the weight files, and a layer of {self.scheme} has none, or it "
                 "twice: copy them again"
             )
-        expected = self.shapes.get(tensor_name, tensor.shape)
-        if tensor.shape != expected:
+        is_exact = tensor_name in ("weight", *SCALE_NAMES)
+        dtypes = (stored_dtype(self.scheme, tensor_name),) if is_exact else PLAIN
+        expected = self.shapes.get(tensor_name, (self.shape[0],))
+        if tensor.shape != expected or tensor.dtype not in dtypes:
             raise ValueError(
-                f"{self.name}.{tensor_name} is {(*tensor.shape,)}, and vLLM-Omni's layer of {self.shape} has "
-                f"{(*expected,)}: {OTHERWISE}"
+                f"{self.name}.{tensor_name} is {tensor.dtype} {(*tensor.shape,)}, and a layer of {self.scheme} and "
+                f"{self.shape} has {' or '.join(map(str, dtypes))} {(*expected,)}: copy the weight files and "
+                f"config.json again, or {OTHERWISE}"
             )
         self.missing.remove(tensor_name)
-        self.tensors[tensor_name] = tensor if tensor_name in ("weight", *SCALE_NAMES) else tensor.to(self.dtype)
+        self.tensors[tensor_name] = tensor if is_exact else tensor.to(self.dtype)
         if not self.missing:
             self.layer = self._cut()
 
@@ -357,11 +361,13 @@ class FluxqCheckpointAdapter:
         for full, tensor in weights:
             name, _, part = full.removeprefix(self.prefix).rpartition(".")
             layer = self.layers.get(name)
-            if name not in self.config.schemes and part in SCALE_NAMES:
+            if name not in self.config.schemes and (part in QUANTIZED or (part == "weight" and tensor.dtype in CODES)):
                 raise ValueError(f"{full} is of a quantized model, and vLLM-Omni makes it in 16 bit: {OTHERWISE}")
+            if part in held.get(name, ()):
+                raise ValueError(f"the weight files hold {full} twice: copy them again")
             if layer is not None and layer.bias is None and part == "bias":
                 layer.quant_method.take_bias(layer, name, tensor)
-            elif layer is None and name in self.config.schemes and part in STORED:
+            elif layer is None and name in self.config.schemes and part in ("weight", *QUANTIZED, "bias"):
                 held.setdefault(name, {})[part] = tensor
             else:
                 yield full, tensor
@@ -377,11 +383,15 @@ class FluxqCheckpointAdapter:
 
     def _in_16_bit(self, name: str, scheme: Scheme, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor in fp32) of a plain Linear; whoever loads it rounds it to the model's dtype."""
-        rows, columns = tensors["weight"].shape if "weight" in tensors else (0, 0)
-        shape = rows, columns * 8 // scheme.weights.element.bits
-        if absent := [each for each in ("weight", *tensor_shapes(scheme, shape)) if each not in tensors]:
-            raise ValueError(f"the weight files lack {absent[0]} of {name}: copy them again")
-        weight, bias = layer_of(tensors, shape, scheme, torch.bfloat16).collapsed()
+        if "weight" not in tensors:
+            raise ValueError(f"the weight files lack weight of {name}: copy them again")
+        rows, columns = (*tensors["weight"].shape, 0, 0)[:2]
+        part = Part(name, scheme, (rows, columns * 8 // scheme.weights.element.bits), "N", 0, 1, torch.float32)
+        if "bias" in tensors:
+            part.await_bias()
+        for each, tensor in tensors.items():
+            part.take(each, tensor)
+        weight, bias = part.finished().collapsed()
         yield f"{self.prefix}{name}.weight", weight
         if bias is not None:
             if absent := self.without_bias & {*_homes(name)}:
