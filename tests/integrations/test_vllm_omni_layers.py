@@ -276,7 +276,8 @@ def test_another_dtype_is_refused_and_never_read_as_numbers(layers, scheme, is_m
         layer = created(config, [N])
         for name, tensor in tensors:
             if name != "bias":
-                layer.get_parameter(name).weight_loader(layer.get_parameter(name), tensor)
+                parameter = layer.get_parameter(name)
+                parameter.weight_loader(parameter, tensor)
 
     stored = whole.state_dict()
     loaded(stored.items())
