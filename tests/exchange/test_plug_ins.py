@@ -8,6 +8,7 @@ The interpreter needs the engine and what `fluxq` needs to run a checkpoint; flu
 import json
 import os
 import tomllib
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,8 +94,11 @@ print(json.dumps({"version": importlib.metadata.version("sglang"), "hooks": hook
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> list[str]:
-    """Folders to put on the path: this checkout, and metadata as an installer writes them of pyproject.toml."""
-    folder = tmp_path_factory.mktemp("installed")
+    return installed_in(tmp_path_factory.mktemp("installed"))
+
+
+def installed_in(folder: Path) -> list[str]:
+    """Return folders to put on the path: this checkout, and metadata as an installer writes them of pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / f"fluxq-{project['version']}.dist-info"
     info.mkdir()
@@ -148,14 +152,29 @@ def beside_diffusers(installed, folder: Path, runs: list[dict[str, str]], ranks:
 def own_model(request, tmp_path_factory) -> tuple[str, Path]:
     """Name of a family, and a folder of its model of few blocks in 16 bit and in recipes."""
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
-    kind, _ = OWN_MODELS[family]
-    torch.manual_seed(0)
-    getattr(diffusers, kind)(**TINY_CONFIGS[family]).to(torch.bfloat16).save_pretrained(folder / "16bit")
-    for recipe in RECIPES:
-        load = getattr(diffusers, kind).from_pretrained
-        how = FluxqConfig(recipe, profile="rtn")
-        load(folder / "16bit", dtype=torch.bfloat16, quantization_config=how).save_pretrained(folder / recipe)
+    write_models(family, folder, {recipe: recipe for recipe in RECIPES})
     return family, folder
+
+
+def write_models(family: str, folder: Path, recipes: Mapping[str, str]) -> None:
+    """Write a family's model of few blocks as `16bit`, and quantized by each recipe: name -> a recipe or its file."""
+    model = getattr(diffusers, OWN_MODELS[family][0])
+    torch.manual_seed(0)
+    model(**TINY_CONFIGS[family]).to(torch.bfloat16).save_pretrained(folder / "16bit")
+    for name, recipe in recipes.items():
+        how = FluxqConfig(recipe, profile="rtn")
+        quantized = model.from_pretrained(folder / "16bit", dtype=torch.bfloat16, quantization_config=how)
+        quantized.save_pretrained(folder / name)
+
+
+def runs_of(folder: Path, names: Iterable[str]) -> list[dict[str, str]]:
+    """Return runs of a family's models in fp32 and in bf16, first the plain one of each."""
+    plain = str(folder / "16bit")
+    return [
+        {"folder": str(folder / name), "plain": plain, "dtype": dtype}
+        for dtype in ("float32", "bfloat16")
+        for name in ("16bit", *names)
+    ]
 
 
 @with_omni
@@ -167,11 +186,7 @@ def test_vllm_omnis_own_models_compute_with_our_layers(installed, own_model, ran
     next to none to start from.
     """
     family, folder = own_model
-    runs = [
-        {"folder": str(folder / name), "plain": str(folder / "16bit"), "dtype": dtype}
-        for dtype in ("float32", "bfloat16")
-        for name in ("16bit", *RECIPES)
-    ]
+    runs = runs_of(folder, RECIPES)
     said = beside_diffusers(installed, folder, runs, ranks)
     for run, found in zip(runs, said, strict=True):
         is_plain, dtype = run["folder"] == run["plain"], run["dtype"]
