@@ -10,7 +10,6 @@ line moves, a commit changed what the same command makes.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -18,11 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from fluxq.eval.history.rows import HISTORY_FILE, HistoryRow, read_history
+if TYPE_CHECKING:  # a worktree that runs this file may not have it
+    from fluxq.eval.history.rows import HistoryRow
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT, PICTURE = Path(__file__).with_suffix(".jsonl"), ROOT / "docs" / "history.svg"
@@ -45,6 +45,7 @@ def main(count: int, images: tuple[Path, Path] | None, work: Path | None) -> Non
 def judge(count: int, work: Path) -> None:
     """Run a gate for each commit and draw the history."""
     from fluxq.base.files import write_text
+    from fluxq.eval.history.rows import HISTORY_FILE, read_history
 
     words = ["git", "log", "--first-parent", f"-{count}", "--format=%H"]
     log = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -59,7 +60,7 @@ def judge(count: int, work: Path) -> None:
     for commit in (oldest, *later):
         words = [f"git:{oldest}", f"git:{commit}", "--command", command, "--images", str(IMAGES), "--margin", "psnr=3"]
         more = ["--prompts", str(prompts), "--work", str(work / "work"), "--history", str(folder), "--device", "cpu"]
-        done = subprocess.run([sys.executable, "-m", "fluxq", "gate", *words, *more], cwd=ROOT, env=dict(os.environ))
+        done = subprocess.run([sys.executable, "-m", "fluxq", "gate", *words, *more], cwd=ROOT)
         if done.returncode not in (0, 1, 3):
             raise SystemExit(done.returncode)
     write_text(RESULT, (folder / HISTORY_FILE).read_text(encoding="utf-8"))

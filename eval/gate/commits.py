@@ -15,7 +15,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class CommitSource:
     run: 0; another number for another run, kept apart. has_latents, items, machine: as `Source` has them.
     """
 
-    project: Path
-    rev: str
+    project: Path = field(compare=False)  # its folder is the commit's, whatever it is called
+    rev: str = field(compare=False)
     commit: str
     prefix: str
     setup: str | None
@@ -53,7 +53,7 @@ class CommitSource:
 
     @property
     def name(self) -> str:
-        return f"{self.rev} ({self.commit[:10]}){' again' * self.run}"
+        return f"{self.rev} ({self.commit[:10]}){f', run {self.run + 1}' if self.run else ''}"
 
     def again(self) -> CommitSource:
         """Return it run once more."""

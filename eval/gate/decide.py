@@ -5,7 +5,8 @@
     limit  max(margin, c · mean d(A, A2))
 
 B is worse where the mean of x is above the limit, and equivalent where it is below. Both are said only where a
-one-sided t interval of that mean, over prompts, lies on that side of the limit.
+one-sided t interval, over prompts, lies on that side: that of the mean of x, or, where the limit is c · mean d(A, A2),
+that of the mean of x_i - c · d(A, A2)_i, which has the scatter of the limit too.
 
 "Worse" may be said after 8, 16, 32, … images. Each look spends a part of ALPHA, spent(t) = alpha · ln(1 + (e - 1) t)
 at the share t of all images (Lan & DeMets 1983, in the shape of Pocock's boundary); it is divided among the metrics,
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from fluxq.eval.gate.floor import Modes, modes_of
+from fluxq.eval.gate.floor import ENOUGH_IMAGES, Modes, modes_of
 from fluxq.eval.metrics.statistics import more_images, t_limits
 
 Verdict = Literal["equivalent", "worse", "cannot tell"]
@@ -55,7 +56,8 @@ class Rule:
 class Finding:
     """Result of one metric at one look.
 
-    mean, low, high: of x, in the metric's unit; `low` and `high` are one-sided limits.
+    mean, low, high: of x, in the metric's unit; `low` and `high` are one-sided limits, beyond `limit` of what is beyond
+    it.
     limit: of the mean.
     floor, distance: mean d(A, A2), of the worse mode where there are two, and mean d(A, B).
     modes: of the floor, None for one.
@@ -117,17 +119,33 @@ def judge(
     if modes is not None:
         own = [max(value, modes.worse) for value in own]
     floor_mean = fmean(own)
-    limit = max(rule.margin, rule.c * floor_mean)
+    share = rule.c if rule.c * floor_mean > rule.margin else 0.0
+    limit = share * floor_mean or rule.margin
     if any(map(math.isnan, distances)):
         nan = math.nan
         return Finding("worse", len(values), nan, nan, nan, limit, floor_mean, nan, modes)
-    x = [distance - value for distance, value in zip(distances, own, strict=True)]
+    beyond, unlucky = (
+        [distance - (1 + share) * value for distance, value in zip(distances, each, strict=True)]
+        for each in (own, _farthest(own, rule))
+    )
+    allowed, counted = limit - share * floor_mean, share * floor_mean
     is_last = len(values) == looks[-1]
-    low, _ = t_limits(x, prompts, spent_at(len(values), looks) / metrics)
-    _, high = t_limits(x, prompts, ALPHA)
-    verdict = "worse" if low > limit else "equivalent" if is_last and high <= limit else "cannot tell"
-    more = more_images(x, prompts, high=limit, level=1 - 2 * ALPHA) if verdict == "cannot tell" else None
-    return Finding(verdict, len(values), fmean(x), low, high, limit, floor_mean, fmean(distances), modes, more)
+    alpha = spent_at(len(values), looks) / metrics
+    low, high = t_limits(beyond, prompts, alpha)[0], t_limits(beyond, prompts, ALPHA)[1]
+    is_worse = low > allowed and t_limits(unlucky, prompts, alpha)[0] > allowed
+    verdict = "worse" if is_worse else "equivalent" if is_last and high <= allowed else "cannot tell"
+    mean, more = fmean(beyond), None
+    if verdict == "cannot tell":
+        level = 1 - 2 * (ALPHA if mean <= allowed else alpha)
+        more = more_images(beyond, prompts, high=allowed, level=level)
+    numbers = (mean + counted, low + counted, high + counted, limit, floor_mean, fmean(distances))
+    return Finding(verdict, len(values), *numbers, modes, more)
+
+
+def _farthest(own: Sequence[float], rule: Rule) -> Sequence[float]:
+    """Return the floor of each image, the farthest of all where so few images do not show whether it has two modes."""
+    farthest = max(own)
+    return [farthest] * len(own) if len(own) < ENOUGH_IMAGES and farthest - min(own) > rule.margin else own
 
 
 def together(findings: Mapping[str, Finding]) -> Verdict:

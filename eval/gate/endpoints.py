@@ -74,7 +74,7 @@ class EndpointSource:
 
     @property
     def name(self) -> str:
-        return f"{visible(self.model)} at {urlsplit(self.base).netloc}{' again' * self.run}"
+        return f"{visible(self.model)} at {urlsplit(self.base).netloc}{f', run {self.run + 1}' if self.run else ''}"
 
     def again(self) -> EndpointSource:
         """Return it asked once more."""

@@ -1,8 +1,8 @@
-"""Find out whether a floor has two modes: runs of A that are either near each other or far apart.
+"""Find out whether a floor has two modes: images of A's second run that are either near A's or far from them.
 
 A kernel that adds up in one of two orders, or takes one of two algorithms, makes one of two pictures. The mean
-distance of a few such runs says little: the next runs may all be of the far kind. So the two modes are named, and
-the farther one is the floor.
+distance of a few such images says little: the next ones may all be of the far kind. So the two modes are named, and
+the farther one is the floor. Images of two kinds, of which A repeats one exactly, look the same.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from fluxq.eval.metrics.schema import Estimate, GateOutcome
 KIND, SCHEMA_VERSION = "fluxq passport", 1
 NAMED = 8  # images at most
 SKETCH = 1024  # numbers
+FINEST = 144.0  # dB: half a step of fp32
 _SEAL = "sha256"
 _MOST_IN_CALL, _MOST_THREADS = 64, 4096
 
@@ -84,14 +85,19 @@ class NamedImage(_Part):
         return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f4").astype(np.float64)
 
     def sqnr(self, other: NamedImage) -> float:
-        """Return the SQNR in dB of another run of it; infinite for the same bits, NaN for latents of another shape."""
+        """Return the SQNR in dB of another run of it; infinite for the same bits, NaN for latents of another shape.
+
+        Of latents whose difference the sketch's fp32 does not show it is FINEST.
+        """
         if other.sha256 == self.sha256:
             return math.inf
         mine, theirs = self.numbers, other.numbers
         if mine.shape != theirs.shape:
             return math.nan
         noise = float(np.square(mine - theirs).sum())
-        return 10 * math.log10(self.power / noise) if self.power and noise else math.inf if not noise else -math.inf
+        if not noise:
+            return FINEST
+        return min(FINEST, 10 * math.log10(self.power / noise)) if self.power else -math.inf
 
 
 class Passport(_Part):
@@ -127,11 +133,6 @@ class Passport(_Part):
     floor: tuple[float | None, ...] = Field(max_length=NAMED)
     floor_run: dict[str, Any]
 
-    @property
-    def passed(self) -> bool:
-        """True if all gates that were measured held."""
-        return all(gate.passed for gate in self.gates)
-
 
 @dataclass(frozen=True)
 class Nearness:
@@ -157,9 +158,9 @@ def named_images(items: Sequence[tuple[PromptRow | str, int]], latents: Images) 
 def floor_of(images: Sequence[NamedImage], again: Sequence[NamedImage]) -> tuple[float | None, ...]:
     """Return the floor of a passport: the SQNR of a second run of the first images, None for the same bits."""
     values = [one.sqnr(other) for one, other in zip(images, again, strict=False)]
-    if any(math.isnan(value) for value in values):
-        raise ValueError("a second run has latents of another shape")
-    return tuple(None if math.isinf(value) else value for value in values)
+    if not all(value > -math.inf for value in values):  # NaN too
+        raise ValueError("a second run has latents of another shape, or the first has zeros alone")
+    return tuple(None if value == math.inf else value for value in values)
 
 
 def nearness(passport: Passport, images: Sequence[NamedImage]) -> Nearness:

@@ -37,7 +37,7 @@ def row_of_gate(result: GateResult, commit: Commit | None) -> HistoryRow:
         created=result.created,
         commit=commit,
         subject=_subject(result.a, result.b),
-        setting=sha256_json([result.prompts_digest, result.call])[:16],
+        setting=sha256_json([result.prompts_digest, result.call, _how_made(result.a), _how_made(result.b)])[:16],
         machine=result.machine or "unknown",
         versions=result.versions,
         digests={side: each["digest"] for side, each in (("A", result.a), ("B", result.b)) if each.get("digest")},
@@ -46,6 +46,11 @@ def row_of_gate(result: GateResult, commit: Commit | None) -> HistoryRow:
         speed={} if result.speed is None else {"speed": _ratio(result.speed)},
         seconds=result.seconds,
     )
+
+
+def _how_made(side: Mapping[str, Any]) -> list[Any]:
+    """Return what images depend on beside prompts, call and code."""
+    return [side.get(key) for key in ("kind", "dtype", "batch_size")]
 
 
 def _subject(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

@@ -79,7 +79,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     help="With --speed: share of A's time that B may take more; by default 0.01.",
 )
 @click.option(
-    "--pairs", type=click.IntRange(min=6), metavar="N", help="With --speed: timed calls of each; by default 30."
+    "--pairs", type=click.IntRange(min=10), metavar="N", help="With --speed: timed calls of each; by default 30."
 )
 @click.option("--history", type=FOLDER, metavar="DIR", help="Add the result to the history in this folder.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")

@@ -387,6 +387,9 @@ def gate_in_words(result: GateResult) -> str:
         worse = ", ".join(key for key, verdict in verdicts.items() if verdict == "worse")
         return f"worse than A ({worse}) {after}"
     if result.verdict == "cannot tell":
+        if result.speed and all(metric.verdict == "equivalent" for metric in result.metrics.values()):
+            more = f"; about {result.speed.more_pairs} more pairs would" if result.speed.more_pairs else ""
+            return f"images are equivalent to A's {after}, speed cannot tell{more}"
         more = "" if result.more_images is None else f"; about {result.more_images} more would"
         return f"cannot tell {after}{more}"
     return {"equivalent": f"equivalent to A {after}", "no-op": f"no change {after}, and one was expected"}[

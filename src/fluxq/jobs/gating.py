@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fluxq.eval.metrics.networks import Networks
 
 IMAGES = 64
-LEAST_IMAGES = 2
+LEAST_PROMPTS = 2
 _WAIT = 60.0  # seconds for another gate that writes the same file
 MARK, _MARKED = "fluxq gate", 4096  # in the first bytes of files that a gate writes, and replaces
 DEFAULT_METRICS = ("latent_sqnr", "psnr", "lpips")
@@ -108,12 +108,17 @@ def gate_of(options: GateOptions) -> Gate:
     opener = _Opener(options)
     sources = opener.sources(texts)
     a, b, floor = sources[0], sources[1], sources[2] if options.floor else sources[0].again()
+    if floor == a:
+        if isinstance(a, PictureSource):
+            raise ValueError(f"--floor {options.floor}: these are A's own images; give those of a second run")
+        floor = a.again()
     if floor is None and not options.margins:
         raise ValueError(
             f"{options.a} is a folder of images, which says nothing of how far its model is from itself: give a second "
             "run of it as --floor, or what is allowed as --margin psnr=3"
         )
     _require_one_machine(a, b, floor)
+    _require_used(options, [each for each in (a, b, floor) if each is not None])
     _require_timeable(options, a, b)
     items = _items(options, [each for each in (a, b, floor) if each is not None], opener.first)
     options = replace(options, device=opener.device)
@@ -154,6 +159,9 @@ def run_gate(gate: Gate) -> GateResult:
             )
             for key, rule in gate.rules.items()
         }
+        identical = _is_identical(a, b)
+        if identical and look == looks[-1]:
+            findings = {key: replace(each, verdict="equivalent", more=None) for key, each in findings.items()}
         verdict = together(findings)
         if verdict == "worse":
             break
@@ -161,7 +169,6 @@ def run_gate(gate: Gate) -> GateResult:
         key: MetricResult.of(table[key].name, table[key].unit, gate.rules[key], finding)
         for key, finding in findings.items()
     }
-    identical = _is_identical(a, b)
     is_no_op = identical and gate.options.expect_change
     speed = _speed(gate) if gate.options.speed else None
     result = GateResult(
@@ -209,8 +216,8 @@ def _reasons(metrics: Mapping[str, MetricResult], look: int, identical: bool, is
         return (f"all {look} images are the same bits on both sides",)
     reasons = [sentences(key, metric) for key, metric in metrics.items()]
     reasons += [
-        f"{key}: A is bistable, {metric.modes[2]:.0%} of its runs are {metric.modes[1]:.3g} {metric.unit} from it and "
-        f"the others {metric.modes[0]:.3g}: the farther ones are its floor"
+        f"{key}: A is bistable, {metric.modes[2]:.0%} of the images of its second run are {metric.modes[1]:.3g} "
+        f"{metric.unit} from its own and the others {metric.modes[0]:.3g}: the farther ones are its floor"
         for key, metric in metrics.items()
         if metric.modes
     ]
@@ -252,7 +259,9 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
     given = [source for source in sources if source.items is not None]
     if not given:
         prompts = load_prompts(options.prompts or "default", folder or ModelFolder("none", Path()))
-        return tuple(items_of(prompts.prompts, options.images or IMAGES, 1, options.seed or 0))
+        items = tuple(items_of(prompts.prompts, options.images or IMAGES, 1, options.seed or 0))
+        _require_prompts(items, options.prompts or "the default prompts")
+        return items
     if options.prompts:
         raise ValueError(
             f"--prompts: {given[0].name} is a folder of images, whose own prompts are compared; leave it out"
@@ -266,10 +275,29 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
                 f"{other.name} lacks {count} of the {len(first)} images of {given[0].name}, the first of them "
                 f"{prompt!r} with seed {seed}: make both from one list"
             )
+    if (options.images or 0) > len(first):
+        raise ValueError(f"--images {options.images}: {given[0].name} has {len(first)}; leave it out, or make more")
     items = first[: options.images or len(first)]
-    if len(items) < LEAST_IMAGES:
-        raise ValueError(f"{given[0].name}: one image says nothing about the next; give {LEAST_IMAGES} or more")
+    _require_prompts(items, given[0].name)
     return items
+
+
+def _require_used(options: GateOptions, sources: Sequence[Source]) -> None:
+    """Raise ValueError for options that say how to make images which are all there."""
+    made = [source for source in sources if source.items is None]
+    given = {"seed": options.seed} if any(source.items is not None for source in sources) else {}
+    given |= {} if made else {"batch_size": options.batch_size, **options.call}
+    if unused := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(unused)}: folders of images are compared as they are; leave it out")
+
+
+def _require_prompts(items: Sequence[tuple[str, int]], name: str) -> None:
+    """Raise ValueError for images of one prompt: intervals are over prompts."""
+    if len({prompt for prompt, _ in items}) < LEAST_PROMPTS:
+        raise ValueError(
+            f"{name}: {len(items)} of one prompt, which says nothing about the next; give images of {LEAST_PROMPTS} "
+            "prompts or more"
+        )
 
 
 def _rules(options: GateOptions, sources: Sequence[Source], networks: Networks) -> dict[str, Rule]:
@@ -355,7 +383,15 @@ class _Timed:
 
 
 def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:
-    """Raise ValueError where A and B come of two machines and the floor does not say what lies between them."""
+    """Raise ValueError where A and B come of two machines and the floor does not say what lies between them.
+
+    A floor from a third one would excuse what lies between others.
+    """
+    if floor is not None and None not in (b.machine, floor.machine) and floor.machine != b.machine:
+        raise ValueError(
+            f"{floor.name}, the floor, was made on {floor.machine}, {b.name} on {b.machine}: give images of A from "
+            f"{b.machine} as --floor"
+        )
     if None in (a.machine, b.machine) or a.machine == b.machine:
         return
     if floor is None or floor.machine != b.machine:
@@ -380,7 +416,7 @@ class _Opener:
 
     def sources(self, texts: Sequence[str]) -> list[Source]:
         """Open all; pipelines before servers, which get their arguments. One that is given again is run again."""
-        opened = {text: self.source(text) for text in sorted(set(texts), key=_is_address)}
+        opened = {text: self.source(text) for text in sorted(dict.fromkeys(texts), key=_is_address)}
         sources: list[Source] = []
         for text in texts:
             source = opened[text]
