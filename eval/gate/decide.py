@@ -11,7 +11,8 @@ that of the mean of x_i - c · d(A, A2)_i, which has the scatter of the limit to
 "Worse" may be said after 8, 16, 32, … images. Each look spends a part of ALPHA, spent(t) = alpha · ln(1 + (e - 1) t)
 at the share t of all images (Lan & DeMets 1983, in the shape of Pocock's boundary); it is divided among the metrics,
 and the parts add up, so that ALPHA bounds the rate of false alarms over all looks and metrics. A gross fault is
-found by the first look. "Equivalent" is said by the last look alone: a fault in a few images needs all of them.
+found by the first look. "Equivalent" is said by the last look alone, and not where an image of B is an outlier, far
+beyond all of the floor's: a mean hides one broken image of many.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ Verdict = Literal["equivalent", "worse", "cannot tell"]
 
 ALPHA = 0.01  # rate of "worse" where nothing is, over all looks; and of "equivalent" at the limit
 FIRST_LOOK = 8
+OUTLIER = 5.0  # margins beyond the floor's farthest image, and at least twice as far as that: where an image is one
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Finding:
     limit: of the mean.
     floor, distance: mean d(A, A2), of the worse mode where there are two, and mean d(A, B).
     modes: of the floor, None for one.
+    outliers: images, by their index, that are far beyond all of the floor's.
     more: about how many more images would decide; None where it is decided, or where no number can be given.
     """
 
@@ -74,6 +77,7 @@ class Finding:
     distance: float
     modes: Modes | None = None
     more: int | None = None
+    outliers: tuple[int, ...] = ()
 
 
 def looks_of(images: int) -> tuple[int, ...]:
@@ -115,6 +119,8 @@ def judge(
     own = [0.0] * len(values) if floor is None else [rule.distance(value) for value in floor]
     if any(map(math.isnan, own)):
         raise ValueError("the floor has an image that is not finite: nothing can be compared with it")
+    beyond_all = max(own) + max(max(own), OUTLIER * rule.margin)
+    outliers = tuple(index for index, value in enumerate(distances) if value > beyond_all)
     modes = modes_of(own, at_least=rule.margin)
     if modes is not None:
         own = [max(value, modes.worse) for value in own]
@@ -133,13 +139,14 @@ def judge(
     alpha = spent_at(len(values), looks) / metrics
     low, high = t_limits(beyond, prompts, alpha)[0], t_limits(beyond, prompts, ALPHA)[1]
     is_worse = low > allowed and t_limits(unlucky, prompts, alpha)[0] > allowed
-    verdict = "worse" if is_worse else "equivalent" if is_last and high <= allowed else "cannot tell"
+    is_equivalent = is_last and high <= allowed and not outliers
+    verdict = "worse" if is_worse else "equivalent" if is_equivalent else "cannot tell"
     mean, more = fmean(beyond), None
-    if verdict == "cannot tell":
+    if verdict == "cannot tell" and not outliers:
         level = 1 - 2 * (ALPHA if mean <= allowed else alpha)
         more = more_images(beyond, prompts, high=allowed, level=level)
     numbers = (mean + counted, low + counted, high + counted, limit, floor_mean, fmean(distances))
-    return Finding(verdict, len(values), *numbers, modes, more)
+    return Finding(verdict, len(values), *numbers, modes, more, outliers)
 
 
 def _farthest(own: Sequence[float], rule: Rule) -> Sequence[float]:

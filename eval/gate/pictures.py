@@ -3,7 +3,7 @@
     {"prompt": "a red bicycle", "seed": 7, "image": "0001.png", "machine": "NVIDIA H200"}
 
 A line for each image. `machine` may be left out. This is what other programs hand to `fluxq gate`, and what a server's
-answers are kept as. Images are PNG or another format that PIL reads; latents there are none.
+answers are kept as. Images are PNG, JPEG or WebP in 8-bit RGB; latents there are none.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from fluxq.base.console import first_line
 from fluxq.base.files import require_regular
 from fluxq.eval.images.executor import read_image
 from fluxq.eval.images.generate import Lazy
 
 PROMPTS_FILE = "prompts.jsonl"
+_FORMATS = ("PNG", "JPEG", "WEBP")
 LONGEST = 1 << 26  # bytes of prompts.jsonl
 
 
@@ -57,6 +60,11 @@ class Pictures:
         return Lazy(len(self.rows), lambda index: read_image(self.folder / self.rows[index].image))
 
     @property
+    def sizes(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Item -> width and height."""
+        return {(row.prompt, row.seed): _size_of(self.folder / row.image) for row in self.rows}
+
+    @property
     def finite(self) -> Tensor:
         return torch.ones(len(self.rows), dtype=torch.bool)  # bytes are
 
@@ -82,7 +90,7 @@ def read_pictures(folder: Path) -> Pictures:
     """Read `prompts.jsonl`, and check that each image is there.
 
     Raises ValueError naming the line that cannot be read, comes twice, or leaves the folder; FileNotFoundError for a
-    missing image.
+    missing image. Of images only headers are read.
     """
     path = folder / PROMPTS_FILE
     require_regular(path)
@@ -95,13 +103,29 @@ def read_pictures(folder: Path) -> Pictures:
     ((prompt, seed), count) = Counter((row.prompt, row.seed) for row in rows).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{path}: {prompt!r} with seed {seed} comes {count} times; give each image its own seed")
+    (image, count) = Counter(row.image for row in rows).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{path}: {image!r} is the image of {count} lines; give each line its own")
     for row in rows:
         place = (folder / row.image).resolve()
         if not place.is_relative_to(folder.resolve()):
             raise ValueError(f"{path}: image {row.image!r} leaves the folder")
         if not place.is_file():
             raise FileNotFoundError(f"{place} is missing, which {PROMPTS_FILE} names")
+        _size_of(place)
     return Pictures(folder, tuple(rows))
+
+
+def _size_of(place: Path) -> tuple[int, int]:
+    """Return width and height of a picture by its header; ValueError for one that cannot be compared."""
+    try:
+        with Image.open(place, formats=_FORMATS) as image:
+            size, mode = image.size, image.mode
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{place}: no picture in {', '.join(_FORMATS)} ({first_line(error)}); write it anew") from None
+    if mode != "RGB":
+        raise ValueError(f"{place}: a picture of mode {mode}, expected 8-bit RGB; convert it")
+    return size
 
 
 def _row(line: bytes, where: str) -> PictureLine:

@@ -12,6 +12,9 @@ from fluxq.eval.gate.speed import GateSpeed
 from fluxq.eval.metrics.schema import Strict, number
 
 SCHEMA_VERSION = 1
+MARKDOWN_BEGIN, _SUITE = "### fluxq gate: ", "fluxq gate "  # by which a gate knows its own files, and replaces them
+_XML = '<?xml version="1.0" encoding="utf-8"?>\n'
+JUNIT_BEGIN = f'{_XML}<testsuites>\n  <testsuite name="{_SUITE}'
 GateVerdict = Literal["equivalent", "worse", "cannot tell", "no-op"]
 
 
@@ -20,6 +23,7 @@ class MetricResult(Strict):
 
     floor, distance: of A's second run, and of B. difference, low, high: B's distance beyond the floor's, and one-sided
     limits of it. limit: of the difference. images: number when it was decided. None for a number that there is not.
+    outliers: indices of images that are far beyond all of the floor's.
     """
 
     name: str
@@ -36,6 +40,7 @@ class MetricResult(Strict):
     c: float
     modes: tuple[float, float, float] | None = None  # better, worse, share of the worse
     more_images: int | None = None
+    outliers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, name: str, unit: str, rule: Rule, finding: Finding) -> MetricResult:
@@ -56,6 +61,7 @@ class MetricResult(Strict):
             c=rule.c,
             modes=None if modes is None else (modes.better, modes.worse, modes.share),
             more_images=finding.more,
+            outliers=finding.outliers,
         )
 
 
@@ -132,7 +138,7 @@ def sentences(key: str, metric: MetricResult) -> str:
 def markdown(result: GateResult) -> str:
     """Return the verdict and a table of the metrics, as a comment on a change shows them."""
     lines = [
-        f"### fluxq gate: {result.verdict} after {result.images} images",
+        f"{MARKDOWN_BEGIN}{result.verdict} after {result.images} images",
         "",
         f"A: `{code(result.a['name'])}`, B: `{code(result.b['name'])}`",
         "",
@@ -155,8 +161,9 @@ def _shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def junit(result: GateResult, suite: str) -> str:
+def junit(result: GateResult) -> str:
     """Return a JUnit file (the schema that Jenkins, GitLab and GitHub's actions read): a test case for each metric."""
+    suite = f"{_SUITE}{result.a['name']} {result.b['name']}"
     cases = {key: (metric.verdict, sentences(key, metric)) for key, metric in result.metrics.items()}
     if result.verdict == "no-op":
         cases["change"] = ("worse", "; ".join(result.reasons))
@@ -185,7 +192,7 @@ def junit(result: GateResult, suite: str) -> str:
         else:
             ElementTree.SubElement(case, "system-out").text = sentence
     ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return _XML + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, tuple[float | None, ...]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,11 @@ from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.commits import PREFIX, CommitSource, commit_of
 from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
-from fluxq.eval.gate.endpoints import EndpointSource, endpoint_of
+from fluxq.eval.gate.endpoints import NEARER, EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
 from fluxq.eval.gate.result import (
+    JUNIT_BEGIN,
+    MARKDOWN_BEGIN,
     GateResult,
     MetricResult,
     junit,
@@ -38,6 +41,7 @@ from fluxq.eval.history.results import row_of_gate
 from fluxq.eval.history.rows import append, commit_at, current_commit, require_history
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, pipeline_digest, side_stamps
+from fluxq.eval.metrics.fidelity import psnr
 from fluxq.jobs import memory
 from fluxq.jobs.judge import networks_of
 from fluxq.jobs.requirements import call_of, require_call, require_pictures, require_prompts_suffice, require_steps
@@ -48,7 +52,6 @@ if TYPE_CHECKING:
 IMAGES = 64
 LEAST_PROMPTS = 2
 _WAIT = 60.0  # seconds for another gate that writes the same file
-MARK, _MARKED = "fluxq gate", 4096  # in the first bytes of files that a gate writes, and replaces
 DEFAULT_METRICS = ("latent_sqnr", "psnr", "lpips")
 
 
@@ -150,6 +153,8 @@ def run_gate(gate: Gate) -> GateResult:
         items = gate.items[:look]
         a, b = gate.a.make(items), gate.b.make(items)
         again = gate.floor.make(items) if gate.floor else None
+        if again is not None and look == looks[0]:
+            _require_second_run(gate, a, again)
         with one_thread(torch.device(gate.options.device).type):
             values = _values(gate, a, b)
             floor_values = {} if again is None else _values(gate, a, again)
@@ -175,7 +180,7 @@ def run_gate(gate: Gate) -> GateResult:
         fluxq=FLUXQ_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         verdict=with_speed("no-op" if is_no_op else verdict, speed),
-        reasons=(*_reasons(metrics, look, identical, is_no_op), *([speed.sentence] if speed else [])),
+        reasons=(*_reasons(metrics, items, identical, is_no_op), *([speed.sentence] if speed else [])),
         a={"name": gate.a.name, **gate.a.describe()},
         b={"name": gate.b.name, **gate.b.describe()},
         floor=None if gate.floor is None else {"name": gate.floor.name, **gate.floor.describe()},
@@ -196,7 +201,7 @@ def run_gate(gate: Gate) -> GateResult:
         b = gate.b
         commit = commit_at(b.project, b.commit) if isinstance(b, CommitSource) else current_commit()
         append(gate.options.history, row_of_gate(result, commit))
-    _write(gate.options.junit, junit(result, f"{MARK} {gate.a.name} {gate.b.name}"))
+    _write(gate.options.junit, junit(result))
     _write(gate.options.markdown, markdown(result))
     return result
 
@@ -209,7 +214,10 @@ def _write(path: Path | None, text: str) -> None:
             write_text(path, text)
 
 
-def _reasons(metrics: Mapping[str, MetricResult], look: int, identical: bool, is_no_op: bool) -> tuple[str, ...]:
+def _reasons(
+    metrics: Mapping[str, MetricResult], items: Sequence[tuple[str, int]], identical: bool, is_no_op: bool
+) -> tuple[str, ...]:
+    look = len(items)
     if is_no_op:
         return (f"all {look} images are the same bits on both sides: what was to change them did nothing",)
     if identical:
@@ -221,9 +229,31 @@ def _reasons(metrics: Mapping[str, MetricResult], look: int, identical: bool, is
         for key, metric in metrics.items()
         if metric.modes
     ]
+    for key, metric in metrics.items():
+        for prompt, seed in [items[index] for index in metric.outliers[:3]]:
+            reasons.append(f"{key}: the image of {prompt!r}, seed {seed}, is far beyond all of the floor's: look at it")
     if all(metric.verdict == "equivalent" for metric in metrics.values()):
         reasons.append(f"a fault in fewer than {unseen_share(look):.1%} of images may not be among these {look}")
     return tuple(reasons)
+
+
+def _require_second_run(gate: Gate, a: Any, again: Any) -> None:
+    """Raise ValueError for a floor whose images are no nearer to A's than other images of A are.
+
+    Images of other seeds as the floor would let anything pass.
+    """
+    others = [*a.images[1:], a.images[0]]
+    if any(x.shape != y.shape for other in (again.images, others) for x, y in zip(a.images, other, strict=True)):
+        return  # which is said elsewhere
+    same, different = (
+        fmean(min(RULES["psnr"].same, value) for value in psnr(a.images, other).tolist())
+        for other in (again.images, others)
+    )
+    if same < min(different + NEARER, RULES["psnr"].same):
+        raise ValueError(
+            f"{gate.floor and gate.floor.name} is no second run of {gate.a.name}: its images are {same:.1f} dB (PSNR) "
+            f"from A's, and A's images of other prompts {different:.1f} dB from each other. Is the seed used?"
+        )
 
 
 def _is_identical(a: Any, b: Any) -> bool:
@@ -267,19 +297,31 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
             f"--prompts: {given[0].name} is a folder of images, whose own prompts are compared; leave it out"
         )
     first = given[0].items or ()
-    for other in given[1:]:
-        absent = [item for item in first if item not in set(other.items or ())]
-        if absent:
-            (prompt, seed), count = absent[0], len(absent)
-            raise ValueError(
-                f"{other.name} lacks {count} of the {len(first)} images of {given[0].name}, the first of them "
-                f"{prompt!r} with seed {seed}: make both from one list"
-            )
+    for source in given[1:]:
+        for one, other in ((given[0], source), (source, given[0])):
+            held = set(other.items or ())
+            if absent := [item for item in one.items or () if item not in held]:
+                (prompt, seed), count = absent[0], len(absent)
+                raise ValueError(
+                    f"{other.name} lacks {count} of the {len(one.items or ())} images of {one.name}, the first of them "
+                    f"{prompt!r} with seed {seed}: make both from one list"
+                )
+    _require_one_size([source for source in given if isinstance(source, PictureSource)])
     if (options.images or 0) > len(first):
         raise ValueError(f"--images {options.images}: {given[0].name} has {len(first)}; leave it out, or make more")
     items = first[: options.images or len(first)]
     _require_prompts(items, given[0].name)
     return items
+
+
+def _require_one_size(sources: Sequence[PictureSource]) -> None:
+    """Raise ValueError where folders have images of one item in other sizes."""
+    for source in sources[1:]:
+        for item, size in source.pictures.sizes.items():
+            if size != (expected := sources[0].pictures.sizes[item]):
+                (prompt, seed), sizes = item, (expected, size)
+                shown = " and ".join(f"{width} x {height}" for width, height in sizes)
+                raise ValueError(f"images of {prompt!r}, seed {seed}, are {shown} pixels: make both at one size")
 
 
 def _require_used(options: GateOptions, sources: Sequence[Source]) -> None:
@@ -331,8 +373,10 @@ def _require_outputs(options: GateOptions) -> None:
     Output(options.work).require_addable(folders, "--work", pattern=f"*/{WORK_FILE}")
     if options.history is not None:
         require_history(options.history, folders)
-    for path in (options.junit, options.markdown):
-        if path is not None and not (path.is_file() and MARK in path.read_bytes()[:_MARKED].decode(errors="replace")):
+    if options.junit is not None and options.junit == options.markdown:
+        raise ValueError(f"--junit and --markdown are both {options.junit}: give each a file of its own")
+    for path, begins in ((options.junit, JUNIT_BEGIN), (options.markdown, MARKDOWN_BEGIN)):
+        if path is not None and not (path.is_file() and path.read_bytes().startswith(begins.encode())):
             Output(path, True).require(folders, overwrite=False)
 
 
