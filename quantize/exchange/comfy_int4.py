@@ -30,6 +30,7 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.kernels.transforms import rotate
+from fluxq.quantize.checkpoint import LARGEST
 from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, without_idle_ranks
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import weight_of
@@ -101,13 +102,24 @@ def rotation(entry: Mapping[str, Any], k: int) -> int:
 
 
 def size_of(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(N, K) of a layer whose codes lie in tiles or may have 6 bits; None for others."""
+    """(N, K) of a layer whose codes lie in tiles or may have 6 bits; None for others.
+
+    ValueError for tensors of asym_w4a8_int8 that do not fit each other, before they are read.
+    """
     weight = weight_of(stored).shape
     if len(weight) == 4:
         return weight[0] * 128, weight[1] * _GROUP
     if entry.get("format") != "asym_w4a8_int8" or "weight_s_rel" not in stored or len(weight) != 2:
         return None
-    return weight[0], stored["weight_s_rel"].shape[-1] * _group_size(entry)
+    n, relative = weight[0], stored["weight_s_rel"].shape
+    groups = relative[-1] if relative else 0
+    k = groups * _group_size(entry)
+    fits = {"weight_s_rel": [(n, groups)], "weight": [(n, k // 2), (n, 3 * k // 4)]}
+    for name, sizes in (fits | {"weight_codebook": [(16,)], "weight_correction": [(groups, n)]}).items():
+        if name in stored and stored[name].shape not in sizes:
+            expected = "(N, K / group_size)" if name == "weight_s_rel" else " or ".join(map(str, sizes))
+            raise ValueError(f"comfy: {name} is {stored[name].shape}, expected {expected}; get the file again")
+    return n, k
 
 
 # --- one reader for each format
@@ -210,6 +222,8 @@ def _read_asym(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[s
     for name, tensor in (("weight_codebook", codebook), ("weight_correction", offset)):
         if tensor is not None and not_finite(tensor):
             raise ValueError(f"comfy: {name} holds NaN or infinite numbers; get the file again")
+        if tensor is not None and tensor.abs().max() > LARGEST:
+            raise ValueError(f"comfy: {name} is up to {float(tensor.abs().max()):.3g}, which no weight is; get the file again")
     done = _rest(held, n)
     has_6_bits = packed.shape[1] != k // 2
     if has_6_bits and (codebook is not None or offset is not None or k % 32 or group % 16):
