@@ -154,6 +154,7 @@ CONVROT, W4A8, W6A8, SVD = GOLDENS
         (W4A8, {}, {"weight": lambda t: t[:, :48]}, r"weight is torch.int8 \(160, 48\), expected"),
         (W6A8, {}, {"weight_codebook": lambda t: torch.ones(16)}, "6-bit codes have neither codebook nor correction"),
         (SVD, {"layout": "nunchaku"}, {}, "layout 'nunchaku' is none of svdquant_w4a4"),
+        (SVD, {"layout": "kitchen_tile_packed_w4a4"}, {}, "has rows in tiles of 128, not N = 160"),
         (SVD, {"act_unsigned": 1}, {}, "act_unsigned is 1, expected true or false"),
         (SVD, {"full_precision_matrix_mult": True}, {}, "act_unsigned with full_precision_matrix_mult"),
         (SVD, {}, {"bias": None}, "act_unsigned, and the layer has no bias"),
