@@ -244,7 +244,9 @@ def _read_asym(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[s
         if tensor is not None and not_finite(tensor):
             raise ValueError(f"comfy: {name} holds NaN or infinite numbers; get the file again")
         if tensor is not None and tensor.abs().max() > LARGEST:
-            raise ValueError(f"comfy: {name} is up to {float(tensor.abs().max()):.3g}, which no weight is; get the file again")
+            raise ValueError(
+                f"comfy: {name} is up to {float(tensor.abs().max()):.3g}, which no weight is; get the file again"
+            )
     done = _rest(held, n)
     has_6_bits = packed.shape[1] != k // 2
     if has_6_bits and (codebook is not None or offset is not None or k % 32 or group % 16):

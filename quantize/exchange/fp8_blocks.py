@@ -106,7 +106,9 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     said = model.quantization
     ignored = said.get("modules_to_not_convert")
     if not isinstance(ignored, list | None) or not all(isinstance(each, str) for each in ignored or ()):
-        raise ValueError(f"fp8_blocks: modules_to_not_convert is {str(ignored)[:80]}, expected a list of names; get it again")
+        raise ValueError(
+            f"fp8_blocks: modules_to_not_convert is {str(ignored)[:80]}, expected a list of names; get it again"
+        )
     for each in ignored or ():
         ends = name.endswith(f".{each}") and f"{each}.weight" not in model.stored
         if name == each or name.startswith(f"{each}.") or ends:
