@@ -98,7 +98,7 @@ def config(one: Contents) -> dict[str, Any]:
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """What config.json says of a layer; ValueError where it says that the layer has no codes.
+    """Return what config.json says of a layer; ValueError where it says that the layer has no codes.
 
     `modules_to_not_convert` has paths of modules, or beginnings of them; as transformers reads them ends too, which
     are for others where a module has just that path.
