@@ -683,7 +683,7 @@ _OF_X = (*_INPUT_SCALES, "activation_scale", "_weight_act_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale"),
     *("scale_weight", "scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale"),
-    "weight.absmax",
+    *("weight.absmax", "weight_s_channel"),
 )
 FAULTS: dict[str, Kind] = {
     **{name: Kind(repair.about, _CONVERT) for name, repair in REPAIRS.items()},

@@ -198,6 +198,14 @@ def test_tensors_that_do_not_fit_each_other_are_not_read(
     assert set(read) == {"a.comfy_quant"}
 
 
+@pytest.mark.parametrize(("factor", "kind"), [(1e30, "too large"), (-1, "scales that are no numbers")])
+def test_scales_of_rows_are_looked_at(factor: float, kind: str, tmp_path) -> None:
+    tensors = file_of(W4A8)
+    tensors["weight_s_channel"] = tensors["weight_s_channel"] * factor
+    save_file({f"a.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    assert kind in {fault.kind for fault in inspect_path(tmp_path / "x.safetensors")[""].faults if fault.is_error}
+
+
 # --- a model of such layers
 
 
