@@ -136,9 +136,9 @@ def most_at_once(sizes: Sequence[int]) -> int:
     return max((sum(sizes[at : at + span]) for at in range(len(sizes))), default=0)
 
 
-def quantize_weight(w: Tensor, layer: LayerPlan, shared: Tensor | None = None) -> QuantizedTensor:
-    """Round one weight (N, K), or (N, K, 1, 1) of a convolution, as its plan says. shared: from `joined_scale`."""
-    return _round(weight_to_round(w, layer), layer, shared)
+def quantize_weight(w: Tensor, layer: LayerPlan) -> QuantizedTensor:
+    """Round one weight (N, K), or (N, K, 1, 1) of a convolution, as its plan says, with a scale of its own."""
+    return round_matrix(weight_to_round(w, layer), layer)
 
 
 def weight_to_round(w: Tensor, layer: LayerPlan) -> Tensor:
@@ -147,7 +147,8 @@ def weight_to_round(w: Tensor, layer: LayerPlan) -> Tensor:
     return rotate(matrix, scheme.hadamard, scheme.regular) if scheme else matrix
 
 
-def _round(matrix: Tensor, layer: LayerPlan, shared: Tensor | None) -> QuantizedTensor:
+def round_matrix(matrix: Tensor, layer: LayerPlan, shared: Tensor | None = None) -> QuantizedTensor:
+    """Round what `weight_to_round` returned; ValueError for a layer that stays in 16 bit. shared: of `joined_scale`."""
     if layer.scheme is None:
         raise ValueError(f"{layer.name}: the plan keeps it in 16 bit")
     row = layer.scheme.weights
@@ -161,9 +162,11 @@ def _round(matrix: Tensor, layer: LayerPlan, shared: Tensor | None) -> Quantized
     )
 
 
-def joined_scale(weights: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
-    """Return the one scale (fp32, ()) of weights that are joined along N: nvfp4's global, or fp8_tensor's."""
-    matrices = (weight_to_round(w, layer) for w, layer in zip(weights, layers, strict=True))
+def joined_scale(matrices: Sequence[Tensor], layers: Sequence[LayerPlan]) -> Tensor:
+    """Return the one scale (fp32, ()) of weights that are joined along N: nvfp4's global, or fp8_tensor's.
+
+    matrices: of `weight_to_round`.
+    """
     amax = torch.stack([largest(matrix) for matrix in matrices]).amax()
     row = next(layer.scheme.weights for layer in layers if layer.scheme is not None)
     if row.two_level:
@@ -224,16 +227,16 @@ def _rounded(
 ) -> Rounded:
     tensors: dict[str, Tensor] = {}
     lost: dict[str, float] = {}
-    weights = [source_tensors[f"{layer.name}.weight"] for layer in unit.layers]
+    weights = {layer.name: source_tensors[f"{layer.name}.weight"] for layer in unit.layers}
+    matrices = [weight_to_round(weights[layer.name], layer) for layer in unit.layers]
     shared = None
     if any(layer.scale_group for layer in unit.layers):
-        shared = joined_scale(weights, unit.layers)
+        shared = joined_scale(matrices, unit.layers)
         if not torch.isfinite(shared):
-            for layer, w in zip(unit.layers, weights, strict=True):
-                require_finite(f"{layer.name}.weight", w)
-    for layer, w in zip(unit.layers, weights, strict=True):
-        matrix = weight_to_round(w, layer)
-        q = _round(matrix, layer, shared)
+            for name, w in weights.items():
+                require_finite(f"{name}.weight", w)
+    for layer, matrix in zip(unit.layers, matrices, strict=True):
+        q = round_matrix(matrix, layer, shared)
         lost[layer.name] = weight_sqnr(matrix, q)
         tensors |= {f"{layer.name}.{part}": tensor for part, tensor in q.tensors().items()}
         if layer.scheme is not None and layer.scheme.static_input:

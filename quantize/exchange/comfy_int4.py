@@ -30,6 +30,7 @@ from torch import Tensor
 from fluxq.base.tensors import Stored
 from fluxq.kernels.encode import unpack
 from fluxq.kernels.transforms import rotate
+from fluxq.quantize.checkpoint import LARGEST
 from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, without_idle_ranks
 from fluxq.quantize.exchange.layouts import padded
 from fluxq.quantize.exchange.marks import weight_of
@@ -101,13 +102,24 @@ def rotation(entry: Mapping[str, Any], k: int) -> int:
 
 
 def size_of(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(N, K) of a layer whose codes lie in tiles or may have 6 bits; None for others."""
+    """(N, K) of a layer whose codes lie in tiles or may have 6 bits; None for others.
+
+    ValueError for tensors of asym_w4a8_int8 that do not fit each other, before they are read.
+    """
     weight = weight_of(stored).shape
     if len(weight) == 4:
         return weight[0] * 128, weight[1] * _GROUP
     if entry.get("format") != "asym_w4a8_int8" or "weight_s_rel" not in stored or len(weight) != 2:
         return None
-    return weight[0], stored["weight_s_rel"].shape[-1] * _group_size(entry)
+    n, relative = weight[0], stored["weight_s_rel"].shape
+    groups = relative[-1] if relative else 0
+    k = groups * _group_size(entry)
+    fits = {"weight_s_rel": [(n, groups)], "weight": [(n, k // 2), (n, 3 * k // 4)]}
+    for name, sizes in (fits | {"weight_codebook": [(16,)], "weight_correction": [(groups, n)]}).items():
+        if name in stored and stored[name].shape not in sizes:
+            expected = "(N, K / group_size)" if name == "weight_s_rel" else " or ".join(map(str, sizes))
+            raise ValueError(f"comfy: {name} is {stored[name].shape}, expected {expected}; get the file again")
+    return n, k
 
 
 # --- one reader for each format
@@ -115,44 +127,11 @@ def size_of(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int
 
 def _read_svdquant(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     n, k = shape
-    if k % _GROUP:
-        raise ValueError(f"comfy: svdquant_w4a4 has groups of 64, which do not divide K = {k}; get the file again")
-    layout, unsigned = entry.get("layout"), entry.get("act_unsigned", False)
-    if layout not in (None, _TILED):
-        raise ValueError(f"comfy: layout {layout!r} is none of svdquant_w4a4 that is read here; known is {_TILED}")
-    if type(unsigned) is not bool:
-        raise ValueError(f"comfy: act_unsigned is {unsigned!r}, expected true or false")
-    if unsigned and row.activations is None:
-        raise ValueError(
-            "comfy: act_unsigned with full_precision_matrix_mult, where nothing adds the shift that it means"
-        )
-    tiles = n // 128 if n % 128 == 0 else 0
-    natural = ((n, k // 2), (k // _GROUP, n))
-    tiled = ((tiles, k // _GROUP, 32, 128), (tiles, k // _GROUP, 128))
-    packed = held.take("weight", _BYTES, *([] if layout else natural[:1]), *(tiled[:1] if tiles else ()))
-    is_tiled = packed.ndim == 4
-    scale = held.scale("weight_scale", FLOATS, (tiled if is_tiled else natural)[1])
-    down = held.take(_named(held, "proj_down"), FLOATS)
-    if down.ndim != 2 or down.shape[0] != k:
-        raise ValueError(f"comfy: weight_proj_down is {(*down.shape,)}, expected ({k}, rank)")
-    r = down.shape[1]
-    up = held.take(_named(held, "proj_up"), FLOATS, (tiles, r, 128) if is_tiled else (n, r))
+    unsigned = _is_unsigned(row, entry)
+    codes, scale, down, up = _svdquant_in_rows(held, shape, entry.get("layout"))
     smooth = held.scale(_named(held, "smooth_factor"), FLOATS, (k,))
     done = _rest(held, n)
-    if is_tiled:
-        packed = packed.reshape(tiles, k // _GROUP, 32, 4, 32).permute(0, 2, 3, 1, 4).reshape(n, k // 2)
-        scale, up = scale.permute(1, 0, 2).reshape(k // _GROUP, n), up.permute(0, 2, 1).reshape(n, r)
-    if (smooth == 0).any():
-        raise ValueError("comfy: weight_smooth_factor holds zeros, by which x would be divided; get the file again")
-    if bad := not_finite(down) + not_finite(up):
-        raise ValueError(f"comfy: {bad} numbers of the low-rank pair are NaN or infinite; get the file again")
-    basis = entry.get("lowrank_branch_input_basis", "raw")
-    if basis != "raw" and (smooth != 1).any():
-        raise ValueError(
-            f"comfy: lowrank_branch_input_basis is {basis!r}, and comfy-kitchen's low-rank pair reads x before it is "
-            "smoothed; get a file that says raw"
-        )
-    codes, scale = packed.contiguous().view(torch.uint8), scale.T.contiguous()
+    _require_computable(entry, smooth, down, up)
     weight = (unpack(codes, _INT4).reshape(n, -1, _GROUP) * scale.float().unsqueeze(-1)).reshape(n, k) / smooth.float()
     if unsigned:
         if "bias" not in done:
@@ -164,10 +143,64 @@ def _read_svdquant(row: Row, held: Tensors, shape: tuple[int, int], entry: Mappi
     done |= {"weight": codes, "weight_scale": scale.bfloat16()}
     if (smooth != 1).any():
         done["pre_quant_scale"] = (1 / smooth.float()).to(smooth.dtype)
-    if r:
+    rank = down.shape[1]
+    if rank:
         done |= {"svdquant_lora_a": down.T.contiguous(), "svdquant_lora_b": up.contiguous()}
-    _, done = without_idle_ranks(replace(row.scheme(), rank=r), done)
+    _, done = without_idle_ranks(replace(row.scheme(), rank=rank), done)
     return replace(native(row, shape, done), notes=(_UNSIGNED,) if unsigned else ())
+
+
+def _is_unsigned(row: Row, entry: Mapping[str, Any]) -> bool:
+    """Tell whether x has codes without sign; ValueError for another word, and where x is not rounded."""
+    unsigned = entry.get("act_unsigned", False)
+    if type(unsigned) is not bool:
+        raise ValueError(f"comfy: act_unsigned is {unsigned!r}, expected true or false")
+    if unsigned and row.activations is None:
+        raise ValueError(
+            "comfy: act_unsigned with full_precision_matrix_mult, where nothing adds the shift that it means"
+        )
+    return unsigned
+
+
+def _svdquant_in_rows(held: Tensors, shape: tuple[int, int], layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes (N, K/2) uint8, scales (N, K/64), and the pair, (K, r) and (N, r), of rows or of tiles.
+
+    layout: of the entry. ValueError for another layout, and for shapes that are not of it.
+    """
+    (n, k), tiles, groups = shape, shape[0] // 128, shape[1] // _GROUP
+    if k % _GROUP:
+        raise ValueError(f"comfy: svdquant_w4a4 has groups of 64, which do not divide K = {k}; get the file again")
+    if layout not in (None, _TILED):
+        raise ValueError(f"comfy: layout {layout!r} is none of svdquant_w4a4 that is read here; known is {_TILED}")
+    if layout and n % 128:
+        raise ValueError(f"comfy: layout {layout} has rows in tiles of 128, not N = {n}; get the file again")
+    in_rows, in_tiles = [] if layout else [(n, k // 2)], [] if n % 128 else [(tiles, groups, 32, 128)]
+    packed = held.take("weight", _BYTES, *in_rows, *in_tiles)
+    is_tiled = packed.ndim == 4
+    scale = held.scale("weight_scale", FLOATS, (tiles, groups, 128) if is_tiled else (groups, n))
+    down = held.take(_named(held, "proj_down"), FLOATS)
+    if down.ndim != 2 or down.shape[0] != k:
+        raise ValueError(f"comfy: weight_proj_down is {(*down.shape,)}, expected ({k}, rank)")
+    r = down.shape[1]
+    up = held.take(_named(held, "proj_up"), FLOATS, (tiles, r, 128) if is_tiled else (n, r))
+    if is_tiled:
+        packed = packed.reshape(tiles, groups, 32, 4, 32).permute(0, 2, 3, 1, 4).reshape(n, k // 2)
+        scale, up = scale.permute(1, 0, 2).reshape(groups, n), up.permute(0, 2, 1).reshape(n, r)
+    return packed.contiguous().view(torch.uint8), scale.T.contiguous(), down, up
+
+
+def _require_computable(entry: Mapping[str, Any], smooth: Tensor, down: Tensor, up: Tensor) -> None:
+    """Raise ValueError for factors of 0, for numbers that are none, and for a pair that reads smoothed x."""
+    if (smooth == 0).any():
+        raise ValueError("comfy: weight_smooth_factor holds zeros, by which x would be divided; get the file again")
+    if bad := not_finite(down) + not_finite(up):
+        raise ValueError(f"comfy: {bad} numbers of the low-rank pair are NaN or infinite; get the file again")
+    basis = entry.get("lowrank_branch_input_basis", "raw")
+    if basis != "raw" and (smooth != 1).any():
+        raise ValueError(
+            f"comfy: lowrank_branch_input_basis is {basis!r}, and comfy-kitchen's low-rank pair reads x before it is "
+            "smoothed; get a file that says raw"
+        )
 
 
 def _read_convrot(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
@@ -210,6 +243,10 @@ def _read_asym(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[s
     for name, tensor in (("weight_codebook", codebook), ("weight_correction", offset)):
         if tensor is not None and not_finite(tensor):
             raise ValueError(f"comfy: {name} holds NaN or infinite numbers; get the file again")
+        if tensor is not None and tensor.abs().max() > LARGEST:
+            raise ValueError(
+                f"comfy: {name} is up to {float(tensor.abs().max()):.3g}, which no weight is; get the file again"
+            )
     done = _rest(held, n)
     has_6_bits = packed.shape[1] != k // 2
     if has_6_bits and (codebook is not None or offset is not None or k % 32 or group % 16):

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.containers import Contents, pipeline_writer
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Decoded, Encoded, QuantTensors
 from fluxq.quantize.exchange.layouts import BLOCK
-from fluxq.quantize.exchange.marks import by_config, by_tensor
+from fluxq.quantize.exchange.marks import Headers, by_config, by_tensor
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, native, row_for
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
@@ -37,9 +38,12 @@ def encode(layer: QuantTensors) -> Encoded:
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape.
 
-    entry: {"block": `weight_block_size`, "activations": `activation_scheme`} of config.json, or None for each.
+    entry: {"block": `weight_block_size`, "activations": `activation_scheme`, "fmt": `fmt`} of config.json, or None for
+    each.
     """
-    size, scheme = entry.get("block"), entry.get("activations")
+    size, scheme, element = entry.get("block"), entry.get("activations"), entry.get("fmt")
+    if element not in (None, "e4m3"):
+        raise ValueError(f"fp8_blocks: fmt {element!r} is not read here, e4m3 is; get the file with codes of that")
     if size not in (None, [BLOCK, BLOCK]):
         raise ValueError(f"fp8_blocks: weight_block_size {size!r} is not read here, [{BLOCK}, {BLOCK}] is")
     held, done = Tensors(tensors, "fp8_blocks"), {}
@@ -93,6 +97,32 @@ def config(one: Contents) -> dict[str, Any]:
     }
 
 
+def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return what config.json says of a layer; ValueError where it says that the layer has no codes.
+
+    `modules_to_not_convert` has paths of modules, or beginnings of them; as transformers reads them ends too, which
+    are for others where a module has just that path.
+    """
+    said = model.quantization
+    ignored = said.get("modules_to_not_convert")
+    if not isinstance(ignored, list | None) or not all(isinstance(each, str) for each in ignored or ()):
+        raise ValueError(
+            f"fp8_blocks: modules_to_not_convert is {str(ignored)[:80]}, expected a list of names; get it again"
+        )
+    for each in ignored or ():
+        ends = name.endswith(f".{each}") and f"{each}.weight" not in model.stored
+        if name == each or name.startswith(f"{each}.") or ends:
+            raise ValueError(
+                f"fp8_blocks: modules_to_not_convert names {each!r}, and the layer has codes; get the file again"
+            )
+    return {
+        "format": "fp8",
+        "block": said.get("weight_block_size"),
+        "activations": said.get("activation_scheme"),
+        "fmt": said.get("fmt"),
+    }
+
+
 ROWS = (Row("fp8", "fp8_128x128", "fp8_1x128", also=(None,), multiples=(1, BLOCK), read_by="SGLang-Diffusion"),)
 STATIC = Row("fp8", "fp8_128x128", "fp8_tensor", input_scale="required")  # these two are read, and not written
 WEIGHT_ONLY = Row("fp8", "fp8_128x128", None)
@@ -103,11 +133,7 @@ DIALECT = Dialect(
     marks=(by_config("fp8"), by_tensor("weight_scale_inv")),
     methods=("fp8",),
     suffixes=("weight_scale_inv", "activation_scale"),
-    entry=lambda model, name, stored: {
-        "format": "fp8",
-        "block": model.quantization.get("weight_block_size"),
-        "activations": model.quantization.get("activation_scheme"),
-    },
+    entry=_entry,
     row_of=lambda layer: ROWS[0],
     rows=ROWS,
     encode=encode,

@@ -428,15 +428,18 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
 
 
 def _plain_numbers(model: ModelFile, unreadable: set[str]) -> Iterator[Fault]:
-    """Numbers of tensors that are not quantized which no model has. unreadable: layers that are faults already."""
-    integers = []
-    for name in model.plain:
-        tensor, dtype, (layer, _, what) = model.read(name), model.stored[name].dtype, name.rpartition(".")
+    """Numbers of tensors that are not quantized which no model has.
+
+    unreadable: layers that are faults already, whose tensors are not read: they may be of any size.
+    """
+    integers, left = [], {name for layer in unreadable for name in model.groups.get(layer, {}).values()}
+    for name in (name for name in model.plain if name not in left):
+        tensor, dtype, what = model.read(name), model.stored[name].dtype, name.rpartition(".")[2]
         if bad := not_finite(tensor):
             yield Fault("no numbers", name, f"{bad} are NaN or infinite")
         elif tensor.is_floating_point() and tensor.numel() and float(tensor.float().abs().max()) > LARGEST:
             yield Fault("too large", name, f"up to {float(tensor.float().abs().max()):.3g}, which no model needs")
-        elif not dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale") and layer not in unreadable:
+        elif not dtype.startswith(("F", "BF")) and what in ("weight", "bias", "scale"):
             integers.append(Fault("integers", name, f"it holds {dtype}"))  # of positions, which classes make, they may
     yield from integers
 
@@ -680,7 +683,7 @@ _OF_X = (*_INPUT_SCALES, "activation_scale", "_weight_act_per_tensor_scale")
 _SCALES = (
     *("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale", "input_global_scale"),
     *("scale_weight", "scale_input", "_weight_scale", "_weight_per_tensor_scale", "wscales", "wcscales", "wtscale"),
-    "weight.absmax",
+    *("weight.absmax", "weight_s_channel"),
 )
 FAULTS: dict[str, Kind] = {
     **{name: Kind(repair.about, _CONVERT) for name, repair in REPAIRS.items()},

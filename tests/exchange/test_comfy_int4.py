@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_files import export, write_base, write_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluxq.base.model import resolve_model
@@ -14,7 +14,9 @@ from fluxq.kernels.transforms import rotate
 from fluxq.quantize.exchange import comfy
 from fluxq.quantize.exchange.export import plan_of
 from fluxq.quantize.exchange.importing import import_model
+from fluxq.quantize.exchange.inspect import inspect_path
 from fluxq.quantize.exchange.layer import Plain, QuantTensors, join
+from fluxq.quantize.exchange.marks import Headers
 from fluxq.quantize.exchange.native import NativeComponent
 from tests.exchange.test_layers import golden, layer_of, quantized, relative, same_bytes
 
@@ -143,6 +145,8 @@ CONVROT, W4A8, W6A8, SVD = GOLDENS
         (W4A8, {"group_size": 32}, {}, r"weight_s_rel is torch.float8_e4m3fn \(160, 12\), expected"),
         (W4A8, {}, {"weight_codebook": lambda t: t[:15]}, r"weight_codebook is torch.float32 \(15,\), expected"),
         (W4A8, {}, {"weight_codebook": holed}, "weight_codebook holds NaN or infinite numbers"),
+        (W4A8, {}, {"weight_codebook": lambda t: t * 1e30}, r"weight_codebook is up to .*e\+\d\d, which no weight is"),
+        (W4A8, {}, {"weight_correction": lambda t: torch.full((12, N), -1e38)}, r"weight_correction is up to 1e\+38"),
         (W4A8, {}, {"weight_s_rel": holed}, "weight_s_rel holds NaN"),
         (W4A8, {}, {"weight_s_channel": holed}, "weight_s_channel holds NaN"),
         (W4A8, {}, {"weight_s_channel": lambda t: -t}, "weight_s_channel holds NaN, infinite or negative"),
@@ -150,6 +154,7 @@ CONVROT, W4A8, W6A8, SVD = GOLDENS
         (W4A8, {}, {"weight": lambda t: t[:, :48]}, r"weight is torch.int8 \(160, 48\), expected"),
         (W6A8, {}, {"weight_codebook": lambda t: torch.ones(16)}, "6-bit codes have neither codebook nor correction"),
         (SVD, {"layout": "nunchaku"}, {}, "layout 'nunchaku' is none of svdquant_w4a4"),
+        (SVD, {"layout": "kitchen_tile_packed_w4a4"}, {}, "has rows in tiles of 128, not N = 160"),
         (SVD, {"act_unsigned": 1}, {}, "act_unsigned is 1, expected true or false"),
         (SVD, {"full_precision_matrix_mult": True}, {}, "act_unsigned with full_precision_matrix_mult"),
         (SVD, {}, {"bias": None}, "act_unsigned, and the layer has no bias"),
@@ -169,6 +174,36 @@ def test_a_layer_that_cannot_be_so_is_refused(name: str, entry: dict[str, Any], 
     tensors = {key: t for key, t in (tensors | made).items() if changed.get(key, True)}
     with pytest.raises(ValueError, match=words):
         comfy.decode(marked(tensors, **entry), (N, K))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("weight_s_rel", (), "weight_s_rel is (), expected (N, K / group_size)"),
+        ("weight_s_rel", (9, 12), "weight_s_rel is (9, 12), expected (N, K / group_size)"),
+        ("weight_s_rel", (N, 1000), "weight is (160, 96), expected (160, 8000) or (160, 12000)"),
+        ("weight_codebook", (1 << 20,), "weight_codebook is (1048576,), expected (16,)"),
+        ("weight_correction", (N, 12), "weight_correction is (160, 12), expected (12, 160)"),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_are_not_read(
+    name: str, size: Any, words: str, tmp_path, monkeypatch
+) -> None:
+    tensors = file_of(W4A8) | {name: torch.full(size, torch.nan)}
+    save_file({f"a.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    read, really = [], Headers.read
+    monkeypatch.setattr(Headers, "read", lambda model, name: (read.append(name), really(model, name))[1])
+    (fault,) = [fault for fault in inspect_path(tmp_path / "x.safetensors")[""].faults if fault.is_error]
+    assert fault.kind == "unreadable" and words in fault.what
+    assert set(read) == {"a.comfy_quant"}
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(1e30, "too large"), (-1, "scales that are no numbers")])
+def test_scales_of_rows_are_looked_at(factor: float, kind: str, tmp_path) -> None:
+    tensors = file_of(W4A8)
+    tensors["weight_s_channel"] = tensors["weight_s_channel"] * factor
+    save_file({f"a.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    assert kind in {fault.kind for fault in inspect_path(tmp_path / "x.safetensors")[""].faults if fault.is_error}
 
 
 # --- a model of such layers

@@ -252,6 +252,32 @@ def test_another_programs_folder_is_called_by_its_name(method, base, tmp_path) -
         import_model(folder, tmp_path / "out", base)
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"modules_to_not_convert": ["proj_out", "transformer_blocks.0.attn.to_k"], "fmt": "e4m3"}, ""),
+        ({"modules_to_not_convert": ["transformer_blocks.0.attn.to_q"]}, "names 'transformer_blocks.0.attn.to_q', and"),
+        ({"modules_to_not_convert": ["transformer_blocks"]}, "names 'transformer_blocks'"),
+        ({"modules_to_not_convert": ["attn.to_q"]}, "names 'attn.to_q', and the layer has codes"),
+        ({"modules_to_not_convert": "to_k"}, "modules_to_not_convert is to_k, expected a list of names"),
+        ({"modules_to_not_convert": [None]}, r"modules_to_not_convert is \[None\], expected a list of names"),
+        ({"fmt": "e5m2"}, "fmt 'e5m2' is not read here, e4m3 is"),
+    ],
+)
+def test_what_a_configuration_of_blocks_says_of_layers_with_codes(said, words, base, tmp_path) -> None:
+    layers = ("transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_out")
+    codes = {f"{layer}.weight": base_state()[f"{layer}.weight"].to(torch.float8_e4m3fn) for layer in layers}
+    sizes = {name: [-(-size // 128) for size in tensor.shape] for name, tensor in codes.items()}
+    scales = {f"{name}_scale_inv": torch.ones(size) for name, size in sizes.items()}
+    folder = folder_of(tmp_path / "theirs", base_state() | codes | scales, quant_method="fp8", **said)
+    found = [fault for fault in inspect_path(folder)[""].faults if fault.is_error]
+    assert {fault.kind for fault in found} == ({"unreadable"} if words else set())
+    assert all(re.search(words, fault.what) for fault in found)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            import_model(folder, tmp_path / "out", base)
+
+
 def test_a_file_in_which_all_was_cast_to_fp8_is_read(base, tmp_path) -> None:
     folder = folder_of(tmp_path / "theirs", cast_to_fp8())
     report = inspect_path(folder, base)[""]

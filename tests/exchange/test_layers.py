@@ -207,6 +207,7 @@ def test_blocks_that_cannot_be_are_refused_by_name() -> None:
     zero["weight"][128:, :128] = 0
     for held, entry, words in (
         (in_blocks(), {"block": [64, 128]}, r"weight_block_size \[64, 128\] is not read"),
+        (in_blocks(), {"fmt": "e5m2"}, "fmt 'e5m2' is not read here, e4m3 is"),
         (in_blocks(), {"activations": "static"}, "is static, and the layer has no activation_scale"),
         (in_blocks(activation_scale=torch.ones(())), {"activations": "dynamic"}, "is dynamic, and the layer has an"),
         (in_blocks(weight_scale_inv=torch.ones(2, 3)), {}, r"weight_scale_inv is .*\(2, 3\), expected .*\(2, 2\)"),

@@ -8,6 +8,7 @@ out: conditioning is drawn, and what the nodes give goes into a file.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny_configs import TINY_CONFIGS
 from torch import nn
 
 from fluxq.integrations.comfyui import NODE_CLASS_MAPPINGS, compare, load
-from fluxq.integrations.comfyui.__main__ import install
+from fluxq.integrations.comfyui.__main__ import SHIM, install, main
 from fluxq.kernels.linear import QuantLinear, branch_shapes
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.transforms import rotate
@@ -263,19 +265,56 @@ def test_two_nodes_say_what_comfyui_asks_of_them(tmp_path, monkeypatch) -> None:
 
 
 def test_install_writes_what_imports_the_nodes(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"no folder of ComfyUI: it has no nodes\.py"):
-        install(tmp_path)
+    for folder, said in ((tmp_path, r"no folder of ComfyUI: it has no nodes\.py"), (Path("x" * 300), "cannot be writ")):
+        with pytest.raises(ValueError, match=said):
+            install(folder)
     (tmp_path / "custom_nodes").mkdir()
     (tmp_path / "nodes.py").touch()
     held: dict = {}
     exec(install(tmp_path).read_text(), held)
     assert held["NODE_CLASS_MAPPINGS"] is NODE_CLASS_MAPPINGS
+    assert install(tmp_path).read_text() == SHIM  # its own is replaced
+
+
+def linked(path: Path, to: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(to)
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "said"),
+    [
+        (lambda node: node.write_text("mine"), "fluxq is no folder; move it away"),
+        (lambda node: linked(node, node.parent / "other"), "fluxq is a link, and what it leads to is not replaced"),
+        (lambda node: linked(node, node.parent / "nowhere"), "fluxq is a link"),
+        (lambda node: linked(node / "__init__.py", node.parent / "other/__init__.py"), "__init__.py is a link"),
+        (lambda node: (node / "__init__.py").mkdir(parents=True), "__init__.py: no regular file"),
+        (lambda node: shutil.copytree(node.parent / "other", node), "was not written by fluxq, and is not replaced"),
+    ],
+)
+def test_install_replaces_nothing_but_its_own(in_the_way, said, tmp_path) -> None:
+    other = tmp_path / "custom_nodes/other/__init__.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+    (tmp_path / "nodes.py").touch()
+    in_the_way(tmp_path / "custom_nodes/fluxq")
+    done = CliRunner().invoke(main, ["--install", str(tmp_path)])
+    assert done.exit_code == 2 and said in done.output.replace("\n", " "), done.output
+    left = [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "nodes.py"]
+    assert set(left) == {"mine"}
 
 
 def test_checkpoints_are_found_in_folders_of_models(tmp_path, monkeypatch) -> None:
     doubles(monkeypatch, tmp_path)
     ours, other = '{"quantization_config": {"quant_method": "fluxq"}}', '{"quantization_config": null}'
-    for path, text in (("a/transformer", ours), ("b", ours), ("c/d/unet", ours), ("e", other), ("f", "[]")):
+    for path, text in (
+        ("a/transformer", ours),
+        ("b", ours),
+        ("c/d/unet", ours),
+        ("e", other),
+        ("f", "[]"),
+        ("g", "[" * 100_000),
+    ):
         (tmp_path / path).mkdir(parents=True)
         (tmp_path / path / "config.json").write_text(text)
     assert sorted(load.checkpoints()) == ["a", "b", "c/d"]

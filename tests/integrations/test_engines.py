@@ -154,6 +154,16 @@ def test_a_build_of_the_version_is_the_version(row, tried, caplog) -> None:
     assert row.is_tried() and not caplog.text
 
 
+@pytest.mark.parametrize("row", ENGINES, ids=lambda row: row.package)
+@pytest.mark.parametrize("written", [b"", b"Metadata-Version: 2.1\nName: x\n", b"\xff\xfe"])
+def test_a_damaged_installation_of_an_engine_is_an_unknown_version(row, written, tmp_path, monkeypatch, caplog) -> None:
+    folder = tmp_path / f"{row.package.replace('-', '_')}-{row.tried}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_bytes(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not row.is_tried() and "this is an unknown version" in caplog.text
+
+
 def test_the_page_has_a_row_for_what_each_plug_in_does() -> None:
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     rows = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, get_args
 
 from fluxq.base.console import did_you_mean, logger
@@ -33,10 +33,10 @@ class Engine:
 
     @property
     def present(self) -> str:
-        """Version that is installed, "" if none is."""
+        """Version that is installed, "" if none is, or if what pip wrote of it is damaged."""
         try:
-            return version(self.package)
-        except PackageNotFoundError:
+            return version(self.package) or ""
+        except Exception:  # of a damaged file whatever its parser raises, and the engine must go on
             return ""
 
     @property

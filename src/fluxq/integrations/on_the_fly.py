@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fluxq.base.console import logger
 from fluxq.integrations.loading import FluxqConfig
 from fluxq.kernels.tensor import QuantizedTensor
-from fluxq.quantize.nearest import joined_scale, quantize_weight
+from fluxq.quantize.nearest import joined_scale, quantize_weight, round_matrix, weight_to_round
 from fluxq.quantize.structure import model_family, shapes_of
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
@@ -121,14 +121,11 @@ class Arrivals:
                 return {}
             del self._waiting[layer.scale_group]
             self._left.difference_update(members)
-        weights = [group[member] for member in members]
-        scale = joined_scale(weights, [self._layers[member] for member in members])
-        del weights  # each 16-bit form goes as soon as it is rounded
-        rounded = {}
-        for member in members:
-            planned = self._layers[member]
-            rounded[planned.name] = quantize_weight(group.pop(member), planned, scale.clone())
-        return rounded
+        layers = [self._layers[member] for member in members]
+        # Each 16-bit form goes as soon as it is rotated, or rounded.
+        matrices = [weight_to_round(group.pop(name), layer) for name, layer in zip(members, layers, strict=True)]
+        scale = joined_scale(matrices, layers)
+        return {layer.name: round_matrix(matrices.pop(0), layer, scale.clone()) for layer in layers}
 
     def require_all(self) -> None:
         """Raise ValueError naming a weight that never came."""

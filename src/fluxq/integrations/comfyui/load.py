@@ -8,7 +8,6 @@ splits (q, k and v), one module computes the parts and joins outputs, so that co
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
+from fluxq.base.files import read_json
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.kernels.linear import QuantLinear, QuantPointwise, quant_layers
 from fluxq.recipes.all_families import FAMILIES, family_of
@@ -231,10 +231,10 @@ def _roots() -> list[str]:
 def _is_ours(config: Path) -> bool:
     """Tell whether a config.json says that fluxq quantized its model; what is no such file says nothing."""
     try:
-        quantization = json.loads(config.read_text(encoding="utf-8")).get("quantization_config")
-        return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
-    except (OSError, ValueError, AttributeError):
+        quantization = read_json(config).get("quantization_config")
+    except (OSError, ValueError):
         return False
+    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
 
 
 def _known(kind: str) -> bool:
