@@ -1,4 +1,4 @@
-"""How far vLLM-Omni's own models are from diffusers', by the script of the tests that load both.
+"""Measure how far vLLM-Omni's own models are from diffusers', by the script of the tests that load both.
 
     python -m benchmarks.engine_models               writes engine_models.json and the table in ../docs/engines.md
     python -m benchmarks.engine_models --tables      only the table

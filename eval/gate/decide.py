@@ -30,7 +30,7 @@ Verdict = Literal["equivalent", "worse", "cannot tell"]
 
 ALPHA = 0.01  # rate of "worse" where nothing is, over all looks; and of "equivalent" at the limit
 FIRST_LOOK = 8
-OUTLIER = 5.0  # margins beyond the floor's farthest image, and at least twice as far as that: where an image is one
+OUTLIER = 5.0  # margins beyond the floor's farthest image, and three times as far as that: where an image is one
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def judge(
     own = [0.0] * len(values) if floor is None else [rule.distance(value) for value in floor]
     if any(map(math.isnan, own)):
         raise ValueError("the floor has an image that is not finite: nothing can be compared with it")
-    beyond_all = max(own) + max(max(own), OUTLIER * rule.margin)
+    beyond_all = max(3 * max(own), max(own) + OUTLIER * rule.margin)
     outliers = tuple(index for index, value in enumerate(distances) if value > beyond_all)
     modes = modes_of(own, at_least=rule.margin)
     if modes is not None:
@@ -142,7 +142,7 @@ def judge(
     is_equivalent = is_last and high <= allowed and not outliers
     verdict = "worse" if is_worse else "equivalent" if is_equivalent else "cannot tell"
     mean, more = fmean(beyond), None
-    if verdict == "cannot tell" and not outliers:
+    if verdict == "cannot tell" and high > allowed:
         level = 1 - 2 * (ALPHA if mean <= allowed else alpha)
         more = more_images(beyond, prompts, high=allowed, level=level)
     numbers = (mean + counted, low + counted, high + counted, limit, floor_mean, fmean(distances))

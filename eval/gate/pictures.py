@@ -3,7 +3,7 @@
     {"prompt": "a red bicycle", "seed": 7, "image": "0001.png", "machine": "NVIDIA H200"}
 
 A line for each image. `machine` may be left out. This is what other programs hand to `fluxq gate`, and what a server's
-answers are kept as. Images are PNG, JPEG or WebP in 8-bit RGB; latents there are none.
+answers are kept as. Images are PNG, JPEG, WebP or PPM in 8-bit RGB; latents there are none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fluxq.eval.images.executor import read_image
 from fluxq.eval.images.generate import Lazy
 
 PROMPTS_FILE = "prompts.jsonl"
-_FORMATS = ("PNG", "JPEG", "WEBP")
+_FORMATS = ("PNG", "JPEG", "WEBP", "PPM")  # PIL reads others by programs that it starts
 LONGEST = 1 << 26  # bytes of prompts.jsonl
 
 

@@ -53,7 +53,11 @@ def test_the_action_writes_a_summary_and_ends_as_the_gate_does(tmp_path: Path) -
     assert json.loads((tmp_path / "fluxq-gate-report" / "gate.json").read_text(encoding="utf-8"))["images"] == 8
     done = run(tmp_path, a="a", b="a", arguments="--margin psnr=3", images="4")
     assert done.returncode == 0, done.stderr
-    assert run(tmp_path, a="a", b="nowhere").returncode == 2
+    summary = (tmp_path / "github_step_summary").read_text(encoding="utf-8")
+    assert run(tmp_path, a="a", b="nowhere").returncode == 2  # and the table of the gate before is not shown again
+    assert (tmp_path / "github_step_summary").read_text(encoding="utf-8") == summary
+    done = run(tmp_path, a="a", b="a", arguments="--margin 'psnr=3")
+    assert done.returncode == 1 and "No closing quotation" in done.stderr
 
 
 def test_inputs_reach_scripts_through_the_environment_alone() -> None:

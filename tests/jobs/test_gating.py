@@ -48,6 +48,19 @@ def test_a_gross_fault_costs_eight_images_and_a_margin_can_allow_it(tmp_path: Pa
     assert code == 0 and result["images"] == 32 and result["floor"] is None
 
 
+def test_images_of_the_same_bits_are_equivalent_however_far_the_floor_is(tmp_path: Path) -> None:
+    a, b, again = (picture_folder(tmp_path / name, count=3) for name in ("a", "b", "again"))
+    Image.new("RGB", (16, 16), (40, 99, 0)).save(again / "1.png")
+    code, result, _ = gate(a, b, "--floor", again)
+    assert code == 0 and result["verdict"] == "equivalent" and result["identical"]
+
+
+def test_a_pipeline_that_is_its_own_floor_is_run_again(tmp_path: Path) -> None:
+    options = gating.GateOptions(TINY, TINY, floor=TINY, work=tmp_path)
+    request = gating.gate_of(options)
+    assert request.floor is not None and request.floor != request.a
+
+
 def test_metrics_are_taken_where_pipelines_run_by_default(tmp_path: Path) -> None:
     a, b = picture_folder(tmp_path / "a"), picture_folder(tmp_path / "b")
     request = gating.gate_of(gating.GateOptions(str(a), str(b), margins={"ssim": 0.5}, work=tmp_path / "w"))
@@ -66,7 +79,14 @@ def test_what_cannot_be_told_has_its_own_exit_code(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
     a, b = picture_folder(tmp_path / "a", machine="X"), picture_folder(tmp_path / "b", count=4, machine="Y")
-    other = picture_folder(tmp_path / "other", size=8, machine="X")
+    other, small = picture_folder(tmp_path / "other", machine="X"), picture_folder(tmp_path / "small", size=8)
+    grey, floor = picture_folder(tmp_path / "grey"), picture_folder(tmp_path / "floor", machine="Z")
+    Image.new("L", (16, 16)).save(grey / "3.png")
+    twice = picture_folder(tmp_path / "twice")
+    (twice / PROMPTS_FILE).write_text((twice / PROMPTS_FILE).read_text().replace("7.png", "6.png"))
+    one = picture_folder(tmp_path / "one")
+    (one / PROMPTS_FILE).write_text(re.sub(r"prompt \d", "prompt", (one / PROMPTS_FILE).read_text()))
+    (tmp_path / "notes.md").write_text("run fluxq gate before merging", encoding="utf-8")
     again = picture_folder(tmp_path / "again", machine="Y")
     (tmp_path / "mine.xml").write_text("<mine/>", encoding="utf-8")
     for arguments, message in (
@@ -75,7 +95,17 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
         ((a, other, "--margin", "psnr=3", "--work", a), "--work .* is A, which would be changed"),
         ((a, other), "give a second run of it as --floor, or what is allowed as --margin"),
         ((a, b, "--margin", "psnr=3"), "give.*images of A from Y as --floor"),
-        ((a, b, "--floor", again), "lacks 4 of the 8 images"),
+        ((a, b, "--floor", again), "b lacks 4 of the 8 images of a"),
+        ((b, again, "--margin", "psnr=3"), "b lacks 4 of the 8 images of again"),
+        ((a, small, "--margin", "psnr=3"), "are 16 x 16 and 8 x 8 pixels"),
+        ((a, grey, "--margin", "psnr=3"), "3.png: a picture of mode L"),
+        ((a, twice, "--margin", "psnr=3"), "'6.png' is the image of 2 lines"),
+        ((one, one, "--margin", "psnr=3"), "one: 8 of one prompt"),
+        ((a, other, "--floor", a), "these are A's own images"),
+        ((a, other, "--floor", floor), "floor, the floor, was made on Z, other on X"),
+        ((a, other, "--margin", "psnr=3", "--seed", "1", "--height", "64"), "--seed, --height: folders of images are"),
+        ((a, other, "--margin", "psnr=3", "--junit", "x.md", "--markdown", "x.md"), "are both x.md"),
+        ((a, other, "--margin", "psnr=3", "--markdown", tmp_path / "notes.md"), "notes.md exists"),
         ((a, tmp_path, "--margin", "psnr=3"), "neither a pipeline"),
         ((a, other, "--metric", "fid", "--margin", "psnr=3"), "'fid' is no distance of two images; known: latent_sqnr"),
         ((a, other, "--metric", "latent_sqnr", "--margin", "psnr=3"), "a has images only"),
@@ -91,8 +121,19 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
         code, _, error = gate(*arguments)
         assert code == 2, error
         assert re.search(message, error.replace("\n", " "), re.IGNORECASE), error
-    code, _, error = gate(a, other, "--margin", "psnr=3")
-    assert code == 1 and "are 16 x 16 and 8 x 8 pixels" in error
+
+
+def test_a_floor_of_other_images_is_refused_and_one_broken_image_of_many_named(tmp_path: Path) -> None:
+    a, again, b = (picture_folder(tmp_path / name, count=64) for name in ("a", "again", "b"))
+    for index in range(64):  # of another seed: its green and blue are another image's
+        Image.new("RGB", (16, 16), (10 * index % 256, 3 * index, 250 - 3 * index)).save(again / f"{index}.png")
+    code, _, error = gate(a, b, "--floor", again)
+    assert code == 1 and "again is no second run of a" in error
+    Image.new("RGB", (16, 16)).save(b / "40.png")
+    code, result, _ = gate(a, b, "--margin", "psnr=3", "--markdown", tmp_path / "out.md")
+    assert code == 3 and result["metrics"]["psnr"]["outliers"] == [40] and result["metrics"]["psnr"]["high"] < 3
+    assert any("'prompt 40', seed 40, is far beyond" in reason for reason in result["reasons"])
+    assert gate(a, b, "--margin", "psnr=3", "--markdown", tmp_path / "out.md")[0] == 3  # its own file is replaced
 
 
 def coloured(body: dict[str, Any], shift: int = 0) -> Image.Image:
@@ -137,14 +178,14 @@ def test_a_stock_diffusers_server_is_equivalent_and_one_that_skips_a_step_is_not
 
 @pytest.mark.slow
 def test_speed_counts_and_a_pipeline_is_not_slower_than_itself_by_half(tmp_path: Path, monkeypatch) -> None:
-    words = (TINY, TINY, "--images", 2, "--num-inference-steps", 2, "--speed", "--pairs", 8, "--work", tmp_path / "w")
+    words = (TINY, TINY, "--images", 2, "--num-inference-steps", 2, "--speed", "--pairs", 10, "--work", tmp_path / "w")
     code, result, _ = gate(*words, "--slower", 0.5, "--history", tmp_path / "h")
     found = result["speed"]
     if found["ratio"] is None:  # another process on this machine
         assert code == 3 and result["verdict"] == "cannot tell" and "spread by" in found["sentence"]
     else:
-        assert code == 0 and found["verdict"] == "equivalent" and found["pairs"] == len(found["times"]) == 8
-    calm, slow = [speed.Call(1.0)] * 8, [speed.Call(1.5)] * 8
+        assert code == 0 and found["verdict"] == "equivalent" and found["pairs"] == len(found["times"]) == 10
+    calm, slow = [speed.Call(1.0)] * 10, [speed.Call(1.5)] * 10
     monkeypatch.setattr(gating, "judge_speed", lambda a, b, slower: speed.judge_speed(calm, slow, slower))
     code, result, error = gate(*words, "--junit", tmp_path / "out.xml", "--markdown", tmp_path / "out.md")
     assert code == 1 and result["verdict"] == "worse" and "worse than A (speed) after 2 images" in error

@@ -307,8 +307,6 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
                     f"{prompt!r} with seed {seed}: make both from one list"
                 )
     _require_one_size([source for source in given if isinstance(source, PictureSource)])
-    if (options.images or 0) > len(first):
-        raise ValueError(f"--images {options.images}: {given[0].name} has {len(first)}; leave it out, or make more")
     items = first[: options.images or len(first)]
     _require_prompts(items, given[0].name)
     return items

@@ -444,7 +444,7 @@ def bench(
     with _sole_writer(subject, SPEED_FILE):
         _keep(subject, SPEED_FILE, speed)
     if history is not None:
-        _add_to_history(history, subject, speed, time.perf_counter() - started)
+        _add_to_history(history, subject, speed, time.perf_counter() - started, prefer)
     if trace is not None:
         _trace(trace, subject, served[0], timing)
     return speed
@@ -468,7 +468,7 @@ def _require_bench(subject: Subject, timing: Timing, history: Path | None, trace
             Output(trace, True).require(reads, overwrite=False)
 
 
-def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float) -> None:
+def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float, prefer: Prefer) -> None:
     from fluxq.eval.history.results import row_of_bench
     from fluxq.eval.history.rows import append, current_commit
 
@@ -478,7 +478,7 @@ def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         name=_named(subject),
         digests={"checkpoint": subject.quantized.digest, "16 bit": subject.reference.digest},
-        call=subject.call,
+        call={**subject.call, "dtype": subject.options.dtype, "prefer": prefer},
         versions=versions("fluxq"),
         seconds=round(seconds, 2),
     )

@@ -80,6 +80,28 @@ def test_two_modes_are_named_and_the_worse_one_is_the_floor() -> None:
     assert found.verdict == "equivalent"
 
 
+def test_the_first_looks_take_the_farthest_of_a_floor_that_may_have_two_modes() -> None:
+    floor, values = [45.0, 44.5, 45.5, 30.0, 44.0, 45.0, 30.5, 45.0], [30.0 + index / 8 for index in range(8)]
+    assert judge(PSNR, values, floor, range(8), looks_of(64)).verdict == "cannot tell"
+    assert judge(PSNR, values, [45.0] * 8, range(8), looks_of(64)).verdict == "worse"
+
+
+def test_a_share_of_the_floor_is_held_image_by_image() -> None:
+    rule = RULES["lpips"]
+    floor = draw(0.2, 0.05)
+    found = judge(rule, [(1 + rule.c) * value for value in floor], floor, range(64), (64,))
+    assert found.verdict == "equivalent" and found.low == found.high == pytest.approx(found.limit)
+    found = judge(rule, [(1 + rule.c) * value for value in draw(0.2, 0.05, seed=1)], floor, range(64), (64,))
+    assert found.verdict == "cannot tell" and found.low < found.limit < found.high
+
+
+@pytest.mark.parametrize(("floor", "broken", "named"), [(50.0, 8.0, True), (50.0, 31.0, False), (35.0, 8.0, False)])
+def test_an_image_far_beyond_all_of_the_floors_forbids_equivalence(floor: float, broken: float, named: bool) -> None:
+    values = [floor] * 63 + [broken]
+    found = judge(PSNR, values, [floor] * 64, range(64), (64,))
+    assert found.outliers == ((63,) if named else ()) and found.verdict == ("cannot tell" if named else "equivalent")
+
+
 @pytest.mark.parametrize("count", [16, 32, 64])
 def test_one_mode_is_one(count: int) -> None:
     found = [modes_of([20 + value for value in draw(0, 4, count, seed)], 3.0) for seed in range(100)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fluxq.eval.gate.passport import (
+    FINEST,
     SKETCH,
     NamedImage,
     Passport,
@@ -91,6 +92,16 @@ def test_the_gates_rule_says_whether_a_machine_repeats_a_passport(db, floor, ver
     ]
     found = nearness(passport(latents, floor), named_images(ITEMS, now))
     assert found.verdict == verdict and found.same == db.count(math.inf)
+
+
+def test_a_difference_that_the_sketch_does_not_show_is_not_the_same_bits() -> None:
+    latents = [drawn(64, 64, seed=index) for index in range(4)]
+    moved = latents[0].clone()
+    moved[0, 0] = torch.nextafter(moved[0, 0], torch.tensor(9.0))
+    near = nearness(passport(latents), named_images(ITEMS[:4], [moved, *latents[1:]]))
+    assert near.verdict == "within the floor" and near.same == 3 and near.sqnr[0] == FINEST
+    plain, signed = (named_images(ITEMS[:1], [torch.tensor([zero, 1.0])])[0] for zero in (0.0, -0.0))
+    assert plain.sqnr(signed) == FINEST
 
 
 def test_a_floor_is_that_of_the_images_that_were_made_again() -> None:

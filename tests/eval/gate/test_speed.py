@@ -53,5 +53,5 @@ def test_a_noisy_machine_is_refused_with_the_reason(change, reason) -> None:
 
 
 def test_too_few_pairs_are_no_series() -> None:
-    with pytest.raises(ValueError, match="give 6 pairs or more"):
+    with pytest.raises(ValueError, match="give 10 pairs or more"):
         judge_speed(*drawn(0, 5))
