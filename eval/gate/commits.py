@@ -4,8 +4,9 @@ A command makes the images. It gets `{prompts}`, a JSONL file with a prompt and 
 folder to write images and `prompts.jsonl` into (see `pictures`). It runs in the project's folder of the worktree. What
 it made is kept by commit, command and items, and so is the worktree.
 
-The setup runs once in a worktree, and again where another commit's ran since: both may install into one environment,
-and commands of the first would then run the code of the second.
+The setup runs before the first command in a worktree, in each process, and again where another commit's ran since: both
+may install into one environment, and commands of the first would then run the code of the second. Another process, or
+one with another `--work`, may have done so too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, read_pictures
 
 PREFIX = "git:"
 _LINES, _TAIL = 8, 1 << 14  # of a failed command's output that an error shows; bytes that are read for them
-_LAST_SETUP = "git-setup"  # file that names the worktree whose setup ran last
+_last_set_up: list[Path] = []  # the project's folder, in a worktree, whose setup ran last in this process
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,17 @@ class CommitSource:
 
     def _worktree(self) -> Path:
         """Return the project's folder in the worktree, made, and set up last of all."""
-        tree, last = self._tree, self.root / _LAST_SETUP
-        ready = tree.with_name(f"{tree.name}.ready")
-        if not ready.is_file():  # also what a kill or a failed setup left
-            remove(tree)
+        tree = self._tree
+        place, ready = tree / self.prefix, tree.with_name(f"{tree.name}.ready")
+        if not ready.is_file():
+            remove(tree)  # what a kill or a failed setup left
             git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
-        if self.setup and not (ready.is_file() and last.is_file() and last.read_text(encoding="utf-8") == str(tree)):
-            last.unlink(missing_ok=True)
-            self._run(self.setup, tree / self.prefix)
-            write_text(last, str(tree))
+        if self.setup and not (ready.is_file() and _last_set_up == [place]):
+            _last_set_up.clear()
+            self._run(self.setup, place)
+            _last_set_up.append(place)
         write_text(ready, "")
-        return tree / self.prefix
+        return place
 
     @property
     def _log(self) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fluxq.eval.gate import commits
 from fluxq.eval.gate.commits import commit_of
 
 MAKE = """import json, sys
@@ -55,15 +56,21 @@ def test_each_commit_makes_its_images_once_in_a_worktree_of_its_own(project: Pat
 
 
 def test_a_setup_into_a_common_environment_is_repeated_where_another_commit_was_set_up(
-    project: Path, tmp_path: Path
+    project: Path, tmp_path: Path, monkeypatch
 ) -> None:
     shared = tmp_path / "installed.py"
     command = f"{sys.executable} -S {shared} {{prompts}} {{out}}"
-    before, after = (commit_of(f"git:{rev}", f"cp make.py {shared}", command, tmp_path / "w") for rev in ("@~1", "@"))
-    made = [source.make([("a", seed)]) for seed in (1, 2) for source in (before, after)] + [
+    before, after, elsewhere = (
+        commit_of(f"git:{rev}", f"cp make.py {shared}", command, tmp_path / work)
+        for rev, work in (("@~1", "w"), ("@", "w"), ("@", "another"))
+    )
+    made = [source.make([("a", seed)]) for seed in (1, 2) for source in (before, after, elsewhere)] + [
         before.again().make([("a", 1)])
     ]
-    assert [int(each.images[0][0, 0, 0]) for each in made] == [1, 2, 1, 2, 1]
+    assert [int(each.images[0][0, 0, 0]) for each in made] == [1, 2, 2, 1, 2, 2, 1]
+    shared.write_text(MAKE.replace("COLOUR", "9"), encoding="utf-8")  # by another process
+    monkeypatch.setattr(commits, "_last_set_up", [])
+    assert int(before.make([("a", 3)]).images[0][0, 0, 0]) == 1
 
 
 def test_a_project_elsewhere_and_one_that_is_a_folder_of_its_repository(
