@@ -3,9 +3,7 @@
 import hashlib
 import io
 import re
-import struct
 import time
-import zlib
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_servers import Answer, as_json, serving
+from image_servers import Answer, as_json, bomb, serving
 from PIL import Image
 
 from fluxq.base.files import is_text
@@ -29,14 +27,6 @@ def picture(prompt: str, seed: int, size: int = 8, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.frombytes("RGB", (size, size), noise).save(file, kind)
     return file.getvalue()
-
-
-def bomb(side: int) -> bytes:
-    """Return a PNG of a few bytes that says it has so many pixels."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + picture("", 0)[33:]
-    )
 
 
 def sound(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
