@@ -122,9 +122,10 @@ class CommitSource:
         """Return the project's folder in the worktree, made, and set up last of all."""
         tree = self._tree
         place, ready = tree / self.prefix, tree.with_name(f"{tree.name}.ready")
-        if not ready.is_file():
-            remove(tree)  # what a kill or a failed setup left
-            git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
+        if not (ready.is_file() and place.is_dir()):
+            ready.unlink(missing_ok=True)
+            remove(tree)  # what a kill, which leaves it locked, or a failed setup left
+            git(self.project, "worktree", "add", "--detach", "--force", "--force", str(tree), self.commit)
         if self.setup and not (ready.is_file() and _last_set_up == [place]):
             _last_set_up.clear()
             self._run(self.setup, place)

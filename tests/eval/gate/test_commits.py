@@ -1,5 +1,6 @@
 """Commits as sources of a gate: a real repository, worktrees and commands."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_what_a_kill_or_a_failed_setup_left_of_a_worktree_is_made_again(project:
     (tree / "make.py").unlink()
     (source.folder / "fail").touch()
     assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [2, 7, 0]
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["removed by hand", "killed"])
+def test_a_worktree_that_is_gone_is_made_again(project: Path, tmp_path: Path, is_ready: bool) -> None:
+    source = commit_of("git:main", None, COMMAND, tmp_path / "w")
+    source.make([("a", 7)])
+    (tree,) = (path for path in source.folder.glob("tree-*") if path.is_dir())
+    if not is_ready:  # as a killed `git worktree add` leaves it
+        tree.with_name(f"{tree.name}.ready").unlink()
+        git(project, "worktree", "lock", str(tree))
+    shutil.rmtree(tree)
+    assert source.make([("b", 8)]).images[0][:, 0, 0].tolist() == [2, 8, 0]
 
 
 @pytest.mark.parametrize(
