@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, read_pictures
 
 PREFIX = "git:"
 _LINES, _TAIL = 8, 1 << 14  # of a failed command's output that an error shows; bytes that are read for them
+_ID = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 or SHA-256
 _last_set_up: list[Path] = []  # the project's folder, in a worktree, whose setup ran last in this process
 
 
@@ -165,13 +167,16 @@ def commit_of(text: str, setup: str | None, command: str | None, root: Path) -> 
             f"{text}: give the command that makes images, as --command 'python make.py {{prompts}} {{out}}'"
         )
     rev, project = text.removeprefix(PREFIX), Path.cwd()
-    path, _, of_path = rev.rpartition("@")
-    if path and Path(path).expanduser().is_dir():
-        rev, project = of_path, Path(path).expanduser().resolve()
+    for at in (index for index in range(len(rev) - 1, 0, -1) if rev[index] == "@"):  # a revision may have one too
+        if (folder := Path(rev[:at]).expanduser()).is_dir():
+            rev, project = rev[at + 1 :], folder.resolve()
+            break
     if not rev or rev.startswith("-") or not rev.isprintable():
         raise ValueError(f"{visible(text)}: write a branch, tag or commit, as in git:main or git:../project@main")
     try:
         commit = git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev}^{{commit}}").strip()
+        if not _ID.fullmatch(commit):  # ^main is a revision too, of all that is not in it
+            raise RuntimeError(f"{rev} names no single commit")
         prefix = git(project, "rev-parse", "--show-prefix").rstrip("\n")
         if prefix:
             git(project, "cat-file", "-e", f"{commit}:{prefix.rstrip('/')}")

@@ -85,6 +85,7 @@ def test_a_project_elsewhere_and_one_that_is_a_folder_of_its_repository(
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # as in a hook
     source = commit_of("git:pro ject/part@main", "git rev-parse HEAD", COMMAND, Path("w"))
     assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [3, 7, 0]
+    assert commit_of("git:pro ject/part@main@{0}", None, COMMAND, Path("w")).commit == source.commit
     with pytest.raises(ValueError, match="no commit of the project"):
         commit_of("git:pro ject/part@main~1", None, COMMAND, Path("w"))
 
@@ -135,6 +136,8 @@ def test_a_worktree_that_does_not_work_is_named_with_its_words(
         ("git:main", None, "give the command"),
         ("git:main", "make {out}", "give the command"),
         ("git:no", COMMAND, "no commit of the project"),
+        ("git:^main", COMMAND, "no commit of the project.*names no single commit"),
+        ("git:main..main~1", COMMAND, "no commit of the project"),
         ("git:", COMMAND, "write a branch"),
         ("git:--output=x", COMMAND, "write a branch"),
     ],
