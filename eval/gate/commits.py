@@ -15,11 +15,13 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fluxq.base.console import visible
 from fluxq.base.files import sha256_json, write_text
@@ -29,6 +31,7 @@ from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, read_pictures
 
 PREFIX = "git:"
 _LINES, _TAIL = 8, 1 << 14  # of a failed command's output that an error shows; bytes that are read for them
+_LONGEST = 24 * 3600.0  # seconds of a setup or command
 _ID = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 or SHA-256
 _last_set_up: list[Path] = []  # the project's folder, in a worktree, whose setup ran last in this process
 
@@ -141,11 +144,13 @@ class CommitSource:
 
     def _run(self, command: str, place: Path) -> None:
         with self._log.open("wb") as out:
-            done = subprocess.run(
-                command, shell=True, cwd=place, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-        if done.returncode:
-            raise RuntimeError(f"{self.name}: {self._with_tail(f'`{command}` ended with {done.returncode}')}")
+            try:
+                code = _code_of(command, place, out)
+            except subprocess.TimeoutExpired:
+                problem = f"`{command}` was ended after {_LONGEST / 3600:.0f} h; ask for fewer --images"
+                raise RuntimeError(f"{self.name}: {self._with_tail(problem)}") from None
+        if code:
+            raise RuntimeError(f"{self.name}: {self._with_tail(f'`{command}` ended with {code}')}")
 
     def _with_tail(self, problem: object) -> str:
         """Return a problem with the last lines of the command's output."""
@@ -155,6 +160,23 @@ class CommitSource:
         if not lines:
             return f"{problem}; it printed nothing"
         return "\n".join([f"{problem}; the end of {self._log}:", *map(visible, lines)])
+
+
+def _code_of(command: str, place: Path, out: BinaryIO) -> int:
+    """Run a command in a folder and return its exit status; whatever ends the wait ends all that it started too.
+
+    Raises subprocess.TimeoutExpired after _LONGEST seconds.
+    """
+    words: dict[str, Any] = {"cwd": place, "env": environment(), "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, shell=True, stdout=out, stderr=out, start_new_session=True, **words) as process:
+        try:
+            return process.wait(_LONGEST)
+        except BaseException:
+            if hasattr(os, "killpg"):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the shell and its children
+            process.kill()
+            raise
 
 
 def commit_of(text: str, setup: str | None, command: str | None, root: Path) -> CommitSource:

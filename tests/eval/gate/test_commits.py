@@ -1,8 +1,10 @@
 """Commits as sources of a gate: a real repository, worktrees and commands."""
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,33 @@ def test_a_worktree_that_is_gone_is_made_again(project: Path, tmp_path: Path, is
         git(project, "worktree", "lock", str(tree))
     shutil.rmtree(tree)
     assert source.make([("b", 8)]).images[0][:, 0, 0].tolist() == [2, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("also", "longest", "error", "message"),
+    [
+        ("kill -TERM $PPID", 60.0, KeyboardInterrupt, None),
+        ("true", 0.3, RuntimeError, "(?s)while .*was ended after 0 h"),
+    ],
+    ids=["signal", "too long"],
+)
+def test_a_command_that_is_given_up_ends_with_all_that_it_started(
+    project: Path, tmp_path: Path, monkeypatch, also: str, longest: float, error: type, message: str | None
+) -> None:
+    monkeypatch.setattr(commits, "_LONGEST", longest)
+    beat = tmp_path / "beat"
+    beat.touch()
+    command = f"(while sleep 0.02; do date >> {beat}; done) & {also}; wait; true {{prompts}} {{out}}"
+    source = commit_of("git:main", None, command, tmp_path / "w")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the program has it
+    try:
+        with pytest.raises(error, match=message):
+            source.make([("a", 7)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    size = beat.stat().st_size
+    time.sleep(0.1)
+    assert size == beat.stat().st_size
 
 
 @pytest.mark.parametrize(
