@@ -3,8 +3,10 @@
 import base64
 import io
 import json
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +22,15 @@ Answer = Callable[[dict[str, Any]], Reply]
 def as_json(image: bytes) -> Reply:
     """Return a reply with an image's file."""
     return 200, {}, json.dumps({"data": [{"b64_json": base64.b64encode(image).decode()}]}).encode()
+
+
+def bomb(side: int) -> bytes:
+    """Return a PNG of a few bytes that says it has so many pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    small = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(small, "PNG")
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13)
+    return start + head + struct.pack(">I", zlib.crc32(head)) + small.getvalue()[33:]
 
 
 @contextmanager

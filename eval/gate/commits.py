@@ -4,20 +4,24 @@ A command makes the images. It gets `{prompts}`, a JSONL file with a prompt and 
 folder to write images and `prompts.jsonl` into (see `pictures`). It runs in the project's folder of the worktree. What
 it made is kept by commit, command and items, and so is the worktree.
 
-The setup runs once in a worktree, and again where another commit's ran since: both may install into one environment,
-and commands of the first would then run the code of the second.
+The setup runs before the first command in a worktree, in each process, and again where another commit's ran since: both
+may install into one environment, and commands of the first would then run the code of the second. Another process, or
+one with another `--work`, may have done so too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fluxq.base.console import visible
 from fluxq.base.files import sha256_json, write_text
@@ -27,7 +31,9 @@ from fluxq.eval.gate.pictures import PROMPTS_FILE, Pictures, read_pictures
 
 PREFIX = "git:"
 _LINES, _TAIL = 8, 1 << 14  # of a failed command's output that an error shows; bytes that are read for them
-_LAST_SETUP = "git-setup"  # file that names the worktree whose setup ran last
+_LONGEST = 24 * 3600.0  # seconds of a setup or command
+_ID = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # of SHA-1 or SHA-256
+_last_set_up: list[Path] = []  # the project's folder, in a worktree, whose setup ran last in this process
 
 
 @dataclass(frozen=True)
@@ -119,17 +125,18 @@ class CommitSource:
 
     def _worktree(self) -> Path:
         """Return the project's folder in the worktree, made, and set up last of all."""
-        tree, last = self._tree, self.root / _LAST_SETUP
-        ready = tree.with_name(f"{tree.name}.ready")
-        if not ready.is_file():  # also what a kill or a failed setup left
-            remove(tree)
-            git(self.project, "worktree", "add", "--detach", "--force", str(tree), self.commit)
-        if self.setup and not (ready.is_file() and last.is_file() and last.read_text(encoding="utf-8") == str(tree)):
-            last.unlink(missing_ok=True)
-            self._run(self.setup, tree / self.prefix)
-            write_text(last, str(tree))
+        tree = self._tree
+        place, ready = tree / self.prefix, tree.with_name(f"{tree.name}.ready")
+        if not (ready.is_file() and place.is_dir()):
+            ready.unlink(missing_ok=True)
+            remove(tree)  # what a kill, which leaves it locked, or a failed setup left
+            git(self.project, "worktree", "add", "--detach", "--force", "--force", str(tree), self.commit)
+        if self.setup and not (ready.is_file() and _last_set_up == [place]):
+            _last_set_up.clear()
+            self._run(self.setup, place)
+            _last_set_up.append(place)
         write_text(ready, "")
-        return tree / self.prefix
+        return place
 
     @property
     def _log(self) -> Path:
@@ -137,11 +144,13 @@ class CommitSource:
 
     def _run(self, command: str, place: Path) -> None:
         with self._log.open("wb") as out:
-            done = subprocess.run(
-                command, shell=True, cwd=place, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-        if done.returncode:
-            raise RuntimeError(f"{self.name}: {self._with_tail(f'`{command}` ended with {done.returncode}')}")
+            try:
+                code = _code_of(command, place, out)
+            except subprocess.TimeoutExpired:
+                problem = f"`{command}` was ended after {_LONGEST / 3600:.0f} h; ask for fewer --images"
+                raise RuntimeError(f"{self.name}: {self._with_tail(problem)}") from None
+        if code:
+            raise RuntimeError(f"{self.name}: {self._with_tail(f'`{command}` ended with {code}')}")
 
     def _with_tail(self, problem: object) -> str:
         """Return a problem with the last lines of the command's output."""
@@ -151,6 +160,23 @@ class CommitSource:
         if not lines:
             return f"{problem}; it printed nothing"
         return "\n".join([f"{problem}; the end of {self._log}:", *map(visible, lines)])
+
+
+def _code_of(command: str, place: Path, out: BinaryIO) -> int:
+    """Run a command in a folder and return its exit status; whatever ends the wait ends all that it started too.
+
+    Raises subprocess.TimeoutExpired after _LONGEST seconds.
+    """
+    words: dict[str, Any] = {"cwd": place, "env": environment(), "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, shell=True, stdout=out, stderr=out, start_new_session=True, **words) as process:
+        try:
+            return process.wait(_LONGEST)
+        except BaseException:
+            if hasattr(os, "killpg"):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the shell and its children
+            process.kill()
+            raise
 
 
 def commit_of(text: str, setup: str | None, command: str | None, root: Path) -> CommitSource:
@@ -163,13 +189,16 @@ def commit_of(text: str, setup: str | None, command: str | None, root: Path) -> 
             f"{text}: give the command that makes images, as --command 'python make.py {{prompts}} {{out}}'"
         )
     rev, project = text.removeprefix(PREFIX), Path.cwd()
-    path, _, of_path = rev.rpartition("@")
-    if path and Path(path).expanduser().is_dir():
-        rev, project = of_path, Path(path).expanduser().resolve()
+    for at in (index for index in range(len(rev) - 1, 0, -1) if rev[index] == "@"):  # a revision may have one too
+        if (folder := Path(rev[:at]).expanduser()).is_dir():
+            rev, project = rev[at + 1 :], folder.resolve()
+            break
     if not rev or rev.startswith("-") or not rev.isprintable():
         raise ValueError(f"{visible(text)}: write a branch, tag or commit, as in git:main or git:../project@main")
     try:
         commit = git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev}^{{commit}}").strip()
+        if not _ID.fullmatch(commit):  # ^main is a revision too, of all that is not in it
+            raise RuntimeError(f"{rev} names no single commit")
         prefix = git(project, "rev-parse", "--show-prefix").rstrip("\n")
         if prefix:
             git(project, "cat-file", "-e", f"{commit}:{prefix.rstrip('/')}")

@@ -113,10 +113,10 @@ class EndpointSource:
 
         one, other = self.make([(prompt, seed), (prompt, seed ^ 1)]).images
         again = pil_to_tensor(self.ask(prompt, seed))
-        if one.shape != again.shape:
+        if not one.shape == other.shape == again.shape:
             raise ValueError(
-                f"{self.name}: two images of one request have {_size(one)} and {_size(again)} pixels; give --height "
-                "and --width, or another --work if the server was changed"
+                f"{self.name}: images of {', '.join(map(_size, (one, other, again)))} pixels of one prompt; give "
+                "--height and --width, or another --work if the server was changed"
             )
         if torch.equal(one, other):
             raise ValueError(
@@ -325,7 +325,7 @@ def _retry_after(text: str) -> float:
 
 
 def _said(content: bytes) -> str:
-    """Return the server's own words about an error, cut short, and without the key that it may repeat."""
+    """Return the server's own words about an error, cut short."""
     text = content.decode(errors="replace")
     try:
         said = json.loads(text)
@@ -333,14 +333,14 @@ def _said(content: bytes) -> str:
         text = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
     except (ValueError, RecursionError):
         text = "HTML" if "<html" in text.lower() else text
-    if key := _key():
-        text = text.replace(key, "…")
     return _shown(text) or "and says nothing"
 
 
 def _shown(value: Any) -> str:
-    """Return a stranger's value for a message: short, in one line, and as UTF-8 can hold it."""
-    return visible(" ".join(str(value).split())[:200]).encode(errors="backslashreplace").decode()
+    """Return a stranger's value for a message: short, in one line, as UTF-8 can hold it, and without the key."""
+    text, key = str(value), _key()
+    text = text.replace(key, "…") if key else text
+    return visible(" ".join(text.split())[:200]).encode(errors="backslashreplace").decode()
 
 
 def _read_json(content: bytes, base: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from fluxq.base.files import require_regular
 from fluxq.base.git import git
@@ -26,6 +26,7 @@ SCHEMA_VERSION = 1
 KIND = "fluxq history"
 _WAIT = 60.0  # seconds for other writers, which write for moments
 _GIT = 20.0  # seconds for an answer of git
+Bounded = Annotated[float, Field(ge=-1e15, le=1e15)]  # what times, ratios and metrics keep far below
 _LONGEST = 1 << 28  # bytes of a history
 
 
@@ -43,14 +44,14 @@ class Point(Strict):
     limit: up to which it is fine. distance, floor: of a metric, mean d(A, B) and d(A, A2), whose difference `value` is.
     """
 
-    value: float | None
-    low: float | None = None
-    high: float | None = None
+    value: Bounded | None
+    low: Bounded | None = None
+    high: Bounded | None = None
     n: int
     unit: str
-    limit: float | None = None
-    distance: float | None = None
-    floor: float | None = None
+    limit: Bounded | None = None
+    distance: Bounded | None = None
+    floor: Bounded | None = None
 
 
 class HistoryRow(Strict):

@@ -55,6 +55,7 @@ from fluxq.runtime.skipped import skipped_in
 from fluxq.runtime.step_caches import counted, naming
 
 WORK_FILE = "work.json"
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "TIFF")  # PIL reads others, as EPS, by programs that it starts
 RETRIES = 3  # of a chunk whose worker died
 _PACKAGES = ("fluxq", "torch", "diffusers", "transformers", "triton")
 _NAME = 16  # hex digits of a SHA-256 that name a file
@@ -340,13 +341,13 @@ class Worker:
 
 
 def read_image(path: Path) -> Tensor:
-    """Read a lossless picture, uint8 (3, H, W); ValueError naming the file if it is none."""
+    """Read a picture of one of FORMATS, uint8 (3, H, W); ValueError naming the file if it is none."""
     from torchvision.transforms.functional import pil_to_tensor
 
     try:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=FORMATS) as picture:
             pixels = pil_to_tensor(picture)
-    except (OSError, SyntaxError) as error:  # a damaged PNG raises either
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # a damaged PNG raises any
         raise ValueError(f"{path}: unreadable image ({first_line(error)}); delete its row to make it again") from None
     if pixels.dtype != torch.uint8 or len(pixels) != 3:
         raise ValueError(f"{path}: a picture of {len(pixels)} channels in {pixels.dtype}, expected 8-bit RGB")

@@ -75,6 +75,7 @@ def test_a_line_that_was_cut_off_is_passed_over_and_the_next_writer_removes_it(t
         ('{"kind": "fluxq hist', "damaged, no JSON"),
         ("[1]", "no row of a history of fluxq"),
         ("", "damaged, no JSON"),
+        (row(1).model_dump_json().replace('"value":0.5', '"value":1e308'), "metrics.psnr.value: .*less than"),
         (
             row(1).model_dump_json().replace('"schema_version":1', '"schema_version":2'),
             "schema 2, and this fluxq reads 1",

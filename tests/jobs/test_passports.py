@@ -83,6 +83,16 @@ def test_a_checkpoint_without_its_passport_or_its_weights_is_refused_with_the_cu
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, weights, {"format": "pt"})
     code, result, error = run("verify", out, "--passport")
     assert (code, result["verdict"], result["changed"]) == (1, "changed", ["vae"]) and "vae changed since" in error
+    passport = read_passport(out / "passport.json")
+    for call, said in (
+        ({"height": 3}, "height is 3"),
+        ({"a": 1}, "FluxPipeline takes no a"),
+        ({"generator": 1}, "generator"),
+        ({"num_inference_steps": 0}, "num_inference_steps is '0', expected a whole number"),
+    ):
+        write_passport(out, passport.model_copy(update={"call": {**passport.call, **call}}))
+        code, _, error = run("verify", out, "--passport")
+        assert code == 2 and f"passport.json: {said}" in error and "fluxq_generation" not in error
     (out / "passport.json").write_text("{", encoding="utf-8")
     code, _, error = run("verify", out, "--passport")
     assert code == 2 and "passport.json: not valid JSON" in error

@@ -127,14 +127,7 @@ class ModelFolder:
         """
         path = self.path / GENERATION_FILE
         defaults = read_json(path) if path.is_file() else {}
-        for name, value in defaults.items():
-            most = LARGEST.get(name)
-            if most and not (type(value) is int and 1 <= value <= most):
-                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, expected {whole_number(most)}")
-            if name in _OURS or (name.endswith("_kwargs") and not isinstance(value, dict)) or value == []:
-                raise ValueError(f"{path}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
-            if not _is_plain(value):
-                raise ValueError(f"{path}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
+        require_arguments(path, defaults)
         return defaults
 
     def weight_files(self, component: str) -> list[Path]:
@@ -380,6 +373,18 @@ def _require_moderate(config: Path, only: str) -> None:
     for key, value in read_json(config).items():
         if only in ("", key) and isinstance(value, (int, float)) and value > _LARGEST_TABLE:
             raise ValueError(f"{config}: {key} is {str(value)[:80]}, expected a number up to {_LARGEST_TABLE}")
+
+
+def require_arguments(file: Path, call: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the file and the argument for a value that no call takes."""
+    for name, value in call.items():
+        most = LARGEST.get(name)
+        if most and not (type(value) is int and 1 <= value <= most):
+            raise ValueError(f"{file}: {name} is {str(value)[:80]!r}, expected {whole_number(most)}")
+        if name in _OURS or (name.endswith("_kwargs") and not isinstance(value, dict)) or value == []:
+            raise ValueError(f"{file}: {name} is {str(value)[:80]!r}, which is not for this file to say; remove it")
+        if not _is_plain(value):
+            raise ValueError(f"{file}: {name} is {str(value)[:80]}, expected finite numbers or text; correct it")
 
 
 def whole_number(most: int) -> str:

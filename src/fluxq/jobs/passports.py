@@ -15,7 +15,7 @@ from pydantic import Field
 from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import logger
 from fluxq.base.devices import machine_name, versions
-from fluxq.base.model import ModelFolder, require_safe
+from fluxq.base.model import ModelFolder, require_arguments, require_safe
 from fluxq.base.output import PASSPORT_FILE
 from fluxq.calibrate.capture import images_per_batch
 from fluxq.eval.gate.decide import RULES
@@ -222,7 +222,8 @@ def request_of(output: Path, device_option: str) -> Request:
     folder = ModelFolder(output.resolve().name, output.resolve())
     require_safe(folder)
     require_steps(folder)
-    require_call(folder, passport.call, {})
+    require_arguments(output / PASSPORT_FILE, passport.call)
+    require_call(folder, passport.call, file=output / PASSPORT_FILE)
     device = devices.choose(device_option)
     device, offload = memory.settle_pipeline(folder, device, memory.stored_bytes(folder), device_option)
     return Request(folder, passport, device, offload)

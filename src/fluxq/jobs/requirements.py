@@ -34,19 +34,21 @@ _OURS = {  # arguments of a call that `calibrate.capture.run_pipeline` gives
 }
 
 
-def require_call(folder: ModelFolder, call: dict[str, Any], option_names: Collection[str] = ()) -> None:
+def require_call(
+    folder: ModelFolder, call: dict[str, Any], option_names: Collection[str] = (), file: Path | None = None
+) -> None:
     """Refuse arguments that the pipeline does not take, before it is loaded.
 
-    option_names: arguments that options gave; the others are defaults of the folder.
+    option_names: arguments that options gave. file: that says the others, by default that of the folder's defaults.
     """
     import diffusers
 
-    pipeline = folder.pipeline_class
+    pipeline, file = folder.pipeline_class, file or folder.path / GENERATION_FILE
     if pipeline is None:
         name = folder.index["_class_name"]
         raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
     if ours := sorted(call.keys() & _OURS):
-        where = "the call" if set(ours) & set(option_names) else folder.path / GENERATION_FILE
+        where = "the call" if set(ours) & set(option_names) else file
         raise ValueError(f"{where}: {', '.join(ours)}: fluxq says that itself, by prompts and seeds; leave it out")
     unknown = sorted(call.keys() - inspect.signature(pipeline.__call__).parameters.keys())
     if "num_frames" in unknown and not makes_video(folder):
@@ -57,12 +59,12 @@ def require_call(folder: ModelFolder, call: dict[str, Any], option_names: Collec
         raise ValueError(f"{folder.name}: {pipeline.__name__} takes no such argument: leave out {flags}")
     if unknown:
         named = ", ".join(name[:_SHOWN] for name in unknown[:_SHOWN])
-        raise ValueError(f"{folder.path / GENERATION_FILE}: {pipeline.__name__} takes no {named}; remove it")
-    _require_sizes(folder, call, option_names)
-    _require_values(folder, pipeline, {name: value for name, value in call.items() if name not in option_names})
+        raise ValueError(f"{file}: {pipeline.__name__} takes no {named}; remove it")
+    _require_sizes(folder, call, option_names, file)
+    _require_values(file, pipeline, {name: value for name, value in call.items() if name not in option_names})
 
 
-def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: Collection[str]) -> None:
+def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: Collection[str], file: Path) -> None:
     """Raise ValueError for an image below two by two latents, or of a part of one, where the VAE tells their size."""
     if folder.components.get("vae") != "AutoencoderKL":
         return
@@ -71,13 +73,13 @@ def _require_sizes(folder: ModelFolder, call: Mapping[str, Any], option_names: C
     for name in ("height", "width"):
         size = call.get(name)
         if type(size) is int and (size < 2 * unit or size % unit):
-            where = f"--{name}" if name in option_names else f"{folder.path / GENERATION_FILE}: {name}"
+            where = f"--{name}" if name in option_names else f"{file}: {name}"
             raise ValueError(
                 f"{where} is {size}, expected a multiple of {unit} from {2 * unit} up, as the VAE makes them"
             )
 
 
-def _require_values(folder: ModelFolder, pipeline: type, defaults: Mapping[str, Any]) -> None:
+def _require_values(file: Path, pipeline: type, defaults: Mapping[str, Any]) -> None:
     """Raise ValueError for a default of a type that the call does not take, by its annotations or own defaults."""
     call = inspect.unwrap(pipeline.__call__)
     try:
@@ -89,7 +91,7 @@ def _require_values(folder: ModelFolder, pipeline: type, defaults: Mapping[str, 
             continue
         value = defaults[name]
         hint = hints.get(name, Any if parameter.default in (None, parameter.empty) else type(parameter.default))
-        where = f"{folder.path / GENERATION_FILE}: {name} is {str(value)[:_SHOWN]!r}"
+        where = f"{file}: {name} is {str(value)[:_SHOWN]!r}"
         if isinstance(value, list) and _fits("", hint):
             raise ValueError(f"{where}, expected one text, which all prompts share; correct it")
         if isinstance(value, str) and len(value) > _LONGEST_TEXT:

@@ -1,11 +1,15 @@
 """Commits as sources of a gate: a real repository, worktrees and commands."""
 
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from fluxq.eval.gate import commits
 from fluxq.eval.gate.commits import commit_of
 
 MAKE = """import json, sys
@@ -55,15 +59,21 @@ def test_each_commit_makes_its_images_once_in_a_worktree_of_its_own(project: Pat
 
 
 def test_a_setup_into_a_common_environment_is_repeated_where_another_commit_was_set_up(
-    project: Path, tmp_path: Path
+    project: Path, tmp_path: Path, monkeypatch
 ) -> None:
     shared = tmp_path / "installed.py"
     command = f"{sys.executable} -S {shared} {{prompts}} {{out}}"
-    before, after = (commit_of(f"git:{rev}", f"cp make.py {shared}", command, tmp_path / "w") for rev in ("@~1", "@"))
-    made = [source.make([("a", seed)]) for seed in (1, 2) for source in (before, after)] + [
+    before, after, elsewhere = (
+        commit_of(f"git:{rev}", f"cp make.py {shared}", command, tmp_path / work)
+        for rev, work in (("@~1", "w"), ("@", "w"), ("@", "another"))
+    )
+    made = [source.make([("a", seed)]) for seed in (1, 2) for source in (before, after, elsewhere)] + [
         before.again().make([("a", 1)])
     ]
-    assert [int(each.images[0][0, 0, 0]) for each in made] == [1, 2, 1, 2, 1]
+    assert [int(each.images[0][0, 0, 0]) for each in made] == [1, 2, 2, 1, 2, 2, 1]
+    shared.write_text(MAKE.replace("COLOUR", "9"), encoding="utf-8")  # by another process
+    monkeypatch.setattr(commits, "_last_set_up", [])
+    assert int(before.make([("a", 3)]).images[0][0, 0, 0]) == 1
 
 
 def test_a_project_elsewhere_and_one_that_is_a_folder_of_its_repository(
@@ -77,6 +87,7 @@ def test_a_project_elsewhere_and_one_that_is_a_folder_of_its_repository(
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # as in a hook
     source = commit_of("git:pro ject/part@main", "git rev-parse HEAD", COMMAND, Path("w"))
     assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [3, 7, 0]
+    assert commit_of("git:pro ject/part@main@{0}", None, COMMAND, Path("w")).commit == source.commit
     with pytest.raises(ValueError, match="no commit of the project"):
         commit_of("git:pro ject/part@main~1", None, COMMAND, Path("w"))
 
@@ -89,6 +100,45 @@ def test_what_a_kill_or_a_failed_setup_left_of_a_worktree_is_made_again(project:
     (tree / "make.py").unlink()
     (source.folder / "fail").touch()
     assert source.make([("a", 7)]).images[0][:, 0, 0].tolist() == [2, 7, 0]
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["removed by hand", "killed"])
+def test_a_worktree_that_is_gone_is_made_again(project: Path, tmp_path: Path, is_ready: bool) -> None:
+    source = commit_of("git:main", None, COMMAND, tmp_path / "w")
+    source.make([("a", 7)])
+    (tree,) = (path for path in source.folder.glob("tree-*") if path.is_dir())
+    if not is_ready:  # as a killed `git worktree add` leaves it
+        tree.with_name(f"{tree.name}.ready").unlink()
+        git(project, "worktree", "lock", str(tree))
+    shutil.rmtree(tree)
+    assert source.make([("b", 8)]).images[0][:, 0, 0].tolist() == [2, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("also", "longest", "error", "message"),
+    [
+        ("kill -TERM $PPID", 60.0, KeyboardInterrupt, None),
+        ("true", 0.3, RuntimeError, "(?s)while .*was ended after 0 h"),
+    ],
+    ids=["signal", "too long"],
+)
+def test_a_command_that_is_given_up_ends_with_all_that_it_started(
+    project: Path, tmp_path: Path, monkeypatch, also: str, longest: float, error: type, message: str | None
+) -> None:
+    monkeypatch.setattr(commits, "_LONGEST", longest)
+    beat = tmp_path / "beat"
+    beat.touch()
+    command = f"(while sleep 0.02; do date >> {beat}; done) & {also}; wait; true {{prompts}} {{out}}"
+    source = commit_of("git:main", None, command, tmp_path / "w")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the program has it
+    try:
+        with pytest.raises(error, match=message):
+            source.make([("a", 7)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    size = beat.stat().st_size
+    time.sleep(0.1)
+    assert size == beat.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -115,6 +165,8 @@ def test_a_worktree_that_does_not_work_is_named_with_its_words(
         ("git:main", None, "give the command"),
         ("git:main", "make {out}", "give the command"),
         ("git:no", COMMAND, "no commit of the project"),
+        ("git:^main", COMMAND, "no commit of the project.*names no single commit"),
+        ("git:main..main~1", COMMAND, "no commit of the project"),
         ("git:", COMMAND, "write a branch"),
         ("git:--output=x", COMMAND, "write a branch"),
     ],

@@ -2,9 +2,8 @@
 
 import hashlib
 import io
-import struct
+import re
 import time
-import zlib
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_servers import Answer, as_json, serving
+from image_servers import Answer, as_json, bomb, serving
 from PIL import Image
 
 from fluxq.base.files import is_text
@@ -28,14 +27,6 @@ def picture(prompt: str, seed: int, size: int = 8, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.frombytes("RGB", (size, size), noise).save(file, kind)
     return file.getvalue()
-
-
-def bomb(side: int) -> bytes:
-    """Return a PNG of a few bytes that says it has so many pixels."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + picture("", 0)[33:]
-    )
 
 
 def sound(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
@@ -69,8 +60,9 @@ def test_images_are_asked_for_once_and_kept(tmp_path: Path, monkeypatch) -> None
     [
         (lambda body: as_json(picture("x", 0)), "makes one image for every seed"),
         (lambda body: as_json(picture("x", id(body) + len(CLOCK))), "another image when it is asked again"),
+        (lambda body: as_json(picture("x", 0, 8 + body["seed"])), "m at 127.*images of 8 x 8, 9 x 9, 8 x 8 pixels"),
     ],
-    ids=["constant", "random"],
+    ids=["constant", "random", "sizes"],
 )
 def test_a_server_that_ignores_the_seed_is_found_out(tmp_path: Path, answer: Answer, message: str) -> None:
     def counted(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
@@ -78,7 +70,7 @@ def test_a_server_that_ignores_the_seed_is_found_out(tmp_path: Path, answer: Ans
         return answer(body)
 
     with server(counted) as (address, _), pytest.raises(ValueError, match=message):
-        endpoint_of(f"{address}#m", CALL, tmp_path).require_seeds("a", 0)
+        endpoint_of(f"{address}#m", {}, tmp_path).require_seeds("a", 0)
 
 
 CLOCK: list[Any] = []
@@ -100,6 +92,9 @@ CLOCK: list[Any] = []
         ((400, {}, b'{"error": {"message": "no such size\\u001b[31m"}}'), r"answers 400 \(no such size"),
         ((401, {}, b"<html>no"), r"answers 401 \(HTML\)"),
         ((401, {}, b'{"error": "bad key s3cret"}'), r"answers 401 \(bad key …\)"),
+        ((200, {}, b'{"you_sent": "Bearer s3cret"}'), "without data.*Bearer …"),
+        ((200, {}, b'["Bearer s3cret"]'), "no JSON object.*Bearer …"),
+        ((200, {}, b'{"data": [{"url": "http://other/?s3cret"}]}'), r"names an image elsewhere \(http://other/\?…\)"),
         ((200, {"Content-Length": "999"}, b"{}"), "ended its answer 997 bytes too early"),
         ((200, {"Content-Length": "x"}, b"{}"), "without data"),
         ((200, {}, b'{"data": [{"url": "http://["}]}'), "names an image elsewhere"),
@@ -122,7 +117,7 @@ def test_a_bad_answer_is_an_error_that_names_it(tmp_path: Path, monkeypatch, rep
         source = EndpointSource(f"{address}/v1", "m", CALL, tmp_path, timeout=2.0)
         with pytest.raises((RuntimeError, OSError), match=message) as caught:
             source.make([("a", 0)])
-    assert "\x1b" not in str(caught.value) and is_text(str(caught.value))
+    assert not re.search("\x1b|s3cret", str(caught.value)) and is_text(str(caught.value))
 
 
 def test_limits_of_a_rate_are_waited_for_and_its_own_faults_tried_again(tmp_path: Path, monkeypatch) -> None:

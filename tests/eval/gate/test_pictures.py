@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from image_servers import bomb
 from PIL import Image
 
 from fluxq.eval.gate.pictures import PROMPTS_FILE, read_pictures
@@ -46,6 +47,19 @@ def test_images_come_in_the_order_asked_for(tmp_path: Path) -> None:
 def test_a_bad_list_is_refused_by_its_line(tmp_path: Path, rows: tuple, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read_pictures(write(tmp_path / "x", *rows))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 3\n%%EndComments\nshowpage\n"  # PIL starts Ghostscript for it
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(EPS, "cannot identify"), (bomb(60_000), "Image size")], ids=["eps", "bomb"]
+)
+def test_a_file_that_is_no_picture_is_named(tmp_path: Path, content: bytes, why: str) -> None:
+    pictures = read_pictures(write(tmp_path / "x", ROW))
+    (tmp_path / "x" / "0.png").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"0\.png: unreadable image \({why}"):
+        _ = pictures.images[0]
 
 
 def test_an_image_that_was_not_made_is_named(tmp_path: Path) -> None:
