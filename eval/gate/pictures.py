@@ -3,7 +3,7 @@
     {"prompt": "a red bicycle", "seed": 7, "image": "0001.png", "machine": "NVIDIA H200"}
 
 A line for each image. `machine` may be left out. This is what other programs hand to `fluxq gate`, and what a server's
-answers are kept as. Images are PNG, JPEG, WebP or PPM in 8-bit RGB; latents there are none.
+answers are kept as. Images are PNG, JPEG, WebP, BMP, PPM or TIFF in 8-bit RGB; latents there are none.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch import Tensor
 
 from fluxq.base.console import first_line
 from fluxq.base.files import require_regular
-from fluxq.eval.images.executor import read_image
+from fluxq.eval.images.executor import FORMATS, read_image
 from fluxq.eval.images.generate import Lazy
 
 PROMPTS_FILE = "prompts.jsonl"
-_FORMATS = ("PNG", "JPEG", "WEBP", "PPM")  # PIL reads others by programs that it starts
 LONGEST = 1 << 26  # bytes of prompts.jsonl
 
 
@@ -119,10 +118,10 @@ def read_pictures(folder: Path) -> Pictures:
 def _size_of(place: Path) -> tuple[int, int]:
     """Return width and height of a picture by its header; ValueError for one that cannot be compared."""
     try:
-        with Image.open(place, formats=_FORMATS) as image:
+        with Image.open(place, formats=FORMATS) as image:
             size, mode = image.size, image.mode
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{place}: no picture in {', '.join(_FORMATS)} ({first_line(error)}); write it anew") from None
+        raise ValueError(f"{place}: no picture in {', '.join(FORMATS)} ({first_line(error)}); write it anew") from None
     if mode != "RGB":
         raise ValueError(f"{place}: a picture of mode {mode}, expected 8-bit RGB; convert it")
     return size
