@@ -243,7 +243,8 @@ def ensure_images(work: Work, engine: Engine | None = None) -> ImageFolder | Non
 
     engine: of `open_engine`, by default this process. Raises ValueError for a corrupted manifest, RuntimeError for
     files that are not as their rows say (both before anything is made, and naming them) and where another process is
-    making the same images, and OSError if the disk is too small. The next call goes on from any stop.
+    making the same images, and OSError if the disk is too small. The next call goes on from any stop, and makes files
+    that are gone again, with their batch.
     """
     engine = engine or _Processes(ALONE)
     work = replace(work, root=work.root.resolve())  # workers may run in another folder
@@ -426,9 +427,9 @@ def _prepare(work: Work) -> list[int]:
 
 
 def _repair(manifest: Path, work: Work) -> None:
-    """Drop a torn last line, and rows of chunks that do not have all of theirs."""
+    """Drop a torn last line, and rows of chunks that do not have all of theirs, or whose files are not all there."""
     rows = _read_manifest(manifest, work.key)
-    items = {row.item for row in rows}
+    items = {row.item for row in rows if all(map(os.path.lexists, _files(work.folder, row)))}
     torn = {chunk.digest for chunk in work.chunks if not items >= set(chunk.names)}
     kept = "".join(row.model_dump_json() + "\n" for row in rows if row.chunk not in torn)
     if kept.encode() != manifest.read_bytes():
@@ -480,7 +481,7 @@ def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -
     for name in (name for chunk in work.chunks for name in chunk.names if name in rows and name not in pending):
         row = rows[name]
         picture = _picture(work.folder, name, row.frames)
-        for path, expected in ((picture, row.image), (_latents(work.folder, name), row.latents)):
+        for path, expected in zip(_files(work.folder, row), (row.image, row.latents), strict=True):
             if not path.is_file() and not path.is_dir():
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is missing")
             elif _digest(path) != expected:
@@ -499,8 +500,8 @@ def _require_none(work: Work, problems: Sequence[str]) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise RuntimeError(
-            f"{work.folder}: {'; '.join(problems[:_SHOWN])}{more}. Delete an item's rows from the manifest to make its "
-            "batch again, a file that does not belong there, or the folder to make all again"
+            f"{work.folder}: {'; '.join(problems[:_SHOWN])}{more}. Delete what is not as it was written to make its "
+            "batch again, what does not belong there, or the folder to make all again"
         )
 
 
@@ -749,6 +750,11 @@ def _manifest_path(work: Work, worker: str) -> Path:
 
 def _picture(folder: Path, name: str, frames: int | None) -> Path:
     return folder / (f"{name}.png" if frames is None else name)
+
+
+def _files(folder: Path, row: ManifestLine) -> tuple[Path, Path]:
+    """Return the files of an item: image, or folder of frames, and latents."""
+    return _picture(folder, row.item, row.frames), _latents(folder, row.item)
 
 
 def _latents(folder: Path, name: str) -> Path:
