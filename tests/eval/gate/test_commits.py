@@ -117,7 +117,7 @@ def test_a_worktree_that_is_gone_is_made_again(project: Path, tmp_path: Path, is
 @pytest.mark.parametrize(
     ("also", "longest", "error", "message"),
     [
-        ("kill -TERM $PPID", 60.0, KeyboardInterrupt, None),
+        ("sleep 0.2; kill -TERM $PPID", 60.0, KeyboardInterrupt, None),
         ("true", 0.3, RuntimeError, "(?s)while .*was ended after 0 h"),
     ],
     ids=["signal", "too long"],
