@@ -270,6 +270,7 @@ def without_branches(said: dict) -> None:
     said["layers"] = {
         re.sub("-(smooth|svd|center|h|r)[^-]*", "", scheme): names for scheme, names in said["layers"].items()
     }
+    said["required_features"] = []
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])

@@ -25,6 +25,7 @@ import ranks
 import torch
 from safetensors.torch import load_file, save_file
 
+from fluxq.base.output import PASSPORT_FILE
 from fluxq.base.ranks import ALONE, Ranks, launched, ranks_of_launch
 from fluxq.calibrate import calls, capture
 from fluxq.cli import cli
@@ -136,10 +137,12 @@ def alone(folder: Path, name: str) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """A checkpoint's files, but for the seconds that it took; or a file."""
+    """A checkpoint's files, but for the seconds that it took and the time of its passport; or a file."""
     if folder.is_file():
         return {folder.name: folder.read_bytes()}
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if PASSPORT_FILE in found:
+        found[PASSPORT_FILE] = re.sub(rb'"(created|sha256)": "[^"]*",?\n(?=}|  "by")', b"", found[PASSPORT_FILE])
     return {**found, PLAN: re.sub(rb'"seconds": [0-9.]+', b"", found[PLAN])}
 
 
