@@ -292,7 +292,7 @@ def quantized_layer(linear: nn.Linear, scheme: Scheme) -> QuantLinear:
 
 
 @pytest.mark.often(2)
-@pytest.mark.parametrize("scheme", ["16 bit", "fp8-16bit", "int4_g64-16bit", "int8-int8"])
+@pytest.mark.parametrize("scheme", ["16 bit", "fp8-16bit", "int4-16bit", "int8-int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @torch.no_grad()
 def test_28_rows_at_once_agree_with_one_at_a_time_at_full_width(scheme, dtype):
