@@ -49,6 +49,7 @@ def warm_up() -> None:
     warnings.filterwarnings("ignore")
     forked.warm_up()
     import fluxq.jobs.judge
+    import fluxq.jobs.passports
     from fluxq.eval.report import charts
     from fluxq.eval.speed import machine
 
@@ -56,7 +57,8 @@ def warm_up() -> None:
     ticks = itertools.count()  # seconds are written down, and two runs are compared byte for byte
     time.perf_counter = lambda: next(ticks) * 1e-9
     machine._process_peak = lambda: None  # a fork begins with what its parent has held
-    fluxq.jobs.judge.datetime = SimpleNamespace(now=lambda _: datetime(2026, 1, 1, tzinfo=UTC))
+    for job in (fluxq.jobs.judge, fluxq.jobs.passports):
+        job.datetime = SimpleNamespace(now=lambda _: datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def run(words: list[str], place: Path, disturbance: Disturbance | None = None) -> Ended:
