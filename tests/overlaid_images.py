@@ -27,7 +27,7 @@ def main(out: Path, folders: dict[str, str]) -> None:
 
     shas = {}
     for name, folder in folders.items():
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
         pipe.set_progress_bar_config(disable=True)
         made = {name: image(pipe)}
         if name != PLAIN:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import fluxq
 from fluxq import FluxqConfig, tiny
 from fluxq.integrations import diffusers as backend
+from fluxq.integrations import whole
 from fluxq.kernels.linear import placeholder
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.formats import Scheme
@@ -309,3 +310,11 @@ def test_pipelines_load_in_threads_beside_one_another(plain_checkpoint) -> None:
             if isinstance(part, nn.Module):
                 held = [*part.parameters(), *part.buffers()]
                 assert not any(tensor.is_meta for tensor in held), name
+
+
+@pytest.mark.parametrize(("is_older", "word"), [(False, "dtype"), (True, "torch_dtype")])
+def test_dtype_is_called_as_an_older_diffusers_calls_it(is_older, word, monkeypatch):
+    monkeypatch.setattr(whole, "is_older", lambda *_: is_older)
+    given = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    assert whole.in_words_of_diffusers(given) == {word: torch.bfloat16, "device_map": "cpu"}
+    assert whole.in_words_of_diffusers({"device_map": "cpu"}) == {"device_map": "cpu"}

@@ -40,10 +40,17 @@ def too_old_for(feature: str) -> str:
     from fluxq.base.devices import package_version
 
     package, first = NEWER[feature]
-    present = package_version(package)
-    if _parts(present) >= _parts(first):
+    if not is_older(package, first):
         return ""
+    present = package_version(package)
     return f'{feature} needs {package} >= {first}, and {present} is installed: pip install "{package}>={first}"'
+
+
+def is_older(package: str, first: str) -> bool:
+    """Tell whether an installed package is older than a version, or not installed."""
+    from fluxq.base.devices import package_version
+
+    return _parts(package_version(package)) < _parts(first)
 
 
 def _parts(version: str) -> list[int]:

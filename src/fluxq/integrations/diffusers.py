@@ -43,7 +43,7 @@ from fluxq.integrations.loading import (
     set_tensor,
     with_stored_tensors,
 )
-from fluxq.integrations.whole import refuse_casting
+from fluxq.integrations.whole import in_words_of_diffusers, refuse_casting
 from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, Steps
 
@@ -226,7 +226,7 @@ def register_with_pipelines() -> None:
 
     @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        pipe = load(cls, *args, **kwargs)
+        pipe = load(cls, *args, **in_words_of_diffusers(kwargs))
         named = kwargs.get("dtype", kwargs.get("torch_dtype"))
         if named is None or (isinstance(named, Mapping) and "default" not in named):  # of some components, by name
             settle(pipe, {*(named or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fluxq.base.extras import is_older
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.recipes.computing import BACKENDS, Attention
 
@@ -162,11 +163,20 @@ def _teach(model_class: Any) -> None:
 
     @functools.wraps(stock_load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if model_class.__module__.startswith("diffusers."):
+            kwargs = in_words_of_diffusers(kwargs)
         with _LOADING:
             return stock_load(cls, *args, **kwargs)
 
     model_class.from_pretrained = classmethod(from_pretrained)
     model_class.save_pretrained = _with_digest(model_class.save_pretrained)
+
+
+def in_words_of_diffusers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `from_pretrained` with `dtype` as diffusers before 0.40 calls it, which ignores the word."""
+    if "dtype" not in arguments or not is_older("diffusers", "0.40"):
+        return dict(arguments)
+    return {"torch_dtype" if name == "dtype" else name: value for name, value in arguments.items()}
 
 
 def _with_digest(save: Callable[..., Any]) -> Callable[..., Any]:
