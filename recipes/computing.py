@@ -185,7 +185,7 @@ class QuantizationConfig:
         _step_lists(runtime)
         steps = _steps(config.get("steps")) or policy_steps(runtime)
         read = cls(named, features, version, attention, steps, runtime)
-        needed = sorted({feature for scheme in read.schemes.values() for feature in scheme.features})
+        needed = list(cls.of(read.schemes.items()).required_features)
         if needed != sorted(features):
             raise ValueError(
                 f"required_features are {sorted(features)}, the layers need {needed}: copy config.json again"

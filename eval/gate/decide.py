@@ -126,7 +126,9 @@ def judge(
         own = [max(value, modes.worse) for value in own]
     floor_mean = fmean(own)
     share = rule.c if rule.c * floor_mean > rule.margin else 0.0
-    limit = share * floor_mean or rule.margin
+    counted = share * floor_mean  # of the limit, in what is taken off each distance
+    limit = counted or rule.margin
+    allowed = limit - counted
     if any(map(math.isnan, distances)):
         nan = math.nan
         return Finding("worse", len(values), nan, nan, nan, limit, floor_mean, nan, modes)
@@ -134,7 +136,6 @@ def judge(
         [distance - (1 + share) * value for distance, value in zip(distances, each, strict=True)]
         for each in (own, _farthest(own, rule))
     )
-    allowed, counted = limit - share * floor_mean, share * floor_mean
     is_last = len(values) == looks[-1]
     alpha = spent_at(len(values), looks) / metrics
     low, high = t_limits(beyond, prompts, alpha)[0], t_limits(beyond, prompts, ALPHA)[1]

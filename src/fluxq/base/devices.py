@@ -187,6 +187,16 @@ def package_version(name: str) -> str:
         return "not installed"
 
 
+def is_older(package: str, first: str) -> bool:
+    """Tell whether an installed package is older than a version, or not installed."""
+    return _parts(package_version(package)) < _parts(first)
+
+
+def _parts(version: str) -> list[int]:
+    """Return the numbers that a version begins with; of one that is not installed, none."""
+    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # pyright: ignore[reportOptionalSubscript]
+
+
 def driver() -> str:
     """Return the version of the GPU's driver, read from where Linux has it; elsewhere the CUDA version that it knows.
 

@@ -6,7 +6,6 @@ of the extra says so before it works.
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib.util import find_spec
 
@@ -37,25 +36,13 @@ def too_old_for(feature: str) -> str:
     """Return, with the cure, that the library here is too old for a row of NEWER; "" where it is not, or for no row."""
     if feature not in NEWER:
         return ""
-    from fluxq.base.devices import package_version
+    from fluxq.base.devices import is_older, package_version
 
     package, first = NEWER[feature]
     if not is_older(package, first):
         return ""
     present = package_version(package)
     return f'{feature} needs {package} >= {first}, and {present} is installed: pip install "{package}>={first}"'
-
-
-def is_older(package: str, first: str) -> bool:
-    """Tell whether an installed package is older than a version, or not installed."""
-    from fluxq.base.devices import package_version
-
-    return _parts(package_version(package)) < _parts(first)
-
-
-def _parts(version: str) -> list[int]:
-    """Return the numbers that a version begins with; of one that is not installed, none."""
-    return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # pyright: ignore[reportOptionalSubscript]
 
 
 # Module -> package of the extra.

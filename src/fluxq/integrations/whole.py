@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.extras import is_older
+from fluxq.base.devices import is_older
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.recipes.computing import BACKENDS, Attention
 

@@ -164,12 +164,11 @@ def run_gate(gate: Gate) -> GateResult:
             )
             for key, rule in gate.rules.items()
         }
-        identical = _is_identical(a, b)
-        if identical and look == looks[-1]:
-            findings = {key: replace(each, verdict="equivalent", more=None) for key, each in findings.items()}
-        verdict = together(findings)
-        if verdict == "worse":
+        if together(findings) == "worse":
             break
+    identical = _is_identical(a, b)
+    if identical:
+        findings = {key: replace(each, verdict="equivalent", more=None) for key, each in findings.items()}
     metrics = {
         key: MetricResult.of(table[key].name, table[key].unit, gate.rules[key], finding)
         for key, finding in findings.items()
@@ -179,7 +178,7 @@ def run_gate(gate: Gate) -> GateResult:
     result = GateResult(
         fluxq=FLUXQ_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        verdict=with_speed("no-op" if is_no_op else verdict, speed),
+        verdict=with_speed("no-op" if is_no_op else together(findings), speed),
         reasons=(*_reasons(metrics, items, identical, is_no_op), *([speed.sentence] if speed else [])),
         a={"name": gate.a.name, **gate.a.describe()},
         b={"name": gate.b.name, **gate.b.describe()},
