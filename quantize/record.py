@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from fluxq.base.console import first_fault
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, PLAN_FILE, ModelFolder, resolve_model
 from fluxq.quantize.checkpoint import is_model, read_plan_file
@@ -274,10 +275,8 @@ def read_record(folder: Path) -> Record:
     try:
         return Record.model_validate({key: value for key, value in record.items() if key != _SEAL})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{folder / PLAN_FILE}: damaged, it does not say how the checkpoint was made ({where}: {first['msg']}); "
+            f"{folder / PLAN_FILE}: damaged, it does not say how the checkpoint was made ({first_fault(error)}); "
             "quantize again"
         ) from None
 

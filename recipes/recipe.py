@@ -19,7 +19,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fluxq.base.console import bytes_of, did_you_mean, path_near
+from fluxq.base.console import bytes_of, did_you_mean, first_fault, path_near
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.output import PLAN_FILE
 from fluxq.base.untrusted_yaml import require_modest
@@ -447,9 +447,7 @@ def _recorded(record: Path, overrides: Mapping[str, Any]) -> tuple[str, Recipe]:
         settings = dict(recorded) if isinstance(recorded, dict) else {}
         return str(settings.pop("name", "")), Recipe.model_validate({**settings, **overrides})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{record}: holds no recipe ({where}: {first['msg']}); quantize the model again") from None
+        raise ValueError(f"{record}: holds no recipe ({first_fault(error)}); quantize the model again") from None
 
 
 def find_recipe(name_or_path: str, relative_to: Path | None = None) -> Path:

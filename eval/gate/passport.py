@@ -25,6 +25,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from fluxq.base.console import first_fault
 from fluxq.base.files import read_json, sha256_json, write_json
 from fluxq.base.output import PASSPORT_FILE
 from fluxq.calibrate.prompts import PromptRow
@@ -201,9 +202,7 @@ def read_passport(file: Path) -> Passport:
         passport = Passport.model_validate(content)
         _require_sketches(passport)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file}: damaged ({where}: {first['msg']}); {cure}") from None
+        raise ValueError(f"{file}: damaged ({first_fault(error)}); {cure}") from None
     except ValueError as error:
         raise ValueError(f"{file}: damaged ({error}); {cure}") from None
     return passport

@@ -20,7 +20,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from fluxq.base.console import first_line
+from fluxq.base.console import first_fault, first_line
 from fluxq.base.files import require_regular
 from fluxq.eval.images.executor import FORMATS, read_image
 from fluxq.eval.images.generate import Lazy
@@ -131,10 +131,8 @@ def _row(line: bytes, where: str) -> PictureLine:
     try:
         return PictureLine.model_validate_json(line)
     except ValidationError as error:
-        problem = error.errors()[0]
-        at = "".join(f"{part}: " for part in problem["loc"])
         raise ValueError(
-            f'{where}: {at}{problem["msg"]}; a line is {{"prompt": "…", "seed": 0, "image": "0.png"}}'
+            f'{where}: {first_fault(error)}; a line is {{"prompt": "…", "seed": 0, "image": "0.png"}}'
         ) from None
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from fluxq.base.console import first_fault
 from fluxq.base.files import require_regular
 from fluxq.base.git import git
 from fluxq.base.output import Output, sole_writer
@@ -173,9 +174,7 @@ def _row(line: bytes, where: str) -> HistoryRow:
     try:
         return HistoryRow.model_validate_json(line)
     except ValidationError as error:
-        fault = error.errors()[0]
-        place = ".".join(map(str, fault["loc"])) or "row"
-        raise ValueError(f"{where}: {place}: {fault['msg']}; remove this line, or give another history") from None
+        raise ValueError(f"{where}: {first_fault(error)}; remove this line, or give another history") from None
 
 
 def current_commit(folder: Path | None = None) -> Commit | None:

@@ -42,7 +42,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from fluxq.base.console import first_line, logger, progress
+from fluxq.base.console import first_fault, first_line, logger, progress
 from fluxq.base.files import atomic_path, require_regular, room_left, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.output import Output, atomic_output, sole_writer
 from fluxq.base.ranks import ALONE, Ranks, connected
@@ -461,11 +461,7 @@ def _read_manifest(path: Path, key: str) -> list[ManifestLine]:
         try:
             row = ManifestLine.model_validate_json(line)
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = "".join(f"{part}: " for part in problem["loc"])
-            raise ValueError(
-                f"{path}:{number}: corrupted manifest ({where}{problem['msg']}); delete the line"
-            ) from None
+            raise ValueError(f"{path}:{number}: corrupted manifest ({first_fault(error)}); delete the line") from None
         if row.item != _name(key, row.chunk, row.prompt, row.seed):
             raise ValueError(f"{path}:{number}: corrupted manifest ({row.item} is not of this run); delete the line")
         rows.append(row)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, model_validator
 
-from fluxq.base.console import visible
+from fluxq.base.console import first_fault, visible
 from fluxq.base.files import read_json
 from fluxq.eval.metrics.statistics import Interval
 
@@ -580,9 +580,7 @@ def read_report(path: Path) -> Report:
     try:
         report = Report.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))[:_LONGEST_NAME]
-        raise ValueError(f"{path}: {where}: {first['msg']}; the file is damaged, evaluate again") from None
+        raise ValueError(f"{path}: {first_fault(error)}; the file is damaged, evaluate again") from None
     for where, what in _gaps(report):
         raise ValueError(f"{path}: {where}: {what}; the file is damaged, evaluate again")
     return report

@@ -18,11 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 T = TypeVar("T")
 
 _MINUTE = 60.0  # seconds
+_LONGEST_PLACE = 512  # characters: a damaged file may name anything
 
 logger = logging.getLogger("fluxq")
 
@@ -144,6 +148,13 @@ class _Once(logging.Filter):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message; the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault that pydantic found, with its place."""
+    fault = error.errors()[0]
+    where = ".".join(map(str, fault["loc"]))
+    return f"{where[:_LONGEST_PLACE]}: {fault['msg']}" if where else fault["msg"]
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -170,6 +171,11 @@ _DRIVERS = (
     (Path("/proc/driver/nvidia/version"), r"Kernel Module.*?\s(\d+(?:\.\d+)+)"),
     (Path("/sys/module/amdgpu/version"), r"(\S+)"),
 )
+
+
+def utc_now() -> str:
+    """Return the time in UTC, as files record it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions(*more: str) -> dict[str, str]:

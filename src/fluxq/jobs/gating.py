@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fluxq.base import FLUXQ_VERSION, devices
-from fluxq.base.devices import machine_name, versions
+from fluxq.base.devices import machine_name, utc_now, versions
 from fluxq.base.files import clear_parts, sha256_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import Output, sole_writer
@@ -177,7 +176,7 @@ def run_gate(gate: Gate) -> GateResult:
     speed = _speed(gate) if gate.options.speed else None
     result = GateResult(
         fluxq=FLUXQ_VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=utc_now(),
         verdict=with_speed("no-op" if is_no_op else together(findings), speed),
         reasons=(*_reasons(metrics, items, identical, is_no_op), *([speed.sentence] if speed else [])),
         a={"name": gate.a.name, **gate.a.describe()},

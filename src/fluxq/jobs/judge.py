@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from pydantic import BaseModel
 
 from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import first_line, logger
-from fluxq.base.devices import free_bytes, versions
+from fluxq.base.devices import free_bytes, utc_now, versions
 from fluxq.base.files import clear_parts, read_json, sha256_file, sha256_json, write_json, write_text
 from fluxq.base.model import ModelFolder, require_safe, resolve_model
 from fluxq.base.output import (
@@ -341,7 +340,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     )
     noun = "image" if reference.frames is None else "video"
     report = Report(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=utc_now(),
         model=subject.folder.name,
         license=card.license_text(subject.folder.license) or "not stated",
         call=subject.call,
@@ -475,7 +474,7 @@ def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float
     row = row_of_bench(
         speed,
         current_commit(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=utc_now(),
         name=_named(subject),
         digests={"checkpoint": subject.quantized.digest, "16 bit": subject.reference.digest},
         call={**subject.call, "dtype": subject.options.dtype, "prefer": prefer},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import logger
-from fluxq.base.devices import machine_name, versions
+from fluxq.base.devices import machine_name, utc_now, versions
 from fluxq.base.model import ModelFolder, require_arguments, require_safe
 from fluxq.base.output import PASSPORT_FILE
 from fluxq.calibrate.capture import images_per_batch
@@ -123,7 +122,7 @@ def write_from_check(
     checkpoint, of_components = digests
     passport = Passport(
         fluxq=FLUXQ_VERSION,
-        created=_now(),
+        created=utc_now(),
         by="quantize",
         checkpoint=checkpoint,
         digests=of_components,
@@ -276,7 +275,3 @@ def sentence_of(passport: Passport, near: Nearness) -> str:
 
 def _dtype(name: str) -> Any:
     return name.removeprefix("torch.")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
