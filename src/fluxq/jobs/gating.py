@@ -19,7 +19,7 @@ from fluxq.base.output import Output, sole_writer
 from fluxq.calibrate.capture import images_per_batch
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.commits import PREFIX, CommitSource, commit_of
-from fluxq.eval.gate.decide import RULES, Rule, judge, looks_of, together
+from fluxq.eval.gate.decide import RULES, Finding, Rule, judge, looks_of, together
 from fluxq.eval.gate.endpoints import NEARER, EndpointSource, endpoint_of
 from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
 from fluxq.eval.gate.result import (
@@ -143,58 +143,10 @@ def gate_of(options: GateOptions) -> Gate:
 
 def run_gate(gate: Gate) -> GateResult:
     """Make images look by look and judge them; write the files that are asked for."""
-    from fluxq.eval.images.executor import one_thread
-    from fluxq.eval.metrics.metrics import metric_rows
-
-    started, table = time.perf_counter(), metric_rows()
-    looks = looks_of(len(gate.items))
-    for look in looks:
-        items = gate.items[:look]
-        a, b = gate.a.make(items), gate.b.make(items)
-        again = gate.floor.make(items) if gate.floor else None
-        if again is not None and look == looks[0]:
-            _require_second_run(gate, a, again)
-        with one_thread(torch.device(gate.options.device).type):
-            values = _values(gate, a, b)
-            floor_values = {} if again is None else _values(gate, a, again)
-        findings = {
-            key: judge(
-                rule, values[key], floor_values.get(key), [prompt for prompt, _ in items], looks, len(gate.rules)
-            )
-            for key, rule in gate.rules.items()
-        }
-        if together(findings) == "worse":
-            break
-    identical = _is_identical(a, b)
-    if identical:
-        findings = {key: replace(each, verdict="equivalent", more=None) for key, each in findings.items()}
-    metrics = {
-        key: MetricResult.of(table[key].name, table[key].unit, gate.rules[key], finding)
-        for key, finding in findings.items()
-    }
-    is_no_op = identical and gate.options.expect_change
+    started = time.perf_counter()
+    last = _last_look(gate)
     speed = _speed(gate) if gate.options.speed else None
-    result = GateResult(
-        fluxq=FLUXQ_VERSION,
-        created=utc_now(),
-        verdict=with_speed("no-op" if is_no_op else together(findings), speed),
-        reasons=(*_reasons(metrics, items, identical, is_no_op), *([speed.sentence] if speed else [])),
-        a={"name": gate.a.name, **gate.a.describe()},
-        b={"name": gate.b.name, **gate.b.describe()},
-        floor=None if gate.floor is None else {"name": gate.floor.name, **gate.floor.describe()},
-        identical=identical,
-        images=look,
-        looks=looks,
-        prompts_digest=sha256_json(gate.items),
-        call=dict(gate.call),
-        metrics=metrics,
-        values=numbers(values),
-        floor_values=numbers(floor_values),
-        machine=gate.b.machine,
-        versions=versions("fluxq"),
-        seconds=round(time.perf_counter() - started, 2),
-        speed=speed,
-    )
+    result = _result_of(gate, last, speed, round(time.perf_counter() - started, 2))
     if gate.options.history is not None:
         b = gate.b
         commit = commit_at(b.project, b.commit) if isinstance(b, CommitSource) else current_commit()
@@ -202,6 +154,86 @@ def run_gate(gate: Gate) -> GateResult:
     _write(gate.options.junit, junit(result))
     _write(gate.options.markdown, markdown(result))
     return result
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a look found. values, floor: metric -> per image."""
+
+    items: Sequence[tuple[str, int]]
+    findings: Mapping[str, Finding]
+    values: Mapping[str, tuple[float, ...]]
+    floor: Mapping[str, tuple[float, ...]]
+    identical: bool
+
+
+def _last_look(gate: Gate) -> _Look:
+    """Make images look by look until B is worse, or all are there."""
+    looks = looks_of(len(gate.items))
+    look = _look(gate, looks[0], looks)
+    for count in looks[1:]:
+        if together(look.findings) == "worse":
+            break
+        look = _look(gate, count, looks)
+    if look.identical:
+        same = {key: replace(each, verdict="equivalent", more=None) for key, each in look.findings.items()}
+        return replace(look, findings=same)
+    return look
+
+
+def _look(gate: Gate, count: int, looks: Sequence[int]) -> _Look:
+    from fluxq.eval.images.executor import one_thread
+
+    items = gate.items[:count]
+    a, b = gate.a.make(items), gate.b.make(items)
+    again = gate.floor.make(items) if gate.floor else None
+    if again is not None and count == looks[0]:
+        _require_second_run(gate, a, again)
+    with one_thread(torch.device(gate.options.device).type):
+        values = _values(gate, a, b)
+        floor = {} if again is None else _values(gate, a, again)
+    prompts = [prompt for prompt, _ in items]
+    findings = {
+        key: judge(rule, values[key], floor.get(key), prompts, looks, len(gate.rules))
+        for key, rule in gate.rules.items()
+    }
+    return _Look(items, findings, values, floor, _is_identical(a, b))
+
+
+def _result_of(gate: Gate, last: _Look, speed: GateSpeed | None, seconds: float) -> GateResult:
+    from fluxq.eval.metrics.metrics import metric_rows
+
+    table = metric_rows()
+    metrics = {
+        key: MetricResult.of(table[key].name, table[key].unit, gate.rules[key], finding)
+        for key, finding in last.findings.items()
+    }
+    is_no_op = last.identical and gate.options.expect_change
+    return GateResult(
+        fluxq=FLUXQ_VERSION,
+        created=utc_now(),
+        verdict=with_speed("no-op" if is_no_op else together(last.findings), speed),
+        reasons=(*_reasons(metrics, last, is_no_op), *([speed.sentence] if speed else [])),
+        a=_named(gate.a),
+        b=_named(gate.b),
+        floor=None if gate.floor is None else _named(gate.floor),
+        identical=last.identical,
+        images=len(last.items),
+        looks=looks_of(len(gate.items)),
+        prompts_digest=sha256_json(gate.items),
+        call=dict(gate.call),
+        metrics=metrics,
+        values=numbers(last.values),
+        floor_values=numbers(last.floor),
+        machine=gate.b.machine,
+        versions=versions("fluxq"),
+        seconds=seconds,
+        speed=speed,
+    )
+
+
+def _named(source: Source) -> dict[str, Any]:
+    return {"name": source.name, **source.describe()}
 
 
 def _write(path: Path | None, text: str) -> None:
@@ -212,13 +244,11 @@ def _write(path: Path | None, text: str) -> None:
             write_text(path, text)
 
 
-def _reasons(
-    metrics: Mapping[str, MetricResult], items: Sequence[tuple[str, int]], identical: bool, is_no_op: bool
-) -> tuple[str, ...]:
-    look = len(items)
+def _reasons(metrics: Mapping[str, MetricResult], last: _Look, is_no_op: bool) -> tuple[str, ...]:
+    look = len(last.items)
     if is_no_op:
         return (f"all {look} images are the same bits on both sides: what was to change them did nothing",)
-    if identical:
+    if last.identical:
         return (f"all {look} images are the same bits on both sides",)
     reasons = [sentences(key, metric) for key, metric in metrics.items()]
     reasons += [
@@ -228,7 +258,7 @@ def _reasons(
         if metric.modes
     ]
     for key, metric in metrics.items():
-        for prompt, seed in [items[index] for index in metric.outliers[:3]]:
+        for prompt, seed in [last.items[index] for index in metric.outliers[:3]]:
             reasons.append(f"{key}: the image of {prompt!r}, seed {seed}, is far beyond all of the floor's: look at it")
     if all(metric.verdict == "equivalent" for metric in metrics.values()):
         reasons.append(f"a fault in fewer than {unseen_share(look):.1%} of images may not be among these {look}")
