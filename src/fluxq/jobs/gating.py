@@ -158,7 +158,7 @@ def run_gate(gate: Gate) -> GateResult:
 
 @dataclass(frozen=True)
 class _Look:
-    """What a look found. values, floor: metric -> per image."""
+    """Findings after as many images. values, floor: metric -> per image."""
 
     items: Sequence[tuple[str, int]]
     findings: Mapping[str, Finding]
