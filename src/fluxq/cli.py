@@ -15,7 +15,7 @@ import sys
 import click
 
 from fluxq import __version__
-from fluxq.commands import exchanging, gating, judging, looking_up, quantizing
+from fluxq.commands import exchanging, gating, judging, looking_up, quantizing, serving
 
 _SIGNALLED = 128  # and the number of the signal, as shells have it
 
@@ -51,6 +51,7 @@ def cli() -> None:
 _SECTIONS = {
     "Quantize": quantizing.COMMANDS,
     "Judge a checkpoint": (*judging.COMMANDS, *gating.COMMANDS),
+    "Serve": serving.COMMANDS,
     "Work with other programs": exchanging.COMMANDS,
     "Look up": looking_up.COMMANDS,
 }

@@ -1,4 +1,4 @@
-"""Two rooms of packages: `fluxq` alone runs checkpoints, the extra `all` brings what makes and judges them."""
+"""Rooms of packages: `fluxq` alone runs checkpoints, extras bring what makes, judges and serves them."""
 
 import ast
 import json
@@ -68,7 +68,8 @@ def imported_at_once(source: str) -> set[str]:
 def test_the_table_is_that_of_the_extra() -> None:
     assert {package(each) for each in PROJECT["optional-dependencies"]["all"]} == {*extras.ALL.values()}
     assert not {package(each) for each in PROJECT["dependencies"]} & {*extras.ALL.values()}
-    assert {name for names in extras.NEEDED.values() for name in names} <= extras.ALL.keys()
+    assert {package(each) for each in PROJECT["optional-dependencies"]["serve"]} == {*extras.SERVE.values()}
+    assert {name for names in extras.NEEDED.values() for name in names} <= extras.ALL.keys() | extras.SERVE.keys()
     assert "fluxq[all," in " ".join(PROJECT["optional-dependencies"]["test"])
 
 
@@ -115,8 +116,8 @@ def answers(plain_checkpoint, tmp_path_factory) -> dict[str, tuple[int, str, str
     lines += ["env|--json", "families", f"inspect|{checkpoint}", f"verify|{checkpoint}", "plan|tiny"]
     lines += ["quantize|tiny", "auto|tiny|--bits|6", "steps|tiny|--compute|0.5"]
     lines += [f"{name}|{checkpoint}" for name in ("eval", "bench", "debug", "report", "history", "verify|--passport")]
-    lines += ["gate|tiny|tiny"]
-    done = hidden.run(COMMANDS, *lines, without=[*extras.ALL], cwd=tmp_path_factory.mktemp("commands"))
+    lines += ["gate|tiny|tiny", f"serve|{checkpoint}"]
+    done = hidden.run(COMMANDS, *lines, without=[*extras.ALL, *extras.SERVE], cwd=tmp_path_factory.mktemp("commands"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -165,4 +166,5 @@ def test_a_command_that_needs_the_extra_names_it(answers) -> None:
     assert {*asked.values()} == extras.NEEDED.keys()
     for line in asked:
         code, out, err = answers[line]
-        assert (code, out) == (2, "") and 'pip install "fluxq[all]"' in err and "scipy" in err, line
+        extra, absent = ("serve", "fastapi") if asked[line] == "serve" else ("all", "scipy")
+        assert (code, out) == (2, "") and f'pip install "fluxq[{extra}]"' in err and absent in err, line

@@ -1,7 +1,7 @@
-"""Packages beyond what running a checkpoint needs: the extra `all` of pyproject.toml, and newer versions of libraries.
+"""Packages beyond what running a checkpoint needs: extras of pyproject.toml, and newer versions of libraries.
 
 `fluxq` alone stands beside an engine that has pins of its own. There every command starts, and one that needs a package
-of the extra says so before it works.
+of an extra says so before it works.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import sys
 from importlib.util import find_spec
 
 CURE = 'pip install "fluxq[all]"'
+CURE_OF_SERVE = 'pip install "fluxq[serve]"'
 
 
 def require_for(command: str) -> None:
     """Raise RuntimeError, with the cure, where a package is absent that this command cannot do without."""
     if absent := [name for name in NEEDED.get(command, ()) if find_spec(name) is None]:
-        packages = ", ".join(ALL[name] for name in absent)
-        raise RuntimeError(f"`fluxq {command}` needs packages that are not installed ({packages}): {CURE}")
+        packages = ", ".join({**ALL, **SERVE}[name] for name in absent)
+        cure = CURE_OF_SERVE if {*absent} <= SERVE.keys() else CURE
+        raise RuntimeError(f"`fluxq {command}` needs packages that are not installed ({packages}): {cure}")
 
 
 def missing_of_all() -> str:
@@ -27,9 +29,10 @@ def missing_of_all() -> str:
 
 
 def cure_of(error: ModuleNotFoundError) -> str:
-    """Return a message with the cure for a package of the extra that was not found; "" for any other module."""
-    package = ALL.get((error.name or "").partition(".")[0])
-    return f"the package {package} is not installed: {CURE}" if package else ""
+    """Return a message with the cure for a package of an extra that was not found; "" for any other module."""
+    name = (error.name or "").partition(".")[0]
+    package = ALL.get(name) or SERVE.get(name)
+    return f"the package {package} is not installed: {CURE if name in ALL else CURE_OF_SERVE}" if package else ""
 
 
 def too_old_for(feature: str) -> str:
@@ -59,6 +62,8 @@ ALL = {
     "torchvision": "torchvision",
     "vl_convert": "vl-convert-python",
 }
+# The same of the extra `serve`.
+SERVE = {"fastapi": "fastapi", "prometheus_client": "prometheus-client", "uvicorn": "uvicorn"}
 _REPORT = ("altair", "jinja2", "vl_convert")
 _JUDGE = ("scipy", "torchmetrics", "torchvision", *_REPORT)
 # Command -> modules that it needs with its usual options; what others need is looked for when they are given.
@@ -73,6 +78,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "debug": _JUDGE,
     "report": _JUDGE,
     "history": ("scipy", *_REPORT),
+    "serve": (*SERVE,),
 }
 # Feature -> the library, and its first version that has it.
 NEWER = {"SeaCache": ("diffusers", "0.41")}

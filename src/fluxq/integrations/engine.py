@@ -7,7 +7,7 @@ images without them. Importing fluxq has told diffusers how to read a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, get_args
@@ -89,23 +89,23 @@ def after_loading(pipe: Any, engine: Engine) -> list[str]:
 def _after_loading(pipe: Any, engine: Engine) -> list[str]:
     from fluxq.kernels.linear import quant_layers
     from fluxq.runtime.placed import models_of
-    from fluxq.runtime.steps import recorded_in
 
     if not hasattr(pipe, "components") and not hasattr(pipe, "modules"):  # neither a pipeline nor a model
         return []
     models = [part for part in models_of(pipe).values() if quant_layers(part)]
     if not models:
         return []
-    stored = [config.runtime for part in models if (config := recorded_in(part))]
-    done = [name for name, do in _actions(_joined(stored)) if _did(engine, name, do, pipe)]
+    done = [name for name, do in _actions(recorded_runtime(models)) if _did(engine, name, do, pipe)]
     logger.info("fluxq in %s, after loading: %s", engine.name, ", ".join(done) or "nothing")
     return done
 
 
-def _joined(runtimes: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys of all components' `runtime` that are read here; of two that say the same key, the first."""
+def recorded_runtime(models: Iterable[Any]) -> dict[str, Any]:
+    """Return the keys of all models' `runtime` that are read here; of two that say the same key, the first."""
+    from fluxq.runtime.steps import recorded_in
+
     joined: dict[str, Any] = {}
-    for runtime in reversed(runtimes):
+    for runtime in reversed([config.runtime for part in models if (config := recorded_in(part))]):
         joined |= {key: runtime[key] for key in ("prefer", "attention") if key in runtime}
     return joined
 

@@ -1,0 +1,103 @@
+"""Commands that let others ask for images: serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fluxq.commands.options import (
+    DTYPES,
+    FOLDER,
+    PATH,
+    STEPS,
+    bytes_in,
+    common_options,
+    device_in,
+    finite_in,
+    option_group,
+)
+from fluxq.commands.session import session_of
+
+_seconds = click.FloatRange(min=0, min_open=True)
+_limits = option_group(
+    click.option("--max-queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Images at most."),
+    click.option(
+        "--max-wait",
+        type=_seconds,
+        callback=finite_in,
+        default=60.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Predicted wait above which a request is answered with 429.",
+    ),
+    click.option("--max-steps", type=STEPS, default=100, show_default=True, metavar="N", help="Steps of an image."),
+    click.option(
+        "--max-pixels",
+        type=click.IntRange(1, 1 << 28),
+        default=1 << 22,
+        show_default=True,
+        metavar="N",
+        help="Pixels of an image.",
+    ),
+    click.option(
+        "--max-pixel-steps",
+        type=click.FloatRange(min=1),
+        callback=finite_in,
+        default=6e8,
+        show_default=True,
+        metavar="X",
+        help="Pixels times steps of all images of a request.",
+    ),
+)
+
+
+@click.command(short_help="Answer OpenAI's images API with checkpoints.")
+@click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@click.option("--api-key-file", type=PATH, metavar="FILE", help="Keys, one a line; requests need one of them.")
+@click.option("--admin-key-file", type=PATH, metavar="FILE", help="Keys of /admin/, which is off without them.")
+@click.option("--without-key", is_flag=True, help="Let other machines ask without a key.")
+@click.option("--root", type=FOLDER, metavar="DIR", help="Folder from below which /admin/load takes checkpoints.")
+@click.option("--lora", type=FOLDER, metavar="DIR", help="Folder of adapters that requests may name.")
+@click.option(
+    "--device", default="auto", show_default=True, callback=device_in, metavar="NAME", help="Where to run: cpu, cuda, …"
+)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest.")
+@click.option(
+    "--max-memory",
+    callback=bytes_in,
+    metavar="SIZE",
+    help="Bytes of weights at most; checkpoints take turns in it. By default what is free.",
+)
+@_limits
+@click.option("--allow-unrecorded", is_flag=True, help="Serve checkpoints that record no hashes.")
+@click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
+@common_options
+def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
+    """Answer OpenAI's images API with CHECKPOINTs, at http://ADDRESS:PORT/v1.
+
+    The time of a request is known before it runs: the earliest due runs next, step by step, and one that would wait too
+    long is answered with 429 at once. Answers carry the seed and the checkpoint's digest, by which the image can be
+    made again. SIGTERM lets it finish what it has taken.
+
+    \b
+    Example:
+      fluxq serve tiny-nvfp4
+      fluxq serve tiny-nvfp4 tiny-int8 --host 0.0.0.0 --api-key-file keys.txt
+    """
+    with session_of(arguments) as session:
+        from fluxq.serve.server import ServeOptions, Server
+
+        server = Server(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
+        session.say(f"checkpoints {', '.join(server.dispatcher.names)}; loading, then at {server.address}/v1")
+        server.run(session.say)
+
+
+def _plain(value: Any) -> Any:
+    return value.expanduser() if isinstance(value, Path) else value
+
+
+COMMANDS = (serve,)

@@ -1,0 +1,1 @@
+"""`fluxq serve`: checkpoints behind OpenAI's images API."""

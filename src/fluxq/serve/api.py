@@ -1,0 +1,223 @@
+"""OpenAI's images API as values: what a request may say, the images that it asks for, what an answer tells.
+
+    POST /v1/images/generations   {"prompt", "model", "n", "size": "WxH", "output_format", "stream", …}
+
+`seed`, `num_inference_steps`, `guidance_scale`, `true_cfg_scale`, `negative_prompt`, `max_sequence_length`, `lora`,
+`width` and `height` are extensions, under the names that vLLM-Omni and SGLang-Diffusion have for them; `deadline_ms` is
+one of fluxq alone. A field that is unknown is refused, so that nobody believes in what had no effect.
+
+Source of the API: platform.openai.com/docs/api-reference/images.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+
+from fluxq.base.console import did_you_mean
+from fluxq.serve.dispatcher import Made
+from fluxq.serve.orders import Facts, Order, Refused
+
+MAX_SEED = (1 << 63) - 1
+_RANDOM_SEEDS = 1 << 31
+_LONGEST = 10_000  # characters of a prompt; no text encoder reads a tenth of it
+_ARGUMENTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
+_EVENT = "image_generation"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a request.
+
+    body: bytes. images: of one request. pixels, steps: of one image. pixel_steps: pixels of all steps of all images.
+    """
+
+    body: int = 8 << 20
+    images: int = 10
+    pixels: int = 1 << 22
+    steps: int = 100
+    pixel_steps: float = 6e8
+
+
+class Lora(BaseModel):
+    """An adapter of the server's folder, by its name; names of the fields as vLLM-Omni takes them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+
+    name: str = Field(min_length=1, max_length=200)
+    scale: float = Field(default=1.0, ge=-10, le=10)
+
+
+class ImageRequest(BaseModel):
+    """Body of a request for images."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt: str = Field(min_length=1, max_length=_LONGEST)
+    model: str | None = Field(default=None, max_length=200)
+    n: int | None = Field(default=1, ge=1)
+    size: str | None = Field(default=None, max_length=20, description='"WxH" in pixels, or "auto"')
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: int | None = Field(default=None, ge=0, le=100, description="quality of jpeg and webp")
+    stream: bool | None = None
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="accepted; none is sent")
+
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    num_inference_steps: int | None = Field(default=None, ge=1)
+    guidance_scale: float | None = Field(default=None, ge=0, le=100)
+    true_cfg_scale: float | None = Field(default=None, ge=0, le=100)
+    negative_prompt: str | None = Field(default=None, max_length=_LONGEST)
+    max_sequence_length: int | None = Field(default=None, ge=1, le=4096)
+    lora: Lora | None = None
+    width: int | None = Field(default=None, ge=1)
+    height: int | None = Field(default=None, ge=1)
+    deadline_ms: int | None = Field(default=None, ge=1, le=86_400_000)
+
+    background: Literal["auto", "opaque"] | None = None
+    # Without effect here: a checkpoint has one quality, and noise is drawn on the CPU.
+    quality: str | None = Field(default=None, max_length=20)
+    style: str | None = Field(default=None, max_length=20)
+    moderation: str | None = Field(default=None, max_length=20)
+    user: str | None = Field(default=None, max_length=200)
+    generator_device: str | None = Field(default=None, max_length=20)
+    vae_use_slicing: bool | None = None
+    vae_use_tiling: bool | None = None
+
+
+def problem_of(errors: Sequence[Mapping[str, Any]]) -> Refused:
+    """Return pydantic's first error in words, without the value: it may be a prompt."""
+    first = errors[0]
+    names = [str(part) for part in first.get("loc", ()) if part != "body"]
+    name = ".".join(names)[:80]
+    if first.get("type") == "extra_forbidden":
+        return Refused(f"there is no field {name!r}{did_you_mean(name, ImageRequest.model_fields)}", name)
+    if first.get("type") == "json_invalid":
+        return Refused("the body is not valid JSON")
+    return Refused(f"{name or 'the body'}: {str(first.get('msg', 'not valid'))[:200]}", name or None)
+
+
+def orders_of(
+    request: ImageRequest, facts: Facts, limits: Limits, adapters: Mapping[str, str], number: Callable[[], int]
+) -> list[Order]:
+    """Return the images of a request; `Refused` names the field that cannot be.
+
+    adapters: known names of LoRAs. number: of the next order.
+    """
+    if request.response_format == "url":
+        raise Refused("response_format: images come as b64_json; this server keeps none", "response_format")
+    count = request.n or 1
+    if count > limits.images:
+        raise Refused(f"n is {count}, {limits.images} at most", "n")
+    call = {**facts.defaults, **_size_of(request, facts, limits), **_arguments_of(request, facts)}
+    steps = int(call["num_inference_steps"])
+    if steps > limits.steps:
+        raise Refused(f"num_inference_steps is {steps}, {limits.steps} at most", "num_inference_steps")
+    pixel_steps = call["width"] * call["height"] * steps * count
+    if pixel_steps > limits.pixel_steps:
+        raise Refused(f"width × height × steps × n is {pixel_steps:g}, {limits.pixel_steps:g} at most", "size")
+    seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
+    if seed + count - 1 > MAX_SEED:
+        raise Refused(f"seed: the last of {count} images would have a seed above {MAX_SEED}", "seed")
+    lora = _lora_of(request.lora, adapters)
+    return [Order(number(), facts.name, request.prompt, seed + index, call, lora) for index in range(count)]
+
+
+def _size_of(request: ImageRequest, facts: Facts, limits: Limits) -> dict[str, int]:
+    """Return width and height; none where the request leaves them to the checkpoint."""
+    width, height = request.width, request.height
+    if request.size not in (None, "auto"):
+        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", request.size or "")
+        if match is None:
+            raise Refused("size: write WIDTHxHEIGHT in pixels, as in 1024x1024, or auto", "size")
+        said = int(match[1]), int(match[2])
+        if width not in (None, said[0]) or height not in (None, said[1]):
+            raise Refused("size, width and height contradict each other: give one of them", "size")
+        width, height = said
+    if width is None and height is None:
+        return {}
+    if width is None or height is None:
+        raise Refused("width and height: give both, or neither", "width")
+    for name, value in (("width", width), ("height", height)):
+        if value % facts.unit:
+            raise Refused(f"{name} is {value}, expected a multiple of {facts.unit}", "size")
+    if width * height > limits.pixels:
+        raise Refused(f"{width} x {height} are {width * height} pixels, {limits.pixels} at most", "size")
+    return {"width": width, "height": height}
+
+
+def _arguments_of(request: ImageRequest, facts: Facts) -> dict[str, Any]:
+    given = {name: value for name in _ARGUMENTS if (value := getattr(request, name)) is not None}
+    for name in given:
+        if name not in facts.accepts:
+            raise Refused(f"{facts.name} takes no {name}: leave it out", name)
+    return given
+
+
+def _lora_of(lora: Lora | None, adapters: Mapping[str, str]) -> tuple[str, float] | None:
+    if lora is None:
+        return None
+    if lora.name not in adapters:
+        raise Refused(f"lora: there is no adapter of that name{did_you_mean(lora.name, adapters)}", "lora")
+    return lora.name, lora.scale
+
+
+def file_of(made: Made, request: ImageRequest) -> str:
+    """Return an image's file in base64."""
+    picture, kind = made.picture, request.output_format or "png"
+    image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+    file = io.BytesIO()
+    quality = (
+        {} if kind == "png" else {"quality": 100 if request.output_compression is None else request.output_compression}
+    )
+    image.save(file, kind.upper(), **quality)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def answer_of(made: Sequence[Made], files: Sequence[str], request: ImageRequest) -> dict[str, Any]:
+    """Return the answer to a request: OpenAI's fields, and how each image can be made again."""
+    rows = [{"b64_json": file, **_told(each)} for each, file in zip(made, files, strict=True)]
+    return {"created": int(time.time()), "data": rows, **_shape(made[0], request)}
+
+
+def completed(made: Made, file: str, request: ImageRequest) -> dict[str, Any]:
+    """Return the event of a finished image."""
+    row = {"type": f"{_EVENT}.completed", "b64_json": file, "created_at": int(time.time())}
+    return row | _shape(made, request) | _told(made)
+
+
+def progress(news: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the event of a step, which is fluxq's own."""
+    return {"type": f"{_EVENT}.progress", **news}
+
+
+def _shape(made: Made, request: ImageRequest) -> dict[str, Any]:
+    width, height = made.order.size
+    shape = {"size": f"{width}x{height}", "quality": "auto", "background": "opaque"}
+    return shape | {"output_format": request.output_format or "png", "model": made.order.model}
+
+
+def _told(made: Made) -> dict[str, Any]:
+    """Return how an image was made. queue_ms: time in which it did not run."""
+    return {
+        "seed": made.order.seed,
+        "checkpoint": made.digest,
+        "steps": made.order.steps,
+        "steps_computed": made.picture.computed,
+        "queue_ms": round(1000 * made.queued, 1),
+        "compute_ms": round(1000 * made.computed, 1),
+    }
+
+
+def error_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error, as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,235 @@
+"""The application: routes of OpenAI's images API, of probes and metrics, and of whoever runs the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+
+from fluxq import __version__
+from fluxq.base.console import did_you_mean, first_line, logger
+from fluxq.serve import api
+from fluxq.serve.api import ImageRequest, Limits
+from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
+from fluxq.serve.metrics import CONTENT_TYPE
+from fluxq.serve.orders import Facts, Refused
+from fluxq.serve.queue import Full
+
+_INVALID = "invalid_request_error"
+
+
+class Served:
+    """The dispatcher, and what bounds requests.
+
+    adapters: name -> file of a LoRA. root: folder that /admin/load may take checkpoints from.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, limits: Limits, adapters: Mapping[str, str], root: Path | None = None
+    ) -> None:
+        self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
+        self.started = int(time.time())
+
+    def facts_of(self, name: str | None) -> Facts:
+        """Return a checkpoint, by default the first; 404 for a name that there is not."""
+        names = self.dispatcher.names
+        if not self.dispatcher.facts:
+            raise Unavailable("the server is not ready")
+        chosen = names[0] if name is None and names else name or ""
+        if chosen not in self.dispatcher.facts:
+            raise HTTPException(404, f"there is no model of that name{did_you_mean(chosen, names)}: see /v1/models")
+        return self.dispatcher.facts[chosen]
+
+
+def application(served: Served) -> FastAPI:
+    """Return the ASGI application, without keys and limits of bytes: `Guard` is in front of it."""
+    app = FastAPI(title="fluxq", version=__version__, docs_url=None, redoc_url=None)
+    _add_errors(app, served)
+    _add_images(app, served)
+    _add_probes(app, served)
+    _add_admin(app, served)
+    return app
+
+
+def _add_images(app: FastAPI, served: Served) -> None:
+    dispatcher = served.dispatcher
+
+    @app.post("/v1/images/generations")
+    async def generations(body: ImageRequest, request: Request) -> Response:
+        facts = served.facts_of(body.model)
+        orders = api.orders_of(body, facts, served.limits, served.adapters, dispatcher.next_number)
+        job = dispatcher.submit(orders, None if body.deadline_ms is None else body.deadline_ms / 1000)
+        if body.stream:
+            dispatcher.metrics.answered(200)
+            return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
+        made = await _unless_gone(dispatcher, job, request)
+        if made is None:
+            dispatcher.metrics.answered(499, "client_left")
+            return Response(status_code=499)
+        files = await asyncio.gather(*(asyncio.to_thread(api.file_of, each, body) for each in made))
+        dispatcher.metrics.answered(200)
+        logger.info("%d of %s, %s, in %.1f s", len(made), facts.name, orders[0].size, sum(m.computed for m in made))
+        return JSONResponse(api.answer_of(made, files, body))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        rows = [_model_row(served, name) for name in dispatcher.names if name in dispatcher.facts]
+        return {"object": "list", "data": rows}
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict[str, Any]:
+        return _model_row(served, served.facts_of(name).name)
+
+
+_UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def _model_row(served: Served, name: str) -> dict[str, Any]:
+    facts = served.dispatcher.facts[name]
+    row = {"id": name, "object": "model", "created": served.started, "owned_by": "fluxq"}
+    told = {"checkpoint": facts.digest, "gates": list(facts.gates), "loaded": name in served.dispatcher.memory}
+    return row | told | {"lora": sorted(served.adapters), "defaults": dict(facts.defaults)}
+
+
+async def _unless_gone(dispatcher: Dispatcher, job: Job, request: Request) -> Any:
+    """Return the images of a job; None where the client left first, and nobody waits for them."""
+    images, gone = asyncio.ensure_future(job.images()), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({images, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return images.result() if images.done() else None
+    finally:
+        gone.cancel()
+        if not images.done():
+            images.cancel()
+            dispatcher.cancel(job)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator[bytes]:
+    """Yield the events of a stream; where the client leaves, it is closed, and its images are let go."""
+    try:
+        while (news := await job.news.get()) is not None:
+            if (made := news.get("made")) is None:
+                yield _event(api.progress(news))
+            else:
+                yield _event(api.completed(made, await asyncio.to_thread(api.file_of, made, body), body))
+        if job.error is not None:
+            status, content, _ = _explained(job.error)
+            yield _event({"type": "error", "status": status, **content})
+    finally:
+        if not job.is_finished:
+            served.dispatcher.cancel(job)
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return f"event: {value['type']}\ndata: {json.dumps(value)}\n\n".encode()
+
+
+def _add_probes(app: FastAPI, served: Served) -> None:
+    dispatcher = served.dispatcher
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if dispatcher.is_ready and not dispatcher.is_draining:
+            return JSONResponse({"status": "ready", "models": dispatcher.names})
+        return JSONResponse({"status": "draining" if dispatcher.is_draining else "not ready"}, 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(dispatcher.metrics.page(dispatcher), media_type=CONTENT_TYPE)
+
+
+class _Load(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    folder: str
+    name: str | None = None
+
+
+class _Named(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+
+
+def _add_admin(app: FastAPI, served: Served) -> None:
+    dispatcher = served.dispatcher
+
+    @app.post("/admin/load")
+    async def load(body: _Load) -> dict[str, Any]:
+        folder = _inside(served.root, body.folder)
+        name = body.name or folder.name
+        if name in dispatcher.names:
+            raise Refused(f"there is a model {name!r} already; give another name, or unload it", "name")
+        await dispatcher.add(name, str(folder))
+        return _model_row(served, name)
+
+    @app.post("/admin/unload")
+    async def unload(body: _Named) -> dict[str, str]:
+        await dispatcher.remove(served.facts_of(body.name).name)
+        return {"status": "unloaded"}
+
+    @app.post("/admin/drain")
+    async def drain() -> dict[str, Any]:
+        dispatcher.is_draining = True
+        return {"status": "draining", "images": len(dispatcher.queue)}
+
+
+def _inside(root: Path | None, name: str) -> Path:
+    """Return a folder below the root; `Refused` for any other."""
+    if root is None:
+        raise Refused("checkpoints are loaded from below --root, which this server was not given", "folder")
+    if "\0" in name:
+        raise Refused("folder: holds a character that no path has", "folder")
+    folder = (root / name).resolve()
+    if not folder.is_relative_to(root.resolve()) or not folder.is_dir():
+        raise Refused("folder: no folder below --root", "folder")
+    return folder
+
+
+def _add_errors(app: FastAPI, served: Served) -> None:
+    async def answer(_request: Request, error: Exception) -> Response:
+        status, content, headers = _explained(error)
+        served.dispatcher.metrics.answered(status, content["error"]["code"] or content["error"]["type"])
+        return JSONResponse(content, status, headers)
+
+    kinds = (RequestValidationError, HTTPException, Refused, Full, Unavailable, ValueError, RuntimeError, OSError)
+    for kind in (*kinds, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Return status, body and headers of an error's answer."""
+    if isinstance(error, RequestValidationError):
+        error = api.problem_of(error.errors())
+    if isinstance(error, HTTPException):
+        code = "model_not_found" if error.status_code == 404 else None
+        return error.status_code, api.error_of(str(error.detail), _INVALID, code=code), dict(error.headers or {})
+    if isinstance(error, Full):
+        content = api.error_of(str(error), "rate_limit_error", code="queue_full")
+        return 429, content, {"Retry-After": str(error.retry_after)}
+    if isinstance(error, Unavailable):
+        content = api.error_of(str(error), "server_error", code="unavailable")
+        return 503, content, {"Retry-After": str(error.retry_after)}
+    if isinstance(error, (Refused, ValueError)):
+        return 400, api.error_of(str(error), _INVALID, getattr(error, "param", None)), {}
+    if isinstance(error, RuntimeError) and type(error) is RuntimeError:
+        return 409, api.error_of(first_line(error), _INVALID, code="busy"), {}
+    return 500, api.error_of("the image could not be made", "server_error", code=type(error).__name__), {}

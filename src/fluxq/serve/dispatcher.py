@@ -1,0 +1,275 @@
+"""The loop between the queue and the worker: pick an image, let it run for a quantum, look again.
+
+It runs in the front's event loop alone, so nothing here is locked but the worker, which does one thing at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fluxq.base.console import first_line, logger
+from fluxq.serve.metrics import Metrics
+from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, WorkerDied
+from fluxq.serve.queue import Entry, Queue
+from fluxq.serve.times import Times
+
+_RETRIES = 5.0  # seconds between tries to start a worker
+_WARM_STEPS = 3
+
+
+class Hands(Protocol):
+    """A worker, asked from an event loop; `WorkerDied` where its process ended."""
+
+    async def start(self) -> None: ...
+
+    async def ask(self, method: str, *arguments: Any) -> Any: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """An image as its answer tells of it. queued, computed: seconds."""
+
+    order: Order
+    picture: Picture
+    digest: str
+    queued: float
+    computed: float
+
+
+@dataclass(eq=False)
+class Job:
+    """A request: images that are taken together. news: of every step, None at the end."""
+
+    orders: tuple[Order, ...]
+    predicted: float
+    news: asyncio.Queue[dict[str, Any] | None] = field(default_factory=asyncio.Queue)
+    made: dict[int, Made] = field(default_factory=dict)
+    error: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.error is not None or len(self.made) == len(self.orders)
+
+    async def images(self) -> list[Made]:
+        """Wait for all images and return them; the error of one is the request's."""
+        while await self.news.get() is not None:
+            pass
+        if self.error is not None:
+            raise self.error
+        return [self.made[order.number] for order in self.orders]
+
+
+class Unavailable(RuntimeError):
+    """A request that cannot be served now. retry_after: seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = max(1, round(retry_after))
+
+
+class Dispatcher:
+    """Images of all requests, the worker that makes them, and what is known of its checkpoints."""
+
+    def __init__(self, hands: Hands, names: Sequence[str], metrics: Metrics, **limits: Any) -> None:
+        """Take requests once `start` has been awaited. limits: of Queue."""
+        self.hands, self.names, self.metrics = hands, list(names), metrics
+        self.times = Times()
+        self.queue = Queue(self.times.remaining, **limits)
+        self.facts: dict[str, Facts] = {}
+        self.memory: dict[str, int] = {}
+        self.is_draining = self.is_ready = False
+        self._numbers = itertools.count(1)
+        self._awake, self._worker = asyncio.Event(), asyncio.Lock()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the worker, load and warm up every checkpoint; ValueError for one that is refused."""
+        await self.hands.start()
+        for name in self.names:
+            await self._load(name)
+        self.is_ready = True
+        self._loop = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Finish what was taken, then end the worker."""
+        self.is_draining = True
+        while len(self.queue) and self._loop is not None and not self._loop.done():
+            await asyncio.sleep(0.02)
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        await self.hands.stop()
+
+    def submit(self, orders: Sequence[Order], within: float | None = None) -> Job:
+        """Take a request, or raise `Full` or `Unavailable`. within: seconds in which it is due."""
+        if self.is_draining or not self.is_ready:
+            raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
+        now = time.monotonic()
+        job = Job(tuple(orders), sum(self.times.remaining(order) for order in orders))
+        self.queue.add(orders, now, job, within)
+        self._awake.set()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Let go of what nobody waits for, at the next step."""
+        for entry in self.queue:
+            if entry.owner is job:
+                entry.is_cancelled = True
+        self._awake.set()
+
+    def next_number(self) -> int:
+        """Return the number of a new order."""
+        return next(self._numbers)
+
+    async def add(self, name: str, folder: str) -> Facts:
+        """Load one more checkpoint."""
+        facts = await self._ask("add", name, folder)
+        if name not in self.names:
+            self.names.append(name)
+        await self._warm_up(facts)
+        return facts
+
+    async def remove(self, name: str) -> None:
+        """Unload a checkpoint; RuntimeError while it has images in the queue."""
+        if any(entry.order.model == name for entry in self.queue):
+            raise RuntimeError(f"{name} has images in the queue; try again when they are finished")
+        self.names.remove(name)
+        self.facts.pop(name, None)
+        await self._ask("unload", name)
+        self.memory = await self._ask("memory")
+
+    async def _load(self, name: str) -> None:
+        await self._warm_up(await self._ask("load", name))
+
+    async def _warm_up(self, facts: Facts) -> None:
+        """Make a small part of an image twice: first calls compile and allocate, later ones are measured."""
+        call = {**facts.defaults, "num_inference_steps": min(_WARM_STEPS, facts.defaults["num_inference_steps"])}
+        for is_measured in (False, True):
+            order = Order(self.next_number(), facts.name, "a", 0, call)
+            while True:
+                quantum = await self._ask("advance", order)
+                if is_measured:
+                    self.times.add(order, quantum)
+                if quantum.picture is not None:
+                    break
+        self.facts[facts.name] = facts
+        self.memory = await self._ask("memory")
+
+    async def _run(self) -> None:
+        while True:
+            entry = self.queue.pick(self._may_begin)
+            if entry is None:
+                self._awake.clear()
+                await self._awake.wait()
+                continue
+            try:
+                await self._quantum(entry)
+            except WorkerDied as error:
+                await self._recover(error)
+            except Exception as error:  # of one image: the others go on
+                if not isinstance(error, Refused):
+                    logger.warning("an image failed: %s", type(error).__name__)
+                self._fail(entry, error)
+
+    def _may_begin(self, model: str, busy: set[str]) -> bool:
+        """Tell whether an image of a model may begin: not where that would unload another in the middle of one."""
+        if model in busy and self.facts[model].is_alone:
+            return False
+        return model in self.memory or not busy
+
+    async def _quantum(self, entry: Entry) -> None:
+        if entry.is_cancelled:
+            if entry.has_begun:
+                await self._ask("drop", entry.order.number)
+            self.queue.remove(entry)
+            self.metrics.ended("cancelled")
+            return
+        entry.has_begun = True
+        quantum: Quantum = await self._ask("advance", entry.order)
+        self.times.add(entry.order, quantum)
+        self.metrics.quantum(entry.order, quantum)
+        entry.steps, entry.computed = quantum.steps, entry.computed + quantum.seconds
+        if quantum.loading:
+            self.memory = await self._ask("memory")
+        if quantum.picture is None:
+            entry.owner.news.put_nowait(self._step(entry))
+        else:
+            self._finish(entry, quantum.picture)
+
+    def _step(self, entry: Entry) -> dict[str, Any]:
+        position, seconds = self.queue.wait_of(entry)
+        return {
+            "image": entry.owner.orders.index(entry.order),
+            "position": position,
+            "predicted_ms": round(1000 * seconds),
+            "step": entry.steps,
+            "steps": entry.order.steps,
+        }
+
+    def _finish(self, entry: Entry, picture: Picture) -> None:
+        self.queue.remove(entry)
+        job, order = entry.owner, entry.order
+        queued = max(0.0, time.monotonic() - entry.arrived - entry.computed)
+        digest = self.facts[order.model].digest
+        job.made[order.number] = made = Made(order, picture, digest, queued, entry.computed)
+        self.metrics.made(made, entry.predicted)
+        job.news.put_nowait({"made": made})
+        if job.is_finished:
+            job.news.put_nowait(None)
+
+    def _fail(self, entry: Entry, error: Exception) -> None:
+        """End a request whose image cannot be made, and let its other images go."""
+        self.queue.remove(entry)
+        if entry.owner.error is None:
+            entry.owner.error = error
+            self.cancel(entry.owner)
+            entry.owner.news.put_nowait(None)
+
+    async def _recover(self, error: WorkerDied) -> None:
+        """Answer what the worker was making, start another one, and go on with what waits."""
+        logger.warning("%s; it is started again", error)
+        self.is_ready = False
+        self.metrics.worker_died()
+        for entry in self.queue:
+            if entry.has_begun:
+                self._fail(entry, Unavailable("the worker ended while it made this image; ask again"))
+        while not self.is_ready:
+            try:
+                await self.hands.start()
+                for name in [name for name in self.memory if name in self.names]:
+                    await self._ask("load", name)
+                self.is_ready = True
+            except (WorkerDied, ValueError, OSError) as problem:
+                logger.warning("no worker: %s; the next try in %g s", first_line(problem), _RETRIES)
+                for entry in self.queue:
+                    self._fail(entry, Unavailable("the worker cannot be started", _RETRIES))
+                await asyncio.sleep(_RETRIES)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        async with self._worker:
+            return await self.hands.ask(method, *arguments)
+
+
+class Here:
+    """A worker in this process."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    async def start(self) -> None:
+        from fluxq.serve.worker import Worker
+
+        self._worker: Any = await asyncio.to_thread(Worker, self.settings)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._worker, method), *arguments)
+
+    async def stop(self) -> None:
+        pass

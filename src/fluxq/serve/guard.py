@@ -1,0 +1,129 @@
+"""The gate in front of the application: who may ask, and how much; nothing of a body is read before a key is known.
+
+Plain ASGI: a middleware that wraps requests and answers would hide that a client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.files import require_no_pipe
+from fluxq.serve.api import error_of
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_INVALID = "invalid_request_error"
+_READ_SECONDS = 30.0  # for a whole body
+_FORGOTTEN = 4  # times the limit of a body is read of one that is too large
+_LONGEST_FILE = 1 << 20  # bytes of keys
+_WITHOUT_KEY = ("/health", "/ready", "/metrics")
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one a line, `#` begins a comment; ValueError or FileNotFoundError for none."""
+    require_no_pipe(path, f"the file of keys {path}")
+    if not path.is_file():
+        raise FileNotFoundError(f"the file of keys {path} does not exist; write one key a line into it")
+    if path.stat().st_size > _LONGEST_FILE:
+        raise ValueError(f"the file of keys {path} has more than {_LONGEST_FILE} bytes; write one key a line into it")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"the file of keys {path} is no text; write one key a line into it") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ValueError(f"the file of keys {path} holds none; write one key a line into it")
+    if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise ValueError(f"the file of keys {path} holds one that no header takes: use letters, digits and signs")
+    return tuple(keys)
+
+
+class Guard:
+    """An ASGI application behind keys and a limit of bytes.
+
+    keys: of everything; none: open. admin_keys: of /admin/ alone; none: nobody may. body: bytes at most.
+    """
+
+    def __init__(
+        self, app: Any, keys: Collection[str], admin_keys: Collection[str], body: int, count: Callable[[int, str], None]
+    ) -> None:
+        self.app, self.body, self.count = app, body, count
+        self.keys, self.admin_keys = tuple(keys), tuple(admin_keys)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if problem := self._who(scope["path"], headers.get(b"authorization", b"")):
+            await self._refuse(send, 401, problem, _INVALID, "invalid_api_key")
+            return
+        try:
+            content = await asyncio.wait_for(self._read(receive), _READ_SECONDS)
+        except TimeoutError:
+            await self._refuse(send, 408, f"the body did not come within {_READ_SECONDS:.0f} s", _INVALID)
+            return
+        if content is None:
+            await self._refuse(send, 413, f"the body is larger than {self.body} bytes", _INVALID)
+            return
+        await self.app(scope, _Replayed(content, receive), send)
+
+    def _who(self, path: str, header: bytes) -> str:
+        """Return why a request is refused; "" if it is not."""
+        kind, _, given = header.partition(b" ")
+        key = given.strip() if kind.lower() == b"bearer" else b""
+        if path.startswith("/admin"):
+            if not self.admin_keys:
+                return "admin routes are off: start the server with --admin-key-file"
+            return "" if _is_one_of(key, self.admin_keys) else "admin routes need a key of --admin-key-file"
+        if not self.keys or path in _WITHOUT_KEY or _is_one_of(key, self.keys):
+            return ""
+        return "this server needs a key: send it as Authorization: Bearer KEY"
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body; None where it is too large.
+
+        Of one that is too large some more is read and forgotten: a client that still writes would not read the answer.
+        """
+        parts, size, most = [], 0, self.body * _FORGOTTEN
+        while size <= most:
+            message = await receive()
+            part = message.get("body", b"")
+            size += len(part)
+            parts = [*parts, part] if size <= self.body else []
+            if message["type"] == "http.disconnect" or not message.get("more_body"):
+                break
+        return b"".join(parts) if size <= self.body else None
+
+    async def _refuse(self, send: Send, status: int, message: str, kind: str, code: str | None = None) -> None:
+        self.count(status, code or "refused")
+        content = json.dumps(error_of(message, kind, code=code)).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers += [(b"content-length", str(len(content)).encode())]
+        headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
+class _Replayed:
+    """A body that was read, once more; then what the client does."""
+
+    def __init__(self, content: bytes, receive: Receive) -> None:
+        self.message: Message | None = {"type": "http.request", "body": content, "more_body": False}
+        self.receive = receive
+
+    async def __call__(self) -> Message:
+        message, self.message = self.message, None
+        return message or await self.receive()
+
+
+def _is_one_of(key: bytes, keys: tuple[str, ...]) -> bool:
+    """Compare with all, in a time that tells nothing."""
+    return any([hmac.compare_digest(key, each.encode()) for each in keys])

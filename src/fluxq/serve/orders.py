@@ -1,0 +1,115 @@
+"""Orders of the front to a worker, and what it gives back: plain values, which go from one process to another.
+
+    quantum 1      prompt encoded, first step
+    quantum 2…T    a step each
+    quantum T + 1  latents decoded: the picture
+
+A quantum is what runs without a look at the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """One image to make.
+
+    number: of no other order of this server.
+    model: name of a checkpoint.
+    call: arguments of the pipeline's call; width, height and num_inference_steps are always there.
+    lora: (name, scale) of an adapter.
+    """
+
+    number: int
+    model: str
+    prompt: str
+    seed: int
+    call: Mapping[str, Any]
+    lora: tuple[str, float] | None = None
+
+    @property
+    def steps(self) -> int:
+        return int(self.call["num_inference_steps"])
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return int(self.call["width"]), int(self.call["height"])
+
+    @property
+    def pixel_steps(self) -> int:
+        """Pixels of all steps."""
+        return self.size[0] * self.size[1] * self.steps
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Facts that decide the time of a step besides the size: model, calls of the denoiser, whether adapted."""
+        guided = float(self.call.get("true_cfg_scale") or 0) > 1 and self.call.get("negative_prompt") is not None
+        return self.model, guided, self.lora is not None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished image. pixels: bytes of RGB, row by row. computed: steps that the denoiser computed."""
+
+    width: int
+    height: int
+    pixels: bytes = field(repr=False)
+    computed: int
+
+
+@dataclass(frozen=True)
+class Quantum:
+    """Result of a quantum.
+
+    steps: finished by now.
+    seconds: that it took.
+    loading: seconds of them that the checkpoint took to load.
+    picture: after the last one.
+    cached: whether the prompt's encoding was there.
+    """
+
+    steps: int
+    seconds: float
+    loading: float = 0.0
+    picture: Picture | None = None
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a checkpoint, known once it is loaded.
+
+    digest: SHA-256 of all files that decide its images.
+    accepts: arguments of its pipeline's call.
+    defaults: arguments of a normal call; width, height and num_inference_steps are there.
+    unit: pixels that width and height are multiples of.
+    nbytes: of its weights.
+    gates: that it was shipped with.
+    is_alone: whether its images are made one after the other, because denoisers remember their last step.
+    """
+
+    name: str
+    digest: str
+    accepts: frozenset[str]
+    defaults: Mapping[str, Any]
+    unit: int
+    nbytes: int
+    gates: tuple[str, ...] = ()
+    is_alone: bool = False
+
+
+class Refused(ValueError):
+    """A request that cannot work. param: the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class WorkerDied(RuntimeError):
+    """The worker's process ended; what it was making is lost."""

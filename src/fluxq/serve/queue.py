@@ -1,0 +1,155 @@
+"""The queue: which image runs next, and whether one more can be promised.
+
+    due = arrived + STRETCH × predicted seconds, or sooner where the request says so
+    key = due - AGEING × (now - arrived)
+
+The image of the least key runs, for one quantum; then the queue is asked again. So a short image passes a long one that
+has not waited, and is passed by nobody in the end. All age alike, so `now` falls out when two are compared: no two
+images change places again and again.
+
+A request is taken only if neither it nor one that it passes is predicted to wait longer than was promised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fluxq.serve.orders import Order
+
+STRETCH = 4.0
+AGEING = 1.0
+
+
+@dataclass(eq=False)
+class Entry:
+    """An image in the queue.
+
+    arrived, due: seconds of the queue's clock.
+    steps: finished by now. has_begun: whether a worker holds its state.
+    computed: seconds that it has taken.
+    predicted: seconds that it takes, as foretold when it came.
+    promised: longest wait that it may come to, as foretold then.
+    owner: of the caller.
+    """
+
+    order: Order
+    arrived: float
+    due: float
+    owner: Any = None
+    steps: int = 0
+    has_begun: bool = False
+    computed: float = 0.0
+    predicted: float = 0.0
+    promised: float = 0.0
+    is_cancelled: bool = False
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Place in the order of all images."""
+        return self.due + AGEING * self.arrived, self.order.number
+
+
+class Full(RuntimeError):
+    """A request that the queue does not take. retry_after: seconds until it would, as predicted."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = max(1, math.ceil(retry_after))
+
+
+@dataclass
+class Queue:
+    """Images that wait or run.
+
+    remaining: (order, finished steps) to predicted seconds.
+    longest: images at most. patience: seconds that an image may wait, as predicted. begun: images at most whose state
+    a worker holds.
+    """
+
+    remaining: Callable[[Order, int], float]
+    longest: int = 64
+    patience: float = 60.0
+    begun: int = 4
+    _entries: list[Entry] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self):
+        return iter(tuple(self._entries))
+
+    def add(self, orders: Iterable[Order], now: float, owner: Any = None, within: float | None = None) -> list[Entry]:
+        """Take all images of a request, or none: `Full` says when to come again.
+
+        within: seconds from now in which it is due, sooner than by its own length.
+        """
+        new = []
+        for order in orders:
+            seconds = self.remaining(order, 0)
+            due = now + min(STRETCH * seconds, math.inf if within is None else within)
+            new.append(Entry(order, now, due, owner, predicted=seconds))
+        waiting = [each for each in self._entries if not each.is_cancelled]
+        if len(waiting) + len(new) > self.longest:
+            soonest = min((self._left(each) for each in waiting), default=0.0)
+            raise Full(f"the queue is full: {self.longest} images at most", soonest)
+        waits = self._waits([*waiting, *new], now)
+        if waits[new[0]] > self.patience:
+            raise Full(
+                f"the predicted wait is {waits[new[0]]:.1f} s, and {self.patience:g} s at most",
+                waits[new[0]] - self.patience,
+            )
+        late = [waits[each] - each.promised for each in waiting if each.key > new[0].key]
+        if max(late, default=0.0) > 0:
+            raise Full("another image would wait longer than it was promised", max(late))
+        for each in new:
+            each.promised = max(self.patience, waits[each])
+        self._entries += new
+        return new
+
+    def pick(self, may_begin: Callable[[str, set[str]], bool] = lambda model, busy: True) -> Entry | None:
+        """Return the image to run for a quantum, None without any; cancelled ones come first, to be let go.
+
+        may_begin: whether an image of this model may begin beside begun ones of these.
+        """
+        gone = next((each for each in self._entries if each.is_cancelled), None)
+        if gone is not None or not self._entries:
+            return gone
+        begun = [each for each in self._entries if each.has_begun]
+        busy = {each.order.model for each in begun}
+        first = min(self._entries, key=_by_key)
+        waits = len(begun) >= self.begun or not may_begin(first.order.model, busy)
+        if begun and not first.has_begun and waits:
+            return min(begun, key=_by_key)
+        return first
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an image that is finished, lost or cancelled."""
+        if entry in self._entries:
+            self._entries.remove(entry)
+
+    def wait_of(self, entry: Entry) -> tuple[int, float]:
+        """Return the number of images before one, and the predicted seconds until it is finished."""
+        before = [each for each in self._entries if not each.is_cancelled and each.key < entry.key]
+        return len(before), sum(map(self._left, before)) + self._left(entry)
+
+    def backlog(self) -> float:
+        """Return the predicted seconds of all that is in the queue."""
+        return sum(self._left(each) for each in self._entries if not each.is_cancelled)
+
+    def _left(self, entry: Entry) -> float:
+        return self.remaining(entry.order, entry.steps)
+
+    def _waits(self, entries: list[Entry], now: float) -> dict[Entry, float]:
+        """Return the predicted seconds from arrival to finish of each image in which it does not run."""
+        waits, finish = {}, now
+        for each in sorted(entries, key=_by_key):
+            finish += self._left(each)
+            waits[each] = max(0.0, finish - self._left(each) - each.arrived - each.computed)
+        return waits
+
+
+def _by_key(entry: Entry) -> tuple[float, int]:
+    return entry.key

@@ -1,0 +1,223 @@
+"""`fluxq serve`: options in, a server that runs until it is told to end.
+
+What cannot work is found before anything is computed: the port, the keys, folders and their names. Checkpoints are
+loaded while the server answers /health already; one that is refused ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from fluxq.base.extras import CURE
+from fluxq.serve.api import Limits
+from fluxq.serve.app import Served, application
+from fluxq.serve.dispatcher import Dispatcher, Hands, Here
+from fluxq.serve.guard import Guard, read_keys
+from fluxq.serve.metrics import Metrics
+from fluxq.serve.worker import Settings
+
+_BACKLOG = 2048  # connections that wait to be taken
+_PORTS = {errno.EADDRINUSE: "is in use: give another --port", errno.EACCES: "is not for you: give one above 1023"}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `fluxq serve`, as the command has them."""
+
+    outputs: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Path | None = None
+    admin_key_file: Path | None = None
+    without_key: bool = False
+    root: Path | None = None
+    lora: Path | None = None
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    max_memory: int | None = None
+    max_queue: int = 64
+    max_wait: float = 60.0
+    max_steps: int = 100
+    max_pixels: int = 1 << 22
+    max_pixel_steps: float = 6e8
+    allow_unrecorded: bool = False
+    in_process: bool = False
+
+
+class Server:
+    """A server, checked and bound to its port; `run` serves until a signal or `end` ends it."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        """Raise ValueError, FileNotFoundError or OSError for what cannot work."""
+        self.options = options
+        names = _names(options.outputs)
+        adapters = _adapters(options.lora)
+        keys = _keys(options)
+        admin_keys = () if options.admin_key_file is None else read_keys(options.admin_key_file)
+        if options.root is not None and not options.root.is_dir():
+            raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
+        self._socket = _bound(options.host, options.port)
+        from fluxq.base.devices import choose
+
+        settings = Settings(
+            names, choose(options.device), options.dtype, options.max_memory, adapters, options.allow_unrecorded
+        )
+        self.dispatcher = Dispatcher(
+            _hands(settings, options), [*names], Metrics(), longest=options.max_queue, patience=options.max_wait
+        )
+        limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
+        app = application(Served(self.dispatcher, limits, adapters, options.root))
+        app.router.lifespan_context = self._lifespan
+        guarded = Guard(app, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
+        config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
+        self._uvicorn = _Uvicorn(config)
+        self._error: BaseException | None = None
+        self._told: Callable[[str], None] = lambda line: None
+
+    @property
+    def address(self) -> str:
+        """Address, as clients have it."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self, tell: Callable[[str], None] = lambda line: None) -> None:
+        """Serve; return when a signal has ended it and all that was taken is finished.
+
+        tell: takes lines for people. Raises what loading the checkpoints raised.
+        """
+        self._told = tell
+        try:
+            asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
+        finally:
+            self._socket.close()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Let it end as a signal does."""
+        self._uvicorn.should_exit = True
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _app: Any) -> AsyncIterator[None]:
+        starting = asyncio.create_task(self._start())
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self.dispatcher.stop()
+
+    async def _start(self) -> None:
+        try:
+            await self.dispatcher.start()
+            self._told(f"ready: {self.address}/v1")
+        except Exception as error:
+            self._error = error
+            self.end()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, without raising a signal once more that has ended it: that is no failure."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        try:
+            before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # in a thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def _hands(settings: Settings, options: ServeOptions) -> Hands:
+    return Here(settings)
+
+
+def _names(outputs: Sequence[str]) -> dict[str, str]:
+    """Return name -> folder."""
+    from fluxq.jobs.requirements import require_checkpoint
+
+    names: dict[str, str] = {}
+    for output in outputs:
+        require_checkpoint(output)
+        folder = Path(output).expanduser().resolve()
+        if folder.name in names:
+            raise ValueError(f"{output} and {names[folder.name]} have one name, which requests choose by: rename one")
+        names[folder.name] = str(folder)
+    return names
+
+
+def _adapters(folder: Path | None) -> dict[str, str]:
+    """Return name -> file of the LoRAs in a folder."""
+    if folder is None:
+        return {}
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--lora {folder} is no folder; give one that holds .safetensors files")
+    if find_spec("peft") is None:
+        raise RuntimeError(f"--lora needs the package peft: {CURE}")
+    from fluxq.base.tensors import TensorFile
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"--lora {folder} holds no .safetensors file")
+    for file in files:
+        TensorFile(file)  # ValueError for one that is damaged
+    return {file.stem: str(file.resolve()) for file in files}
+
+
+def _keys(options: ServeOptions) -> tuple[str, ...]:
+    if options.api_key_file is not None:
+        return read_keys(options.api_key_file)
+    if not options.without_key and not _is_loopback(options.host):
+        raise ValueError(
+            f"--host {options.host} lets other machines ask: give --api-key-file FILE, or --without-key if something "
+            "in front of the server asks for one"
+        )
+    return ()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; OSError in one sentence for a port that is taken."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OSError(f"--host {host} is no address of this machine ({error.strerror})") from None
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind(address)
+        taken.listen(_BACKLOG)
+    except OSError as error:
+        taken.close()
+        cures = {
+            errno.EADDRINUSE: "is in use: give another --port",
+            errno.EACCES: "is not for you: give one above 1023",
+        }
+        raise OSError(f"port {port} of {host} {cures.get(error.errno or 0, error.strerror)}") from None
+    taken.setblocking(False)
+    return taken

@@ -1,0 +1,77 @@
+"""The time of an image before it is made: medians of measured quanta, by kind and size.
+
+    seconds = begin + (T - 1) × step + finish
+
+`begin` is the prompt and the first step, `finish` the decoding. A size that was not measured is interpolated between
+its neighbours by pixels; above the largest, time grows with pixels, below the smallest it is that one's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from statistics import median
+from typing import Any
+
+from fluxq.serve.orders import Order, Quantum
+
+_KEPT = 15  # measurements of one kind and size
+_UNKNOWN = 1.0  # second, of a quantum of which nothing like it was measured
+_GUIDED = 2  # calls of the denoiser in a step
+PARTS = ("begin", "step", "finish")
+
+
+class Times:
+    """Measured seconds of quanta, and predictions from them."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[Hashable, str], dict[int, deque[float]]] = {}
+
+    def add(self, order: Order, quantum: Quantum) -> None:
+        """Take a measurement, without what loading took."""
+        part = "finish" if quantum.picture else "begin" if quantum.steps == 1 else "step"
+        by_size = self._measured.setdefault((order.kind, part), {})
+        by_size.setdefault(_pixels(order), deque(maxlen=_KEPT)).append(quantum.seconds - quantum.loading)
+
+    def remaining(self, order: Order, steps: int = 0, finished: bool = False) -> float:
+        """Return the predicted seconds of what is left of an image of which so many steps are made."""
+        if finished:
+            return 0.0
+        begin = self._seconds(order, "begin") if steps == 0 else 0.0
+        left = order.steps - max(steps, 1)
+        return begin + left * self._seconds(order, "step") + self._seconds(order, "finish")
+
+    def step(self, order: Order) -> float:
+        """Return the predicted seconds of a step."""
+        return self._seconds(order, "step")
+
+    def _seconds(self, order: Order, part: str) -> float:
+        model, guided, adapted = order.kind
+        kinds: list[tuple[Any, float]] = [(order.kind, 1)]
+        # Of a kind that was not measured, by a plainer one of the same model.
+        kinds += [((model, guided, False), 1)] if adapted else []
+        kinds += [((model, False, False), _GUIDED if part == "step" else 1)] if guided else []
+        for kind, factor in kinds:
+            if by_size := self._measured.get((kind, part)):
+                return factor * _at(by_size, _pixels(order))
+        return _UNKNOWN
+
+
+def _pixels(order: Order) -> int:
+    width, height = order.size
+    return width * height
+
+
+def _at(by_size: dict[int, deque[float]], pixels: int) -> float:
+    """Return the seconds at a number of pixels."""
+    sizes = sorted(by_size)
+    if pixels <= sizes[0]:
+        return median(by_size[sizes[0]])
+    if pixels >= sizes[-1]:
+        return median(by_size[sizes[-1]]) * pixels / sizes[-1]
+    above = next(size for size in sizes if size >= pixels)
+    below = max(size for size in sizes if size <= pixels)
+    if above == below:
+        return median(by_size[above])
+    share = (pixels - below) / (above - below)
+    return (1 - share) * median(by_size[below]) + share * median(by_size[above])

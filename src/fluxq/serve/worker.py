@@ -1,0 +1,489 @@
+"""A worker: checkpoints in memory, and the images that they are making, one quantum at a time.
+
+Each image is a call of a stock pipeline in a thread of its own, which stops after every step until it is told to go on.
+So images take turns at the granularity of a step, whatever the pipeline, and each is the one that the pipeline makes
+alone, bit for bit: nothing but the turn is shared. A shallow copy of the pipeline, with a scheduler of its own, is what
+an image changes. Where a denoiser remembers its last step (lists of steps, kept steps, step caches), one image is
+finished before the next begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fluxq.base.console import first_line, logger
+from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused
+
+_ENCODINGS = 256 << 20  # bytes of encoded prompts that are kept
+_SIDE = 1024  # pixels, of a pipeline that says nothing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a worker.
+
+    folders: name -> folder of a checkpoint.
+    device, dtype: as torch writes them.
+    memory: bytes of weights at most; None for what is free.
+    adapters: name -> file of a LoRA.
+    unrecorded: whether checkpoints are served that record nothing to hold their files against.
+    """
+
+    folders: Mapping[str, str]
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    memory: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    unrecorded: bool = False
+
+
+class Worker:
+    """Checkpoints in memory and images in the making. Its methods are called one at a time, from any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.folders = dict(settings.folders)
+        self._models: OrderedDict[str, _Model] = OrderedDict()  # used last comes last
+        self._making: dict[int, _Making] = {}
+        self._proved: dict[str, tuple[Any, str]] = {}  # name -> stamps of the files, digest
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Names of the checkpoints in memory."""
+        return tuple(self._models)
+
+    def add(self, name: str, folder: str) -> Facts:
+        """Load a checkpoint under a name; ValueError for one that `fluxq verify` refuses, or that does not fit."""
+        self.folders[name] = folder
+        try:
+            return self._model(name).facts
+        except Exception:
+            del self.folders[name]
+            raise
+
+    def load(self, name: str) -> Facts:
+        """Load a checkpoint, if it is not in memory, and return its facts."""
+        return self._model(name).facts
+
+    def unload(self, name: str, *, forget: bool = False) -> None:
+        """Give a checkpoint's memory back; RuntimeError while it makes images. forget: whether its folder too."""
+        if any(each.order.model == name for each in self._making.values()):
+            raise RuntimeError(f"{name} is making images; try again when they are finished")
+        self._models.pop(name, None)
+        if forget:
+            self.folders.pop(name, None)
+        _give_back(self.settings.device)
+
+    def advance(self, order: Order) -> Quantum:
+        """Make an image up to its next stop; `Refused` for a call that the pipeline refuses. It is forgotten then."""
+        start, loading = time.perf_counter(), 0.0
+        making = self._making.get(order.number)
+        if making is None:
+            model = self._model(order.model)
+            loading = time.perf_counter() - start
+            making = self._making[order.number] = _Making(model, order)
+        self._models.move_to_end(order.model)
+        making.model.adapt(order.lora)
+        with _discreet():
+            making.go_on()
+        _wait_for(self.settings.device)
+        if making.is_done:
+            del self._making[order.number]
+        picture = making.result()
+        return Quantum(making.steps, time.perf_counter() - start, loading, picture, making.was_cached)
+
+    def drop(self, number: int) -> None:
+        """Stop making an image, where it stands."""
+        if making := self._making.pop(number, None):
+            making.drop()
+
+    def memory(self) -> dict[str, int]:
+        """Return checkpoint in memory -> bytes of its weights."""
+        return {name: model.facts.nbytes for name, model in self._models.items()}
+
+    def _model(self, name: str) -> _Model:
+        if name not in self._models:
+            if name not in self.folders:
+                raise Refused(f"there is no model {name!r}", "model")
+            folder = Path(self.folders[name]).expanduser().resolve()
+            digest = self._prove(name, folder)
+            self._make_room(name, folder)
+            self._models[name] = _Model(name, folder, digest, self.settings)
+        return self._models[name]
+
+    def _prove(self, name: str, folder: Path) -> str:
+        """Return a checkpoint's digest; ValueError for one that `fluxq verify` refuses. Files are read once."""
+        from fluxq.base.model import resolve_model
+        from fluxq.eval.images.sides import pipeline_digest, side_stamps
+        from fluxq.jobs.requirements import require_checkpoint
+
+        require_checkpoint(folder)
+        source = resolve_model(str(folder))
+        if self._proved.get(name, ((), ""))[0] != side_stamps(folder):
+            _require_whole(folder, unrecorded=self.settings.unrecorded)
+            self._proved[name] = side_stamps(folder), pipeline_digest(source)
+        return self._proved[name][1]
+
+    def _make_room(self, name: str, folder: Path) -> None:
+        """Unload checkpoints that were not used for longest until another fits; ValueError says by how much not."""
+        from fluxq.base.model import resolve_model
+        from fluxq.jobs.memory import in_words, stored_bytes
+
+        needed = stored_bytes(resolve_model(str(folder)))
+        busy = {each.order.model for each in self._making.values()}
+        idle = [each for each in self._models if each not in busy]
+        while (lacking := needed - self._room()) > 0 and idle:
+            oldest = idle.pop(0)
+            logger.warning("%s makes room for %s", oldest, name)
+            self.unload(oldest)
+        if lacking > 0:
+            raise ValueError(
+                f"{folder}: its weights take {in_words(needed)}, {in_words(lacking)} more than there is room for on "
+                f"{self.settings.device}; give fewer checkpoints, or more with --max-memory"
+            )
+
+    def _room(self) -> int:
+        import torch
+
+        from fluxq.base.devices import free_bytes
+
+        if self.settings.memory is not None:
+            return self.settings.memory - sum(self.memory().values())
+        free = free_bytes(torch.device(self.settings.device))
+        return 1 << 62 if free is None else free
+
+
+class _Model:
+    """A checkpoint in memory."""
+
+    def __init__(self, name: str, folder: Path, digest: str, settings: Settings) -> None:
+        from fluxq.base.model import load_pipeline, resolve_model
+        from fluxq.jobs.memory import weight_bytes
+        from fluxq.runtime.steps import about_to_keep
+
+        source = resolve_model(str(folder))
+        with about_to_keep():
+            self.pipe: Any = load_pipeline(source, settings.dtype, settings.device)
+        self.keeps_state = _make_ready(self.pipe, settings.device)
+        self.adapters, self.loaded_adapters = dict(settings.adapters), set[str]()
+        self.lora: tuple[str, float] | None = None
+        self.encodings = _Encodings()
+        defaults = source.generation_defaults
+        width, height = _usual_size(self.pipe)
+        steps = inspect.signature(self.pipe.__call__).parameters["num_inference_steps"].default
+        self.facts = Facts(
+            name=name,
+            digest=digest,
+            accepts=frozenset(inspect.signature(self.pipe.__call__).parameters),
+            defaults={"width": width, "height": height, "num_inference_steps": steps} | defaults,
+            unit=_unit(self.pipe),
+            nbytes=weight_bytes(source, settings.dtype),
+            gates=_gates(folder),
+            is_alone=self.keeps_state,
+        )
+
+    def copy(self) -> Any:
+        """Return what one image changes: the pipeline with a scheduler of its own, or the pipeline itself."""
+        pipe = self.pipe
+        if not self.keeps_state:
+            pipe = copy.copy(self.pipe)
+            pipe.scheduler = copy.deepcopy(self.pipe.scheduler)
+        return pipe
+
+    def adapt(self, lora: tuple[str, float] | None) -> None:
+        """Switch to the adapter of the image that goes on; an adapter's file is read once."""
+        if lora == self.lora:
+            return
+        if lora is None:
+            self.pipe.disable_lora()
+        else:
+            name, scale = lora
+            if name not in self.loaded_adapters:
+                file = Path(self.adapters[name])
+                self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name)
+                self.loaded_adapters.add(name)
+            self.pipe.enable_lora()
+            self.pipe.set_adapters([name], [scale])
+        self.lora = lora
+
+
+class _Making:
+    """An image in the making: a call of the pipeline in a thread that stops after each step."""
+
+    def __init__(self, model: _Model, order: Order) -> None:
+        self.model, self.order = model, order
+        self.steps, self.was_cached, self.is_done = 0, False, False
+        self._picture: Picture | None = None
+        self._error: BaseException | None = None
+        self._is_dropped = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=f"image {order.number}", daemon=True)
+
+    def go_on(self) -> None:
+        """Let it run to its next stop."""
+        if not self._thread.ident:
+            self._thread.start()
+        self._go.release()
+        self._stopped.acquire()
+
+    def result(self) -> Picture | None:
+        """Return the picture, None before the end; what went wrong is raised."""
+        if self._error is not None:
+            raise _as_refusal(self._error)
+        return self._picture
+
+    def drop(self) -> None:
+        """End its thread."""
+        self._is_dropped = True
+        if self._thread.ident:
+            self._go.release()
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._is_dropped:
+                self._picture = self._make()
+        except _Dropped:
+            pass
+        except BaseException as error:  # the thread's end is not to be the worker's
+            self._error = error
+        finally:
+            self.is_done = True
+            self._stopped.release()
+
+    def _make(self) -> Picture:
+        from fluxq.calibrate.capture import run_pipeline
+        from fluxq.eval.images.generate import pictures, to_uint8
+
+        pipe, order = self.model.copy(), self.order
+        with self.model.encodings.in_place_of(pipe, order) as self.told, _counted(pipe) as computed:
+            item = (order.prompt, order.seed)
+            ((output, _),) = run_pipeline(
+                pipe, [item], order.call, output_type="pt", batch_size=1, on_latents=self._after_step
+            )
+        image = to_uint8(pictures(output)[0])  # (3, H, W)
+        height, width = image.shape[-2:]
+        pixels = image.permute(1, 2, 0).contiguous().numpy().tobytes()
+        return Picture(width, height, pixels, computed(self.steps))
+
+    def _after_step(self, step: int, _latents: Any) -> None:
+        self.steps = step + 1
+        self.was_cached = self.told.was_hit
+        self._stopped.release()
+        self._go.acquire()
+        if self._is_dropped:
+            raise _Dropped
+
+
+class _Dropped(BaseException):
+    """An image that nobody waits for; pipelines catch no BaseException."""
+
+
+class _Encodings:
+    """Encoded prompts, those that were used last within `_ENCODINGS` bytes."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._nbytes = 0
+        self.was_hit = False
+
+    def in_place_of(self, pipe: Any, order: Order) -> Any:
+        """Let a pipeline's copy look here before it encodes a prompt, while the block lasts."""
+        return _Remembering(self, pipe, order)
+
+    def get(self, key: str) -> Any:
+        """Return a copy of an encoding, None for one that is not kept."""
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return _cloned(self._kept[key])
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep a copy of an encoding."""
+        self._kept[key] = _cloned(value)
+        self._nbytes += _nbytes(value)
+        while self._nbytes > _ENCODINGS:
+            _, gone = self._kept.popitem(last=False)
+            self._nbytes -= _nbytes(gone)
+
+
+class _Remembering:
+    """A pipeline whose `encode_prompt` remembers; `was_hit` tells whether all was there."""
+
+    def __init__(self, encodings: _Encodings, pipe: Any, order: Order) -> None:
+        self.encodings, self.pipe, self.order, self.was_hit = encodings, pipe, order, False
+
+    def __enter__(self) -> _Remembering:
+        if callable(getattr(self.pipe, "encode_prompt", None)):
+            self._plain: Callable[..., Any] = self.pipe.encode_prompt
+            self.pipe.encode_prompt = self._encode
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        vars(self.pipe).pop("encode_prompt", None)
+
+    def _encode(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
+        if any(not _is_plain(value) for value in bound.values()):
+            return self._plain(*args, **kwargs)
+        key = repr((sorted((name, str(value)) for name, value in bound.items()), self.order.lora))
+        found = self.encodings.get(key)
+        self.was_hit = found is not None
+        if found is None:
+            found = self._plain(*args, **kwargs)
+            self.encodings.put(key, found)
+        return found
+
+
+@contextmanager
+def _discreet() -> Iterator[None]:
+    """Keep libraries from warning meanwhile: they quote what encoders cut off, a part of somebody's prompt."""
+    libraries = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [library.level for library in libraries]
+    for library in libraries:
+        library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.setLevel(level)
+
+
+def _is_plain(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
+    return value is None or isinstance(value, (str, int, float, torch.device, torch.dtype))
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_cloned, value))
+    return value.clone() if hasattr(value, "clone") else value
+
+
+def _nbytes(value: Any) -> int:
+    return sum(map(_nbytes, value)) if isinstance(value, (tuple, list)) else getattr(value, "nbytes", 0)
+
+
+def _counted(pipe: Any) -> Any:
+    """Count the steps that a pipeline's denoisers compute; the number is a function of all steps."""
+    from fluxq.quantize.structure import denoisers_in
+    from fluxq.runtime.skipped import skipped_in
+
+    skipped = next((each for _, model in denoisers_in(pipe) if (each := skipped_in(model))), None)
+    if skipped is None:
+        return nullcontext(lambda steps: steps)
+    handle = skipped.skipped
+    before = handle.calls, handle.computed
+
+    def computed(steps: int) -> int:
+        calls = handle.calls - before[0]
+        return round(steps * (handle.computed - before[1]) / calls) if calls else steps
+
+    return nullcontext(computed)
+
+
+def _make_ready(pipe: Any, device: str) -> bool:
+    """Do in a loaded pipeline what its checkpoint says; return whether its denoisers remember steps.
+
+    On a GPU its layers are laid out for it. On a CPU they compute as stored: images are those of `fluxq eval`.
+    """
+    import fluxq
+    from fluxq.integrations.engine import checked_prefer, recorded_runtime
+    from fluxq.kernels.linear import quant_layers
+    from fluxq.runtime.placed import models_of
+    from fluxq.runtime.skip import skip_recorded_steps
+    from fluxq.runtime.steps import keep_recorded_steps
+
+    models = [part for part in models_of(pipe).values() if quant_layers(part)]
+    if models:
+        runtime = recorded_runtime(models)
+        if device != "cpu":
+            fluxq.prepare(pipe, prefer=checked_prefer(runtime))
+        if "attention" in runtime:
+            fluxq.set_attention(pipe, runtime["attention"])
+        try:
+            fluxq.optimize(pipe)
+        except ValueError as error:
+            logger.info("not optimized: %s", first_line(error))
+    kept, skipped = keep_recorded_steps(pipe), skip_recorded_steps(pipe)
+    return kept is not None or skipped is not None
+
+
+def _require_whole(folder: Path, *, unrecorded: bool) -> None:
+    """Raise ValueError for a folder that `fluxq verify` refuses."""
+    from fluxq.quantize.verify import verify
+
+    results = verify(folder)
+    for each in results:
+        if each.status == "failed" or (each.status == "not made" and each.findings):
+            finding = each.findings[0]
+            raise ValueError(f"{folder}: fluxq verify refuses it ({finding.where}: {finding.what})")
+    unmade = [each.check for each in results if each.status != "ok"]
+    if unmade and not unrecorded:
+        raise ValueError(
+            f"{folder}: fluxq verify cannot make {', '.join(unmade)}: nothing is recorded to hold the files against; "
+            "--allow-unrecorded accepts that"
+        )
+
+
+def _gates(folder: Path) -> tuple[str, ...]:
+    """Return the gates that a checkpoint was shipped with."""
+    from fluxq.quantize.checkpoint import read_plan_file
+
+    recipe = (read_plan_file(folder) or {}).get("recipe")
+    gates = recipe.get("gates") if isinstance(recipe, dict) else None
+    return tuple(map(str, gates)) if isinstance(gates, list) else ()
+
+
+def _usual_size(pipe: Any) -> tuple[int, int]:
+    """Return width and height of a pipeline's own choice."""
+    side = getattr(pipe, "default_sample_size", None)
+    scale = getattr(pipe, "vae_scale_factor", None)
+    pixels = side * scale if isinstance(side, int) and isinstance(scale, int) else _SIDE
+    return pixels, pixels
+
+
+def _unit(pipe: Any) -> int:
+    """Return the pixels that width and height are multiples of: pipelines round others down, with a warning."""
+    scale = getattr(pipe, "vae_scale_factor", None)
+    packs = hasattr(pipe, "_pack_latents")  # two by two latents are a token
+    return scale * (2 if packs else 1) if isinstance(scale, int) else 8
+
+
+def _as_refusal(error: BaseException) -> BaseException:
+    """Return an error of a pipeline's call: ValueErrors are about what was asked for."""
+    if isinstance(error, (ValueError, TypeError)) and not isinstance(error, Refused):
+        return Refused(first_line(error))
+    return error
+
+
+def _wait_for(device: str) -> None:
+    """Wait until a GPU has computed what was launched, so that times are those of quanta."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(torch.device(device))
+
+
+def _give_back(device: str) -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
