@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import signal
@@ -215,7 +216,7 @@ def test_what_cannot_be_served_ends_with_one_sentence(words, said: str, int8: Pa
         (damaged / "scheduler" / "scheduler_config.json").write_text("{}", encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"OUT": str(int8), "TAKEN": str(taken.getsockname()[1]), "DAMAGED": str(damaged)}
-        chosen = [values.get(word, word) for word in words]
+        chosen = [values[word] if word in values else word for word in words]
         free = [] if "--port" in chosen else ["--port", "0"]
         done = CliRunner().invoke(cli, ["serve", *chosen, *free, "--in-process", "-q", "--device", "cpu"])
     assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1, done.output
@@ -234,10 +235,90 @@ def test_an_adapter_is_used_by_the_requests_that_name_it(
         assert bytes_of[0] == bytes_of[2] == alone(PROMPT, 2, 3).tobytes() != bytes_of[1]
 
 
+def test_checkpoints_take_turns_in_the_memory_that_there_is(int8: Path, plain_checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "more").symlink_to(int8)
+    other, body = plain_checkpoint("nvfp4"), {"prompt": PROMPT, "seed": 1, "num_inference_steps": 2}
+    keys = tmp_path / "keys"
+    keys.write_text("key", encoding="utf-8")
+    options = {"max_memory": 5_000_000, "root": tmp_path, "admin_key_file": keys}
+    with running(int8, other, **options) as server, ThreadPoolExecutor() as pool:
+        assert [*server.dispatcher.memory] == ["tiny-int8"]
+        asked = [body | {"model": name} for name in ("tiny-int8", "tiny-nvfp4") * 3]
+        rows = [answer["data"][0] for _, _, answer in pool.map(lambda each: ask(server, IMAGES, each), asked)]
+        assert len({row["checkpoint"] for row in rows}) == len({row["b64_json"] for row in rows}) == 2
+        assert ask(server, "/admin/load", {"folder": "../more"}, "key")[0] == 400
+        assert ask(server, "/admin/load", {"folder": "more", "name": "tiny-int8"}, "key")[0] == 400
+        os.symlink(int8, tmp_path / "x")
+        status, _, row = ask(server, "/admin/load", {"folder": "more", "name": "again"}, "key")
+        assert status == 400 and "below --root" in row["error"]["message"]  # a link that leads out
+
+
+def test_a_checkpoint_is_loaded_and_unloaded_while_others_are_served(int8: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key", encoding="utf-8")
+    with running(int8, root=int8.parent, admin_key_file=keys) as server:
+        load = {"folder": int8.name, "name": "again"}
+        assert ask(server, "/admin/load", load, "key")[2]["loaded"]
+        assert ask(server, IMAGES, {"prompt": PROMPT, "model": "again", "num_inference_steps": 2})[0] == 200
+        assert ask(server, "/admin/unload", {"name": "tiny-int8"}, "key")[0] == 200
+        assert [row["id"] for row in ask(server, "/v1/models")[2]["data"]] == ["again"]
+        assert ask(server, "/admin/unload", {"name": "again"}, "key")[0] == 409
+        assert ask(server, "/admin/drain", {}, "key")[0] == 200
+        assert ask(server, "/ready")[0] == ask(server, IMAGES, {"prompt": PROMPT})[0] == 503
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_costs_the_image_that_it_made_and_no_other(int8: Path, alone: Any) -> None:
+    body = {"prompt": PROMPT, "seed": 4}
+    with running(int8, in_process=False) as server, ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, server, IMAGES, body | {"num_inference_steps": 100, "deadline_ms": 1})
+        until(lambda: any(entry.steps for entry in server.dispatcher.queue))
+        others = [pool.submit(ask, server, IMAGES, body | {"num_inference_steps": steps}) for steps in (2, 3)]
+        until(lambda: len(server.dispatcher.queue) == 3)
+        before = server.dispatcher.hands.pid
+        os.kill(before, signal.SIGKILL)
+        status, headers, answer = first.result()
+        assert status == 503 and headers["Retry-After"] and answer["error"]["code"] == "unavailable"
+        for steps, each in zip((2, 3), others, strict=True):
+            assert image_in(each.result()[2]["data"][0]).tobytes() == alone(PROMPT, 4, steps).tobytes()
+        assert server.dispatcher.hands.pid != before and metric(server, "fluxq_worker_restarts_total") == 1
+        assert ask(server, "/ready")[0] == 200
+
+
+@pytest.mark.slow
+def test_a_server_is_equivalent_to_its_checkpoint(int8: Path, tmp_path: Path) -> None:
+    with running(int8) as server:
+        words = ["gate", str(int8), server.address, "--images", "8", "--num-inference-steps", "4", "--device", "cpu"]
+        words += ["--batch-size", "1", "--metric", "psnr", "--work", str(tmp_path / "work"), "--json"]
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["identical"]
+
+
+def test_clients_written_for_others_work_unchanged(int8: Path) -> None:
+    openai = pytest.importorskip("openai")
+    with running(int8) as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny-int8"]
+        steps = {"seed": 1, "num_inference_steps": 2}
+        answer = client.images.generate(model="tiny-int8", prompt=PROMPT, n=2, size="16x16", extra_body=steps)
+        assert [row.seed for row in answer.data] == [1, 2] and image_in(answer.data[0].model_dump()).size == (16, 16)
+        stream = client.images.generate(model="tiny-int8", prompt=PROMPT, stream=True, extra_body=steps)
+        *_, last = [event for event in stream if not event.type.endswith("progress")]
+        assert last.type == "image_generation.completed" and last.b64_json == answer.data[0].b64_json
+        with pytest.raises(openai.BadRequestError, match="10 at most"):
+            client.images.generate(prompt=PROMPT, n=11)
+        # The body that vLLM-Omni's own example client sends.
+        body = {"prompt": PROMPT, "n": 1, "size": "16x16", "response_format": "b64_json", "seed": 1}
+        body |= {"num_inference_steps": 2, "guidance_scale": 1.0, "true_cfg_scale": 1.0, "negative_prompt": "blue"}
+        assert ask(server, IMAGES, body)[2]["data"][0]["b64_json"] == last.b64_json
+
+
 @pytest.mark.slow
 def test_the_command_finishes_what_it_has_taken_when_it_is_told_to_end(int8: Path) -> None:
     command = [sys.executable, "-m", "fluxq", "serve", str(int8), "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
     try:
         lines = iter(process.stdout.readline, "")
         address = next(match[1] for line in lines if (match := re.match(r"ready: (http://.*)/v1", line)))

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from fluxq import __version__
-from fluxq.base.console import did_you_mean, first_line, logger
+from fluxq.base.console import did_you_mean, logger
 from fluxq.serve import api
 from fluxq.serve.api import ImageRequest, Limits
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Facts, Refused
+from fluxq.serve.orders import Busy, Facts, Refused, WorkerDied
 from fluxq.serve.queue import Full
 
 _INVALID = "invalid_request_error"
@@ -225,11 +225,13 @@ def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, Full):
         content = api.error_of(str(error), "rate_limit_error", code="queue_full")
         return 429, content, {"Retry-After": str(error.retry_after)}
+    if isinstance(error, WorkerDied):
+        error = Unavailable("the worker ended; it is started again")
     if isinstance(error, Unavailable):
         content = api.error_of(str(error), "server_error", code="unavailable")
         return 503, content, {"Retry-After": str(error.retry_after)}
     if isinstance(error, (Refused, ValueError)):
         return 400, api.error_of(str(error), _INVALID, getattr(error, "param", None)), {}
-    if isinstance(error, RuntimeError) and type(error) is RuntimeError:
-        return 409, api.error_of(first_line(error), _INVALID, code="busy"), {}
+    if isinstance(error, Busy):
+        return 409, api.error_of(str(error), _INVALID, code="busy"), {}
     return 500, api.error_of("the image could not be made", "server_error", code=type(error).__name__), {}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, WorkerDied
 from fluxq.serve.queue import Entry, Queue
 from fluxq.serve.times import Times
 
@@ -81,7 +81,8 @@ class Dispatcher:
         """Take requests once `start` has been awaited. limits: of Queue."""
         self.hands, self.names, self.metrics = hands, list(names), metrics
         self.times = Times()
-        self.queue = Queue(self.times.remaining, **limits)
+        self.queue = Queue(self.times.remaining, loading=self._loading, **limits)
+        self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
         self.is_draining = self.is_ready = False
@@ -92,7 +93,7 @@ class Dispatcher:
     async def start(self) -> None:
         """Start the worker, load and warm up every checkpoint; ValueError for one that is refused."""
         await self.hands.start()
-        for name in self.names:
+        for name in reversed(self.names):  # where they do not fit together, the first stays
             await self._load(name)
         self.is_ready = True
         self._loop = asyncio.create_task(self._run())
@@ -131,22 +132,29 @@ class Dispatcher:
     async def add(self, name: str, folder: str) -> Facts:
         """Load one more checkpoint."""
         facts = await self._ask("add", name, folder)
-        if name not in self.names:
-            self.names.append(name)
         await self._warm_up(facts)
+        self.names.append(name)
         return facts
 
     async def remove(self, name: str) -> None:
-        """Unload a checkpoint; RuntimeError while it has images in the queue."""
+        """Unload a checkpoint and forget it; `Busy` while it has images in the queue, or where it is the last."""
         if any(entry.order.model == name for entry in self.queue):
-            raise RuntimeError(f"{name} has images in the queue; try again when they are finished")
+            raise Busy(f"{name} has images in the queue; try again when they are finished")
+        if self.names == [name]:
+            raise Busy(f"{name} is the only model: load another one first")
         self.names.remove(name)
         self.facts.pop(name, None)
-        await self._ask("unload", name)
+        await self._ask("unload", name, True)
         self.memory = await self._ask("memory")
 
     async def _load(self, name: str) -> None:
-        await self._warm_up(await self._ask("load", name))
+        start = time.monotonic()
+        facts = await self._ask("load", name)
+        self._loads[name] = time.monotonic() - start
+        await self._warm_up(facts)
+
+    def _loading(self, model: str) -> float:
+        return 0.0 if model in self.memory else self._loads.get(model, 0.0)
 
     async def _warm_up(self, facts: Facts) -> None:
         """Make a small part of an image twice: first calls compile and allocate, later ones are measured."""
@@ -196,7 +204,8 @@ class Dispatcher:
         self.times.add(entry.order, quantum)
         self.metrics.quantum(entry.order, quantum)
         entry.steps, entry.computed = quantum.steps, entry.computed + quantum.seconds
-        if quantum.loading:
+        if entry.order.model not in self.memory:
+            self._loads[entry.order.model] = quantum.loading
             self.memory = await self._ask("memory")
         if quantum.picture is None:
             entry.owner.news.put_nowait(self._step(entry))

@@ -111,5 +111,9 @@ class Refused(ValueError):
         self.param = param
 
 
+class Busy(RuntimeError):
+    """A change that cannot be made now."""
+
+
 class WorkerDied(RuntimeError):
     """The worker's process ended; what it was making is lost."""

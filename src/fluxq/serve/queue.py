@@ -65,6 +65,7 @@ class Queue:
     """Images that wait or run.
 
     remaining: (order, finished steps) to predicted seconds.
+    loading: of a checkpoint, predicted seconds until it is in memory; the first image that needs it waits for it.
     longest: images at most. patience: seconds that an image may wait, as predicted. begun: images at most whose state
     a worker holds.
     """
@@ -73,6 +74,7 @@ class Queue:
     longest: int = 64
     patience: float = 60.0
     begun: int = 4
+    loading: Callable[[str], float] = lambda model: 0.0
     _entries: list[Entry] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -132,8 +134,8 @@ class Queue:
 
     def wait_of(self, entry: Entry) -> tuple[int, float]:
         """Return the number of images before one, and the predicted seconds until it is finished."""
-        before = [each for each in self._entries if not each.is_cancelled and each.key < entry.key]
-        return len(before), sum(map(self._left, before)) + self._left(entry)
+        waiting = [each for each in self._entries if not each.is_cancelled]
+        return sum(each.key < entry.key for each in waiting), self._finishes([*waiting]).get(entry, self._left(entry))
 
     def backlog(self) -> float:
         """Return the predicted seconds of all that is in the queue."""
@@ -144,11 +146,21 @@ class Queue:
 
     def _waits(self, entries: list[Entry], now: float) -> dict[Entry, float]:
         """Return the predicted seconds from arrival to finish of each image in which it does not run."""
-        waits, finish = {}, now
+        finishes = self._finishes(entries)
+        return {
+            each: max(0.0, now + finish - self._left(each) - each.arrived - each.computed)
+            for each, finish in finishes.items()
+        }
+
+    def _finishes(self, entries: list[Entry]) -> dict[Entry, float]:
+        """Return the predicted seconds from now until each image is finished, in the order of their keys."""
+        finishes, finish, loaded = dict[Entry, float](), 0.0, set[str]()
         for each in sorted(entries, key=_by_key):
-            finish += self._left(each)
-            waits[each] = max(0.0, finish - self._left(each) - each.arrived - each.computed)
-        return waits
+            model = each.order.model
+            finish += self._left(each) + (0.0 if model in loaded else self.loading(model))
+            loaded.add(model)
+            finishes[each] = finish
+        return finishes
 
 
 def _by_key(entry: Entry) -> tuple[float, int]:

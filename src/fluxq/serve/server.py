@@ -23,9 +23,10 @@ import uvicorn
 from fluxq.base.extras import CURE
 from fluxq.serve.api import Limits
 from fluxq.serve.app import Served, application
-from fluxq.serve.dispatcher import Dispatcher, Hands, Here
+from fluxq.serve.dispatcher import Dispatcher, Here
 from fluxq.serve.guard import Guard, read_keys
 from fluxq.serve.metrics import Metrics
+from fluxq.serve.process import Apart
 from fluxq.serve.worker import Settings
 
 _BACKLOG = 2048  # connections that wait to be taken
@@ -69,14 +70,12 @@ class Server:
         if options.root is not None and not options.root.is_dir():
             raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
         self._socket = _bound(options.host, options.port)
-        from fluxq.base.devices import choose
-
         settings = Settings(
-            names, choose(options.device), options.dtype, options.max_memory, adapters, options.allow_unrecorded
+            names, options.device, options.dtype, options.max_memory, adapters, options.allow_unrecorded
         )
-        self.dispatcher = Dispatcher(
-            _hands(settings, options), [*names], Metrics(), longest=options.max_queue, patience=options.max_wait
-        )
+        hands = (Here if options.in_process else Apart)(settings)
+        bounds = {"longest": options.max_queue, "patience": options.max_wait}
+        self.dispatcher = Dispatcher(hands, [*names], Metrics(), **bounds)
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
         app = application(Served(self.dispatcher, limits, adapters, options.root))
         app.router.lifespan_context = self._lifespan
@@ -143,10 +142,6 @@ class _Uvicorn(uvicorn.Server):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-
-
-def _hands(settings: Settings, options: ServeOptions) -> Hands:
-    return Here(settings)
 
 
 def _names(outputs: Sequence[str]) -> dict[str, str]:

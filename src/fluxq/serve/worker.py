@@ -17,12 +17,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fluxq.base.console import first_line, logger
-from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused
+from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused
 
 _ENCODINGS = 256 << 20  # bytes of encoded prompts that are kept
 _SIDE = 1024  # pixels, of a pipeline that says nothing
@@ -33,14 +33,14 @@ class Settings:
     """Settings of a worker.
 
     folders: name -> folder of a checkpoint.
-    device, dtype: as torch writes them.
+    device: as `--device` has it. dtype: as torch writes it.
     memory: bytes of weights at most; None for what is free.
     adapters: name -> file of a LoRA.
     unrecorded: whether checkpoints are served that record nothing to hold their files against.
     """
 
     folders: Mapping[str, str]
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "bfloat16"
     memory: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,10 @@ class Worker:
     """Checkpoints in memory and images in the making. Its methods are called one at a time, from any thread."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        """Raise ValueError for a device that cannot be used."""
+        from fluxq.base.devices import choose
+
+        self.settings = settings = replace(settings, device=choose(settings.device))
         self.folders = dict(settings.folders)
         self._models: OrderedDict[str, _Model] = OrderedDict()  # used last comes last
         self._making: dict[int, _Making] = {}
@@ -75,10 +78,10 @@ class Worker:
         """Load a checkpoint, if it is not in memory, and return its facts."""
         return self._model(name).facts
 
-    def unload(self, name: str, *, forget: bool = False) -> None:
-        """Give a checkpoint's memory back; RuntimeError while it makes images. forget: whether its folder too."""
+    def unload(self, name: str, forget: bool = False) -> None:
+        """Give a checkpoint's memory back; `Busy` while it makes images. forget: whether its folder too."""
         if any(each.order.model == name for each in self._making.values()):
-            raise RuntimeError(f"{name} is making images; try again when they are finished")
+            raise Busy(f"{name} is making images; try again when they are finished")
         self._models.pop(name, None)
         if forget:
             self.folders.pop(name, None)

@@ -1,0 +1,108 @@
+"""A worker in a process of its own: what ends it, ends no request that it was not working on."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fluxq.base.console import first_line, logger, set_verbosity
+from fluxq.serve.orders import WorkerDied
+from fluxq.serve.worker import Settings, Worker
+
+_END_SECONDS = 10.0  # for a step that still runs
+
+
+class Apart:
+    """A worker in another process; it ends with this one, however that ends."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._process: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process, None before it is started."""
+        return self._process and self._process.pid
+
+    async def start(self) -> None:
+        """Start one, in place of one that has ended; raise what it raises as it begins."""
+        await self.stop()
+        spawning = multiprocessing.get_context("spawn")  # a copy of this process would share its sockets and threads
+        self._connection, theirs = spawning.Pipe()
+        arguments = theirs, self.settings, logger.level
+        self._process = spawning.Process(target=_work, args=arguments, name="fluxq worker", daemon=True)
+        self._process.start()
+        theirs.close()
+        await asyncio.to_thread(self._answer)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker; `WorkerDied` where it ends meanwhile."""
+        return await asyncio.to_thread(self._call, method, arguments)
+
+    async def stop(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._connection.close()
+            await asyncio.to_thread(self._process.join, _END_SECONDS)
+            self._process.kill()
+            self._process = None
+
+    def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            self._connection.send((method, arguments))
+        except OSError:
+            raise self._died() from None
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            is_done, value = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if not is_done:
+            raise value
+        return value
+
+    def _died(self) -> WorkerDied:
+        self._process.join(_END_SECONDS)
+        code = self._process.exitcode
+        how = "does not answer" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with {code}"
+        return WorkerDied(f"the worker {how}")
+
+
+def _work(connection: Connection, settings: Settings, level: int) -> None:
+    """Do what the front asks, until it is gone."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # the front ends it, when it has finished
+        signal.signal(each, signal.SIG_IGN)
+    set_verbosity(0)
+    logger.setLevel(level)
+    try:
+        worker = Worker(settings)
+        connection.send((True, os.getpid()))
+    except Exception as error:
+        connection.send((False, _portable(error)))
+        return
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = True, getattr(worker, method)(*arguments)
+        except Exception as error:
+            answer = False, _portable(error)
+        connection.send(answer)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an exception that another process can read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {first_line(error)}")
+    return error
