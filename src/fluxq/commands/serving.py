@@ -73,6 +73,16 @@ _limits = option_group(
     help="Bytes of weights at most; checkpoints take turns in it. By default what is free.",
 )
 @_limits
+@click.option("--elastic", type=PATH, metavar="FILE", help="Settings to walk down under a backlog, a YAML file.")
+@click.option(
+    "--shadow",
+    type=click.FloatRange(0, 1),
+    callback=finite_in,
+    default=0.0,
+    metavar="X",
+    help="Share of images to make again with the 16-bit model, for live quality.",
+)
+@click.option("--shadow-model", metavar="MODEL", help="The 16-bit model; by default the one that was quantized.")
 @click.option("--allow-unrecorded", is_flag=True, help="Serve checkpoints that record no hashes.")
 @click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
 @common_options

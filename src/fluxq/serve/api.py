@@ -3,8 +3,8 @@
     POST /v1/images/generations   {"prompt", "model", "n", "size": "WxH", "output_format", "stream", …}
 
 `seed`, `num_inference_steps`, `guidance_scale`, `true_cfg_scale`, `negative_prompt`, `max_sequence_length`, `lora`,
-`width` and `height` are extensions, under the names that vLLM-Omni and SGLang-Diffusion have for them; `deadline_ms` is
-one of fluxq alone. A field that is unknown is refused, so that nobody believes in what had no effect.
+`width` and `height` are extensions, under the names that vLLM-Omni and SGLang-Diffusion have for them; `deadline_ms`
+and `elastic` are of fluxq alone. A field that is unknown is refused, so that nobody believes in what had no effect.
 
 Source of the API: platform.openai.com/docs/api-reference/images.
 """
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fluxq.base.console import did_you_mean
 from fluxq.serve.dispatcher import Made
+from fluxq.serve.elastic import Setting
 from fluxq.serve.orders import Facts, Order, Refused
 
 MAX_SEED = (1 << 63) - 1
@@ -82,6 +83,7 @@ class ImageRequest(BaseModel):
     width: int | None = Field(default=None, ge=1)
     height: int | None = Field(default=None, ge=1)
     deadline_ms: int | None = Field(default=None, ge=1, le=86_400_000)
+    elastic: bool | None = Field(default=None, description="false: no other setting under a backlog")
 
     background: Literal["auto", "opaque"] | None = None
     # Without effect here: a checkpoint has one quality, and noise is drawn on the CPU.
@@ -130,6 +132,17 @@ def orders_of(
         raise Refused(f"seed: the last of {count} images would have a seed above {MAX_SEED}", "seed")
     lora = _lora_of(request.lora, adapters)
     return [Order(number(), facts.name, request.prompt, seed + index, call, lora) for index in range(count)]
+
+
+def with_setting(request: ImageRequest, setting: Setting) -> ImageRequest | None:
+    """Return a request under a setting; None where it says itself what the setting would change."""
+    changes: dict[str, Any] = {}
+    for name in ("model", "num_inference_steps"):
+        if (value := getattr(setting, name)) is not None:
+            if getattr(request, name) is not None:
+                return None
+            changes[name] = value
+    return request.model_copy(update=changes)
 
 
 def _size_of(request: ImageRequest, facts: Facts, limits: Limits) -> dict[str, int]:
@@ -215,6 +228,8 @@ def _told(made: Made) -> dict[str, Any]:
         "steps_computed": made.picture.computed,
         "queue_ms": round(1000 * made.queued, 1),
         "compute_ms": round(1000 * made.computed, 1),
+        "predicted_ms": round(1000 * made.predicted, 1),
+        **({"setting": made.setting} if made.setting else {}),
     }
 
 

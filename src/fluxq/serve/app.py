@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from fluxq.base.console import did_you_mean, logger
 from fluxq.serve import api
 from fluxq.serve.api import ImageRequest, Limits
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
+from fluxq.serve.elastic import Setting
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Busy, Facts, Refused, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Order, Refused, WorkerDied
 from fluxq.serve.queue import Full
 
 _INVALID = "invalid_request_error"
@@ -30,14 +31,35 @@ _INVALID = "invalid_request_error"
 class Served:
     """The dispatcher, and what bounds requests.
 
-    adapters: name -> file of a LoRA. root: folder that /admin/load may take checkpoints from.
+    adapters: name -> file of a LoRA. root: folder that /admin/load may take checkpoints from. settings: to walk down.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, limits: Limits, adapters: Mapping[str, str], root: Path | None = None
+        self,
+        dispatcher: Dispatcher,
+        limits: Limits,
+        adapters: Mapping[str, str],
+        root: Path | None = None,
+        settings: Sequence[Setting] = (),
     ) -> None:
         self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
-        self.started = int(time.time())
+        self.settings, self.started = settings, int(time.time())
+
+    def submit(self, body: ImageRequest) -> Job:
+        """Take a request, in the best setting in which it need not wait longer than the next one says."""
+        within = None if body.deadline_ms is None else body.deadline_ms / 1000
+        orders, chosen = self._orders(body), None
+        for setting in () if body.elastic is False else self.settings:
+            if self.dispatcher.wait_of(orders, within) <= setting.above:
+                break
+            if (changed := api.with_setting(body, setting)) is not None:
+                orders, chosen = self._orders(changed), setting
+        told = None if chosen is None else {"name": chosen.name, **chosen.measured}
+        return self.dispatcher.submit(orders, within, told)
+
+    def _orders(self, body: ImageRequest) -> list[Order]:
+        facts = self.facts_of(body.model)
+        return api.orders_of(body, facts, self.limits, self.adapters, self.dispatcher.next_number)
 
     def facts_of(self, name: str | None) -> Facts:
         """Return a checkpoint, by default the first; 404 for a name that there is not."""
@@ -65,9 +87,7 @@ def _add_images(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/images/generations")
     async def generations(body: ImageRequest, request: Request) -> Response:
-        facts = served.facts_of(body.model)
-        orders = api.orders_of(body, facts, served.limits, served.adapters, dispatcher.next_number)
-        job = dispatcher.submit(orders, None if body.deadline_ms is None else body.deadline_ms / 1000)
+        job = served.submit(body)
         if body.stream:
             dispatcher.metrics.answered(200)
             return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
@@ -77,7 +97,8 @@ def _add_images(app: FastAPI, served: Served) -> None:
             return Response(status_code=499)
         files = await asyncio.gather(*(asyncio.to_thread(api.file_of, each, body) for each in made))
         dispatcher.metrics.answered(200)
-        logger.info("%d of %s, %s, in %.1f s", len(made), facts.name, orders[0].size, sum(m.computed for m in made))
+        seconds = sum(each.computed for each in made)
+        logger.info("%d of %s, %s, in %.1f s", len(made), made[0].order.model, made[0].order.size, seconds)
         return JSONResponse(api.answer_of(made, files, body))
 
     @app.get("/v1/models")
@@ -96,7 +117,13 @@ _UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 def _model_row(served: Served, name: str) -> dict[str, Any]:
     facts = served.dispatcher.facts[name]
     row = {"id": name, "object": "model", "created": served.started, "owned_by": "fluxq"}
-    told = {"checkpoint": facts.digest, "gates": list(facts.gates), "loaded": name in served.dispatcher.memory}
+    told: dict[str, Any] = {
+        "checkpoint": facts.digest,
+        "gates": list(facts.gates),
+        "loaded": name in served.dispatcher.memory,
+    }
+    if name in served.dispatcher.originals:
+        told["shadow"] = served.dispatcher.shadows.told(name)
     return row | told | {"lora": sorted(served.adapters), "defaults": dict(facts.defaults)}
 
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, WorkerDied
 from fluxq.serve.queue import Entry, Queue
+from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import Times
 
 _RETRIES = 5.0  # seconds between tries to start a worker
@@ -29,26 +33,37 @@ class Hands(Protocol):
 
     async def ask(self, method: str, *arguments: Any) -> Any: ...
 
+    def run(self, order: Order) -> AsyncIterator[Quantum]: ...
+
+    def pause(self) -> None: ...
+
     async def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Made:
-    """An image as its answer tells of it. queued, computed: seconds."""
+    """An image as its answer tells of it.
+
+    queued, computed, predicted: seconds; predicted: of computing, beforehand.
+    setting: the one that it was made in under a backlog, with what that costs.
+    """
 
     order: Order
     picture: Picture
     digest: str
     queued: float
     computed: float
+    predicted: float
+    setting: Mapping[str, Any] | None = None
 
 
 @dataclass(eq=False)
 class Job:
-    """A request: images that are taken together. news: of every step, None at the end."""
+    """A request: images that are taken together. setting: as of Made. news: of every step, None at the end."""
 
     orders: tuple[Order, ...]
     predicted: float
+    setting: Mapping[str, Any] | None = None
     news: asyncio.Queue[dict[str, Any] | None] = field(default_factory=asyncio.Queue)
     made: dict[int, Made] = field(default_factory=dict)
     error: Exception | None = None
@@ -77,22 +92,30 @@ class Unavailable(RuntimeError):
 class Dispatcher:
     """Images of all requests, the worker that makes them, and what is known of its checkpoints."""
 
-    def __init__(self, hands: Hands, names: Sequence[str], metrics: Metrics, **limits: Any) -> None:
+    def __init__(
+        self, hands: Hands, names: Sequence[str], metrics: Metrics, shadows: Shadows | None = None, **limits: Any
+    ) -> None:
         """Take requests once `start` has been awaited. limits: of Queue."""
-        self.hands, self.names, self.metrics = hands, list(names), metrics
+        self.hands, self.names, self.metrics, self.shadows = hands, list(names), metrics, shadows or Shadows()
+        self.originals: dict[str, str] = {}  # checkpoint -> name of its 16-bit pipeline, of those with shadows
+        self._waiting: deque[tuple[str, Order]] = deque()  # shadows, each with its checkpoint
         self.times = Times()
-        self.queue = Queue(self.times.remaining, loading=self._loading, **limits)
+        self.queue = Queue(self.times.remaining, delay=self._delay, loading=self._loading, **limits)
         self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
+        self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
         self.is_draining = self.is_ready = False
         self._numbers = itertools.count(1)
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
+        self._asking = 0  # questions that wait for the worker
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the worker, load and warm up every checkpoint; ValueError for one that is refused."""
+        began = time.monotonic()
         await self.hands.start()
+        self._starting = time.monotonic() - began
         for name in reversed(self.names):  # where they do not fit together, the first stays
             await self._load(name)
         self.is_ready = True
@@ -104,16 +127,27 @@ class Dispatcher:
         while len(self.queue) and self._loop is not None and not self._loop.done():
             await asyncio.sleep(0.02)
         if self._loop is not None:
+            self._waiting.clear()
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         await self.hands.stop()
 
-    def submit(self, orders: Sequence[Order], within: float | None = None) -> Job:
-        """Take a request, or raise `Full` or `Unavailable`. within: seconds in which it is due."""
-        if self.is_draining or not self.is_ready:
+    def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
+        """Return the predicted seconds that a request would wait."""
+        return self.queue.wait_of_new(orders, time.monotonic(), within)
+
+    def submit(
+        self, orders: Sequence[Order], within: float | None = None, setting: Mapping[str, Any] | None = None
+    ) -> Job:
+        """Take a request, or raise `Full` or `Unavailable`.
+
+        within: seconds in which it is due. setting: for the answer.
+        """
+        if self.is_draining or self._loop is None:
             raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
+        orders = [self._drawn(order) for order in orders]
         now = time.monotonic()
-        job = Job(tuple(orders), sum(self.times.remaining(order) for order in orders))
+        job = Job(tuple(orders), sum(self.times.remaining(order) for order in orders), setting)
         self.queue.add(orders, now, job, within)
         self._awake.set()
         return job
@@ -131,7 +165,9 @@ class Dispatcher:
 
     async def add(self, name: str, folder: str) -> Facts:
         """Load one more checkpoint."""
+        began = time.monotonic()
         facts = await self._ask("add", name, folder)
+        self._loads[name] = time.monotonic() - began
         await self._warm_up(facts)
         self.names.append(name)
         return facts
@@ -148,10 +184,13 @@ class Dispatcher:
         self.memory = await self._ask("memory")
 
     async def _load(self, name: str) -> None:
-        start = time.monotonic()
+        began = time.monotonic()
         facts = await self._ask("load", name)
-        self._loads[name] = time.monotonic() - start
+        self._loads[name] = time.monotonic() - began
         await self._warm_up(facts)
+
+    def _delay(self) -> float:
+        return 0.0 if self.is_ready else max(0.0, self._back - time.monotonic())
 
     def _loading(self, model: str) -> float:
         return 0.0 if model in self.memory else self._loads.get(model, 0.0)
@@ -161,30 +200,56 @@ class Dispatcher:
         call = {**facts.defaults, "num_inference_steps": min(_WARM_STEPS, facts.defaults["num_inference_steps"])}
         for is_measured in (False, True):
             order = Order(self.next_number(), facts.name, "a", 0, call)
-            while True:
-                quantum = await self._ask("advance", order)
-                if is_measured:
-                    self.times.add(order, quantum)
-                if quantum.picture is not None:
-                    break
+            async with self._worker:
+                async for quantum in self.hands.run(order):
+                    if is_measured:
+                        self.times.add(order, quantum)
         self.facts[facts.name] = facts
+        self.shadows.of(facts.name, facts.gates)
         self.memory = await self._ask("memory")
 
     async def _run(self) -> None:
         while True:
             entry = self.queue.pick(self._may_begin)
-            if entry is None:
-                self._awake.clear()
-                await self._awake.wait()
-                continue
             try:
-                await self._quantum(entry)
+                if entry is not None:
+                    await self._turn(entry)
+                elif self._waiting:
+                    await self._shadow(*self._waiting[0])
+                else:
+                    self._awake.clear()
+                    await self._awake.wait()
             except WorkerDied as error:
                 await self._recover(error)
             except Exception as error:  # of one image: the others go on
                 if not isinstance(error, Refused):
                     logger.warning("an image failed: %s", type(error).__name__)
-                self._fail(entry, error)
+                if entry is not None:
+                    self._fail(entry, error)
+                else:
+                    await self._forget_shadow()
+
+    def _drawn(self, order: Order) -> Order:
+        """Return an order, or one whose image is kept to be made again."""
+        is_drawn = order.model in self.originals and self.shadows.is_drawn()
+        return replace(order, is_kept=True) if is_drawn else order
+
+    async def _shadow(self, model: str, order: Order) -> None:
+        """Let a shadow run until it is finished or an image comes."""
+        async with self._worker:
+            async for quantum in self.hands.run(order):
+                if quantum.measured is not None:
+                    self._waiting.popleft()
+                    self.shadows.add(model, quantum.measured)
+                    self.metrics.shadow(model, quantum.measured, model in self.shadows.alerts)
+                elif len(self.queue) or self._asking:
+                    self.hands.pause()
+
+    async def _forget_shadow(self) -> None:
+        """Give up the first shadow, which cannot be made."""
+        _, order = self._waiting.popleft()
+        await self._ask("drop", order.number)
+        await self._ask("drop", order.shadow_of)
 
     def _may_begin(self, model: str, busy: set[str]) -> bool:
         """Tell whether an image of a model may begin: not where that would unload another in the middle of one."""
@@ -192,7 +257,8 @@ class Dispatcher:
             return False
         return model in self.memory or not busy
 
-    async def _quantum(self, entry: Entry) -> None:
+    async def _turn(self, entry: Entry) -> None:
+        """Let an image run until another one is to."""
         if entry.is_cancelled:
             if entry.has_begun:
                 await self._ask("drop", entry.order.number)
@@ -200,13 +266,22 @@ class Dispatcher:
             self.metrics.ended("cancelled")
             return
         entry.has_begun = True
-        quantum: Quantum = await self._ask("advance", entry.order)
+        async with self._worker:
+            async for quantum in self.hands.run(entry.order):
+                self._take(entry, quantum)
+                is_next = self.queue.pick(self._may_begin) is entry and not entry.is_cancelled
+                if quantum.picture is None and (self._asking or not is_next):
+                    self.hands.pause()
+        if entry.order.model not in self.memory:
+            self.memory = await self._ask("memory")
+
+    def _take(self, entry: Entry, quantum: Quantum) -> None:
+        """Take note of what an image has come to."""
         self.times.add(entry.order, quantum)
         self.metrics.quantum(entry.order, quantum)
         entry.steps, entry.computed = quantum.steps, entry.computed + quantum.seconds
         if entry.order.model not in self.memory:
             self._loads[entry.order.model] = quantum.loading
-            self.memory = await self._ask("memory")
         if quantum.picture is None:
             entry.owner.news.put_nowait(self._step(entry))
         else:
@@ -227,11 +302,17 @@ class Dispatcher:
         job, order = entry.owner, entry.order
         queued = max(0.0, time.monotonic() - entry.arrived - entry.computed)
         digest = self.facts[order.model].digest
-        job.made[order.number] = made = Made(order, picture, digest, queued, entry.computed)
-        self.metrics.made(made, entry.predicted)
+        job.made[order.number] = made = Made(
+            order, picture, digest, queued, entry.computed, entry.predicted, job.setting
+        )
+        self.metrics.made(made)
         job.news.put_nowait({"made": made})
         if job.is_finished:
             job.news.put_nowait(None)
+        if order.is_kept:
+            number, original = self.next_number(), self.originals[order.model]
+            shadow = replace(order, number=number, model=original, is_kept=False, shadow_of=order.number)
+            self._waiting.append((order.model, shadow))
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a request whose image cannot be made, and let its other images go."""
@@ -245,7 +326,9 @@ class Dispatcher:
         """Answer what the worker was making, start another one, and go on with what waits."""
         logger.warning("%s; it is started again", error)
         self.is_ready = False
+        self._back = time.monotonic() + self._starting + sum(self._loads[name] for name in self.memory)
         self.metrics.worker_died()
+        self._waiting.clear()
         for entry in self.queue:
             if entry.has_begun:
                 self._fail(entry, Unavailable("the worker ended while it made this image; ask again"))
@@ -254,6 +337,7 @@ class Dispatcher:
                 await self.hands.start()
                 for name in [name for name in self.memory if name in self.names]:
                     await self._ask("load", name)
+                self.memory = await self._ask("memory")
                 self.is_ready = True
             except (WorkerDied, ValueError, OSError) as problem:
                 logger.warning("no worker: %s; the next try in %g s", first_line(problem), _RETRIES)
@@ -262,15 +346,20 @@ class Dispatcher:
                 await asyncio.sleep(_RETRIES)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        async with self._worker:
-            return await self.hands.ask(method, *arguments)
+        """Ask the worker between two steps."""
+        self._asking += 1
+        try:
+            async with self._worker:
+                return await self.hands.ask(method, *arguments)
+        finally:
+            self._asking -= 1
 
 
 class Here:
     """A worker in this process."""
 
     def __init__(self, settings: Any) -> None:
-        self.settings = settings
+        self.settings, self._pauses = settings, threading.Event()
 
     async def start(self) -> None:
         from fluxq.serve.worker import Worker
@@ -280,5 +369,22 @@ class Here:
     async def ask(self, method: str, *arguments: Any) -> Any:
         return await asyncio.to_thread(getattr(self._worker, method), *arguments)
 
+    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+        news: asyncio.Queue[Quantum | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._pauses.clear()
+
+        def tell(quantum: Quantum) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, quantum)
+
+        running = asyncio.ensure_future(asyncio.to_thread(self._worker.run, order, tell, self._pauses.is_set))
+        running.add_done_callback(lambda _: news.put_nowait(None))
+        while (quantum := await news.get()) is not None:
+            yield quantum
+        await running
+
+    def pause(self) -> None:
+        self._pauses.set()
+
     async def stop(self) -> None:
-        pass
+        self.pause()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,6 +12,7 @@ from fluxq.serve.orders import Order, Quantum
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SIZES = 32  # that have a label of their own; clients choose sizes
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_DECIBELS = (5, 10, 13, 15, 18, 20, 23, 25, 28, 30, 35, 40, 45, 50, 60)
 _RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4)
 
 
@@ -37,6 +38,10 @@ class Metrics:
         self.foretold = make(Histogram, "predicted_over_actual", foretold, buckets=_RATIOS)
         self.cached = make(Counter, "prompts_cached", "Images whose encoded prompt was kept")
         self.restarts = make(Counter, "worker_restarts", "Workers that ended by themselves")
+        decibels = {"buckets": _DECIBELS}
+        self.shadow_psnr = make(Histogram, "shadow_psnr_db", "PSNR against 16 bit", ("model",), **decibels)
+        self.shadow_sqnr = make(Histogram, "shadow_latent_sqnr_db", "SQNR of latents, the same", ("model",), **decibels)
+        self.alert = make(Gauge, "shadow_alert", "1 where a checkpoint is not what it was shipped as", ("model",))
         self.waiting = make(Gauge, "queue_images", "Images that wait or run")
         self.backlog = make(Gauge, "backlog_seconds", "Predicted seconds of all that waits or runs")
         self.memory = make(Gauge, "memory_bytes", "Bytes of the weights in memory", ("model",))
@@ -65,13 +70,19 @@ class Metrics:
         if quantum.steps == 1 and quantum.cached:
             self.cached.inc()
 
-    def made(self, made: Any, predicted: float) -> None:
+    def made(self, made: Any) -> None:
         """Count an image."""
         self.images.labels(made.order.model).inc()
         self.queued.observe(made.queued)
-        self.foretold.observe(predicted / made.computed)
+        self.foretold.observe(made.predicted / made.computed)
         if left_out := made.order.steps - made.picture.computed:
             self.skipped.labels(made.order.model).inc(left_out)
+
+    def shadow(self, model: str, measured: Mapping[str, float], is_alert: bool) -> None:
+        """Count what a shadow image showed."""
+        self.shadow_psnr.labels(model).observe(measured["psnr"])
+        self.shadow_sqnr.labels(model).observe(measured["latent_sqnr"])
+        self.alert.labels(model).set(is_alert)
 
     def worker_died(self) -> None:
         """Count a worker that ended by itself."""

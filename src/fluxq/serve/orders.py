@@ -22,6 +22,8 @@ class Order:
     model: name of a checkpoint.
     call: arguments of the pipeline's call; width, height and num_inference_steps are always there.
     lora: (name, scale) of an adapter.
+    is_kept: whether the worker keeps the image, for a shadow of it.
+    shadow_of: number of the image that this one is compared with; `model` is then that of a 16-bit pipeline.
     """
 
     number: int
@@ -30,6 +32,8 @@ class Order:
     seed: int
     call: Mapping[str, Any]
     lora: tuple[str, float] | None = None
+    is_kept: bool = False
+    shadow_of: int | None = None
 
     @property
     def steps(self) -> int:
@@ -71,6 +75,7 @@ class Quantum:
     loading: seconds of them that the checkpoint took to load.
     picture: after the last one.
     cached: whether the prompt's encoding was there.
+    measured: metric -> dB, of a shadow that is finished.
     """
 
     steps: int
@@ -78,6 +83,7 @@ class Quantum:
     loading: float = 0.0
     picture: Picture | None = None
     cached: bool = False
+    measured: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

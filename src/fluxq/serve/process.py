@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from fluxq.base.console import first_line, logger, set_verbosity
-from fluxq.serve.orders import WorkerDied
+from fluxq.serve.orders import Order, Quantum, WorkerDied
 from fluxq.serve.worker import Settings, Worker
 
 _END_SECONDS = 10.0  # for a step that still runs
@@ -44,6 +45,16 @@ class Apart:
         """Call a method of the worker; `WorkerDied` where it ends meanwhile."""
         return await asyncio.to_thread(self._call, method, arguments)
 
+    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+        """Let it make an image; yield each quantum, until the image is finished or `pause` has stopped it."""
+        await asyncio.to_thread(self._send, "run", (order,))
+        while (quantum := await asyncio.to_thread(self._answer)) is not None:
+            yield quantum
+
+    def pause(self) -> None:
+        """Let it stop after a step."""
+        self._send("pause", ())
+
     async def stop(self) -> None:
         """End it."""
         if self._process is not None:
@@ -53,11 +64,14 @@ class Apart:
             self._process = None
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        self._send(method, arguments)
+        return self._answer()
+
+    def _send(self, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             self._connection.send((method, arguments))
         except OSError:
             raise self._died() from None
-        return self._answer()
 
     def _answer(self) -> Any:
         try:
@@ -92,11 +106,18 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
             method, arguments = connection.recv()
         except (EOFError, OSError):
             return
+        if method == "pause":  # of an image that has ended meanwhile
+            continue
+        more = (_telling(connection), connection.poll) if method == "run" else ()
         try:
-            answer = True, getattr(worker, method)(*arguments)
+            answer = True, getattr(worker, method)(*arguments, *more)
         except Exception as error:
             answer = False, _portable(error)
         connection.send(answer)
+
+
+def _telling(connection: Connection) -> Callable[[Quantum], None]:
+    return lambda quantum: connection.send((True, quantum))
 
 
 def _portable(error: Exception) -> Exception:

@@ -65,6 +65,7 @@ class Queue:
     """Images that wait or run.
 
     remaining: (order, finished steps) to predicted seconds.
+    delay: predicted seconds until the worker goes on.
     loading: of a checkpoint, predicted seconds until it is in memory; the first image that needs it waits for it.
     longest: images at most. patience: seconds that an image may wait, as predicted. begun: images at most whose state
     a worker holds.
@@ -74,6 +75,7 @@ class Queue:
     longest: int = 64
     patience: float = 60.0
     begun: int = 4
+    delay: Callable[[], float] = lambda: 0.0
     loading: Callable[[str], float] = lambda model: 0.0
     _entries: list[Entry] = field(default_factory=list)
 
@@ -88,11 +90,7 @@ class Queue:
 
         within: seconds from now in which it is due, sooner than by its own length.
         """
-        new = []
-        for order in orders:
-            seconds = self.remaining(order, 0)
-            due = now + min(STRETCH * seconds, math.inf if within is None else within)
-            new.append(Entry(order, now, due, owner, predicted=seconds))
+        new = self._entries_of(orders, now, owner, within)
         waiting = [each for each in self._entries if not each.is_cancelled]
         if len(waiting) + len(new) > self.longest:
             soonest = min((self._left(each) for each in waiting), default=0.0)
@@ -110,6 +108,20 @@ class Queue:
             each.promised = max(self.patience, waits[each])
         self._entries += new
         return new
+
+    def wait_of_new(self, orders: Iterable[Order], now: float, within: float | None = None) -> float:
+        """Return the predicted seconds that the first image of a request would wait, were it taken."""
+        new = self._entries_of(orders, now, None, within)
+        waiting = [each for each in self._entries if not each.is_cancelled]
+        return self._waits([*waiting, *new], now)[new[0]]
+
+    def _entries_of(self, orders: Iterable[Order], now: float, owner: Any, within: float | None) -> list[Entry]:
+        entries = []
+        for order in orders:
+            seconds = self.remaining(order, 0)
+            due = now + min(STRETCH * seconds, math.inf if within is None else within)
+            entries.append(Entry(order, now, due, owner, predicted=seconds))
+        return entries
 
     def pick(self, may_begin: Callable[[str, set[str]], bool] = lambda model, busy: True) -> Entry | None:
         """Return the image to run for a quantum, None without any; cancelled ones come first, to be let go.
@@ -154,7 +166,7 @@ class Queue:
 
     def _finishes(self, entries: list[Entry]) -> dict[Entry, float]:
         """Return the predicted seconds from now until each image is finished, in the order of their keys."""
-        finishes, finish, loaded = dict[Entry, float](), 0.0, set[str]()
+        finishes, finish, loaded = dict[Entry, float](), self.delay(), set[str]()
         for each in sorted(entries, key=_by_key):
             model = each.order.model
             finish += self._left(each) + (0.0 if model in loaded else self.loading(model))

@@ -12,7 +12,7 @@ import errno
 import ipaddress
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +21,15 @@ from typing import Any
 import uvicorn
 
 from fluxq.base.extras import CURE
+from fluxq.base.files import read_json
 from fluxq.serve.api import Limits
 from fluxq.serve.app import Served, application
 from fluxq.serve.dispatcher import Dispatcher, Here
+from fluxq.serve.elastic import read_settings
 from fluxq.serve.guard import Guard, read_keys
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.process import Apart
+from fluxq.serve.shadow import Shadows
 from fluxq.serve.worker import Settings
 
 _BACKLOG = 2048  # connections that wait to be taken
@@ -53,6 +56,9 @@ class ServeOptions:
     max_steps: int = 100
     max_pixels: int = 1 << 22
     max_pixel_steps: float = 6e8
+    elastic: Path | None = None
+    shadow: float = 0.0
+    shadow_model: str | None = None
     allow_unrecorded: bool = False
     in_process: bool = False
 
@@ -70,14 +76,23 @@ class Server:
         if options.root is not None and not options.root.is_dir():
             raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
         self._socket = _bound(options.host, options.port)
+        settings_below = () if options.elastic is None else read_settings(options.elastic, names)
+        originals = _originals(names, options)
         settings = Settings(
-            names, options.device, options.dtype, options.max_memory, adapters, options.allow_unrecorded
+            folders=names,
+            device=options.device,
+            dtype=options.dtype,
+            memory=options.max_memory,
+            adapters=adapters,
+            originals={_original_name(folder): folder for folder in originals.values()},
+            unrecorded=options.allow_unrecorded,
         )
         hands = (Here if options.in_process else Apart)(settings)
         bounds = {"longest": options.max_queue, "patience": options.max_wait}
-        self.dispatcher = Dispatcher(hands, [*names], Metrics(), **bounds)
+        self.dispatcher = Dispatcher(hands, [*names], Metrics(), Shadows(options.shadow), **bounds)
+        self.dispatcher.originals = {name: _original_name(folder) for name, folder in originals.items()}
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
-        app = application(Served(self.dispatcher, limits, adapters, options.root))
+        app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below))
         app.router.lifespan_context = self._lifespan
         guarded = Guard(app, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
         config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
@@ -156,6 +171,33 @@ def _names(outputs: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{output} and {names[folder.name]} have one name, which requests choose by: rename one")
         names[folder.name] = str(folder)
     return names
+
+
+def _originals(names: Mapping[str, str], options: ServeOptions) -> dict[str, str]:
+    """Return name -> folder of the 16-bit pipeline that its images are compared with; none without shadows."""
+    if not options.shadow:
+        if options.shadow_model is not None:
+            raise ValueError("--shadow-model says what --shadow compares with; give that share too, as 0.01")
+        return {}
+    from fluxq.base.model import resolve_model
+    from fluxq.base.output import PLAN_FILE
+
+    folders = {}
+    for name, folder in names.items():
+        plan = Path(folder) / PLAN_FILE
+        recorded = read_json(plan).get("model") if plan.is_file() else None
+        source = options.shadow_model or (recorded.get("source") if isinstance(recorded, dict) else None)
+        try:
+            if not isinstance(source, str):
+                raise FileNotFoundError(f"{folder} does not say what it was made from")
+            folders[name] = str(resolve_model(source, local_files_only=True).path.resolve())
+        except OSError as error:
+            raise ValueError(f"--shadow needs the 16-bit model of {name}: {error}; give --shadow-model DIR") from None
+    return folders
+
+
+def _original_name(folder: str) -> str:
+    return f"16 bit: {folder}"
 
 
 def _adapters(folder: Path | None) -> dict[str, str]:

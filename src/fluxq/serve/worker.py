@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ENCODINGS = 256 << 20  # bytes of encoded prompts that are kept
 _SIDE = 1024  # pixels, of a pipeline that says nothing
@@ -36,6 +39,7 @@ class Settings:
     device: as `--device` has it. dtype: as torch writes it.
     memory: bytes of weights at most; None for what is free.
     adapters: name -> file of a LoRA.
+    originals: name -> folder of a 16-bit pipeline, for shadows.
     unrecorded: whether checkpoints are served that record nothing to hold their files against.
     """
 
@@ -44,6 +48,7 @@ class Settings:
     dtype: str = "bfloat16"
     memory: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    originals: Mapping[str, str] = field(default_factory=dict)
     unrecorded: bool = False
 
 
@@ -55,9 +60,10 @@ class Worker:
         from fluxq.base.devices import choose
 
         self.settings = settings = replace(settings, device=choose(settings.device))
-        self.folders = dict(settings.folders)
+        self.folders = {**settings.folders, **settings.originals}
         self._models: OrderedDict[str, _Model] = OrderedDict()  # used last comes last
         self._making: dict[int, _Making] = {}
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # number -> image, latents
         self._proved: dict[str, tuple[Any, str]] = {}  # name -> stamps of the files, digest
 
     @property
@@ -87,8 +93,13 @@ class Worker:
             self.folders.pop(name, None)
         _give_back(self.settings.device)
 
-    def advance(self, order: Order) -> Quantum:
-        """Make an image up to its next stop; `Refused` for a call that the pipeline refuses. It is forgotten then."""
+    def run(self, order: Order, tell: Callable[[Quantum], None], pauses: Callable[[], bool]) -> None:
+        """Make an image, from where it stands, until it is finished or is to pause after a step.
+
+        tell: takes each quantum, in another thread. pauses: whether to stop after the one that was just told.
+
+        Raises `Refused` for a call that the pipeline refuses; the image is forgotten then.
+        """
         start, loading = time.perf_counter(), 0.0
         making = self._making.get(order.number)
         if making is None:
@@ -96,17 +107,23 @@ class Worker:
             loading = time.perf_counter() - start
             making = self._making[order.number] = _Making(model, order)
         self._models.move_to_end(order.model)
-        making.model.adapt(order.lora)
         with _discreet():
-            making.go_on()
-        _wait_for(self.settings.device)
-        if making.is_done:
-            del self._making[order.number]
-        picture = making.result()
-        return Quantum(making.steps, time.perf_counter() - start, loading, picture, making.was_cached)
+            making.model.adapt(order.lora)
+            making.go_on(tell, pauses, start, loading)
+        if not making.is_done:
+            return
+        del self._making[order.number]
+        last, made = making.result()
+        measured = None
+        if order.shadow_of is not None:
+            measured = _compared(made, self._kept.pop(order.shadow_of))
+        elif order.is_kept:
+            self._kept[order.number] = made
+        tell(replace(last, measured=measured))
 
     def drop(self, number: int) -> None:
-        """Stop making an image, where it stands."""
+        """Stop making an image, where it stands, and forget one that was kept."""
+        self._kept.pop(number, None)
         if making := self._making.pop(number, None):
             making.drop()
 
@@ -119,8 +136,9 @@ class Worker:
             if name not in self.folders:
                 raise Refused(f"there is no model {name!r}", "model")
             folder = Path(self.folders[name]).expanduser().resolve()
-            digest = self._prove(name, folder)
-            self._make_room(name, folder)
+            is_original = name in self.settings.originals
+            digest = "" if is_original else self._prove(name, folder)
+            self._make_room(name, folder, unloads=not is_original)
             self._models[name] = _Model(name, folder, digest, self.settings)
         return self._models[name]
 
@@ -137,14 +155,14 @@ class Worker:
             self._proved[name] = side_stamps(folder), pipeline_digest(source)
         return self._proved[name][1]
 
-    def _make_room(self, name: str, folder: Path) -> None:
+    def _make_room(self, name: str, folder: Path, *, unloads: bool) -> None:
         """Unload checkpoints that were not used for longest until another fits; ValueError says by how much not."""
         from fluxq.base.model import resolve_model
         from fluxq.jobs.memory import in_words, stored_bytes
 
         needed = stored_bytes(resolve_model(str(folder)))
         busy = {each.order.model for each in self._making.values()}
-        idle = [each for each in self._models if each not in busy]
+        idle = [each for each in self._models if each not in busy] if unloads else []
         while (lacking := needed - self._room()) > 0 and idle:
             oldest = idle.pop(0)
             logger.warning("%s makes room for %s", oldest, name)
@@ -221,29 +239,30 @@ class _Model:
 
 
 class _Making:
-    """An image in the making: a call of the pipeline in a thread that stops after each step."""
+    """An image in the making: a call of the pipeline in a thread that can stop after each step."""
 
     def __init__(self, model: _Model, order: Order) -> None:
         self.model, self.order = model, order
-        self.steps, self.was_cached, self.is_done = 0, False, False
-        self._picture: Picture | None = None
+        self.is_done = False
+        self._steps, self._is_dropped = 0, False
+        self._result: tuple[Quantum, tuple[Tensor, Tensor]] | None = None
         self._error: BaseException | None = None
-        self._is_dropped = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=f"image {order.number}", daemon=True)
 
-    def go_on(self) -> None:
-        """Let it run to its next stop."""
+    def go_on(self, tell: Callable[[Quantum], None], pauses: Callable[[], bool], start: float, loading: float) -> None:
+        """Let it run to its next stop. start: when its first quantum began; loading: seconds of that for the model."""
+        self._tell, self._pauses, self._start, self._loading = tell, pauses, start, loading
         if not self._thread.ident:
             self._thread.start()
         self._go.release()
         self._stopped.acquire()
 
-    def result(self) -> Picture | None:
-        """Return the picture, None before the end; what went wrong is raised."""
-        if self._error is not None:
-            raise _as_refusal(self._error)
-        return self._picture
+    def result(self) -> tuple[Quantum, tuple[Tensor, Tensor]]:
+        """Return the last quantum, and image and latents; what went wrong is raised."""
+        if self._result is None:
+            raise _as_refusal(self._error or RuntimeError("an image was dropped"))
+        return self._result
 
     def drop(self) -> None:
         """End its thread."""
@@ -256,7 +275,7 @@ class _Making:
         self._go.acquire()
         try:
             if not self._is_dropped:
-                self._picture = self._make()
+                self._result = self._make()
         except _Dropped:
             pass
         except BaseException as error:  # the thread's end is not to be the worker's
@@ -265,28 +284,38 @@ class _Making:
             self.is_done = True
             self._stopped.release()
 
-    def _make(self) -> Picture:
+    def _make(self) -> tuple[Quantum, tuple[Tensor, Tensor]]:
         from fluxq.calibrate.capture import run_pipeline
         from fluxq.eval.images.generate import pictures, to_uint8
 
         pipe, order = self.model.copy(), self.order
-        with self.model.encodings.in_place_of(pipe, order) as self.told, _counted(pipe) as computed:
+        with self.model.encodings.in_place_of(pipe, order) as self._prompt, _counted(pipe) as computed:
             item = (order.prompt, order.seed)
-            ((output, _),) = run_pipeline(
+            ((output, latents),) = run_pipeline(
                 pipe, [item], order.call, output_type="pt", batch_size=1, on_latents=self._after_step
             )
         image = to_uint8(pictures(output)[0])  # (3, H, W)
         height, width = image.shape[-2:]
         pixels = image.permute(1, 2, 0).contiguous().numpy().tobytes()
-        return Picture(width, height, pixels, computed(self.steps))
+        picture = Picture(width, height, pixels, computed(self._steps))
+        return self._quantum(picture), (image, latents[0].float().cpu())
 
-    def _after_step(self, step: int, _latents: Any) -> None:
-        self.steps = step + 1
-        self.was_cached = self.told.was_hit
-        self._stopped.release()
-        self._go.acquire()
-        if self._is_dropped:
-            raise _Dropped
+    def _after_step(self, step: int, latents: Tensor) -> None:
+        self._steps = step + 1
+        _wait_for(latents)
+        self._tell(self._quantum())
+        if self._pauses():
+            self._stopped.release()
+            self._go.acquire()
+            if self._is_dropped:
+                raise _Dropped
+
+    def _quantum(self, picture: Picture | None = None) -> Quantum:
+        """Return what has been done since the last one."""
+        now = time.perf_counter()
+        seconds, loading = now - self._start, self._loading
+        self._start, self._loading = now, 0.0
+        return Quantum(self._steps, seconds, loading, picture, self._prompt.was_hit)
 
 
 class _Dropped(BaseException):
@@ -361,6 +390,14 @@ def _discreet() -> Iterator[None]:
     finally:
         for library, level in zip(libraries, levels, strict=True):
             library.setLevel(level)
+
+
+def _compared(shadow: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Return metric -> dB of an image against its shadow."""
+    from fluxq.eval.metrics.fidelity import psnr, sqnr
+
+    (image, latents), (other, others) = shadow, made
+    return {"psnr": float(psnr([image], [other])[0]), "latent_sqnr": float(sqnr([latents], [others])[0])}
 
 
 def _is_plain(value: Any) -> bool:
@@ -474,12 +511,12 @@ def _as_refusal(error: BaseException) -> BaseException:
     return error
 
 
-def _wait_for(device: str) -> None:
+def _wait_for(tensor: Tensor) -> None:
     """Wait until a GPU has computed what was launched, so that times are those of quanta."""
     import torch
 
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(torch.device(device))
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
 
 
 def _give_back(device: str) -> None:

@@ -1,0 +1,431 @@
+"""`fluxq serve` under load, beside a plain loop, and asked nonsense: the figures of docs/serving.md.
+
+    python -m benchmarks.serve                  writes serve.json
+    python -m benchmarks.serve --seconds 30     a shorter load
+
+Load: clients that ask at random times (Poisson), for other sizes, steps, seeds and adapters; one in ten leaves early;
+in a quarter of the time more is asked for than can be made. In the middle the worker is killed, in the end the server
+is told to end. Images are compared with those of the pipeline called alone. Nonsense: bodies near to good ones, no
+answer to which may be 5xx. Beside it: a plain FastAPI route around diffusers' call, by turns. Shadows: one request in
+ten again in 16 bit, of a checkpoint that is sound, and of one that was made from damaged weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from PIL import Image
+
+from fluxq.base.devices import commit, cpu_name, versions
+from fluxq.base.files import write_json
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "serve.json"
+CLIENTS, LEAVING, ADAPTED = 64, 0.1, 0.125
+SIZES, STEPS = (16, 24, 32), (4, 8, 12)
+OVERLOAD = 2.0  # times what can be made, in the third quarter; in the others .6
+WAIT = 3.0  # seconds of --max-wait
+COMPARED, PAIRS, BODIES = 24, 15, 10_000
+PLAIN = """
+import asyncio, base64, io, sys, torch, uvicorn, fluxq
+from diffusers import DiffusionPipeline
+from fastapi import FastAPI, Request
+pipe = DiffusionPipeline.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+pipe.set_progress_bar_config(disable=True)
+fluxq.optimize(pipe)
+app, lock = FastAPI(), asyncio.Lock()
+def make(body):
+    width, height = map(int, body["size"].split("x"))
+    noise = torch.Generator().manual_seed(body["seed"])
+    call = {"num_inference_steps": body["num_inference_steps"], "max_sequence_length": 8, "guidance_scale": 1.0}
+    image = pipe(body["prompt"], width=width, height=height, generator=noise, **call).images[0]
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return {"data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]}
+@app.post("/v1/images/generations")
+async def generations(request: Request):
+    body = await request.json()
+    async with lock:
+        return await asyncio.to_thread(make, body)
+@app.get("/ready")
+async def ready():
+    return {}
+uvicorn.run(app, port=int(sys.argv[2]), log_level="error")
+"""
+
+
+@contextmanager
+def server(*words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start `fluxq serve` on a free port; yield the process and the port once it is ready."""
+    command = [sys.executable, "-m", "fluxq", "serve", *words, "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        lines = iter(process.stdout.readline, "")  # pyright: ignore[reportOptionalMemberAccess]
+        yield process, next(int(match[1]) for line in lines if (match := re.match(r"ready: .*:(\d+)/v1", line)))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def plain_loop(folder: Path, port: int) -> Iterator[int]:
+    """Start the plain loop; yield its port once it answers."""
+    process = subprocess.Popen([sys.executable, "-c", PLAIN, str(folder), str(port)])
+    try:
+        while True:
+            try:
+                asyncio.run(ask(port, None, path="/ready"))
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def ask(port: int, body: bytes | None, leave: float = 0.0, path: str = "/v1/images/generations") -> Any:
+    """Ask once; return (status, answer), or None where the client left after so many seconds."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        method = "GET" if body is None else "POST"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(body or b'')}\r\n\r\n".encode() + (body or b""))
+        text = await asyncio.wait_for(reader.read(), leave or None)
+    except TimeoutError:
+        return None
+    finally:
+        writer.close()
+    first, _, content = text.partition(b"\r\n\r\n")
+    return int(first.split()[1]), json.loads(content) if content[:1] == b"{" else content.decode()
+
+
+def drawn(rng: random.Random, index: int) -> dict[str, Any]:
+    """Draw a request: no two have one seed."""
+    size = rng.choice(SIZES)
+    body = {"prompt": f"a {rng.choice(('red', 'blue', 'green'))} three on black", "seed": index}
+    body |= {"size": f"{size}x{size}", "num_inference_steps": rng.choice(STEPS)}
+    return body | ({"lora": {"name": "style", "scale": 1.0}} if rng.random() < ADAPTED else {})
+
+
+async def load(port: int, seconds: float, per_second: float, halfway: Any) -> list[dict[str, Any]]:
+    """Let the clients ask for so long; return a row of each request. halfway: called in the middle."""
+    rows: list[dict[str, Any]] = []
+    start = time.monotonic()
+
+    async def one(index: int, rng: random.Random) -> None:
+        body = drawn(rng, index)
+        leave = rng.uniform(0.01, 1.0) if rng.random() < LEAVING else 0.0
+        came = time.monotonic()
+        answer = await ask(port, json.dumps(body).encode(), leave)
+        row = {"body": body, "came": came - start, "seconds": time.monotonic() - came, "leaving": leave > 0}
+        rows.append(row | {"status": answer and answer[0], "answer": answer and answer[1]})
+
+    async def client(number: int) -> None:
+        rng = random.Random(number)
+        asked: list[asyncio.Task[None]] = []
+        while (now := time.monotonic() - start) < seconds:
+            rate = per_second * (OVERLOAD if 0.5 <= now / seconds < 0.75 else 0.6) / CLIENTS
+            await asyncio.sleep(rng.expovariate(rate))
+            asked.append(asyncio.create_task(one(len(rows) + CLIENTS * len(asked) * 1000 + number, rng)))
+        await asyncio.gather(*asked)
+
+    async def middle() -> None:
+        await asyncio.sleep(seconds / 2)
+        halfway()
+
+    await asyncio.gather(middle(), *map(client, range(CLIENTS)))
+    return rows
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that one has started."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def figure(text: str, name: str) -> float:
+    """Return the sum of a metric over its labels."""
+    found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return median, 5th, 95th percentile and maximum."""
+    ordered = sorted(values)
+    places = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: round(ordered[min(len(ordered) - 1, int(at * len(ordered)))], 4) for name, at in places.items()}
+
+
+def capacity(port: int) -> float:
+    """Return the requests a second that the server makes, one after the other."""
+    rng, start = random.Random(0), time.monotonic()
+    for index in range(12):
+        asyncio.run(ask(port, json.dumps(drawn(rng, 10**9 + index)).encode()))
+    return 12 / (time.monotonic() - start)
+
+
+def under_load(folder: Path, loras: Path, seconds: float) -> dict[str, Any]:
+    """Measure the load, the killed worker and the end."""
+    with server(str(folder), "--lora", str(loras), "--max-wait", str(WAIT), "--max-queue", "1000") as (process, port):
+        per_second = capacity(port)
+        before, workers = resident(process.pid), list[int]()
+
+        def kill() -> None:
+            workers.extend(pid for pid in children(process.pid) if "spawn_main" in command_of(pid))
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+
+        rows = asyncio.run(load(port, seconds, per_second, kill))
+        metrics = asyncio.run(ask(port, None, path="/metrics"))[1]
+        after = resident(process.pid)
+        ended = asyncio.run(ending(process, port))
+    made = [row for row in rows if row["status"] == 200]
+    told = [row["answer"]["data"][0] for row in made]
+    refused = [row for row in rows if row["status"] == 429]
+    return {
+        "requests_per_second_alone": round(per_second, 2),
+        "seconds": seconds,
+        "requests": len(rows),
+        "left_early": sum(row["status"] is None for row in rows),
+        "status": dict(Counter(str(row["status"]) for row in rows)),
+        "images_made": figure(metrics, "fluxq_images_total") - 12,
+        "lost": sum(row["status"] not in (200, 429, 503, None) for row in rows),
+        "doubled": len(told) - len({(row["seed"], row["b64_json"]) for row in told}),
+        "wrong_seed": sum(row["seed"] != each["body"]["seed"] for row, each in zip(told, made, strict=True)),
+        "refused_in_overload": sum(0.5 <= row["came"] / seconds < 0.8 for row in refused),
+        "queue_ms": quantiles([row["queue_ms"] for row in told]),
+        "predicted_over_actual": quantiles([row["predicted_ms"] / row["compute_ms"] for row in told]),
+        "workers_killed": len(workers),
+        "front_bytes": [before, after],
+        "ended": ended,
+        "compared": compared(folder, loras, [(row["body"], row["answer"]["data"][0]) for row in made]),
+    }
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+async def ending(process: subprocess.Popen[str], port: int) -> dict[str, Any]:
+    """Tell the server to end while it has images to make; count those that are answered."""
+    rng = random.Random(1)
+    asked = [asyncio.create_task(ask(port, json.dumps(drawn(rng, 10**10 + n)).encode())) for n in range(8)]
+    while figure((await ask(port, None, path="/metrics"))[1], "fluxq_queue_images") < 4:
+        await asyncio.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    answers = await asyncio.gather(*asked)
+    code = await asyncio.to_thread(process.wait, 60)
+    return {"asked": len(asked), "answered": sum(status == 200 for status, _ in answers), "exit_code": code}
+
+
+def compared(folder: Path, loras: Path, made: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, int]:
+    """Return how many of a sample of images have the bytes of the pipeline called alone."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from fluxq.eval.images.generate import as_picture, generate_batch
+
+    pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    sample = random.Random(2).sample(made, min(COMPARED, len(made)))
+    same = 0
+    for is_adapted in (False, True):
+        if is_adapted:
+            pipe.load_lora_weights(str(loras), weight_name="style.safetensors", adapter_name="style")
+        for body, row in sample:
+            if ("lora" in body) == is_adapted:
+                width, height = map(int, body["size"].split("x"))
+                call = {"width": width, "height": height, "num_inference_steps": body["num_inference_steps"]}
+                call |= {"max_sequence_length": 8, "guidance_scale": 1.0}
+                alone = as_picture(generate_batch(pipe, [(body["prompt"], body["seed"])], call).images[0])
+                image = Image.open(io.BytesIO(base64.b64decode(row["b64_json"])))
+                same += image.tobytes() == alone.tobytes()
+    return {"images": len(sample), "same": same}
+
+
+def nonsense(folder: Path, count: int) -> dict[str, Any]:
+    """Send bodies near to good ones; count the answers."""
+    from http.client import HTTPConnection
+
+    from fluxq.serve.api import ImageRequest
+
+    rng = random.Random(3)
+    good = {"prompt": "a", "n": 1, "size": "16x16", "seed": 1, "num_inference_steps": 1, "stream": False}
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1e308,
+        10**400,
+        1 << 70,
+        "",
+        "x" * 999,
+        "\ud800",
+        "\0",
+        [],
+        {},
+        [[]],
+        {"name": "/etc/x"},
+    ]
+    values += ["../x", "16x", "0x0", "99999x99999", "auto", 0.5, "b64_json", {"name": "a", "scale": 1e9}]
+    counts: Counter[int] = Counter()
+    with server(str(folder)) as (process, port):
+        memory = [resident(process.pid)]
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        for index in range(count):
+            body: Any = dict(good)
+            for _ in range(rng.randint(1, 3)):
+                body[rng.choice([*ImageRequest.model_fields, "x" * rng.randint(1, 99)])] = rng.choice(values)
+            text = json.dumps(body).encode()
+            if rng.random() < 0.3:
+                place = rng.randrange(len(text))
+                text = text[:place] + bytes([rng.randrange(256)]) + text[place + rng.randint(0, 9) :]
+            connection.request("POST", "/v1/images/generations", text, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            counts[answer.status] += 1
+            if index == count // 4:
+                memory.append(resident(process.pid))
+        memory.append(resident(process.pid))
+        ready = asyncio.run(ask(port, None, path="/ready"))[0]
+    return {"bodies": count, "status": {str(key): n for key, n in sorted(counts.items())}, "front_bytes": memory} | {
+        "ready_afterwards": ready == 200
+    }
+
+
+def beside_plain(folder: Path) -> dict[str, Any]:
+    """Time single requests of both servers by turns."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    with server(str(folder)) as (_, ours), plain_loop(folder, ours + 1) as theirs:
+        for size in (16, 64):
+            took = rows[f"{size}x{size}"] = {"fluxq serve": [], "plain loop": []}
+            for index in range(PAIRS + 3):
+                for name, port in (("fluxq serve", ours), ("plain loop", theirs)):
+                    body = {"prompt": f"a red three on black {index % 9}", "seed": index, "size": f"{size}x{size}"}
+                    start = time.perf_counter()
+                    status, _ = asyncio.run(ask(port, json.dumps(body | {"num_inference_steps": 8}).encode()))
+                    if status == 200 and index >= 3:
+                        took[name].append(time.perf_counter() - start)
+    found = {}
+    for size, took in rows.items():
+        ratios = [a / b for a, b in zip(took["fluxq serve"], took["plain loop"], strict=True)]
+        found[size] = {name: round(statistics.median(each), 4) for name, each in took.items()}
+        found[size]["ratio"] = round(statistics.median(ratios), 4)
+    return found
+
+
+def shadows(folder: Path, damaged: Path, count: int) -> dict[str, Any]:
+    """Ask one after the other; return after how many requests there was an alert, None for none."""
+    found = {}
+    for name, checkpoint, most in (("damaged", damaged, 200), ("sound", folder, count)):
+        with server(str(checkpoint), "--shadow", "0.1", "--shadow-model", "tiny") as (_, port):
+            alerted = None
+            for index in range(most):
+                body = {"prompt": "a red three on black", "seed": index, "num_inference_steps": 4}
+                asyncio.run(ask(port, json.dumps(body).encode()))
+                told = asyncio.run(ask(port, None, path="/v1/models"))[1]["data"][0]["shadow"]
+                if told["alert"]:
+                    alerted = index + 1
+                    break
+            found[name] = {"requests": index + 1, "alert_after": alerted, **told}
+    return found
+
+
+def damage(folder: Path) -> None:
+    """Write the embedded pipeline with noise in its transformer's weights."""
+    import torch
+
+    from fluxq import tiny
+
+    pipe, noise = tiny.load(), torch.Generator().manual_seed(0)
+    for parameter in pipe.transformer.parameters():
+        if parameter.ndim == 2:
+            drawn_noise = torch.randn(parameter.shape, generator=noise).to(parameter.dtype)
+            parameter.data += 0.5 * parameter.data.float().std().to(parameter.dtype) * drawn_noise
+    pipe.save_pretrained(folder)
+
+
+@click.command()
+@click.option("--seconds", type=float, default=300.0, show_default=True, help="Of the load.")
+@click.option("--bodies", type=int, default=BODIES, show_default=True, help="Of nonsense.")
+@click.option("--sound", type=int, default=2000, show_default=True, help="Requests to a sound checkpoint.")
+@click.option(
+    "--only", type=click.Choice(["load", "nonsense", "plain", "shadows"]), help="One part; nothing is written."
+)
+def main(seconds: float, bodies: int, sound: int, only: str | None) -> None:
+    """Measure, and write serve.json."""
+    from fluxq.jobs import making
+
+    parts: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as work:
+        folder, loras = Path(work) / "tiny-int8", Path(work) / "loras"
+        for model, output in (("tiny", folder), (str(Path(work) / "broken"), Path(work) / "broken-int8")):
+            if model != "tiny":
+                damage(Path(model))
+            options = making.JobOptions(model=model, recipe="int8", profile="rtn", output=str(output), check=False)
+            making.quantize(making.job_of(options))
+        loras.mkdir()
+        write_style(loras / "style.safetensors")
+        if only in (None, "load"):
+            parts["load"] = under_load(folder, loras, seconds)
+        if only in (None, "nonsense"):
+            parts["nonsense"] = nonsense(folder, bodies)
+        if only in (None, "plain"):
+            parts["plain"] = beside_plain(folder)
+        if only in (None, "shadows"):
+            parts["shadows"] = shadows(folder, Path(work) / "broken-int8", sound)
+    machine = {
+        "commit": commit(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "versions": versions("fastapi", "uvicorn"),
+    }
+    click.echo(json.dumps(parts, indent=2))
+    if only is None:
+        write_json(RESULT, machine | parts)
+
+
+def write_style(path: Path) -> None:
+    """Write a small adapter of the embedded transformer."""
+    import torch
+    from safetensors.torch import save_file
+
+    from fluxq import tiny
+
+    noise, tensors = torch.Generator().manual_seed(0), {}
+    for name, module in tiny.load().transformer.named_modules():
+        if name.endswith(("attn.to_q", "attn.to_v")):
+            linear: Any = module
+            shapes = {"A": (4, linear.in_features), "B": (linear.out_features, 4)}
+            for part, shape in shapes.items():
+                drawn_part = 0.05 * torch.randn(shape, generator=noise)
+                tensors[f"transformer.{name}.lora_{part}.weight"] = drawn_part.bfloat16()
+    save_file(tensors, path)
+
+
+if __name__ == "__main__":
+    main()
