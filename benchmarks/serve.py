@@ -43,6 +43,7 @@ CLIENTS, LEAVING, ADAPTED = 64, 0.1, 0.125
 SIZES, STEPS = (16, 24, 32), (4, 8, 12)
 OVERLOAD = 2.0  # times what can be made, in the third quarter; in the others .6
 WAIT = 3.0  # seconds of --max-wait
+PARTS = ("load", "nonsense", "plain", "shadows")
 COMPARED, PAIRS, BODIES = 24, 15, 10_000
 PLAIN = """
 import asyncio, base64, io, sys, torch, uvicorn, fluxq
@@ -390,21 +391,22 @@ def main(seconds: float, bodies: int, sound: int, only: str | None) -> None:
             making.quantize(making.job_of(options))
         loras.mkdir()
         write_style(loras / "style.safetensors")
-        if only in (None, "load"):
-            parts["load"] = under_load(folder, loras, seconds)
-        if only in (None, "nonsense"):
-            parts["nonsense"] = nonsense(folder, bodies)
-        if only in (None, "plain"):
-            parts["plain"] = beside_plain(folder)
-        if only in (None, "shadows"):
-            parts["shadows"] = shadows(folder, Path(work) / "broken-int8", sound)
+        measures = {
+            "load": lambda: under_load(folder, loras, seconds),
+            "nonsense": lambda: nonsense(folder, bodies),
+            "plain": lambda: beside_plain(folder),
+            "shadows": lambda: shadows(folder, Path(work) / "broken-int8", sound),
+        }
+        for name, measure in measures.items():
+            if only in (None, name):
+                parts[name] = measure()
+                click.echo(json.dumps({name: parts[name]}, indent=2))
     machine = {
         "commit": commit(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "versions": versions("fastapi", "uvicorn"),
     }
-    click.echo(json.dumps(parts, indent=2))
     if only is None:
         write_json(RESULT, machine | parts)
 

@@ -39,11 +39,13 @@ def until(holds: Any, seconds: float = TIMEOUT) -> None:
         time.sleep(0.005)
 
 
-def ask(server: Any, path: str, body: object = None, key: str = "", **headers: str) -> tuple[int, Message, Any]:
+def ask(
+    server: Any, path: str, body: object = None, key: str = "", method: str | None = None, **headers: str
+) -> tuple[int, Message, Any]:
     """Ask a server, or an address; return status, headers and what the answer's JSON says, else its text."""
     content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | headers | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = Request(f"{getattr(server, 'address', server)}{path}", content, headers)
+    request = Request(f"{getattr(server, 'address', server)}{path}", content, headers, method=method)
     try:
         with urlopen(request, timeout=TIMEOUT) as answer:
             status, said, text = answer.status, answer.headers, answer.read().decode()

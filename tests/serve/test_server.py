@@ -113,6 +113,7 @@ def test_a_stream_tells_of_each_step_and_a_kept_prompt_changes_no_byte(server: A
         (b'{"prompt": "a", "guidance_scale": NaN}', 400, "guidance_scale"),
         ({}, 400, "prompt: Field required"),
         ({"prompt": "a", "seeed": 1}, 400, "no field 'seeed' (did you mean 'seed'?)"),
+        ({"prompt": "a", "num_frames": 4}, 400, "no field 'num_frames'"),
         ({"prompt": "a", "model": "tiny-int4"}, 404, "did you mean 'tiny-int8'?"),
         ({"prompt": "a", "size": "10x"}, 400, "write WIDTHxHEIGHT"),
         ({"prompt": "a", "size": "17x16"}, 400, "multiple of 4"),

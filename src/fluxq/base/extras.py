@@ -63,7 +63,12 @@ ALL = {
     "vl_convert": "vl-convert-python",
 }
 # The same of the extra `serve`.
-SERVE = {"fastapi": "fastapi", "prometheus_client": "prometheus-client", "uvicorn": "uvicorn"}
+SERVE = {
+    "fastapi": "fastapi",
+    "prometheus_client": "prometheus-client",
+    "python_multipart": "python-multipart",
+    "uvicorn": "uvicorn",
+}
 _REPORT = ("altair", "jinja2", "vl_convert")
 _JUDGE = ("scipy", "torchmetrics", "torchvision", *_REPORT)
 # Command -> modules that it needs with its usual options; what others need is looked for when they are given.

@@ -1,6 +1,7 @@
 """OpenAI's images API as values: what a request may say, the images that it asks for, what an answer tells.
 
     POST /v1/images/generations   {"prompt", "model", "n", "size": "WxH", "output_format", "stream", …}
+    POST /v1/images/edits         the same as a form, with files `image` or `image[]`
 
 `seed`, `num_inference_steps`, `guidance_scale`, `true_cfg_scale`, `negative_prompt`, `max_sequence_length`, `lora`,
 `width` and `height` are extensions, under the names that vLLM-Omni and SGLang-Diffusion have for them; `deadline_ms`
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,13 +28,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from fluxq.base.console import did_you_mean
 from fluxq.serve.dispatcher import Made
 from fluxq.serve.elastic import Setting
-from fluxq.serve.orders import Facts, Order, Refused
+from fluxq.serve.orders import Facts, Order, Refused, Source
 
 MAX_SEED = (1 << 63) - 1
 _RANDOM_SEEDS = 1 << 31
 _LONGEST = 10_000  # characters of a prompt; no text encoder reads a tenth of it
 _ARGUMENTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
+FPS = 16  # of a video whose request says nothing
 _EVENT = "image_generation"
+_STRENGTH = 0.6  # of image-to-image, as most of diffusers' pipelines have it
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,50 @@ class ImageRequest(BaseModel):
     vae_use_tiling: bool | None = None
 
 
+class EditRequest(ImageRequest):
+    """Fields of a request to change an image, which come as a form. strength: of image-to-image."""
+
+    strength: float | None = Field(default=None, gt=0, le=1)
+    input_fidelity: str | None = Field(default=None, max_length=20, description="without effect")
+
+
+class VideoRequest(ImageRequest):
+    """Body, or fields of a form, of a request for a video. `seconds` times `fps` is the number of frames."""
+
+    seconds: float | None = Field(default=None, gt=0, le=600)
+    fps: int | None = Field(default=None, ge=1, le=120)
+    num_frames: int | None = Field(default=None, ge=1, le=10_000)
+
+
+AnyRequest = TypeVar("AnyRequest", bound=ImageRequest)
+
+
+def of_form(kind: type[AnyRequest], fields: Mapping[str, str]) -> AnyRequest:
+    """Read the texts of a form; pydantic's ValidationError for what cannot be."""
+    values: dict[str, Any] = dict(fields)
+    if "lora" in values:
+        try:
+            values["lora"] = json.loads(values["lora"])
+        except (ValueError, RecursionError):
+            raise Refused('lora: write JSON, as in {"name": "style", "scale": 1}', "lora") from None
+    return kind.model_validate(values, strict=False)
+
+
+def source_of(content: bytes, limits: Limits) -> Source:
+    """Decode an image of a request; `Refused` for none, and before it is decoded for one of too many pixels."""
+    size = None
+    try:
+        with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as image:
+            size = image.size
+            if size[0] * size[1] <= limits.pixels:
+                return Source(*size, image.convert("RGB").tobytes())
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
+        size = None
+    if size is None:
+        raise Refused("image: no PNG, JPEG or WebP that can be read", "image")
+    raise Refused(f"image: {size[0]} x {size[1]} are {size[0] * size[1]} pixels, {limits.pixels} at most", "image")
+
+
 def problem_of(errors: Sequence[Mapping[str, Any]]) -> Refused:
     """Return pydantic's first error in words, without the value: it may be a prompt."""
     first = errors[0]
@@ -109,11 +157,16 @@ def problem_of(errors: Sequence[Mapping[str, Any]]) -> Refused:
 
 
 def orders_of(
-    request: ImageRequest, facts: Facts, limits: Limits, adapters: Mapping[str, str], number: Callable[[], int]
+    request: ImageRequest,
+    facts: Facts,
+    limits: Limits,
+    adapters: Mapping[str, str],
+    number: Callable[[], int],
+    sources: tuple[Source, ...] = (),
 ) -> list[Order]:
     """Return the images of a request; `Refused` names the field that cannot be.
 
-    adapters: known names of LoRAs. number: of the next order.
+    adapters: known names of LoRAs. number: of the next order. sources: images that come with the request.
     """
     if request.response_format == "url":
         raise Refused("response_format: images come as b64_json; this server keeps none", "response_format")
@@ -121,17 +174,23 @@ def orders_of(
     if count > limits.images:
         raise Refused(f"n is {count}, {limits.images} at most", "n")
     call = {**facts.defaults, **_size_of(request, facts, limits), **_arguments_of(request, facts)}
+    _require_route(request, facts)
+    if sources:
+        call |= _editing_of(request, facts, sources)
     steps = int(call["num_inference_steps"])
     if steps > limits.steps:
         raise Refused(f"num_inference_steps is {steps}, {limits.steps} at most", "num_inference_steps")
-    pixel_steps = call["width"] * call["height"] * steps * count
+    frames = int(call[facts.frames]) if facts.frames else 1
+    pixel_steps = call["width"] * call["height"] * frames * steps * count
     if pixel_steps > limits.pixel_steps:
-        raise Refused(f"width × height × steps × n is {pixel_steps:g}, {limits.pixel_steps:g} at most", "size")
+        product = "width × height × steps × n" if frames == 1 else "width × height × frames × steps"
+        raise Refused(f"{product} is {pixel_steps:g}, {limits.pixel_steps:g} at most", "size")
     seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
     if seed + count - 1 > MAX_SEED:
         raise Refused(f"seed: the last of {count} images would have a seed above {MAX_SEED}", "seed")
     lora = _lora_of(request.lora, adapters)
-    return [Order(number(), facts.name, request.prompt, seed + index, call, lora) for index in range(count)]
+    text = request.prompt
+    return [Order(number(), facts.name, text, seed + index, call, lora, sources, frames) for index in range(count)]
 
 
 def with_setting(request: ImageRequest, setting: Setting) -> ImageRequest | None:
@@ -143,6 +202,16 @@ def with_setting(request: ImageRequest, setting: Setting) -> ImageRequest | None
                 return None
             changes[name] = value
     return request.model_copy(update=changes)
+
+
+def _require_route(request: ImageRequest, facts: Facts) -> None:
+    if facts.frames and not isinstance(request, VideoRequest):
+        raise Refused(f"{facts.name} makes videos: ask /v1/videos", "model")
+    if isinstance(request, VideoRequest):
+        if not facts.frames:
+            raise Refused(f"{facts.name} makes images: ask /v1/images/generations", "model")
+        if (request.n or 1) > 1:
+            raise Refused("n: one video of a request", "n")
 
 
 def _size_of(request: ImageRequest, facts: Facts, limits: Limits) -> dict[str, int]:
@@ -170,10 +239,29 @@ def _size_of(request: ImageRequest, facts: Facts, limits: Limits) -> dict[str, i
 
 def _arguments_of(request: ImageRequest, facts: Facts) -> dict[str, Any]:
     given = {name: value for name in _ARGUMENTS if (value := getattr(request, name)) is not None}
+    if isinstance(request, VideoRequest) and facts.frames:
+        seconds, frames = request.seconds, request.num_frames
+        if seconds is not None and frames is not None:
+            raise Refused("seconds and num_frames: give one of them", "seconds")
+        frames = round(seconds * (request.fps or FPS)) if seconds is not None else frames
+        given |= {facts.frames: max(1, frames)} if frames is not None else {}
     for name in given:
         if name not in facts.accepts:
             raise Refused(f"{facts.name} takes no {name}: leave it out", name)
     return given
+
+
+def _editing_of(request: ImageRequest, facts: Facts, sources: tuple[Source, ...]) -> dict[str, float]:
+    strength = getattr(request, "strength", None)
+    if not facts.edits:
+        raise Refused(f"{facts.name} makes images from texts alone", "image")
+    if facts.edits != "strength":
+        if strength is not None:
+            raise Refused(f"{facts.name} takes no strength: leave it out", "strength")
+        return {}
+    if len(sources) > 1:
+        raise Refused(f"{facts.name} begins with one image, and {len(sources)} came", "image")
+    return {"strength": _STRENGTH if strength is None else strength}
 
 
 def _lora_of(lora: Lora | None, adapters: Mapping[str, str]) -> tuple[str, float] | None:
@@ -198,14 +286,14 @@ def file_of(made: Made, request: ImageRequest) -> str:
 
 def answer_of(made: Sequence[Made], files: Sequence[str], request: ImageRequest) -> dict[str, Any]:
     """Return the answer to a request: OpenAI's fields, and how each image can be made again."""
-    rows = [{"b64_json": file, **_told(each)} for each, file in zip(made, files, strict=True)]
+    rows = [{"b64_json": file, **told(each)} for each, file in zip(made, files, strict=True)]
     return {"created": int(time.time()), "data": rows, **_shape(made[0], request)}
 
 
 def completed(made: Made, file: str, request: ImageRequest) -> dict[str, Any]:
     """Return the event of a finished image."""
     row = {"type": f"{_EVENT}.completed", "b64_json": file, "created_at": int(time.time())}
-    return row | _shape(made, request) | _told(made)
+    return row | _shape(made, request) | told(made)
 
 
 def progress(news: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +307,7 @@ def _shape(made: Made, request: ImageRequest) -> dict[str, Any]:
     return shape | {"output_format": request.output_format or "png", "model": made.order.model}
 
 
-def _told(made: Made) -> dict[str, Any]:
+def told(made: Made) -> dict[str, Any]:
     """Return how an image was made. queue_ms: time in which it did not run."""
     return {
         "seed": made.order.seed,

@@ -12,18 +12,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 
 from fluxq import __version__
 from fluxq.base.console import did_you_mean, logger
 from fluxq.serve import api
-from fluxq.serve.api import ImageRequest, Limits
+from fluxq.serve.api import EditRequest, ImageRequest, Limits, VideoRequest
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.elastic import Setting
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Busy, Facts, Order, Refused, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Order, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
+from fluxq.serve.videos import MEDIA_TYPE, Videos
 
 _INVALID = "invalid_request_error"
 
@@ -44,22 +45,23 @@ class Served:
     ) -> None:
         self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
         self.settings, self.started = settings, int(time.time())
+        self.videos = Videos(dispatcher)
 
-    def submit(self, body: ImageRequest) -> Job:
+    def submit(self, body: ImageRequest, sources: tuple[Source, ...] = ()) -> Job:
         """Take a request, in the best setting in which it need not wait longer than the next one says."""
         within = None if body.deadline_ms is None else body.deadline_ms / 1000
-        orders, chosen = self._orders(body), None
+        orders, chosen = self._orders(body, sources), None
         for setting in () if body.elastic is False else self.settings:
             if self.dispatcher.wait_of(orders, within) <= setting.above:
                 break
             if (changed := api.with_setting(body, setting)) is not None:
-                orders, chosen = self._orders(changed), setting
+                orders, chosen = self._orders(changed, sources), setting
         told = None if chosen is None else {"name": chosen.name, **chosen.measured}
         return self.dispatcher.submit(orders, within, told)
 
-    def _orders(self, body: ImageRequest) -> list[Order]:
+    def _orders(self, body: ImageRequest, sources: tuple[Source, ...]) -> list[Order]:
         facts = self.facts_of(body.model)
-        return api.orders_of(body, facts, self.limits, self.adapters, self.dispatcher.next_number)
+        return api.orders_of(body, facts, self.limits, self.adapters, self.dispatcher.next_number, sources)
 
     def facts_of(self, name: str | None) -> Facts:
         """Return a checkpoint, by default the first; 404 for a name that there is not."""
@@ -77,6 +79,7 @@ def application(served: Served) -> FastAPI:
     app = FastAPI(title="fluxq", version=__version__, docs_url=None, redoc_url=None)
     _add_errors(app, served)
     _add_images(app, served)
+    _add_videos(app, served)
     _add_probes(app, served)
     _add_admin(app, served)
     return app
@@ -87,19 +90,21 @@ def _add_images(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/images/generations")
     async def generations(body: ImageRequest, request: Request) -> Response:
-        job = served.submit(body)
-        if body.stream:
-            dispatcher.metrics.answered(200)
-            return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
-        made = await _unless_gone(dispatcher, job, request)
-        if made is None:
-            dispatcher.metrics.answered(499, "client_left")
-            return Response(status_code=499)
-        files = await asyncio.gather(*(asyncio.to_thread(api.file_of, each, body) for each in made))
-        dispatcher.metrics.answered(200)
-        seconds = sum(each.computed for each in made)
-        logger.info("%d of %s, %s, in %.1f s", len(made), made[0].order.model, made[0].order.size, seconds)
-        return JSONResponse(api.answer_of(made, files, body))
+        return await _answer(served, served.submit(body), body, request)
+
+    @app.post("/v1/images/edits")
+    async def edits(request: Request) -> Response:
+        async with request.form(max_files=_FILES, max_fields=_FIELDS) as form:
+            texts = {name: value for name, value in form.multi_items() if isinstance(value, str)}
+            files = [(name, await value.read()) for name, value in form.multi_items() if not isinstance(value, str)]
+        if other := next((name for name, _ in files if name not in ("image", "image[]")), None):
+            raise Refused(f"there is no file {other[:80]!r}: images come as image or image[]", other[:80])
+        if not files:
+            raise Refused("image: send a PNG, JPEG or WebP as a file of the form", "image")
+        body = api.of_form(EditRequest, texts)
+        reading = (asyncio.to_thread(api.source_of, content, served.limits) for _, content in files)
+        sources = tuple(await asyncio.gather(*reading))
+        return await _answer(served, served.submit(body, sources), body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -111,6 +116,24 @@ def _add_images(app: FastAPI, served: Served) -> None:
         return _model_row(served, served.facts_of(name).name)
 
 
+async def _answer(served: Served, job: Job, body: ImageRequest, request: Request) -> Response:
+    """Wait for a request's images, or stream its events."""
+    dispatcher = served.dispatcher
+    if body.stream:
+        dispatcher.metrics.answered(200)
+        return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
+    made = await _unless_gone(dispatcher, job, request)
+    if made is None:
+        dispatcher.metrics.answered(499, "client_left")
+        return Response(status_code=499)
+    files = await asyncio.gather(*(asyncio.to_thread(api.file_of, each, body) for each in made))
+    dispatcher.metrics.answered(200)
+    seconds = sum(each.computed for each in made)
+    logger.info("%d of %s, %s, in %.1f s", len(made), made[0].order.model, made[0].order.size, seconds)
+    return JSONResponse(api.answer_of(made, files, body))
+
+
+_FILES, _FIELDS = 8, 64  # of a form
 _UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -163,6 +186,39 @@ async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator
 
 def _event(value: Mapping[str, Any]) -> bytes:
     return f"event: {value['type']}\ndata: {json.dumps(value)}\n\n".encode()
+
+
+def _add_videos(app: FastAPI, served: Served) -> None:
+    videos = served.videos
+
+    @app.post("/v1/videos")
+    async def create(request: Request) -> dict[str, Any]:
+        if request.headers.get("content-type", "").startswith("application/json"):
+            body = VideoRequest.model_validate_json(await request.body())
+        else:
+            async with request.form(max_files=_FILES, max_fields=_FIELDS) as form:
+                if any(not isinstance(value, str) for value in form.values()):
+                    raise Refused("input_reference: videos are made from texts alone", "input_reference")
+                body = api.of_form(VideoRequest, {name: str(value) for name, value in form.multi_items()})
+        job = served.submit(body)
+        served.dispatcher.metrics.answered(200)
+        return videos.add(job, body).told()
+
+    @app.get("/v1/videos/{name}")
+    async def status(name: str) -> dict[str, Any]:
+        return videos.of(name).told()
+
+    @app.get("/v1/videos/{name}/content")
+    async def content(name: str) -> Response:
+        video = videos.of(name)
+        if video.file is None:
+            raise Busy(f"the video is {video.status}")
+        return Response(video.file, media_type=MEDIA_TYPE)
+
+    @app.delete("/v1/videos/{name}")
+    async def delete(name: str) -> dict[str, Any]:
+        videos.remove(name)
+        return {"id": name, "object": "video.deleted", "deleted": True}
 
 
 def _add_probes(app: FastAPI, served: Served) -> None:
@@ -237,17 +293,26 @@ def _add_errors(app: FastAPI, served: Served) -> None:
         served.dispatcher.metrics.answered(status, content["error"]["code"] or content["error"]["type"])
         return JSONResponse(content, status, headers)
 
-    kinds = (RequestValidationError, HTTPException, Refused, Full, Unavailable, ValueError, RuntimeError, OSError)
+    kinds = (
+        RequestValidationError,
+        HTTPException,
+        Refused,
+        Full,
+        Unavailable,
+        ValueError,
+        RuntimeError,
+        OSError,
+    )
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, answer)
 
 
 def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers of an error's answer."""
-    if isinstance(error, RequestValidationError):
+    if isinstance(error, (RequestValidationError, ValidationError)):
         error = api.problem_of(error.errors())
     if isinstance(error, HTTPException):
-        code = "model_not_found" if error.status_code == 404 else None
+        code = "not_found" if error.status_code == 404 else None
         return error.status_code, api.error_of(str(error.detail), _INVALID, code=code), dict(error.headers or {})
     if isinstance(error, Full):
         content = api.error_of(str(error), "rate_limit_error", code="queue_full")

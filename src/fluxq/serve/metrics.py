@@ -66,7 +66,7 @@ class Metrics:
                 size = "other"
             if quantum.steps > 1:  # the first has the prompt's encoding in it
                 self.steps.labels(order.model, size).observe(quantum.seconds)
-            self.pixel_steps.labels(order.model).inc(order.size[0] * order.size[1])
+            self.pixel_steps.labels(order.model).inc(order.pixels)
         if quantum.steps == 1 and quantum.cached:
             self.cached.inc()
 

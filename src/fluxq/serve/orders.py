@@ -15,13 +15,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Source:
+    """An image that comes with a request. pixels: bytes of RGB, row by row."""
+
+    width: int
+    height: int
+    pixels: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Order:
     """One image to make.
 
     number: of no other order of this server.
     model: name of a checkpoint.
     call: arguments of the pipeline's call; width, height and num_inference_steps are always there.
+    frames: of a video; 1 for an image.
     lora: (name, scale) of an adapter.
+    sources: images that it begins with.
     is_kept: whether the worker keeps the image, for a shadow of it.
     shadow_of: number of the image that this one is compared with; `model` is then that of a 16-bit pipeline.
     """
@@ -32,12 +43,16 @@ class Order:
     seed: int
     call: Mapping[str, Any]
     lora: tuple[str, float] | None = None
+    sources: tuple[Source, ...] = ()
+    frames: int = 1
     is_kept: bool = False
     shadow_of: int | None = None
 
     @property
     def steps(self) -> int:
-        return int(self.call["num_inference_steps"])
+        """Denoising steps; fewer than the call says where `strength` skips the first."""
+        steps = int(self.call["num_inference_steps"])
+        return min(steps, steps - int(steps - steps * self.call.get("strength", 1)))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -45,25 +60,29 @@ class Order:
         return int(self.call["width"]), int(self.call["height"])
 
     @property
-    def pixel_steps(self) -> int:
-        """Pixels of all steps."""
-        return self.size[0] * self.size[1] * self.steps
+    def pixels(self) -> int:
+        """Pixels of all frames."""
+        return self.size[0] * self.size[1] * self.frames
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Facts that decide the time of a step besides the size: model, calls of the denoiser, whether adapted."""
         guided = float(self.call.get("true_cfg_scale") or 0) > 1 and self.call.get("negative_prompt") is not None
-        return self.model, guided, self.lora is not None
+        return self.model, guided, self.lora is not None, len(self.sources)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished image. pixels: bytes of RGB, row by row. computed: steps that the denoiser computed."""
+    """A finished image, or the frames of a video.
+
+    pixels: bytes of RGB, row by row, frame by frame. computed: steps that the denoiser computed.
+    """
 
     width: int
     height: int
     pixels: bytes = field(repr=False)
     computed: int
+    frames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +115,8 @@ class Facts:
     unit: pixels that width and height are multiples of.
     nbytes: of its weights.
     gates: that it was shipped with.
+    frames: argument that says how many frames a video has; "" where images are made.
+    edits: how it takes an image: "" for not, "image" as an argument of its own, "strength" by image-to-image.
     is_alone: whether its images are made one after the other, because denoisers remember their last step.
     """
 
@@ -106,6 +127,8 @@ class Facts:
     unit: int
     nbytes: int
     gates: tuple[str, ...] = ()
+    frames: str = ""
+    edits: str = ""
     is_alone: bool = False
 
 

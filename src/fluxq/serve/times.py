@@ -16,6 +16,7 @@ from typing import Any
 from fluxq.serve.orders import Order, Quantum
 
 _KEPT = 15  # measurements of one kind and size
+_SIZES = 64  # of one kind; clients choose sizes
 _UNKNOWN = 1.0  # second, of a quantum of which nothing like it was measured
 _GUIDED = 2  # calls of the denoiser in a step
 PARTS = ("begin", "step", "finish")
@@ -31,7 +32,11 @@ class Times:
         """Take a measurement, without what loading took."""
         part = "finish" if quantum.picture else "begin" if quantum.steps == 1 else "step"
         by_size = self._measured.setdefault((order.kind, part), {})
-        by_size.setdefault(_pixels(order), deque(maxlen=_KEPT)).append(quantum.seconds - quantum.loading)
+        values = by_size.pop(order.pixels, deque(maxlen=_KEPT))
+        values.append(quantum.seconds - quantum.loading)
+        by_size[order.pixels] = values  # the last: the first is forgotten
+        if len(by_size) > _SIZES:
+            del by_size[next(iter(by_size))]
 
     def remaining(self, order: Order, steps: int = 0, finished: bool = False) -> float:
         """Return the predicted seconds of what is left of an image of which so many steps are made."""
@@ -46,20 +51,16 @@ class Times:
         return self._seconds(order, "step")
 
     def _seconds(self, order: Order, part: str) -> float:
-        model, guided, adapted = order.kind
+        model, guided, adapted, sources = order.kind
         kinds: list[tuple[Any, float]] = [(order.kind, 1)]
         # Of a kind that was not measured, by a plainer one of the same model.
-        kinds += [((model, guided, False), 1)] if adapted else []
-        kinds += [((model, False, False), _GUIDED if part == "step" else 1)] if guided else []
+        kinds += [((model, guided, adapted, 0), 1)] if sources else []
+        kinds += [((model, guided, False, 0), 1)] if adapted else []
+        kinds += [((model, False, False, 0), _GUIDED if part == "step" else 1)] if guided else []
         for kind, factor in kinds:
             if by_size := self._measured.get((kind, part)):
-                return factor * _at(by_size, _pixels(order))
+                return factor * _at(by_size, order.pixels)
         return _UNKNOWN
-
-
-def _pixels(order: Order) -> int:
-    width, height = order.size
-    return width * height
 
 
 def _at(by_size: dict[int, deque[float]], pixels: int) -> float:

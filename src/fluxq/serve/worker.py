@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from fluxq.base.console import first_line, logger
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused
 
@@ -189,6 +191,7 @@ class _Model:
 
     def __init__(self, name: str, folder: Path, digest: str, settings: Settings) -> None:
         from fluxq.base.model import load_pipeline, resolve_model
+        from fluxq.calibrate.capture import frames_argument
         from fluxq.jobs.memory import weight_bytes
         from fluxq.runtime.steps import about_to_keep
 
@@ -196,28 +199,31 @@ class _Model:
         with about_to_keep():
             self.pipe: Any = load_pipeline(source, settings.dtype, settings.device)
         self.keeps_state = _make_ready(self.pipe, settings.device)
+        self.editing, edits = _editing(self.pipe)
         self.adapters, self.loaded_adapters = dict(settings.adapters), set[str]()
         self.lora: tuple[str, float] | None = None
         self.encodings = _Encodings()
         defaults = source.generation_defaults
-        width, height = _usual_size(self.pipe)
-        steps = inspect.signature(self.pipe.__call__).parameters["num_inference_steps"].default
+        frames = frames_argument(type(self.pipe)) or ""
+        usual = _usual(self.pipe, "num_inference_steps", *((frames,) if frames else ()))
         self.facts = Facts(
             name=name,
             digest=digest,
             accepts=frozenset(inspect.signature(self.pipe.__call__).parameters),
-            defaults={"width": width, "height": height, "num_inference_steps": steps} | defaults,
+            defaults=usual | defaults,
             unit=_unit(self.pipe),
             nbytes=weight_bytes(source, settings.dtype),
             gates=_gates(folder),
+            frames=frames,
+            edits=edits,
             is_alone=self.keeps_state,
         )
 
-    def copy(self) -> Any:
+    def copy(self, order: Order) -> Any:
         """Return what one image changes: the pipeline with a scheduler of its own, or the pipeline itself."""
-        pipe = self.pipe
+        pipe = self.editing if order.sources else self.pipe
         if not self.keeps_state:
-            pipe = copy.copy(self.pipe)
+            pipe = copy.copy(pipe)
             pipe.scheduler = copy.deepcopy(self.pipe.scheduler)
         return pipe
 
@@ -288,16 +294,18 @@ class _Making:
         from fluxq.calibrate.capture import run_pipeline
         from fluxq.eval.images.generate import pictures, to_uint8
 
-        pipe, order = self.model.copy(), self.order
+        pipe, order = self.model.copy(self.order), self.order
+        images = [Image.frombytes("RGB", (each.width, each.height), each.pixels) for each in order.sources]
+        call = {**order.call, **({"image": images if images[1:] else images[0]} if images else {})}
         with self.model.encodings.in_place_of(pipe, order) as self._prompt, _counted(pipe) as computed:
             item = (order.prompt, order.seed)
             ((output, latents),) = run_pipeline(
-                pipe, [item], order.call, output_type="pt", batch_size=1, on_latents=self._after_step
+                pipe, [item], call, output_type="pt", batch_size=1, on_latents=self._after_step
             )
-        image = to_uint8(pictures(output)[0])  # (3, H, W)
+        image = to_uint8(pictures(output)[0])  # (3, H, W) or (F, 3, H, W)
         height, width = image.shape[-2:]
-        pixels = image.permute(1, 2, 0).contiguous().numpy().tobytes()
-        picture = Picture(width, height, pixels, computed(self._steps))
+        pixels = image.movedim(-3, -1).contiguous().numpy().tobytes()
+        picture = Picture(width, height, pixels, computed(self._steps), len(image) if image.ndim == 4 else None)
         return self._quantum(picture), (image, latents[0].float().cpu())
 
     def _after_step(self, step: int, latents: Tensor) -> None:
@@ -463,6 +471,20 @@ def _make_ready(pipe: Any, device: str) -> bool:
     return kept is not None or skipped is not None
 
 
+def _editing(pipe: Any) -> tuple[Any, str]:
+    """Return the pipeline that begins with an image, and how it takes it: see `Facts.edits`."""
+    from diffusers import AutoPipelineForImage2Image
+
+    if "image" in inspect.signature(pipe.__call__).parameters:
+        return pipe, "image"
+    try:
+        editing: Any = AutoPipelineForImage2Image.from_pipe(pipe)
+    except ValueError:
+        return None, ""
+    editing.set_progress_bar_config(disable=True)
+    return editing, "strength"
+
+
 def _require_whole(folder: Path, *, unrecorded: bool) -> None:
     """Raise ValueError for a folder that `fluxq verify` refuses."""
     from fluxq.quantize.verify import verify
@@ -489,19 +511,24 @@ def _gates(folder: Path) -> tuple[str, ...]:
     return tuple(map(str, gates)) if isinstance(gates, list) else ()
 
 
-def _usual_size(pipe: Any) -> tuple[int, int]:
-    """Return width and height of a pipeline's own choice."""
+def _usual(pipe: Any, *names: str) -> dict[str, Any]:
+    """Return a pipeline's own size, and its own values of these arguments."""
+    parameters = inspect.signature(pipe.__call__).parameters
     side = getattr(pipe, "default_sample_size", None)
-    scale = getattr(pipe, "vae_scale_factor", None)
-    pixels = side * scale if isinstance(side, int) and isinstance(scale, int) else _SIDE
-    return pixels, pixels
+    pixels = side * _scale(pipe) if isinstance(side, int) else _SIDE
+    said = {name: parameters[name].default for name in ("width", "height", *names) if name in parameters}
+    return {"width": pixels, "height": pixels} | {name: value for name, value in said.items() if value is not None}
+
+
+def _scale(pipe: Any) -> int:
+    """Return the pixels that a latent stands for, along a side."""
+    scales = (getattr(pipe, name, None) for name in ("vae_scale_factor", "vae_scale_factor_spatial"))
+    return next((scale for scale in scales if isinstance(scale, int)), 8)
 
 
 def _unit(pipe: Any) -> int:
     """Return the pixels that width and height are multiples of: pipelines round others down, with a warning."""
-    scale = getattr(pipe, "vae_scale_factor", None)
-    packs = hasattr(pipe, "_pack_latents")  # two by two latents are a token
-    return scale * (2 if packs else 1) if isinstance(scale, int) else 8
+    return _scale(pipe) * (2 if hasattr(pipe, "_pack_latents") else 1)  # two by two latents are a token
 
 
 def _as_refusal(error: BaseException) -> BaseException:

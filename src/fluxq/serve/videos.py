@@ -1,0 +1,121 @@
+"""Videos as jobs: a request is answered at once, its video is asked for later, and kept for an hour.
+
+A video's file is an animated WebP without loss, which needs no other program and which browsers show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+from starlette.exceptions import HTTPException
+
+from fluxq.serve import api
+from fluxq.serve.api import VideoRequest
+from fluxq.serve.dispatcher import Dispatcher, Job, Made
+
+MEDIA_TYPE = "image/webp"
+_KEPT_SECONDS = 3600.0
+_KEPT_BYTES = 1 << 30
+
+
+@dataclass(eq=False)
+class Video:
+    """A video that was asked for. file: None before it is finished."""
+
+    name: str
+    job: Job
+    request: VideoRequest
+    created: float = field(default_factory=time.time)
+    completed: float | None = None
+    progress: int = 0
+    status: str = "queued"
+    file: bytes | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    making: asyncio.Task[None] | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Return what OpenAI's API tells of a video, and how it was made."""
+        order = self.job.orders[0]
+        width, height = order.size
+        row: dict[str, Any] = {"id": self.name, "object": "video", "model": order.model, "status": self.status}
+        row |= {"progress": self.progress, "created_at": int(self.created), "size": f"{width}x{height}"}
+        row |= {"seconds": f"{order.frames / (self.request.fps or api.FPS):g}", "num_frames": order.frames}
+        if self.completed is not None:
+            row |= {"completed_at": int(self.completed), "expires_at": int(self.completed + _KEPT_SECONDS)}
+        return row | {"error": self.error} | self.about
+
+
+class Videos:
+    """Videos that are made, and those that were made within the last hour, in so many bytes at most."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self._videos: dict[str, Video] = {}
+
+    def add(self, job: Job, request: VideoRequest) -> Video:
+        """Keep a request that was taken, under a name that nobody guesses."""
+        self._tidy()
+        video = Video(f"video_{secrets.token_hex(16)}", job, request)
+        self._videos[video.name] = video
+        video.making = asyncio.create_task(self._make(video))
+        return video
+
+    def of(self, name: str) -> Video:
+        """Return a video; 404 for a name that there is not, or no more."""
+        self._tidy()
+        if name not in self._videos:
+            raise HTTPException(404, "there is no video of that id, or no more")
+        return self._videos[name]
+
+    def remove(self, name: str) -> None:
+        """Forget a video; one that is not finished is let go at the next step."""
+        video = self.of(name)
+        del self._videos[name]
+        if not video.job.is_finished:
+            self.dispatcher.cancel(video.job)
+            if video.making is not None:
+                video.making.cancel()
+
+    async def _make(self, video: Video) -> None:
+        job = video.job
+        while (news := await job.news.get()) is not None:
+            if "step" in news:
+                video.status, video.progress = "in_progress", min(99, 100 * news["step"] // news["steps"])
+        if job.error is not None:
+            video.status, video.completed = "failed", time.time()
+            video.error = {"code": type(job.error).__name__, "message": "the video could not be made"}
+            return
+        (made,) = job.made.values()
+        video.about = api.told(made)
+        video.file = await asyncio.to_thread(_file, made, video.request.fps or api.FPS)
+        video.status, video.progress, video.completed = "completed", 100, time.time()
+
+    def _tidy(self) -> None:
+        """Forget what is too old, and the oldest where there is too much."""
+        now, nbytes = time.time(), 0
+        for video in sorted(self._videos.values(), key=lambda each: -each.created):
+            nbytes += len(video.file or b"")
+            is_old = video.completed is not None and now - video.completed > _KEPT_SECONDS
+            if is_old or (video.file is not None and nbytes > _KEPT_BYTES):
+                del self._videos[video.name]
+
+
+def _file(made: Made, fps: int) -> bytes:
+    """Return the frames as an animated WebP, without loss."""
+    picture = made.picture
+    size = 3 * picture.width * picture.height
+    frames = [
+        Image.frombytes("RGB", (picture.width, picture.height), picture.pixels[start : start + size])
+        for start in range(0, len(picture.pixels), size)
+    ]
+    file = io.BytesIO()
+    how = {"lossless": True, "quality": 0, "method": 0, "duration": round(1000 / fps), "loop": 0}
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], **how)
+    return file.getvalue()
