@@ -75,10 +75,19 @@ def image_in(row: dict[str, Any]) -> Image.Image:
 
 
 def test_images_in_turns_are_the_bytes_of_the_pipeline_alone(server: Any, alone: Any) -> None:
-    asked = [{"prompt": f"a {word} three on black", "seed": 7 + n, "num_inference_steps": n, "n": 2} for n, word in
-             ((2, "red"), (5, "blue"), (3, "green"))]  # fmt: skip
+    long = {"prompt": "a red three on black", "seed": 7, "num_inference_steps": 30, "n": 2}
+    short = [
+        long | {"prompt": f"a {word} six on red", "num_inference_steps": 2, "deadline_ms": 1} for word in ("a", "b")
+    ]
+    asked, ended = [long, *short], list[int]()
     with ThreadPoolExecutor() as pool:
-        answers = [*pool.map(lambda body: ask(server, IMAGES, body, "first-key"), asked)]
+        waiting = []
+        for index, body in enumerate(asked):  # each passes the one before in the middle of it
+            waiting.append(pool.submit(ask, server, IMAGES, body, "first-key"))
+            waiting[-1].add_done_callback(lambda _, index=index: ended.append(index))
+            until(lambda: waiting[0].done() or any(entry.steps > 2 for entry in server.dispatcher.queue))
+        answers = [each.result() for each in waiting]
+    assert ended[-1] == 0
     for body, (status, _, answer) in zip(asked, answers, strict=True):
         assert status == 200, answer
         for index, row in enumerate(answer["data"]):

@@ -23,7 +23,7 @@ _MOST = 100.0  # dB, of images that are the same
 
 
 class Shadows:
-    """What shadow images showed of each checkpoint.
+    """Findings of shadow images, by checkpoint.
 
     share: of images that are made again. Gates of other metrics, and windows, are not looked at.
     """
