@@ -295,6 +295,26 @@ def test_a_worker_that_is_killed_costs_the_image_that_it_made_and_no_other(int8:
         assert ask(server, "/ready")[0] == 200
 
 
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_error_of_the_servers_own_costs_one_image(in_process: bool, int8: Path, monkeypatch) -> None:
+    body = {"prompt": PROMPT, "num_inference_steps": 3}
+    with running(int8, in_process=in_process) as server:
+        plain, told = server.dispatcher.metrics.quantum, list[object]()
+
+        def count(*arguments: object) -> None:
+            told.append(arguments)
+            if len(told) == 1:
+                raise KeyError("a defect")
+            plain(*arguments)
+
+        monkeypatch.setattr(server.dispatcher.metrics, "quantum", count)
+        status, _, answer = ask(server, IMAGES, body)
+        assert status == 500 and answer["error"]["code"] == "KeyError" and "defect" not in str(answer)
+        assert [ask(server, IMAGES, body)[0] for _ in range(2)] == [200, 200] and ask(server, "/health")[0] == 200
+        server.dispatcher._loop.get_loop().call_soon_threadsafe(server.dispatcher._loop.cancel)
+        until(lambda: ask(server, "/health")[0] == 500)
+
+
 @pytest.mark.slow
 def test_a_server_is_equivalent_to_its_checkpoint(int8: Path, tmp_path: Path) -> None:
     with running(int8) as server:

@@ -180,7 +180,7 @@ def orders_of(
     steps = int(call["num_inference_steps"])
     if steps > limits.steps:
         raise Refused(f"num_inference_steps is {steps}, {limits.steps} at most", "num_inference_steps")
-    frames = int(call[facts.frames]) if facts.frames else 1
+    frames = int(call.get(facts.frames) or 1)
     pixel_steps = call["width"] * call["height"] * frames * steps * count
     if pixel_steps > limits.pixel_steps:
         product = "width × height × steps × n" if frames == 1 else "width × height × frames × steps"

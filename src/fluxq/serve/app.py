@@ -225,8 +225,8 @@ def _add_probes(app: FastAPI, served: Served) -> None:
     dispatcher = served.dispatcher
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"}) if dispatcher.is_alive else JSONResponse({"status": "failed"}, 500)
 
     @app.get("/ready")
     async def ready() -> Response:

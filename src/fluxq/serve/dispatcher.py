@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from fluxq.serve.times import Times
 
 _RETRIES = 5.0  # seconds between tries to start a worker
 _WARM_STEPS = 3
+_SHADOWS = 16  # that wait to be made; the worker keeps the images that they are compared with
 
 
 class Hands(Protocol):
@@ -33,7 +35,7 @@ class Hands(Protocol):
 
     async def ask(self, method: str, *arguments: Any) -> Any: ...
 
-    def run(self, order: Order) -> AsyncIterator[Quantum]: ...
+    def run(self, order: Order) -> AsyncGenerator[Quantum, None]: ...
 
     def pause(self) -> None: ...
 
@@ -62,7 +64,6 @@ class Job:
     """A request: images that are taken together. setting: as of Made. news: of every step, None at the end."""
 
     orders: tuple[Order, ...]
-    predicted: float
     setting: Mapping[str, Any] | None = None
     news: asyncio.Queue[dict[str, Any] | None] = field(default_factory=asyncio.Queue)
     made: dict[int, Made] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Dispatcher:
         self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
-        self.is_draining = self.is_ready = False
+        self.is_draining = self.is_ready = self._ends = False
         self._numbers = itertools.count(1)
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
         self._asking = 0  # questions that wait for the worker
@@ -123,14 +124,16 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Finish what was taken, then end the worker."""
-        self.is_draining = True
-        while len(self.queue) and self._loop is not None and not self._loop.done():
-            await asyncio.sleep(0.02)
+        self.is_draining = self._ends = True
+        self._awake.set()
         if self._loop is not None:
-            self._waiting.clear()
-            self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
         await self.hands.stop()
+
+    @property
+    def is_alive(self) -> bool:
+        """False where the loop has ended by an error of its own: the server is to be started again."""
+        return self._loop is None or not self._loop.done() or self._ends
 
     def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
         """Return the predicted seconds that a request would wait."""
@@ -147,7 +150,7 @@ class Dispatcher:
             raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
         orders = [self._drawn(order) for order in orders]
         now = time.monotonic()
-        job = Job(tuple(orders), sum(self.times.remaining(order) for order in orders), setting)
+        job = Job(tuple(orders), setting)
         self.queue.add(orders, now, job, within)
         self._awake.set()
         return job
@@ -198,51 +201,59 @@ class Dispatcher:
     async def _warm_up(self, facts: Facts) -> None:
         """Make a small part of an image twice: first calls compile and allocate, later ones are measured."""
         call = {**facts.defaults, "num_inference_steps": min(_WARM_STEPS, facts.defaults["num_inference_steps"])}
-        for is_measured in (False, True):
-            order = Order(self.next_number(), facts.name, "a", 0, call)
-            async with self._worker:
-                async for quantum in self.hands.run(order):
-                    if is_measured:
+        for prompt in ("a", "b"):  # a prompt that is kept would take no time
+            order = Order(self.next_number(), facts.name, prompt, 0, call)
+            async with self._worker, aclosing(self.hands.run(order)) as quanta:
+                async for quantum in quanta:
+                    if prompt == "b":
                         self.times.add(order, quantum)
         self.facts[facts.name] = facts
         self.shadows.of(facts.name, facts.gates)
         self.memory = await self._ask("memory")
 
     async def _run(self) -> None:
-        while True:
-            entry = self.queue.pick(self._may_begin)
+        while len(self.queue) or not self._ends:
             try:
-                if entry is not None:
-                    await self._turn(entry)
-                elif self._waiting:
-                    await self._shadow(*self._waiting[0])
-                else:
-                    self._awake.clear()
-                    await self._awake.wait()
+                await self._next()
             except WorkerDied as error:
                 await self._recover(error)
-            except Exception as error:  # of one image: the others go on
-                if not isinstance(error, Refused):
-                    logger.warning("an image failed: %s", type(error).__name__)
-                if entry is not None:
-                    self._fail(entry, error)
-                else:
-                    await self._forget_shadow()
+
+    async def _next(self) -> None:
+        """Let one image run, else a shadow, else wait."""
+        entry = self.queue.pick(self._may_begin)
+        try:
+            if entry is not None:
+                await self._turn(entry)
+            elif self._waiting:
+                await self._shadow(*self._waiting[0])
+            else:
+                self._awake.clear()
+                await self._awake.wait()
+        except WorkerDied:
+            raise
+        except Exception as error:  # of one image: the others go on
+            if not isinstance(error, Refused):
+                logger.warning("an image failed: %s", type(error).__name__)
+            if entry is not None:
+                self._fail(entry, error)
+            else:
+                await self._forget_shadow()
 
     def _drawn(self, order: Order) -> Order:
         """Return an order, or one whose image is kept to be made again."""
-        is_drawn = order.model in self.originals and self.shadows.is_drawn()
+        has_room = order.model in self.originals and len(self._waiting) < _SHADOWS
+        is_drawn = has_room and self.shadows.is_drawn()
         return replace(order, is_kept=True) if is_drawn else order
 
     async def _shadow(self, model: str, order: Order) -> None:
         """Let a shadow run until it is finished or an image comes."""
-        async with self._worker:
-            async for quantum in self.hands.run(order):
+        async with self._worker, aclosing(self.hands.run(order)) as quanta:
+            async for quantum in quanta:
                 if quantum.measured is not None:
                     self._waiting.popleft()
                     self.shadows.add(model, quantum.measured)
                     self.metrics.shadow(model, quantum.measured, model in self.shadows.alerts)
-                elif len(self.queue) or self._asking:
+                elif len(self.queue) or self._asking or self._ends:
                     self.hands.pause()
 
     async def _forget_shadow(self) -> None:
@@ -266,8 +277,8 @@ class Dispatcher:
             self.metrics.ended("cancelled")
             return
         entry.has_begun = True
-        async with self._worker:
-            async for quantum in self.hands.run(entry.order):
+        async with self._worker, aclosing(self.hands.run(entry.order)) as quanta:
+            async for quantum in quanta:
                 self._take(entry, quantum)
                 is_next = self.queue.pick(self._may_begin) is entry and not entry.is_cancelled
                 if quantum.picture is None and (self._asking or not is_next):
@@ -326,7 +337,7 @@ class Dispatcher:
         """Answer what the worker was making, start another one, and go on with what waits."""
         logger.warning("%s; it is started again", error)
         self.is_ready = False
-        self._back = time.monotonic() + self._starting + sum(self._loads[name] for name in self.memory)
+        self._back = time.monotonic() + self._starting + sum(self._loads.get(name, 0.0) for name in self.memory)
         self.metrics.worker_died()
         self._waiting.clear()
         for entry in self.queue:
@@ -339,7 +350,7 @@ class Dispatcher:
                     await self._ask("load", name)
                 self.memory = await self._ask("memory")
                 self.is_ready = True
-            except (WorkerDied, ValueError, OSError) as problem:
+            except Exception as problem:  # whatever keeps it from starting may pass
                 logger.warning("no worker: %s; the next try in %g s", first_line(problem), _RETRIES)
                 for entry in self.queue:
                     self._fail(entry, Unavailable("the worker cannot be started", _RETRIES))
@@ -369,7 +380,7 @@ class Here:
     async def ask(self, method: str, *arguments: Any) -> Any:
         return await asyncio.to_thread(getattr(self._worker, method), *arguments)
 
-    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+    async def run(self, order: Order) -> AsyncGenerator[Quantum, None]:
         news: asyncio.Queue[Quantum | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._pauses.clear()
@@ -379,9 +390,12 @@ class Here:
 
         running = asyncio.ensure_future(asyncio.to_thread(self._worker.run, order, tell, self._pauses.is_set))
         running.add_done_callback(lambda _: news.put_nowait(None))
-        while (quantum := await news.get()) is not None:
-            yield quantum
-        await running
+        try:
+            while (quantum := await news.get()) is not None:
+                yield quantum
+        finally:
+            self._pauses.set()
+            await running
 
     def pause(self) -> None:
         self._pauses.set()

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,15 +46,23 @@ class Apart:
         """Call a method of the worker; `WorkerDied` where it ends meanwhile."""
         return await asyncio.to_thread(self._call, method, arguments)
 
-    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+    async def run(self, order: Order) -> AsyncGenerator[Quantum, None]:
         """Let it make an image; yield each quantum, until the image is finished or `pause` has stopped it."""
-        await asyncio.to_thread(self._send, "run", (order,))
-        while (quantum := await asyncio.to_thread(self._answer)) is not None:
-            yield quantum
+        quantum: Quantum | None = None
+        try:
+            await asyncio.to_thread(self._send, "run", (order,))
+            while (quantum := await asyncio.to_thread(self._answer)) is not None:
+                yield quantum
+        except GeneratorExit:  # whoever asked has failed: what is still to come is not for the next question
+            self.pause()
+            while quantum is not None:
+                quantum = await asyncio.to_thread(self._answer)
+            raise
 
     def pause(self) -> None:
-        """Let it stop after a step."""
-        self._send("pause", ())
+        """Let it stop after a step; where it has ended, its next answer will tell."""
+        with suppress(OSError):
+            self._connection.send(("pause", ()))
 
     async def stop(self) -> None:
         """End it."""
@@ -113,7 +122,10 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
             answer = True, getattr(worker, method)(*arguments, *more)
         except Exception as error:
             answer = False, _portable(error)
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except OSError:  # the front is gone
+            return
 
 
 def _telling(connection: Connection) -> Callable[[Quantum], None]:
