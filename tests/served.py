@@ -10,7 +10,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-TIMEOUT = 60.0  # seconds for all that is waited for
+TIMEOUT = 240.0  # seconds for all that is waited for, on a machine that does much else
 
 
 @contextmanager

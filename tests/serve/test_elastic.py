@@ -16,6 +16,7 @@ FILE = """
 """
 
 
+@pytest.mark.slow
 def test_a_backlog_walks_down_and_back(plain_checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     file = tmp_path / "elastic.yaml"

@@ -192,6 +192,7 @@ def test_nothing_of_a_prompt_is_logged(server: Any, caplog, capfd) -> None:
     assert "heliotrope" not in written and "encoder reads" not in written
 
 
+@pytest.mark.slow
 def test_a_request_that_would_wait_too_long_is_told_when_to_come(int8: Path) -> None:
     long = {"prompt": PROMPT, "num_inference_steps": 100, "deadline_ms": 1, "stream": True}
     with running(int8, max_wait=0.05, max_queue=3) as server, ThreadPoolExecutor() as pool:
@@ -232,6 +233,7 @@ def test_what_cannot_be_served_ends_with_one_sentence(words, said: str, int8: Pa
     assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1, done.output
 
 
+@pytest.mark.slow
 def test_an_adapter_is_used_by_the_requests_that_name_it(
     int8: Path, lora_file: Any, alone: Any, tmp_path: Path
 ) -> None:
@@ -245,6 +247,7 @@ def test_an_adapter_is_used_by_the_requests_that_name_it(
         assert bytes_of[0] == bytes_of[2] == alone(PROMPT, 2, 3).tobytes() != bytes_of[1]
 
 
+@pytest.mark.slow
 def test_checkpoints_take_turns_in_the_memory_that_there_is(int8: Path, plain_checkpoint, tmp_path: Path) -> None:
     (tmp_path / "more").symlink_to(int8)
     other, body = plain_checkpoint("nvfp4"), {"prompt": PROMPT, "seed": 1, "num_inference_steps": 2}
@@ -263,6 +266,7 @@ def test_checkpoints_take_turns_in_the_memory_that_there_is(int8: Path, plain_ch
         assert status == 400 and "below --root" in row["error"]["message"]  # a link that leads out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_and_unloaded_while_others_are_served(int8: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key", encoding="utf-8")
@@ -295,7 +299,8 @@ def test_a_worker_that_is_killed_costs_the_image_that_it_made_and_no_other(int8:
         assert ask(server, "/ready")[0] == 200
 
 
-@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", [True, False])
 def test_an_error_of_the_servers_own_costs_one_image(in_process: bool, int8: Path, monkeypatch) -> None:
     body = {"prompt": PROMPT, "num_inference_steps": 3}
     with running(int8, in_process=in_process) as server:
@@ -325,6 +330,7 @@ def test_a_server_is_equivalent_to_its_checkpoint(int8: Path, tmp_path: Path) ->
         assert json.loads(done.stdout)["identical"]
 
 
+@pytest.mark.slow
 def test_clients_written_for_others_work_unchanged(int8: Path) -> None:
     openai = pytest.importorskip("openai")
     with running(int8) as server:

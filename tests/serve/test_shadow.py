@@ -40,6 +40,7 @@ def test_a_broken_image_counts_and_a_perfect_one_ends_an_alert() -> None:
     assert not shadows.alerts and shadows.told("a")["psnr_db"] == 100.0
 
 
+@pytest.mark.slow
 def test_shadow_images_are_made_when_nothing_else_is(plain_checkpoint) -> None:
     pytest.importorskip("fastapi")
     int8: Path = plain_checkpoint("int8")
