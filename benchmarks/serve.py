@@ -6,8 +6,9 @@
 Load: clients that ask at random times (Poisson), for other sizes, steps, seeds and adapters; one in ten leaves early;
 in a quarter of the time more is asked for than can be made. In the middle the worker is killed, in the end the server
 is told to end. Images are compared with those of the pipeline called alone. Nonsense: bodies near to good ones, no
-answer to which may be 5xx. Beside it: a plain FastAPI route around diffusers' call, by turns. Shadows: one request in
-ten again in 16 bit, of a checkpoint that is sound, and of one that was made from damaged weights.
+answer to which may be 5xx. Beside it: a plain FastAPI route around diffusers' call, by turns. Joined: eight clients at
+two servers by turns, one of which joins denoiser calls. Shadows: one request in ten again in 16 bit, of a checkpoint
+that is sound, and of one that was made from damaged weights.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ CLIENTS, LEAVING, ADAPTED = 64, 0.1, 0.125
 SIZES, STEPS = (16, 24, 32), (4, 8, 12)
 OVERLOAD = 2.0  # times what can be made, in the third quarter; in the others .6
 WAIT = 3.0  # seconds of --max-wait
-PARTS = ("load", "nonsense", "plain", "shadows")
-COMPARED, PAIRS, BODIES = 24, 15, 10_000
+PARTS = ("load", "nonsense", "plain", "joined", "shadows")
+COMPARED, PAIRS, BODIES, JOINED_TURNS = 24, 15, 10_000, 10
 PLAIN = """
 import asyncio, base64, io, sys, torch, uvicorn, fluxq
 from diffusers import DiffusionPipeline
@@ -339,6 +340,40 @@ def beside_plain(folder: Path) -> dict[str, Any]:
     return found
 
 
+def joined(folder: Path) -> dict[str, Any]:
+    """Let eight clients ask two servers by turns, one that joins calls; compare images a second, and bytes."""
+    found: dict[str, Any] = {}
+    with server(str(folder)) as (_, alone), server(str(folder), "--join") as (_, joining):
+        for size in (16, 64):
+            took: dict[int, list[float]] = {alone: [], joining: []}
+            images: dict[int, list[list[str]]] = {alone: [], joining: []}
+            for turn in range(JOINED_TURNS):
+                for port in took:
+                    start = time.perf_counter()
+                    images[port].append(asyncio.run(_asked_by_eight(port, size, turn)))
+                    took[port].append(time.perf_counter() - start)
+            ratios = [a / b for a, b in zip(took[alone][1:], took[joining][1:], strict=True)]  # the first is tried out
+            pages = asyncio.run(ask(joining, None, path="/metrics"))[1]
+            found[f"{size}x{size}"] = {
+                "times_as_fast": quantiles(ratios),
+                "steps_joined": figure(pages, "fluxq_steps_joined_total"),
+                "same_bytes": images[alone] == images[joining],
+            }
+    return found
+
+
+async def _asked_by_eight(port: int, size: int, turn: int) -> list[str]:
+    bodies = [{"prompt": f"a red three on black {n}", "seed": 100 * turn + n} for n in range(16)]
+    more = [{"size": f"{size}x{size}", "num_inference_steps": STEPS[n % len(STEPS)]} for n in range(16)]
+    limit = asyncio.Semaphore(8)
+
+    async def one(body: dict[str, Any]) -> str:
+        async with limit:
+            return (await ask(port, json.dumps(body).encode()))[1]["data"][0]["b64_json"]
+
+    return [*await asyncio.gather(*(one(a | b) for a, b in zip(bodies, more, strict=True)))]
+
+
 def shadows(folder: Path, damaged: Path, count: int) -> dict[str, Any]:
     """Ask one after the other; return after how many requests there was an alert, None for none."""
     found = {}
@@ -374,9 +409,7 @@ def damage(folder: Path) -> None:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Of the load.")
 @click.option("--bodies", type=int, default=BODIES, show_default=True, help="Of nonsense.")
 @click.option("--sound", type=int, default=2000, show_default=True, help="Requests to a sound checkpoint.")
-@click.option(
-    "--only", type=click.Choice(["load", "nonsense", "plain", "shadows"]), help="One part; nothing is written."
-)
+@click.option("--only", type=click.Choice(PARTS), help="One part; nothing is written.")
 def main(seconds: float, bodies: int, sound: int, only: str | None) -> None:
     """Measure, and write serve.json."""
     from fluxq.jobs import making
@@ -395,6 +428,7 @@ def main(seconds: float, bodies: int, sound: int, only: str | None) -> None:
             "load": lambda: under_load(folder, loras, seconds),
             "nonsense": lambda: nonsense(folder, bodies),
             "plain": lambda: beside_plain(folder),
+            "joined": lambda: joined(folder),
             "shadows": lambda: shadows(folder, Path(work) / "broken-int8", sound),
         }
         for name, measure in measures.items():

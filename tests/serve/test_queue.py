@@ -1,6 +1,7 @@
 """The queue and the times, with a clock of their own: who runs next, who is taken, what is foretold."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def test_a_request_of_many_images_does_not_wait_for_itself(queue, order) -> None
 
 
 def quantum(steps: int, seconds: float, picture: Picture | None = None, loading: float = 0.0) -> Quantum:
-    return Quantum(steps, seconds + loading, loading, picture)
+    return Quantum(0, steps, seconds + loading, loading, picture)
 
 
 def measured(times: Times, order: Order, begin: float, step: float, finish: float) -> None:
@@ -137,6 +138,21 @@ def test_times_are_medians_of_their_size_and_lie_between_those_of_others(order) 
     assert times.step(guided) == pytest.approx(2 * 0.1)
     measured(times, guided, 0.5, 0.15, 0.2)
     assert times.step(guided) == 0.15 and times.step(order(4, true_cfg_scale=4.0)) == 0.1
+
+
+def test_calls_are_joined_where_that_pays_and_tried_once(order) -> None:
+    times, small, large = Times(), order(4), order(4, size=64)
+    assert times.joined(small, 1) == 1 and times.joined(small, 12) == 8
+    for each in (small, large):
+        measured(times, each, 0.5, 0.1, 0.2)
+    for count, step in ((8, 0.79), (7, 0.69), (4, 0.2)):
+        times.add(small, replace(quantum(2, step), shared=count))
+    for count in range(2, 9):
+        times.add(large, replace(quantum(2, 0.1 * count), shared=count))
+    assert [times.joined(small, count) for count in (8, 6, 4, 1)] == [6, 6, 4, 1]
+    assert times.joined(large, 8) == 1 and times.step(large) == 0.1
+    times.add(large, replace(quantum(1, 9.0), shared=2))
+    assert times.remaining(large) == pytest.approx(0.5 + 3 * 0.1 + 0.2)
 
 
 def test_an_entry_is_due_by_its_own_length(queue, order) -> None:

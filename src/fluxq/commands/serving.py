@@ -83,6 +83,7 @@ _limits = option_group(
     help="Share of images to make again with the 16-bit model, for live quality.",
 )
 @click.option("--shadow-model", metavar="MODEL", help="The 16-bit model; by default the one that was quantized.")
+@click.option("--join", is_flag=True, help="Join denoiser calls of images of one size where that is measured to pay.")
 @click.option("--allow-unrecorded", is_flag=True, help="Serve checkpoints that record no hashes.")
 @click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
 @common_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,8 @@ def _model_row(served: Served, name: str) -> dict[str, Any]:
         "gates": list(facts.gates),
         "loaded": name in served.dispatcher.memory,
     }
+    if facts.joined is not None:
+        told["joined"] = "the same bits" if math.isinf(facts.joined) else f"{facts.joined:.1f} dB"
     if name in served.dispatcher.originals:
         told["shadow"] = served.dispatcher.shadows.told(name)
     return row | told | {"lora": sorted(served.adapters), "defaults": dict(facts.defaults)}

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,10 +21,11 @@ from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, WorkerDied
 from fluxq.serve.queue import Entry, Queue
 from fluxq.serve.shadow import Shadows
-from fluxq.serve.times import Times
+from fluxq.serve.times import JOINED, Times
 
 _RETRIES = 5.0  # seconds between tries to start a worker
 _WARM_STEPS = 3
+_NEAR = 30.0  # dB of latents in joined calls, from which on calls are joined
 _SHADOWS = 16  # that wait to be made; the worker keeps the images that they are compared with
 
 
@@ -35,7 +36,7 @@ class Hands(Protocol):
 
     async def ask(self, method: str, *arguments: Any) -> Any: ...
 
-    def run(self, order: Order) -> AsyncGenerator[Quantum, None]: ...
+    def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]: ...
 
     def pause(self) -> None: ...
 
@@ -94,9 +95,16 @@ class Dispatcher:
     """Images of all requests, the worker that makes them, and what is known of its checkpoints."""
 
     def __init__(
-        self, hands: Hands, names: Sequence[str], metrics: Metrics, shadows: Shadows | None = None, **limits: Any
+        self,
+        hands: Hands,
+        names: Sequence[str],
+        metrics: Metrics,
+        shadows: Shadows | None = None,
+        *,
+        joins: bool = False,
+        **limits: Any,
     ) -> None:
-        """Take requests once `start` has been awaited. limits: of Queue."""
+        """Take requests once `start` has been awaited. joins: whether denoiser calls are joined. limits: of Queue."""
         self.hands, self.names, self.metrics, self.shadows = hands, list(names), metrics, shadows or Shadows()
         self.originals: dict[str, str] = {}  # checkpoint -> name of its 16-bit pipeline, of those with shadows
         self._waiting: deque[tuple[str, Order]] = deque()  # shadows, each with its checkpoint
@@ -106,6 +114,9 @@ class Dispatcher:
         self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
+        self.joins = joins
+        if joins:
+            limits.setdefault("begun", JOINED)
         self.is_draining = self.is_ready = self._ends = False
         self._numbers = itertools.count(1)
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
@@ -203,10 +214,15 @@ class Dispatcher:
         call = {**facts.defaults, "num_inference_steps": min(_WARM_STEPS, facts.defaults["num_inference_steps"])}
         for prompt in ("a", "b"):  # a prompt that is kept would take no time
             order = Order(self.next_number(), facts.name, prompt, 0, call)
-            async with self._worker, aclosing(self.hands.run(order)) as quanta:
+            async with self._worker, aclosing(self.hands.run([order])) as quanta:
                 async for quantum in quanta:
+                    if quantum.error is not None:
+                        raise quantum.error
                     if prompt == "b":
                         self.times.add(order, quantum)
+        if self.joins and not facts.is_alone:
+            orders = [Order(self.next_number(), facts.name, prompt, seed, call) for seed, prompt in enumerate("ab")]
+            facts = replace(facts, joined=await self._ask("prove_joined", orders))
         self.facts[facts.name] = facts
         self.shadows.of(facts.name, facts.gates)
         self.memory = await self._ask("memory")
@@ -232,11 +248,10 @@ class Dispatcher:
         except WorkerDied:
             raise
         except Exception as error:  # of one image: the others go on
-            if not isinstance(error, Refused):
-                logger.warning("an image failed: %s", type(error).__name__)
             if entry is not None:
-                self._fail(entry, error)
+                self._fail_by(entry, error)
             else:
+                logger.warning("a shadow failed: %s", type(error).__name__)
                 await self._forget_shadow()
 
     def _drawn(self, order: Order) -> Order:
@@ -247,8 +262,10 @@ class Dispatcher:
 
     async def _shadow(self, model: str, order: Order) -> None:
         """Let a shadow run until it is finished or an image comes."""
-        async with self._worker, aclosing(self.hands.run(order)) as quanta:
+        async with self._worker, aclosing(self.hands.run([order])) as quanta:
             async for quantum in quanta:
+                if quantum.error is not None:
+                    raise quantum.error
                 if quantum.measured is not None:
                     self._waiting.popleft()
                     self.shadows.add(model, quantum.measured)
@@ -276,18 +293,51 @@ class Dispatcher:
             self.queue.remove(entry)
             self.metrics.ended("cancelled")
             return
-        entry.has_begun = True
-        async with self._worker, aclosing(self.hands.run(entry.order)) as quanta:
+        group = self._group(entry)
+        running = {each.order.number: each for each in group}
+        for each in group:
+            each.has_begun = True
+        async with self._worker, aclosing(self.hands.run([each.order for each in group])) as quanta:
             async for quantum in quanta:
-                self._take(entry, quantum)
-                is_next = self.queue.pick(self._may_begin) is entry and not entry.is_cancelled
-                if quantum.picture is None and (self._asking or not is_next):
+                each = running[quantum.number]
+                try:
+                    self._take(each, quantum)
+                except Exception as error:
+                    self._fail_by(each, error)
+                if quantum.picture is not None or quantum.error is not None:
+                    del running[quantum.number]
+                elif self._asking or not self._goes_on(running.values()):
                     self.hands.pause()
         if entry.order.model not in self.memory:
             self.memory = await self._ask("memory")
 
+    def _group(self, entry: Entry) -> list[Entry]:
+        """Return an image and those whose denoiser calls are joined with its."""
+        order = entry.order
+        joined = self.facts[order.model].joined if order.model in self.facts else None
+        if joined is None or joined < _NEAR or order.sources:
+            return [entry]
+        like = [each for each in self.queue.in_turn() if each is not entry and _joins(order, each.order)]
+        count = self.times.joined(order, 1 + len(like))
+        room = self.queue.begun - sum(each.has_begun or each is entry for each in self.queue)
+        group = [entry]
+        for each in like:
+            if len(group) < count and (each.has_begun or room > 0):
+                room -= not each.has_begun
+                group.append(each)
+        return group
+
+    def _goes_on(self, running: Collection[Entry]) -> bool:
+        """Tell whether these images run on together: the next one is among them, and no other would be."""
+        entry = self.queue.pick(self._may_begin)
+        if entry is None or entry.is_cancelled or entry not in running:
+            return False
+        return {*self._group(entry)} == {*running}
+
     def _take(self, entry: Entry, quantum: Quantum) -> None:
         """Take note of what an image has come to."""
+        if quantum.error is not None:
+            raise quantum.error
         self.times.add(entry.order, quantum)
         self.metrics.quantum(entry.order, quantum)
         entry.steps, entry.computed = quantum.steps, entry.computed + quantum.seconds
@@ -324,6 +374,12 @@ class Dispatcher:
             number, original = self.next_number(), self.originals[order.model]
             shadow = replace(order, number=number, model=original, is_kept=False, shadow_of=order.number)
             self._waiting.append((order.model, shadow))
+
+    def _fail_by(self, entry: Entry, error: Exception) -> None:
+        """End a request by an error of its own or of the server's."""
+        if not isinstance(error, Refused):
+            logger.warning("an image failed: %s", type(error).__name__)
+        self._fail(entry, error)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a request whose image cannot be made, and let its other images go."""
@@ -366,6 +422,12 @@ class Dispatcher:
             self._asking -= 1
 
 
+def _joins(order: Order, other: Order) -> bool:
+    """Tell whether two images may be made in joined calls; those of other text lengths meet and call alone."""
+    same = ((*each.kind, each.size, each.frames, each.lora) for each in (order, other))
+    return next(same) == next(same) and not other.sources
+
+
 class Here:
     """A worker in this process."""
 
@@ -380,7 +442,7 @@ class Here:
     async def ask(self, method: str, *arguments: Any) -> Any:
         return await asyncio.to_thread(getattr(self._worker, method), *arguments)
 
-    async def run(self, order: Order) -> AsyncGenerator[Quantum, None]:
+    async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
         news: asyncio.Queue[Quantum | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._pauses.clear()
@@ -388,7 +450,7 @@ class Here:
         def tell(quantum: Quantum) -> None:
             loop.call_soon_threadsafe(news.put_nowait, quantum)
 
-        running = asyncio.ensure_future(asyncio.to_thread(self._worker.run, order, tell, self._pauses.is_set))
+        running = asyncio.ensure_future(asyncio.to_thread(self._worker.run, orders, tell, self._pauses.is_set))
         running.add_done_callback(lambda _: news.put_nowait(None))
         try:
             while (quantum := await news.get()) is not None:

@@ -34,6 +34,7 @@ class Metrics:
         self.steps = make(Histogram, "step_seconds", step, ("model", "size"), buckets=_SECONDS)
         self.pixel_steps = make(Counter, "pixel_steps", "Pixels of all denoising steps", ("model",))
         self.skipped = make(Counter, "steps_skipped", "Steps that were extrapolated", ("model",))
+        self.joined = make(Counter, "steps_joined", "Steps whose denoiser calls were joined with others'", ("model",))
         foretold = "Predicted seconds of an image over those that it took"
         self.foretold = make(Histogram, "predicted_over_actual", foretold, buckets=_RATIOS)
         self.cached = make(Counter, "prompts_cached", "Images whose encoded prompt was kept")
@@ -67,6 +68,8 @@ class Metrics:
             if quantum.steps > 1:  # the first has the prompt's encoding in it
                 self.steps.labels(order.model, size).observe(quantum.seconds)
             self.pixel_steps.labels(order.model).inc(order.pixels)
+            if quantum.shared > 1:
+                self.joined.labels(order.model).inc()
         if quantum.steps == 1 and quantum.cached:
             self.cached.inc()
 

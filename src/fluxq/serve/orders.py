@@ -89,20 +89,26 @@ class Picture:
 class Quantum:
     """Result of a quantum.
 
+    number: of the order.
     steps: finished by now.
     seconds: that it took.
     loading: seconds of them that the checkpoint took to load.
     picture: after the last one.
     cached: whether the prompt's encoding was there.
     measured: metric -> dB, of a shadow that is finished.
+    shared: images whose denoiser calls were one in this step.
+    error: that ends the image.
     """
 
+    number: int
     steps: int
     seconds: float
     loading: float = 0.0
     picture: Picture | None = None
     cached: bool = False
     measured: Mapping[str, float] | None = None
+    shared: int = 1
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ class Facts:
     frames: argument that says how many frames a video has; "" where images are made.
     edits: how it takes an image: "" for not, "image" as an argument of its own, "strength" by image-to-image.
     is_alone: whether its images are made one after the other, because denoisers remember their last step.
+    joined: SQNR in dB of latents that were made in joined calls against the same alone, infinite for the same bits;
+        None where calls are not joined.
     """
 
     name: str
@@ -130,6 +138,7 @@ class Facts:
     frames: str = ""
     edits: str = ""
     is_alone: bool = False
+    joined: float | None = None
 
 
 class Refused(ValueError):

@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -46,11 +47,11 @@ class Apart:
         """Call a method of the worker; `WorkerDied` where it ends meanwhile."""
         return await asyncio.to_thread(self._call, method, arguments)
 
-    async def run(self, order: Order) -> AsyncGenerator[Quantum, None]:
-        """Let it make an image; yield each quantum, until the image is finished or `pause` has stopped it."""
+    async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+        """Let it make images; yield each quantum, until all are finished or `pause` has stopped them."""
         quantum: Quantum | None = None
         try:
-            await asyncio.to_thread(self._send, "run", (order,))
+            await asyncio.to_thread(self._send, "run", (tuple(orders),))
             while (quantum := await asyncio.to_thread(self._answer)) is not None:
                 yield quantum
         except GeneratorExit:  # whoever asked has failed: what is still to come is not for the next question
@@ -129,7 +130,11 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
 
 
 def _telling(connection: Connection) -> Callable[[Quantum], None]:
-    return lambda quantum: connection.send((True, quantum))
+    def tell(quantum: Quantum) -> None:
+        error = quantum.error and _portable(quantum.error)
+        connection.send((True, replace(quantum, error=error)))
+
+    return tell
 
 
 def _portable(error: Exception) -> Exception:

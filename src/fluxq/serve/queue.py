@@ -139,6 +139,10 @@ class Queue:
             return min(begun, key=_by_key)
         return first
 
+    def in_turn(self) -> list[Entry]:
+        """Return the images that are not cancelled, the next first."""
+        return sorted((each for each in self._entries if not each.is_cancelled), key=_by_key)
+
     def remove(self, entry: Entry) -> None:
         """Forget an image that is finished, lost or cancelled."""
         if entry in self._entries:

@@ -59,6 +59,7 @@ class ServeOptions:
     elastic: Path | None = None
     shadow: float = 0.0
     shadow_model: str | None = None
+    join: bool = False
     allow_unrecorded: bool = False
     in_process: bool = False
 
@@ -86,10 +87,11 @@ class Server:
             adapters=adapters,
             originals={_original_name(folder): folder for folder in originals.values()},
             unrecorded=options.allow_unrecorded,
+            joins=options.join,
         )
         hands = (Here if options.in_process else Apart)(settings)
         bounds = {"longest": options.max_queue, "patience": options.max_wait}
-        self.dispatcher = Dispatcher(hands, [*names], Metrics(), Shadows(options.shadow), **bounds)
+        self.dispatcher = Dispatcher(hands, [*names], Metrics(), Shadows(options.shadow), joins=options.join, **bounds)
         self.dispatcher.originals = {name: _original_name(folder) for name, folder in originals.items()}
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
         app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below))

@@ -15,6 +15,8 @@ from typing import Any
 
 from fluxq.serve.orders import Order, Quantum
 
+JOINED = 8  # images at most whose calls are joined
+PAYS = 0.95  # share of its own time that a step in a joined call may take
 _KEPT = 15  # measurements of one kind and size
 _SIZES = 64  # of one kind; clients choose sizes
 _UNKNOWN = 1.0  # second, of a quantum of which nothing like it was measured
@@ -29,8 +31,12 @@ class Times:
         self._measured: dict[tuple[Hashable, str], dict[int, deque[float]]] = {}
 
     def add(self, order: Order, quantum: Quantum) -> None:
-        """Take a measurement, without what loading took."""
+        """Take a measurement, without what loading took. Of joined calls only steps count: the rest has waits in it."""
         part = "finish" if quantum.picture else "begin" if quantum.steps == 1 else "step"
+        if quantum.shared > 1:
+            if part != "step":
+                return
+            part = f"step of {quantum.shared}"
         by_size = self._measured.setdefault((order.kind, part), {})
         values = by_size.pop(order.pixels, deque(maxlen=_KEPT))
         values.append(quantum.seconds - quantum.loading)
@@ -49,6 +55,23 @@ class Times:
     def step(self, order: Order) -> float:
         """Return the predicted seconds of a step."""
         return self._seconds(order, "step")
+
+    def joined(self, order: Order, images: int) -> int:
+        """Return how many of so many images, all of an order's kind and size, to make in joined calls; 1 for alone.
+
+        Most where that was not measured, or takes less than PAYS of the time; so what does not pay is tried once.
+        """
+        alone = self._at_size(order, "step")
+        for count in range(min(images, JOINED), 1, -1):
+            together = self._at_size(order, f"step of {count}")
+            if alone is None or together is None or together < PAYS * count * alone:
+                return count
+        return 1
+
+    def _at_size(self, order: Order, part: str) -> float | None:
+        """Return the measured seconds of just this size."""
+        values = self._measured.get((order.kind, part), {}).get(order.pixels)
+        return None if values is None else median(values)
 
     def _seconds(self, order: Order, part: str) -> float:
         model, guided, adapted, sources = order.kind

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from fluxq.base.console import first_line, logger
+from fluxq.serve.joined import Meeting, meet, shared_by
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Settings:
     adapters: name -> file of a LoRA.
     originals: name -> folder of a 16-bit pipeline, for shadows.
     unrecorded: whether checkpoints are served that record nothing to hold their files against.
+    joins: whether denoiser calls may be joined.
     """
 
     folders: Mapping[str, str]
@@ -52,6 +54,7 @@ class Settings:
     adapters: Mapping[str, str] = field(default_factory=dict)
     originals: Mapping[str, str] = field(default_factory=dict)
     unrecorded: bool = False
+    joins: bool = False
 
 
 class Worker:
@@ -95,33 +98,55 @@ class Worker:
             self.folders.pop(name, None)
         _give_back(self.settings.device)
 
-    def run(self, order: Order, tell: Callable[[Quantum], None], pauses: Callable[[], bool]) -> None:
-        """Make an image, from where it stands, until it is finished or is to pause after a step.
+    def run(self, orders: Sequence[Order], tell: Callable[[Quantum], None], pauses: Callable[[], bool]) -> None:
+        """Make images of one model and adapter, from where they stand, until they are finished or pause after a step.
 
-        tell: takes each quantum, in another thread. pauses: whether to stop after the one that was just told.
+        Calls of the denoiser are joined where there is more than one image.
 
-        Raises `Refused` for a call that the pipeline refuses; the image is forgotten then.
+        tell: takes each quantum, in another thread; an image that cannot be made has an `error`, and is forgotten.
+        pauses: whether to stop after the one that was just told.
         """
-        start, loading = time.perf_counter(), 0.0
-        making = self._making.get(order.number)
-        if making is None:
-            model = self._model(order.model)
-            loading = time.perf_counter() - start
-            making = self._making[order.number] = _Making(model, order)
-        self._models.move_to_end(order.model)
+        start, name = time.perf_counter(), orders[0].model
+        model = self._model(name)
+        loading = time.perf_counter() - start
+        self._models.move_to_end(name)
+        makings = [self._making.setdefault(order.number, _Making(model, order)) for order in orders]
+        meeting = Meeting(len(makings)) if len(makings) > 1 else None
         with _discreet():
-            making.model.adapt(order.lora)
-            making.go_on(tell, pauses, start, loading)
-        if not making.is_done:
-            return
-        del self._making[order.number]
-        last, made = making.result()
-        measured = None
-        if order.shadow_of is not None:
-            measured = _compared(made, self._kept.pop(order.shadow_of))
-        elif order.is_kept:
-            self._kept[order.number] = made
-        tell(replace(last, measured=measured))
+            model.adapt(orders[0].lora)
+            for each in makings:
+                each.go_on(tell, pauses, start, loading, meeting)
+            for each in makings:
+                each.wait()
+        for each in makings:
+            if each.is_done:
+                del self._making[each.order.number]
+                tell(self._last(each))
+
+    def _last(self, making: _Making) -> Quantum:
+        """Return the last quantum of an image, with what was measured of a shadow."""
+        order = making.order
+        try:
+            last, made = making.result()
+            measured = None
+            if order.shadow_of is not None:
+                measured = _compared(made, self._kept.pop(order.shadow_of))
+            elif order.is_kept:
+                self._kept[order.number] = made
+            return replace(last, measured=measured)
+        except Exception as error:
+            return Quantum(order.number, 0, 0.0, error=error)
+
+    def prove_joined(self, orders: Sequence[Order]) -> float:
+        """Return the least SQNR in dB of latents of these images made in joined calls, against the same alone."""
+        from fluxq.eval.metrics.fidelity import sqnr
+
+        latents: list[list[Tensor]] = []
+        for groups in ([[order] for order in orders], [orders]):
+            for group in groups:
+                self.run([replace(order, is_kept=True) for order in group], _raise_error, lambda: False)
+            latents.append([self._kept.pop(order.number)[1] for order in orders])
+        return min(float(sqnr([one], [other])[0]) for one, other in zip(*latents, strict=True))
 
     def drop(self, number: int) -> None:
         """Stop making an image, where it stands, and forget one that was kept."""
@@ -193,12 +218,16 @@ class _Model:
         from fluxq.base.model import load_pipeline, resolve_model
         from fluxq.calibrate.capture import frames_argument
         from fluxq.jobs.memory import weight_bytes
+        from fluxq.quantize.structure import denoisers_in
         from fluxq.runtime.steps import about_to_keep
 
         source = resolve_model(str(folder))
         with about_to_keep():
             self.pipe: Any = load_pipeline(source, settings.dtype, settings.device)
         self.keeps_state = _make_ready(self.pipe, settings.device)
+        if settings.joins and not self.keeps_state:
+            for _, denoiser in denoisers_in(self.pipe):
+                meet(denoiser)
         self.editing, edits = _editing(self.pipe)
         self.adapters, self.loaded_adapters = dict(settings.adapters), set[str]()
         self.lora: tuple[str, float] | None = None
@@ -256,12 +285,25 @@ class _Making:
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=f"image {order.number}", daemon=True)
 
-    def go_on(self, tell: Callable[[Quantum], None], pauses: Callable[[], bool], start: float, loading: float) -> None:
-        """Let it run to its next stop. start: when its first quantum began; loading: seconds of that for the model."""
-        self._tell, self._pauses, self._start, self._loading = tell, pauses, start, loading
+    def go_on(
+        self,
+        tell: Callable[[Quantum], None],
+        pauses: Callable[[], bool],
+        start: float,
+        loading: float,
+        meeting: Meeting | None = None,
+    ) -> None:
+        """Let it run to its next stop.
+
+        start: when its first quantum began; loading: seconds of that for the model. meeting: with those that run too.
+        """
+        self._tell, self._pauses, self._start, self._loading, self._meeting = tell, pauses, start, loading, meeting
         if not self._thread.ident:
             self._thread.start()
         self._go.release()
+
+    def wait(self) -> None:
+        """Wait until it has stopped."""
         self._stopped.acquire()
 
     def result(self) -> tuple[Quantum, tuple[Tensor, Tensor]]:
@@ -272,13 +314,13 @@ class _Making:
 
     def drop(self) -> None:
         """End its thread."""
-        self._is_dropped = True
+        self._is_dropped, self._meeting = True, None
         if self._thread.ident:
             self._go.release()
             self._thread.join()
 
     def _run(self) -> None:
-        self._go.acquire()
+        self._resume()
         try:
             if not self._is_dropped:
                 self._result = self._make()
@@ -288,7 +330,17 @@ class _Making:
             self._error = error
         finally:
             self.is_done = True
-            self._stopped.release()
+            self._stop()
+
+    def _resume(self) -> None:
+        self._go.acquire()
+        if self._meeting is not None:
+            self._meeting.enter()
+
+    def _stop(self) -> None:
+        if self._meeting is not None:
+            self._meeting.leave()
+        self._stopped.release()
 
     def _make(self) -> tuple[Quantum, tuple[Tensor, Tensor]]:
         from fluxq.calibrate.capture import run_pipeline
@@ -313,8 +365,8 @@ class _Making:
         _wait_for(latents)
         self._tell(self._quantum())
         if self._pauses():
-            self._stopped.release()
-            self._go.acquire()
+            self._stop()
+            self._resume()
             if self._is_dropped:
                 raise _Dropped
 
@@ -323,7 +375,9 @@ class _Making:
         now = time.perf_counter()
         seconds, loading = now - self._start, self._loading
         self._start, self._loading = now, 0.0
-        return Quantum(self._steps, seconds, loading, picture, self._prompt.was_hit)
+        return Quantum(
+            self.order.number, self._steps, seconds, loading, picture, self._prompt.was_hit, shared=shared_by()
+        )
 
 
 class _Dropped(BaseException):
@@ -398,6 +452,11 @@ def _discreet() -> Iterator[None]:
     finally:
         for library, level in zip(libraries, levels, strict=True):
             library.setLevel(level)
+
+
+def _raise_error(quantum: Quantum) -> None:
+    if quantum.error is not None:
+        raise quantum.error
 
 
 def _compared(shadow: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> dict[str, float]:

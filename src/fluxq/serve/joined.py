@@ -1,0 +1,175 @@
+"""Join denoiser calls: images in the making, each a call of a stock pipeline in its thread, meet at the denoiser.
+
+One lock is the turn: the thread that computes holds it. At the denoiser's call a thread gives it up and waits; the last
+one to come makes one call of all whose arguments allow it, and each gets its rows. All else, schedulers, encoders and
+decoders, runs one thread at a time, as without joining.
+
+Arguments allow it where tensors have the same shapes but for their rows, and all else is equal. Tensors without rows,
+as position ids are, have to be equal too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+_here = threading.local()
+
+
+class Meeting:
+    """Meeting of so many threads; each calls `enter` and `leave` around what it computes."""
+
+    def __init__(self, members: int) -> None:
+        self._members, self._calls = members, list[_Call]()
+        self._turn = threading.Condition()
+
+    def enter(self) -> None:
+        """Wait for the turn, and meet the others at the denoiser from now on."""
+        self._turn.acquire()
+        _here.meeting = self
+
+    def leave(self) -> None:
+        """Give up the turn; the others wait for this thread no longer."""
+        _here.meeting = None
+        self._members -= 1
+        self._serve()
+        self._turn.release()
+
+    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a denoiser together with the others, who are on their way to it."""
+        call = _Call(plain, inspect.signature(plain).bind(*args, **kwargs).arguments)
+        self._calls.append(call)
+        self._serve()
+        self._turn.wait_for(lambda: call.is_made)
+        _here.shared = call.shared
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _serve(self) -> None:
+        """Make all calls, once every member waits for one."""
+        if self._calls and len(self._calls) == self._members:
+            for group in _groups(self._calls):
+                _make(group)
+            self._calls = []
+            self._turn.notify_all()
+
+
+def meet(denoiser: Any) -> None:
+    """Let the calls of a denoiser be joined where its caller is in a meeting."""
+    plain = denoiser.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        meeting = getattr(_here, "meeting", None)
+        return plain(*args, **kwargs) if meeting is None else meeting.call(plain, args, kwargs)
+
+    denoiser.forward = forward
+
+
+def shared_by() -> int:
+    """Return by how many images the last call of this thread was shared, and begin anew; 1 for alone."""
+    shared, _here.shared = getattr(_here, "shared", 1), 1
+    return shared
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a denoiser. arguments: by name. shared: number of calls that were made as one."""
+
+    plain: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    is_made: bool = False
+    shared: int = 1
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first argument, a tensor with rows or a list of them."""
+        return len(next(iter(self.arguments.values())))
+
+
+def _groups(calls: Sequence[_Call]) -> list[list[_Call]]:
+    groups: list[list[_Call]] = []
+    for call in calls:
+        group = next((each for each in groups if _fit(each[0], call)), None)
+        groups.append([call]) if group is None else group.append(call)
+    return groups
+
+
+def _fit(call: _Call, other: _Call) -> bool:
+    same = call.plain == other.plain and call.arguments.keys() == other.arguments.keys() and call.rows == other.rows
+    return same and all(_alike(name, value, other.arguments[name], call) for name, value in call.arguments.items())
+
+
+def _alike(name: str, value: Any, other: Any, call: _Call) -> bool:
+    if not _has_rows(name, value, call):
+        return _equal(value, other)
+    if not _has_rows(name, other, call):
+        return False
+    values, others = ([each] if hasattr(each, "shape") else each for each in (value, other))
+    return all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(values, others, strict=True))
+
+
+def _has_rows(name: str, value: Any, call: _Call) -> bool:
+    """Tell whether an argument has a row for each image: a tensor, or a list of tensors."""
+    if name.endswith("_ids"):
+        return False
+    if hasattr(value, "shape"):
+        return value.ndim > 0 and len(value) == call.rows
+    return isinstance(value, list) and len(value) == call.rows and all(hasattr(each, "shape") for each in value)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    import torch
+
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.shape == other.shape and bool(torch.equal(value, other))
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_equal(each, other[name]) for name, each in value.items())
+    return bool(value == other)
+
+
+def _make(group: Sequence[_Call]) -> None:
+    """Make calls as one, and hand out what comes of it."""
+    import torch
+
+    first, rows = group[0], group[0].rows
+    arguments = {
+        name: _together([each.arguments[name] for each in group]) if _has_rows(name, value, first) else value
+        for name, value in first.arguments.items()
+    }
+    try:
+        with torch.no_grad():  # whoever comes last makes it, be it one that is finished
+            result = first.plain(**arguments)
+        for index, each in enumerate(group):
+            each.result = _rows_of(result, slice(index * rows, (index + 1) * rows)) if group[1:] else result
+    except Exception as error:
+        for each in group:
+            each.error = error
+    for each in group:
+        each.is_made, each.shared = True, len(group)
+
+
+def _together(values: Sequence[Any]) -> Any:
+    import torch
+
+    return torch.cat(list(values)) if isinstance(values[0], torch.Tensor) else [row for each in values for row in each]
+
+
+def _rows_of(result: Any, rows: slice) -> Any:
+    """Return the rows of an output: a tensor, a list of them, or a tuple or diffusers' output of such."""
+    if hasattr(result, "shape") or isinstance(result, list):
+        return result[rows]
+    if isinstance(result, tuple):
+        return tuple(_rows_of(each, rows) for each in result)
+    return type(result)(**{name: _rows_of(each, rows) for name, each in result.items()})
