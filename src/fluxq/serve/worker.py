@@ -105,7 +105,7 @@ class Worker:
         start, loading = time.perf_counter(), 0.0
         making = self._making.get(order.number)
         if making is None:
-            model = self._model(order.model)
+            model = self._model(order.model, unloads=order.shadow_of is None)
             loading = time.perf_counter() - start
             making = self._making[order.number] = _Making(model, order)
         self._models.move_to_end(order.model)
@@ -123,6 +123,10 @@ class Worker:
             self._kept[order.number] = made
         tell(replace(last, measured=measured))
 
+    def take(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a finished image that was kept, uint8 (3, H, W), and its latents; they are kept no longer."""
+        return self._kept.pop(number)
+
     def drop(self, number: int) -> None:
         """Stop making an image, where it stands, and forget one that was kept."""
         self._kept.pop(number, None)
@@ -133,14 +137,14 @@ class Worker:
         """Return checkpoint in memory -> bytes of its weights."""
         return {name: model.facts.nbytes for name, model in self._models.items()}
 
-    def _model(self, name: str) -> _Model:
+    def _model(self, name: str, *, unloads: bool = True) -> _Model:
         if name not in self._models:
             if name not in self.folders:
                 raise Refused(f"there is no model {name!r}", "model")
             folder = Path(self.folders[name]).expanduser().resolve()
             is_original = name in self.settings.originals
             digest = "" if is_original else self._prove(name, folder)
-            self._make_room(name, folder, unloads=not is_original)
+            self._make_room(name, folder, unloads=unloads)
             self._models[name] = _Model(name, folder, digest, self.settings)
         return self._models[name]
 
