@@ -65,7 +65,9 @@ _place = option_group(
         metavar="NAME",
         help="Where to run: cpu, cuda, …",
     ),
-    click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest."),
+    click.option(
+        "--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest."
+    ),
     click.option(
         "--max-memory",
         callback=bytes_in,
@@ -73,9 +75,7 @@ _place = option_group(
         help="Bytes of weights at most; checkpoints take turns in it. By default what is free.",
     ),
 )
-_host = click.option(
-    "--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at."
-)
+_host = click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at.")
 _PORT = click.IntRange(0, 65535)
 
 

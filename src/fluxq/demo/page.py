@@ -177,7 +177,7 @@ def figures_of(pair: Pair, machine: str, device: str) -> str:
     for each, side in ((SIXTEEN_BIT, pair.original), (name, pair.quantized)):
         step = f"{1000 * side.stepping / (order.steps - 1):.3g} ms" if side.stepping else ""
         rows.append(f"| {each} | {side.seconds:.3g} s | {step} |")
-    times = "" if pair.speed is None else f"**{pair.speed:.2f} times as fast as {SIXTEEN_BIT}**, by the steps after it, "
+    speed = "" if pair.speed is None else f"**{pair.speed:.2f} times as fast as {SIXTEEN_BIT}**, after the first step; "
     note = " On a CPU most formats are computed by reference code: this says nothing of a GPU." * (device == "cpu")
     same = " The images are the same bytes." * (pair.psnr == float("inf"))
     return "\n".join(
@@ -189,7 +189,7 @@ def figures_of(pair: Pair, machine: str, device: str) -> str:
             "|---|---|---|",
             *rows,
             "",
-            f"{times}each side measured once, on this machine ({machine}).{note} The first step encodes the prompt.",
+            f"{speed}each side was measured once, on this machine ({machine}).{note}",
         ]
     )
 
