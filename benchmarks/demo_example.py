@@ -32,7 +32,7 @@ class Visit:
     """A visit of the page. asked: addresses that the browser asked. said: what its console said."""
 
     page: Any
-    address: str
+    demo: Any
     asked: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
@@ -53,8 +53,7 @@ class Visit:
 
     def elsewhere(self) -> list[str]:
         """Return what the browser asked that is not of the page's server."""
-        own = (self.address, self.address.replace("http", "ws", 1), "data:", "blob:")
-        return [url for url in self.asked if not url.startswith(own)]
+        return [url for url in self.asked if not url.startswith((self.demo.address, "data:", "blob:"))]
 
     def _wait(self, checkpoint: str) -> None:
         self.page.locator("#figures td", has_text=checkpoint).wait_for()
@@ -78,7 +77,7 @@ def visited(folders: Sequence[Path], **options: Any) -> Iterator[Visit]:
         with sync_playwright() as playwright:
             path = next(filter(None, map(shutil.which, BROWSERS)))
             browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=_PATIENCE)
-            visit = Visit(browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}), demo.address)
+            visit = Visit(browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}), demo)
             visit.page.set_default_timeout(_PATIENCE)
             visit.page.on("request", lambda request: visit.asked.append(request.url))
             visit.page.on("console", lambda message: visit.said.append(f"{message.type}: {message.text}"))

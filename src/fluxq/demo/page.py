@@ -27,7 +27,7 @@ from fluxq.eval.images.generate import as_picture
 from fluxq.serve.api import Limits
 from fluxq.serve.server import Uvicorn, bound, is_loopback
 
-_SHOWN = 384  # pixels of the shorter side up to which images are shown in larger pixels
+_SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 _FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
@@ -149,7 +149,14 @@ def page(pairs: Pairs) -> Any:
                         interactive=False,
                         max_height=700,
                     )
-                    errors = gr.Image(label="Error map", format="png", type="pil", elem_id="errors", interactive=False)
+                    errors = gr.Image(
+                        label="Error map",
+                        format="png",
+                        type="pil",
+                        elem_id="errors",
+                        interactive=False,
+                        buttons=["download", "fullscreen"],
+                    )
                 figures = gr.Markdown(elem_id="figures")
         outputs = [problem, images, errors, figures, shown]
 
@@ -164,6 +171,7 @@ def page(pairs: Pairs) -> Any:
             return make(name, *shown, progress=progress) if shown else gr.skip()
 
         how: dict[str, Any] = {"outputs": outputs, "concurrency_id": "worker", "api_visibility": "private"}
+        how["show_progress_on"] = images
         gr.on([button.click, prompt.submit], make, [name, prompt, seed, steps, width, height], **how)
         name.change(switch, [name, shown], trigger_mode="always_last", **how)
     return blocks.queue(max_size=16, default_concurrency_limit=1)
@@ -175,8 +183,8 @@ def figures_of(pair: Pair, machine: str, device: str) -> str:
     width, height = order.size
     rows = []
     for each, side in ((SIXTEEN_BIT, pair.original), (name, pair.quantized)):
-        step = f"{1000 * side.stepping / (order.steps - 1):.3g} ms" if side.stepping else ""
-        rows.append(f"| {each} | {side.seconds:.3g} s | {step} |")
+        step = _time(side.stepping / (order.steps - 1)) if side.stepping else ""
+        rows.append(f"| {each} | {_time(side.seconds)} | {step} |")
     speed = "" if pair.speed is None else f"**{pair.speed:.2f} times as fast as {SIXTEEN_BIT}**, after the first step; "
     note = " On a CPU most formats are computed by reference code: this says nothing of a GPU." * (device == "cpu")
     same = " The images are the same bytes." * (pair.psnr == float("inf"))
@@ -190,6 +198,8 @@ def figures_of(pair: Pair, machine: str, device: str) -> str:
             *rows,
             "",
             f"{speed}each side was measured once, on this machine ({machine}).{note}",
+            "",
+            "Error map: |16 bit − checkpoint|, black is equal; brightness is log₂(1 + difference) / 8.",
         ]
     )
 
@@ -199,14 +209,17 @@ def _contents(gr: Any, pair: Pair, machine: str, device: str) -> tuple[Any, ...]
     images = gr.ImageSlider(
         (_larger(pair.original.image), _larger(pair.quantized.image)), label=f"{SIXTEEN_BIT} | {pair.order.model}"
     )
-    label = "Error map: |16 bit − checkpoint|, black is equal, brightness by log₂"
-    return images, gr.Image(_larger(pair.error_map), label=label), figures_of(pair, machine, device)
+    return images, _larger(pair.error_map), figures_of(pair, machine, device)
 
 
 def _asked(pair: Pair) -> tuple[Any, ...]:
     """Return what was asked, for the same of another checkpoint."""
     order = pair.order
     return order.prompt, order.seed, int(order.call["num_inference_steps"]), *order.size
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _number(label: str, value: int) -> Any:
