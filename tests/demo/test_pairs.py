@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(pairs: Pairs, asked: dict[str
 
 
 @pytest.mark.slow
-def test_models_without_room_for_both_take_turns_and_one_without_room_says_how_much(
-    plain_checkpoint, pipe: Any
-) -> None:
+def test_models_without_room_for_both_take_turns_and_one_says_what_it_lacks(plain_checkpoint, pipe: Any) -> None:
     folder = plain_checkpoint("int8")
     own, base = (stored_bytes(ModelFolder("", path)) for path in (folder, tiny.path()))
     turns = Pairs([str(folder)], device="cpu", max_memory=base + own // 2)
@@ -120,8 +119,8 @@ def test_the_16_bit_model_is_the_checkpoints_own(plain_checkpoint, tiny_folder: 
         Pairs([int8], str(tiny_folder), device="cpu")
 
 
+@pytest.mark.skipif(find_spec("gradio") is None, reason="needs gradio, of the extra `demo`")
 def test_a_port_in_use_and_a_damaged_folder_end_the_command_in_a_sentence(plain_checkpoint, tmp_path: Path) -> None:
-    pytest.importorskip("gradio")
     folder = plain_checkpoint("int8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
