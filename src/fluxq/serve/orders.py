@@ -95,6 +95,7 @@ class Quantum:
     picture: after the last one.
     cached: whether the prompt's encoding was there.
     measured: metric -> dB, of a shadow that is finished.
+    encoding: seconds that the prompt's encoding took, where the pipeline tells.
     """
 
     steps: int
@@ -103,6 +104,7 @@ class Quantum:
     picture: Picture | None = None
     cached: bool = False
     measured: Mapping[str, float] | None = None
+    encoding: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from fluxq.serve.guard import Guard, read_keys
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.process import Apart
 from fluxq.serve.shadow import Shadows
+from fluxq.serve.traces import Traced, provider_here
 from fluxq.serve.worker import Settings
 
 _BACKLOG = 2048  # connections that wait to be taken
@@ -94,7 +95,10 @@ class Server:
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
         app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below))
         app.router.lifespan_context = self._lifespan
-        guarded = Guard(app, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
+        self._spans = provider_here()
+        self.dispatcher.tracer = self._spans and self._spans.get_tracer("fluxq")
+        traced = app if self._spans is None else Traced(app, self.dispatcher.tracer)
+        guarded = Guard(traced, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
         config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
         self._uvicorn = Uvicorn(config)
         self._error: BaseException | None = None
@@ -116,6 +120,8 @@ class Server:
             asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
         finally:
             self._socket.close()
+            if hasattr(self._spans, "force_flush"):
+                self._spans.force_flush()
         if self._error is not None:
             raise self._error
 

@@ -327,7 +327,8 @@ class _Making:
         now = time.perf_counter()
         seconds, loading = now - self._start, self._loading
         self._start, self._loading = now, 0.0
-        return Quantum(self._steps, seconds, loading, picture, self._prompt.was_hit)
+        encoding, self._prompt.seconds = self._prompt.seconds, 0.0
+        return Quantum(self._steps, seconds, loading, picture, self._prompt.was_hit, encoding=encoding)
 
 
 class _Dropped(BaseException):
@@ -363,19 +364,27 @@ class _Encodings:
 
 
 class _Remembering:
-    """A pipeline whose `encode_prompt` remembers; `was_hit` tells whether all was there."""
+    """A pipeline whose `encode_prompt` remembers; `was_hit` tells whether all was there, `seconds` how long it took."""
 
     def __init__(self, encodings: _Encodings, pipe: Any, order: Order) -> None:
         self.encodings, self.pipe, self.order, self.was_hit = encodings, pipe, order, False
+        self.seconds = 0.0
 
     def __enter__(self) -> _Remembering:
         if callable(getattr(self.pipe, "encode_prompt", None)):
             self._plain: Callable[..., Any] = self.pipe.encode_prompt
-            self.pipe.encode_prompt = self._encode
+            self.pipe.encode_prompt = self._timed
         return self
 
     def __exit__(self, *_: Any) -> None:
         vars(self.pipe).pop("encode_prompt", None)
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        found = self._encode(*args, **kwargs)
+        _wait_for(next(filter(_is_tensor, found if isinstance(found, tuple) else (found,)), None))
+        self.seconds += time.perf_counter() - start
+        return found
 
     def _encode(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
@@ -542,11 +551,15 @@ def _as_refusal(error: BaseException) -> BaseException:
     return error
 
 
-def _wait_for(tensor: Tensor) -> None:
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "device")
+
+
+def _wait_for(tensor: Tensor | None) -> None:
     """Wait until a GPU has computed what was launched, so that times are those of quanta."""
     import torch
 
-    if tensor.device.type == "cuda":
+    if tensor is not None and tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
 
 
