@@ -72,7 +72,7 @@ def test_help_is_instant_and_names_the_commands(fluxq):
     assert result.code == 0 and "Example:" in result.out
     judging, exchanging = {"eval", "bench", "debug", "report", "gate", "history"}, {"export", "import", "inspect"}
     making = {"plan", "auto", "steps", "calibrate", "quantize", "verify", "warmup", "families", "env", "doctor"}
-    assert set(cli.commands) == making | judging | exchanging | {"serve"}
+    assert set(cli.commands) == making | judging | exchanging | {"serve", "demo"}
     assert all(f"  {name} " in result.out for name in cli.commands)
 
 

@@ -69,7 +69,10 @@ def test_the_table_is_that_of_the_extra() -> None:
     assert {package(each) for each in PROJECT["optional-dependencies"]["all"]} == {*extras.ALL.values()}
     assert not {package(each) for each in PROJECT["dependencies"]} & {*extras.ALL.values()}
     assert {package(each) for each in PROJECT["optional-dependencies"]["serve"]} == {*extras.SERVE.values()}
-    assert {name for names in extras.NEEDED.values() for name in names} <= extras.ALL.keys() | extras.SERVE.keys()
+    own = {package(each) for each in PROJECT["optional-dependencies"]["demo"]} - {"fluxq"}
+    assert own == {*extras.DEMO.values()}
+    known = extras.ALL.keys() | extras.SERVE.keys() | extras.DEMO.keys()
+    assert {name for names in extras.NEEDED.values() for name in names} <= known
     assert "fluxq[all," in " ".join(PROJECT["optional-dependencies"]["test"])
 
 
@@ -116,8 +119,9 @@ def answers(plain_checkpoint, tmp_path_factory) -> dict[str, tuple[int, str, str
     lines += ["env|--json", "families", f"inspect|{checkpoint}", f"verify|{checkpoint}", "plan|tiny"]
     lines += ["quantize|tiny", "auto|tiny|--bits|6", "steps|tiny|--compute|0.5"]
     lines += [f"{name}|{checkpoint}" for name in ("eval", "bench", "debug", "report", "history", "verify|--passport")]
-    lines += ["gate|tiny|tiny", f"serve|{checkpoint}"]
-    done = hidden.run(COMMANDS, *lines, without=[*extras.ALL, *extras.SERVE], cwd=tmp_path_factory.mktemp("commands"))
+    lines += ["gate|tiny|tiny", f"serve|{checkpoint}", f"demo|{checkpoint}"]
+    without, folder = [*extras.ALL, *extras.SERVE, *extras.DEMO], tmp_path_factory.mktemp("commands")
+    done = hidden.run(COMMANDS, *lines, without=without, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -166,5 +170,5 @@ def test_a_command_that_needs_the_extra_names_it(answers) -> None:
     assert {*asked.values()} == extras.NEEDED.keys()
     for line in asked:
         code, out, err = answers[line]
-        extra, absent = ("serve", "fastapi") if asked[line] == "serve" else ("all", "scipy")
+        extra, absent = {"serve": ("serve", "fastapi"), "demo": ("demo", "gradio")}.get(asked[line], ("all", "scipy"))
         assert (code, out) == (2, "") and f'pip install "fluxq[{extra}]"' in err and absent in err, line

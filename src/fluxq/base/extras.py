@@ -11,13 +11,14 @@ from importlib.util import find_spec
 
 CURE = 'pip install "fluxq[all]"'
 CURE_OF_SERVE = 'pip install "fluxq[serve]"'
+CURE_OF_DEMO = 'pip install "fluxq[demo]"'
 
 
 def require_for(command: str) -> None:
     """Raise RuntimeError, with the cure, where a package is absent that this command cannot do without."""
     if absent := [name for name in NEEDED.get(command, ()) if find_spec(name) is None]:
-        packages = ", ".join({**ALL, **SERVE}[name] for name in absent)
-        cure = CURE_OF_SERVE if {*absent} <= SERVE.keys() else CURE
+        packages = ", ".join({**ALL, **SERVE, **DEMO}[name] for name in absent)
+        cure = CURE_OF_DEMO if {*absent} & DEMO.keys() else CURE_OF_SERVE if {*absent} <= SERVE.keys() else CURE
         raise RuntimeError(f"`fluxq {command}` needs packages that are not installed ({packages}): {cure}")
 
 
@@ -31,8 +32,9 @@ def missing_of_all() -> str:
 def cure_of(error: ModuleNotFoundError) -> str:
     """Return a message with the cure for a package of an extra that was not found; "" for any other module."""
     name = (error.name or "").partition(".")[0]
-    package = ALL.get(name) or SERVE.get(name)
-    return f"the package {package} is not installed: {CURE if name in ALL else CURE_OF_SERVE}" if package else ""
+    cures = ((ALL, CURE), (SERVE, CURE_OF_SERVE), (DEMO, CURE_OF_DEMO))
+    found = [f"the package {extra[name]} is not installed: {cure}" for extra, cure in cures if name in extra]
+    return found[0] if found else ""
 
 
 def too_old_for(feature: str) -> str:
@@ -69,6 +71,8 @@ SERVE = {
     "python_multipart": "python-multipart",
     "uvicorn": "uvicorn",
 }
+# What the extra `demo` has beside that.
+DEMO = {"gradio": "gradio"}
 _REPORT = ("altair", "jinja2", "vl_convert")
 _JUDGE = ("scipy", "torchmetrics", "torchvision", *_REPORT)
 # Command -> modules that it needs with its usual options; what others need is looked for when they are given.
@@ -84,6 +88,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "report": _JUDGE,
     "history": ("scipy", *_REPORT),
     "serve": (*SERVE,),
+    "demo": (*DEMO, *SERVE),
 }
 # Feature -> the library, and its first version that has it.
 NEWER = {"SeaCache": ("diffusers", "0.41")}

@@ -1,4 +1,4 @@
-"""Commands that let others ask for images: serve."""
+"""Commands that let others ask for images: serve, demo."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ from fluxq.commands.options import (
 from fluxq.commands.session import session_of
 
 _seconds = click.FloatRange(min=0, min_open=True)
+_limits_of_image = option_group(
+    click.option("--max-steps", type=STEPS, default=100, show_default=True, metavar="N", help="Steps of an image."),
+    click.option(
+        "--max-pixels",
+        type=click.IntRange(1, 1 << 28),
+        default=1 << 22,
+        show_default=True,
+        metavar="N",
+        help="Pixels of an image.",
+    ),
+)
 _limits = option_group(
     click.option("--max-queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Images at most."),
     click.option(
@@ -32,15 +43,7 @@ _limits = option_group(
         metavar="SECONDS",
         help="Predicted wait above which a request is answered with 429.",
     ),
-    click.option("--max-steps", type=STEPS, default=100, show_default=True, metavar="N", help="Steps of an image."),
-    click.option(
-        "--max-pixels",
-        type=click.IntRange(1, 1 << 28),
-        default=1 << 22,
-        show_default=True,
-        metavar="N",
-        help="Pixels of an image.",
-    ),
+    _limits_of_image,
     click.option(
         "--max-pixel-steps",
         type=click.FloatRange(min=1),
@@ -53,25 +56,39 @@ _limits = option_group(
 )
 
 
+_place = option_group(
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        callback=device_in,
+        metavar="NAME",
+        help="Where to run: cpu, cuda, …",
+    ),
+    click.option(
+        "--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest."
+    ),
+    click.option(
+        "--max-memory",
+        callback=bytes_in,
+        metavar="SIZE",
+        help="Bytes of weights at most; checkpoints take turns in it. By default what is free.",
+    ),
+)
+_host = click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at.")
+_PORT = click.IntRange(0, 65535)
+
+
 @click.command(short_help="Answer OpenAI's images API with checkpoints.")
 @click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@_host
+@click.option("--port", type=_PORT, default=8000, show_default=True, help="0 takes any free one.")
 @click.option("--api-key-file", type=PATH, metavar="FILE", help="Keys, one a line; requests need one of them.")
 @click.option("--admin-key-file", type=PATH, metavar="FILE", help="Keys of /admin/, which is off without them.")
 @click.option("--without-key", is_flag=True, help="Let other machines ask without a key.")
 @click.option("--root", type=FOLDER, metavar="DIR", help="Folder from below which /admin/load takes checkpoints.")
 @click.option("--lora", type=FOLDER, metavar="DIR", help="Folder of adapters that requests may name.")
-@click.option(
-    "--device", default="auto", show_default=True, callback=device_in, metavar="NAME", help="Where to run: cpu, cuda, …"
-)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest.")
-@click.option(
-    "--max-memory",
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Bytes of weights at most; checkpoints take turns in it. By default what is free.",
-)
+@_place
 @_limits
 @click.option("--elastic", type=PATH, metavar="FILE", help="Settings to walk down under a backlog, a YAML file.")
 @click.option(
@@ -107,8 +124,38 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
         server.run(session.say)
 
 
+@click.command(short_help="Show checkpoints beside 16 bit on a page.")
+@click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
+@click.option("--model", metavar="MODEL", help="The 16-bit model; by default the one that was quantized.")
+@_host
+@click.option("--port", type=_PORT, default=7860, show_default=True, help="0 takes any free one.")
+@_place
+@_limits_of_image
+@click.option("--allow-unrecorded", is_flag=True, help="Show checkpoints that record no hashes.")
+@common_options
+def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
+    """Show CHECKPOINTs beside their 16-bit model, on a page at http://ADDRESS:PORT/.
+
+    A prompt is made by both from the same noise: a slider between the images, where they differ, by how much, and how
+    long each took. Images in 16 bit are kept, so that another checkpoint shows at once what it changes. Nothing leaves
+    this machine.
+
+    \b
+    Example:
+      fluxq demo tiny-nvfp4
+      fluxq demo tiny-nvfp4 tiny-int8 --port 8080
+    """
+    with session_of(arguments) as session:
+        from fluxq.demo.page import Demo, DemoOptions
+
+        page = Demo(DemoOptions(outputs, **arguments))
+        session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
+        session.start_work()
+        page.run()
+
+
 def _plain(value: Any) -> Any:
     return value.expanduser() if isinstance(value, Path) else value
 
 
-COMMANDS = (serve,)
+COMMANDS = (serve, demo)

@@ -22,6 +22,7 @@ from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, Wo
 from fluxq.serve.queue import Entry, Queue
 from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import JOINED, Times
+from fluxq.serve.traces import Spans
 
 _RETRIES = 5.0  # seconds between tries to start a worker
 _WARM_STEPS = 3
@@ -69,6 +70,7 @@ class Job:
     news: asyncio.Queue[dict[str, Any] | None] = field(default_factory=asyncio.Queue)
     made: dict[int, Made] = field(default_factory=dict)
     error: Exception | None = None
+    spans: Spans = field(default_factory=Spans)
 
     @property
     def is_finished(self) -> bool:
@@ -109,6 +111,7 @@ class Dispatcher:
         self.originals: dict[str, str] = {}  # checkpoint -> name of its 16-bit pipeline, of those with shadows
         self._waiting: deque[tuple[str, Order]] = deque()  # shadows, each with its checkpoint
         self.times = Times()
+        self.tracer: Any = None  # of OpenTelemetry
         self.queue = Queue(self.times.remaining, delay=self._delay, loading=self._loading, **limits)
         self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
         self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
@@ -163,6 +166,7 @@ class Dispatcher:
         now = time.monotonic()
         job = Job(tuple(orders), setting)
         self.queue.add(orders, now, job, within)
+        job.spans = Spans(self.tracer, job.orders)
         self._awake.set()
         return job
 
@@ -292,6 +296,7 @@ class Dispatcher:
                 await self._ask("drop", entry.order.number)
             self.queue.remove(entry)
             self.metrics.ended("cancelled")
+            entry.owner.spans.ended(entry.order)
             return
         group = self._group(entry)
         running = {each.order.number: each for each in group}
@@ -340,6 +345,7 @@ class Dispatcher:
             raise quantum.error
         self.times.add(entry.order, quantum)
         self.metrics.quantum(entry.order, quantum)
+        entry.owner.spans.quantum(entry.order, quantum)
         entry.steps, entry.computed = quantum.steps, entry.computed + quantum.seconds
         if entry.order.model not in self.memory:
             self._loads[entry.order.model] = quantum.loading
@@ -384,6 +390,7 @@ class Dispatcher:
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a request whose image cannot be made, and let its other images go."""
         self.queue.remove(entry)
+        entry.owner.spans.ended(entry.order, error)
         if entry.owner.error is None:
             entry.owner.error = error
             self.cancel(entry.owner)

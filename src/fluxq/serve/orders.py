@@ -98,6 +98,7 @@ class Quantum:
     measured: metric -> dB, of a shadow that is finished.
     shared: images whose denoiser calls were one in this step.
     error: that ends the image.
+    encoding: seconds that the prompt's encoding took, where the pipeline tells.
     """
 
     number: int
@@ -109,6 +110,7 @@ class Quantum:
     measured: Mapping[str, float] | None = None
     shared: int = 1
     error: Exception | None = None
+    encoding: float = 0.0
 
 
 @dataclass(frozen=True)

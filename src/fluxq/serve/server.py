@@ -30,6 +30,7 @@ from fluxq.serve.guard import Guard, read_keys
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.process import Apart
 from fluxq.serve.shadow import Shadows
+from fluxq.serve.traces import Traced, provider_here
 from fluxq.serve.worker import Settings
 
 _BACKLOG = 2048  # connections that wait to be taken
@@ -70,13 +71,13 @@ class Server:
     def __init__(self, options: ServeOptions) -> None:
         """Raise ValueError, FileNotFoundError or OSError for what cannot work."""
         self.options = options
-        names = _names(options.outputs)
+        names = names_of(options.outputs)
         adapters = _adapters(options.lora)
         keys = _keys(options)
         admin_keys = () if options.admin_key_file is None else read_keys(options.admin_key_file)
         if options.root is not None and not options.root.is_dir():
             raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
-        self._socket = _bound(options.host, options.port)
+        self._socket = bound(options.host, options.port)
         settings_below = () if options.elastic is None else read_settings(options.elastic, names)
         originals = _originals(names, options)
         settings = Settings(
@@ -96,9 +97,12 @@ class Server:
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
         app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below))
         app.router.lifespan_context = self._lifespan
-        guarded = Guard(app, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
+        self._spans = provider_here()
+        self.dispatcher.tracer = self._spans and self._spans.get_tracer("fluxq")
+        traced = app if self._spans is None else Traced(app, self.dispatcher.tracer)
+        guarded = Guard(traced, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
         config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
-        self._uvicorn = _Uvicorn(config)
+        self._uvicorn = Uvicorn(config)
         self._error: BaseException | None = None
         self._told: Callable[[str], None] = lambda line: None
 
@@ -118,6 +122,8 @@ class Server:
             asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
         finally:
             self._socket.close()
+            if hasattr(self._spans, "force_flush"):
+                self._spans.force_flush()
         if self._error is not None:
             raise self._error
 
@@ -144,7 +150,7 @@ class Server:
             self.end()
 
 
-class _Uvicorn(uvicorn.Server):
+class Uvicorn(uvicorn.Server):
     """uvicorn, without raising a signal once more that has ended it: that is no failure."""
 
     @contextlib.contextmanager
@@ -161,8 +167,8 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(each, handler)
 
 
-def _names(outputs: Sequence[str]) -> dict[str, str]:
-    """Return name -> folder."""
+def names_of(outputs: Sequence[str]) -> dict[str, str]:
+    """Return name -> folder of checkpoints; ValueError for two of one name."""
     from fluxq.jobs.requirements import require_checkpoint
 
     names: dict[str, str] = {}
@@ -181,21 +187,29 @@ def _originals(names: Mapping[str, str], options: ServeOptions) -> dict[str, str
         if options.shadow_model is not None:
             raise ValueError("--shadow-model says what --shadow compares with; give that share too, as 0.01")
         return {}
-    from fluxq.base.model import resolve_model
-    from fluxq.base.output import PLAN_FILE
-
     folders = {}
     for name, folder in names.items():
-        plan = Path(folder) / PLAN_FILE
-        recorded = read_json(plan).get("model") if plan.is_file() else None
-        source = options.shadow_model or (recorded.get("source") if isinstance(recorded, dict) else None)
         try:
-            if not isinstance(source, str):
-                raise FileNotFoundError(f"{folder} does not say what it was made from")
-            folders[name] = str(resolve_model(source, local_files_only=True).path.resolve())
+            folders[name] = str(original_of(folder, options.shadow_model))
         except OSError as error:
             raise ValueError(f"--shadow needs the 16-bit model of {name}: {error}; give --shadow-model DIR") from None
     return folders
+
+
+def original_of(folder: str, given: str | None = None) -> Path:
+    """Return the folder of the 16-bit pipeline that a checkpoint was made from, or of the given one.
+
+    Raises OSError where it is not on this machine.
+    """
+    from fluxq.base.model import resolve_model
+    from fluxq.base.output import PLAN_FILE
+
+    plan = Path(folder) / PLAN_FILE
+    recorded = read_json(plan).get("model") if plan.is_file() else None
+    source = given or (recorded.get("source") if isinstance(recorded, dict) else None)
+    if not isinstance(source, str):
+        raise FileNotFoundError(f"{folder} does not say what it was made from")
+    return resolve_model(source, local_files_only=True).path.resolve()
 
 
 def _original_name(folder: str) -> str:
@@ -223,7 +237,7 @@ def _adapters(folder: Path | None) -> dict[str, str]:
 def _keys(options: ServeOptions) -> tuple[str, ...]:
     if options.api_key_file is not None:
         return read_keys(options.api_key_file)
-    if not options.without_key and not _is_loopback(options.host):
+    if not options.without_key and not is_loopback(options.host):
         raise ValueError(
             f"--host {options.host} lets other machines ask: give --api-key-file FILE, or --without-key if something "
             "in front of the server asks for one"
@@ -231,7 +245,8 @@ def _keys(options: ServeOptions) -> tuple[str, ...]:
     return ()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether an address is reached from this machine alone."""
     if host == "localhost":
         return True
     try:
@@ -240,7 +255,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """Return a socket that listens; OSError in one sentence for a port that is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

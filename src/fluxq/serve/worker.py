@@ -107,7 +107,7 @@ class Worker:
         pauses: whether to stop after the one that was just told.
         """
         start, name = time.perf_counter(), orders[0].model
-        model = self._model(name)
+        model = self._model(name, unloads=orders[0].shadow_of is None)
         loading = time.perf_counter() - start
         self._models.move_to_end(name)
         makings = [self._making.setdefault(order.number, _Making(model, order)) for order in orders]
@@ -148,6 +148,10 @@ class Worker:
             latents.append([self._kept.pop(order.number)[1] for order in orders])
         return min(float(sqnr([one], [other])[0]) for one, other in zip(*latents, strict=True))
 
+    def take(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a finished image that was kept, uint8 (3, H, W), and its latents; they are kept no longer."""
+        return self._kept.pop(number)
+
     def drop(self, number: int) -> None:
         """Stop making an image, where it stands, and forget one that was kept."""
         self._kept.pop(number, None)
@@ -158,14 +162,14 @@ class Worker:
         """Return checkpoint in memory -> bytes of its weights."""
         return {name: model.facts.nbytes for name, model in self._models.items()}
 
-    def _model(self, name: str) -> _Model:
+    def _model(self, name: str, *, unloads: bool = True) -> _Model:
         if name not in self._models:
             if name not in self.folders:
                 raise Refused(f"there is no model {name!r}", "model")
             folder = Path(self.folders[name]).expanduser().resolve()
             is_original = name in self.settings.originals
             digest = "" if is_original else self._prove(name, folder)
-            self._make_room(name, folder, unloads=not is_original)
+            self._make_room(name, folder, unloads=unloads)
             self._models[name] = _Model(name, folder, digest, self.settings)
         return self._models[name]
 
@@ -375,8 +379,16 @@ class _Making:
         now = time.perf_counter()
         seconds, loading = now - self._start, self._loading
         self._start, self._loading = now, 0.0
+        encoding, self._prompt.seconds = self._prompt.seconds, 0.0
         return Quantum(
-            self.order.number, self._steps, seconds, loading, picture, self._prompt.was_hit, shared=shared_by()
+            self.order.number,
+            self._steps,
+            seconds,
+            loading,
+            picture,
+            self._prompt.was_hit,
+            shared=shared_by(),
+            encoding=encoding,
         )
 
 
@@ -413,19 +425,27 @@ class _Encodings:
 
 
 class _Remembering:
-    """A pipeline whose `encode_prompt` remembers; `was_hit` tells whether all was there."""
+    """A pipeline whose `encode_prompt` remembers; `was_hit` tells whether all was there, `seconds` how long it took."""
 
     def __init__(self, encodings: _Encodings, pipe: Any, order: Order) -> None:
         self.encodings, self.pipe, self.order, self.was_hit = encodings, pipe, order, False
+        self.seconds = 0.0
 
     def __enter__(self) -> _Remembering:
         if callable(getattr(self.pipe, "encode_prompt", None)):
             self._plain: Callable[..., Any] = self.pipe.encode_prompt
-            self.pipe.encode_prompt = self._encode
+            self.pipe.encode_prompt = self._timed
         return self
 
     def __exit__(self, *_: Any) -> None:
         vars(self.pipe).pop("encode_prompt", None)
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        found = self._encode(*args, **kwargs)
+        _wait_for(next(filter(_is_tensor, found if isinstance(found, tuple) else (found,)), None))
+        self.seconds += time.perf_counter() - start
+        return found
 
     def _encode(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
@@ -597,11 +617,15 @@ def _as_refusal(error: BaseException) -> BaseException:
     return error
 
 
-def _wait_for(tensor: Tensor) -> None:
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "device")
+
+
+def _wait_for(tensor: Tensor | None) -> None:
     """Wait until a GPU has computed what was launched, so that times are those of quanta."""
     import torch
 
-    if tensor.device.type == "cuda":
+    if tensor is not None and tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
 
 

@@ -1,0 +1,73 @@
+"""The page of `fluxq demo` in a browser: what a visitor does with it, and that it asks nobody else."""
+
+import io
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.demo_example import BROWSERS, BUTTON, PROMPT, Visit, visited
+from fluxq.base.devices import cpu_name
+
+pytest.importorskip("gradio", reason="needs gradio, of the extra `demo`")
+pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra `test`")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, BROWSERS)), reason="needs a Chromium of the distribution's packages"
+)
+
+
+@pytest.fixture(scope="module")
+def visit(plain_checkpoint) -> Iterator[Visit]:
+    folders = [plain_checkpoint(name) for name in ("int8", "nvfp4")]
+    with visited(folders, max_steps=10) as one:
+        yield one
+
+
+def addresses(visit: Any) -> list[str]:
+    """Of the image on the left, that on the right, and the error map; they are those of their contents."""
+    both = visit.page.locator("#images img").evaluate_all("all => all.map(one => one.src)")
+    assert len(both) == 2
+    return [*both, visit.page.locator("#errors img").get_attribute("src")]
+
+
+def pixels(visit: Any, address: str) -> torch.Tensor:
+    """A picture as it was before its pixels were made larger."""
+    picture = Image.open(io.BytesIO(visit.page.request.get(address).body()))
+    assert picture.size == (512, 512)
+    return torch.from_numpy(np.array(picture.resize((16, 16), Image.Resampling.NEAREST))).movedim(-1, 0)
+
+
+@pytest.mark.slow
+def test_a_prompt_is_made_and_another_checkpoint_changes_one_image(visit: Any) -> None:
+    visit.make(PROMPT, "tiny-int8")
+    first, said = addresses(visit), visit.figures()
+    for word in ("PSNR", "latent SQNR", "Seed 0, 8 steps, 16 × 16", "tiny-int8", "times as fast as 16 bit", cpu_name()):
+        assert word in said
+    visit.switch("tiny-nvfp4")
+    second = addresses(visit)
+    assert second[0] == first[0] and second[1] != first[1] and second[2] != first[2]
+    pair = visit.demo.pairs.make("tiny-nvfp4", PROMPT, 0)  # as kept
+    expected = pair.original.image, pair.quantized.image, pair.error_map
+    assert all(torch.equal(pixels(visit, url), image) for url, image in zip(second, expected, strict=True))
+    visit.switch("tiny-int8")
+    assert addresses(visit) == first and visit.figures() == said
+
+    cut = "node => getComputedStyle(node).clipPath"
+    right, before = visit.page.locator("#images img").nth(1), visit.page.locator("#images img").nth(1).evaluate(cut)
+    assert before.startswith("inset(0")  # cut off on the left, where 16 bit is seen
+    box = right.bounding_box()
+    visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    visit.page.mouse.down()
+    visit.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2, steps=4)
+    visit.page.mouse.up()
+    assert right.evaluate(cut) != before
+
+    visit.page.get_by_label("Steps").fill("11")
+    visit.page.get_by_role("button", name=BUTTON).click()
+    visit.page.locator("#problem", has_text="Steps is 11, 10 at most.").wait_for()
+    assert addresses(visit) == first
+    assert len(visit.asked) > 10 and visit.elsewhere() == [] and visit.said == []
