@@ -146,12 +146,23 @@ class Dispatcher:
 
         within: seconds in which it is due. setting: for the answer.
         """
-        if self.is_draining or self._loop is None:
-            raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
+        self.require_open()
         orders = [self._drawn(order) for order in orders]
         now = time.monotonic()
         job = Job(tuple(orders), setting)
         self.queue.add(orders, now, job, within)
+        self._awake.set()
+        return job
+
+    def require_open(self) -> None:
+        """Raise `Unavailable` unless requests are taken."""
+        if self.is_draining or self._loop is None:
+            raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
+
+    def accept(self, order: Order, setting: Mapping[str, Any] | None, **clock: float) -> Job:
+        """Take an image that was promised elsewhere. clock: of Entry."""
+        job = Job((self._drawn(order),), setting)
+        self.queue.accept(Entry(job.orders[0], owner=job, **clock))
         self._awake.set()
         return job
 
@@ -220,7 +231,7 @@ class Dispatcher:
 
     async def _next(self) -> None:
         """Let one image run, else a shadow, else wait."""
-        entry = self.queue.pick(self._may_begin)
+        entry = self.queue.pick(self.may_begin)
         try:
             if entry is not None:
                 await self._turn(entry)
@@ -262,7 +273,7 @@ class Dispatcher:
         await self._ask("drop", order.number)
         await self._ask("drop", order.shadow_of)
 
-    def _may_begin(self, model: str, busy: set[str]) -> bool:
+    def may_begin(self, model: str, busy: set[str]) -> bool:
         """Tell whether an image of a model may begin: not where that would unload another in the middle of one."""
         if model in busy and self.facts[model].is_alone:
             return False
@@ -280,7 +291,7 @@ class Dispatcher:
         async with self._worker, aclosing(self.hands.run(entry.order)) as quanta:
             async for quantum in quanta:
                 self._take(entry, quantum)
-                is_next = self.queue.pick(self._may_begin) is entry and not entry.is_cancelled
+                is_next = self.queue.pick(self.may_begin) is entry and not entry.is_cancelled
                 if quantum.picture is None and (self._asking or not is_next):
                     self.hands.pause()
         if entry.order.model not in self.memory:
