@@ -516,7 +516,7 @@ class RedisQueue:
     def _promised(
         self, queue: Queue, name: str, request: _Request, orders: Sequence[Order], within: float | None
     ) -> list[tuple[float, _Row]]:
-        """Return (place in the order, what everybody may know) of the images of a request; `Full` if it is not taken."""
+        """Return (place in the order, what everybody may know) of each image of a request; `Full` for too many."""
         entries = queue.add(orders, self._now(), None, within)
         rows = []
         for index, entry in enumerate(entries):
@@ -803,7 +803,8 @@ class RedisQueue:
                 if not self.is_connected:
                     last = await self._connect()
                 for _, rows in await self._redis.xread({f"{_P}news": last}, 256, int(1000 * _POLL)) or ():
-                    for last, fields in rows:
+                    for at, fields in rows:
+                        last = at
                         self._hear({key.decode(): value.decode() for key, value in fields.items()})
             except _AWAY as error:
                 if self.is_connected:
