@@ -1,8 +1,8 @@
-"""The queue of several servers in a real Redis, with workers that only count: who is taken, who makes it, what is kept."""
+"""The queue of several servers in a real Redis, with workers that only count: who is taken, by whom, what is kept."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from real_redis import RealRedis, needs_redis, real_redis
+from served import TIMEOUT
 
 from fluxq.serve import redis_queue
 from fluxq.serve.api import Limits
@@ -119,7 +120,7 @@ def orders(server: RedisQueue, steps: int = 3, seeds: tuple[int, ...] = (1,), **
 
 
 async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT):
         while not holds():
             await asyncio.sleep(0.005)
 
@@ -183,7 +184,9 @@ def test_an_image_of_a_killed_server_is_made_once_by_another(store: RealRedis, m
                 assert [each.picture.pixels[0] for each in made] == [1, 2]
                 assert len(store.finished()) == len({*store.finished()}) == 2
                 await dead._finish(held, made[1])  # it was only slow: what it tells now changes nothing
-                (same, _) = await (await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))).images()
+                (same, _) = await (
+                    await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))
+                ).images()
                 assert same.picture.pixels[0] == 1 and len(store.finished()) == 2
                 assert store.client.xlen("fluxq:jobs") == store.client.hlen("fluxq:open") == 0
 
@@ -285,9 +288,8 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
             one.dispatcher.is_ready = True
             await until(lambda: not store.client.hlen("fluxq:open"))
             assert len(hands(one).began) == 2 and store.client.xlen("fluxq:jobs") == 0
-            if field != "row":
-                with pytest.raises(RuntimeError):
-                    await job.images()
+            with pytest.raises(RuntimeError, match="Unreadable"):
+                await job.images()
             assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
 
     asyncio.run(test())
@@ -316,6 +318,8 @@ def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
 
 @pytest.mark.slow
 def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 600.0)  # whatever else the machine does
+
     async def test(store: RealRedis) -> None:
         async with servers(store) as (one, other):
             jobs = [await each.submit(orders(each, 300, (seed,))) for seed in (1, 2) for each in (one, other)]
@@ -332,5 +336,4 @@ def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkey
             assert sum(len(hands(each).began) - 2 for each in (one, other)) == 4
 
     for store in real_redis(tmp_path):
-        with suppress(StopIteration):
-            asyncio.run(test(store))
+        asyncio.run(test(store))

@@ -26,7 +26,7 @@ import io
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -55,6 +55,7 @@ _AGAIN = 100  # times that a request is looked at anew because another one was t
 _POLL = 1.0  # seconds after which the queue is looked at without news
 _NEARER = 1e-3  # by which an image comes before those that were begun, if it does
 _RECHECK = 5.0  # the same of a request's images
+_TIDY = 60.0  # seconds after which what is too old is looked for
 _ANSWER = 5.0  # seconds that Redis may take
 _FIRST = 6, 2  # version of Redis that has all commands
 _AWAY = (RedisError, OSError, TimeoutError)
@@ -68,6 +69,10 @@ local function entries(job)
   local found = {}
   for each in string.gmatch(redis.call('HGET', P..'job:'..job, 'entries') or '', '%S+') do found[#found + 1] = each end
   return found
+end
+local function known(entry)  -- what everybody may know of an image, {} for what no server wrote
+  local is_read, row = pcall(cjson.decode, redis.call('HGET', P..'open', entry) or '')
+  return is_read and type(row) == 'table' and row or {}
 end
 local function close(entry)  -- an image that is not to be made any more; 1 where it was
   if redis.call('HDEL', P..'open', entry) == 0 then return 0 end
@@ -150,18 +155,18 @@ end
 tell('kind', 'new', 'job', ARGV[1])
 return 'taken'
 """,
-    # server, lease in ms, key below which an image is taken, digests…; entry, what is known, how often it was pending
+    # server, lease in ms, key below which an image is taken, digests…; entry, job, image, what is known, how often taken
     "take": """
 local mine, owners, all = {}, {}, pending('-', '+', 1000000)
 if all.err then return false end
 for i = 4, #ARGV do mine[ARGV[i]] = true end
 for _, each in ipairs(all) do owners[each[1]] = each end
 for _, entry in ipairs(redis.call('ZRANGEBYSCORE', P..'order', '-inf', ARGV[3])) do
-  local owner, row = owners[entry], redis.call('HGET', P..'open', entry)
-  if owner and row and (owner[2] == 'waiting' or owner[3] > tonumber(ARGV[2])) and mine[cjson.decode(row).digest] then
-    redis.call('XCLAIM', P..'jobs', 'fluxq', ARGV[1], 0, entry)
+  local owner, digest = owners[entry], known(entry).digest
+  if owner and (owner[2] == 'waiting' or owner[3] > tonumber(ARGV[2])) and (not digest or mine[digest]) then
+    local fields = redis.call('XCLAIM', P..'jobs', 'fluxq', ARGV[1], 0, entry)[1][2]
     redis.call('HDEL', P..'progress', entry)
-    return {entry, row, owner[4]}
+    return {entry, fields[2], fields[4], redis.call('HGET', P..'open', entry), owner[4] - 1}
   end
 end
 return false
@@ -201,18 +206,14 @@ tell('kind', 'new')
 return 1
 """,
     "forget": "forget(ARGV[1])",
-    "close": "return close(ARGV[1])",
     # seconds and bytes that are kept, why an image is given up: what is too old, and servers that are no more
     "tidy": """
 for _, job in ipairs(redis.call('ZRANGEBYSCORE', P..'kept', '-inf', '('..(now - ARGV[1]))) do forget(job) end
 local all = pending('IDLE', math.floor(1000 * ARGV[1]), '-', '+', 1000, 'waiting')
 if all.err then return 0 end
 for _, each in ipairs(all) do
-  local row = redis.call('HGET', P..'open', each[1])
-  if row then
-    row = cjson.decode(row)
-    finish(each[1], row.job, row.image, 'failed', ARGV[3], '', ARGV[1], ARGV[2])
-  end
+  local row = known(each[1])
+  if row.job then finish(each[1], row.job, row.image, 'failed', ARGV[3], '', ARGV[1], ARGV[2]) end
 end
 for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', P..'jobs', 'fluxq')) do
   local known = {}
@@ -392,13 +393,13 @@ class RedisQueue:
         self._held: dict[str, _Held] = {}
         self._watched: dict[SharedJob, None] = {}
         self._wake = asyncio.Event()
-        self._ends = False
+        self._ends, self._tidied = False, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Begin to take images of the queue; the dispatcher is ready."""
-        for loop in (self._listen(), self._take_what_comes(), self._beat()):
-            self._spawn(loop)
+        for what in (self._listen, self._take_what_comes, self._beat):
+            self._spawn(self._repeat(what))
 
     async def stop(self) -> None:
         """Finish what was begun, and leave the rest to other servers."""
@@ -633,13 +634,12 @@ class RedisQueue:
     # ---- what the worker's side does
 
     async def _take_what_comes(self) -> None:
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _POLL)
-            self._wake.clear()
-            with suppress(*_AWAY):
-                while await self._take():
-                    pass
+        """Take images when there is news of some, or a place for one, and look every second."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), _POLL)
+        self._wake.clear()
+        while await self._take():
+            pass
 
     async def _take(self) -> bool:
         """Take the image that would run next here, were there one queue; tell whether there was one."""
@@ -648,28 +648,24 @@ class RedisQueue:
         answer = await self._call("take", self.name, int(1000 * LEASE), *limits)
         if answer is None:
             return False
-        entry, taken = answer[0].decode(), answer[2] - 1
+        entry, job, image = (word.decode() for word in answer[:3])
         if entry in self._held:
             return False
-        try:
-            row = _read(_Row, answer[1])
-        except Unreadable:
-            await self._call("close", entry)
-            return True
-        values = await self._redis.hmget(f"{_P}job:{row.job}", ["job", "secret"])
+        values = await self._redis.hmget(f"{_P}job:{job}", ["job", "secret"])
         if None in values:  # let go meanwhile
             return True
         try:
+            row, taken = _read(_Row, answer[3]), answer[4]
             if taken >= _TRIES:
                 raise Unavailable(f"{taken} servers ended while they made this image")
             request, secret = _read(_Request, values[0]), _read(_Secret, values[1])
             order = await self._order_of(row, request, secret)
         except (Unavailable, Unreadable, ValueError) as error:
-            await self._failed(entry, row, error)
+            await self._failed(entry, job, image, error)
             return True
         clock = {"arrived": row.arrived - self._offset, "due": row.due - self._offset}
-        job = self.dispatcher.accept(order, request.setting, predicted=row.predicted, promised=row.promised, **clock)
-        self._held[entry] = held = _Held(entry, row, request, job)
+        making = self.dispatcher.accept(order, request.setting, predicted=row.predicted, promised=row.promised, **clock)
+        self._held[entry] = held = _Held(entry, row, request, making)
         held.relaying = self._spawn(self._relay(held))
         return True
 
@@ -715,7 +711,7 @@ class RedisQueue:
                         await self._tell_step(held, news)
             self._wake.set()
             if job.error is not None:
-                await self._insist(self._failed, held.entry, held.row, job.error)
+                await self._insist(self._failed, held.entry, held.row.job, held.row.image, job.error)
             else:
                 (made,) = job.made.values()
                 await self._insist(self._finish, held, made)
@@ -745,9 +741,9 @@ class RedisQueue:
         )
         fps = held.request.fps
         file = await asyncio.to_thread(_png, picture) if fps is None else await asyncio.to_thread(file_of, made, fps)
-        await self._end(held.entry, held.row, "made", value, file)
+        await self._end(held.entry, held.row.job, held.row.image, "made", value, file)
 
-    async def _failed(self, entry: str, row: _Row, error: Exception) -> None:
+    async def _failed(self, entry: str, job: str, image: int | str, error: Exception) -> None:
         """Finish an image that cannot be made; one whose worker ended is another's."""
         if isinstance(error, Refused):
             value = _Failed(kind="refused", message=str(error)[:2000], param=error.param)
@@ -758,11 +754,11 @@ class RedisQueue:
             value = _Failed(kind="unavailable", message=str(error)[:2000], param=None)
         else:
             value = _Failed(kind="failed", message=type(error).__name__, param=None)
-        await self._end(entry, row, "failed", value)
+        await self._end(entry, job, image, "failed", value)
 
-    async def _end(self, entry: str, row: _Row, kind: str, value: _Value, file: bytes = b"") -> None:
+    async def _end(self, entry: str, job: str, image: int | str, kind: str, value: _Value, file: bytes = b"") -> None:
         kept = int(KEPT_SECONDS), KEPT_BYTES
-        await self._call("finish", entry, row.job, row.image, kind, value.model_dump_json(), file, *kept)
+        await self._call("finish", entry, job, image, kind, value.model_dump_json(), file, *kept)
 
     async def _insist(self, what: Any, *arguments: Any) -> None:
         """Do something as soon as Redis answers; a server that ends waits for it as long as its lease."""
@@ -787,31 +783,29 @@ class RedisQueue:
 
     async def _beat(self) -> None:
         """Renew leases, and let go of what was lost; now and then tidy up."""
-        given_up = _Failed(kind="unavailable", message="no server made this image in time", param=None)
-        for beat in range(1 << 62):
-            with suppress(*_AWAY):
-                for entry in await self._call("renew", self.name, LEASE, *self._held):
-                    self._drop(entry.decode())
-                if beat % 20 == 1:
-                    await self._call("tidy", KEPT_SECONDS, KEPT_BYTES, given_up.model_dump_json())
-            await asyncio.sleep(LEASE / 4)
+        for entry in await self._call("renew", self.name, LEASE, *self._held):
+            self._drop(entry.decode())
+        if time.monotonic() - self._tidied > _TIDY:
+            given_up = _Failed(kind="unavailable", message="no server made this image in time", param=None)
+            await self._call("tidy", int(KEPT_SECONDS), KEPT_BYTES, given_up.model_dump_json())
+            self._tidied = time.monotonic()
+        await asyncio.sleep(LEASE / 4)
 
     async def _listen(self) -> None:
-        last = "$"
-        while True:
-            try:
-                if not self.is_connected:
-                    last = await self._connect()
+        """Hear what other servers do, until Redis does not answer."""
+        last = await self._connect()
+        try:
+            while True:
                 for _, rows in await self._redis.xread({f"{_P}news": last}, 256, int(1000 * _POLL)) or ():
                     for at, fields in rows:
                         last = at
                         self._hear({key.decode(): value.decode() for key, value in fields.items()})
-            except _AWAY as error:
-                if self.is_connected:
-                    said = first_line(error) if isinstance(error, NotConnected) else type(error).__name__
-                    logger.warning("the queue does not answer: %s; it is asked again", said)
-                self.is_connected = False
-                await asyncio.sleep(_POLL)
+        except _AWAY as error:
+            said = first_line(error) if isinstance(error, NotConnected) else type(error).__name__
+            logger.warning("the queue does not answer: %s; it is asked again", said)
+            raise
+        finally:
+            self.is_connected = False
 
     async def _connect(self) -> Any:
         """Read Redis's clock, and look at all that may have changed; return the last news that are there."""
@@ -863,6 +857,16 @@ class RedisQueue:
         except _AWAY as error:
             logger.debug("the queue: %s", type(error).__name__)
             raise Unavailable("the queue does not answer") from None
+
+    async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:
+        """Do something again and again; what goes wrong is tried again after a second."""
+        while True:
+            try:
+                await what()
+            except Exception as error:
+                if not isinstance(error, _AWAY):
+                    logger.error("the shared queue: %s", type(error).__name__, exc_info=error)
+                await asyncio.sleep(_POLL)
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
