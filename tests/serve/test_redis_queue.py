@@ -102,11 +102,9 @@ async def server(store: RealRedis, **limits: Any) -> RedisQueue:
 
 async def killed(server: RedisQueue) -> None:
     """End a server as SIGKILL does: it tells nobody."""
-    tasks = [*server._tasks, server.dispatcher._loop]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    server._tasks.clear()
+    await server.break_off()
+    assert server.dispatcher._loop is not None
+    server.dispatcher._loop.cancel()
 
 
 def hands(server: RedisQueue) -> Counting:

@@ -155,7 +155,7 @@ end
 tell('kind', 'new', 'job', ARGV[1])
 return 'taken'
 """,
-    # server, lease in ms, key below which an image is taken, digests…; entry, job, image, what is known, how often taken
+    # server, lease in ms, key below which an image is taken, digests…; entry, job, image, what is known, times taken
     "take": """
 local mine, owners, all = {}, {}, pending('-', '+', 1000000)
 if all.err then return false end
@@ -341,7 +341,6 @@ class SharedJob(Job):
     fps: int | None = None
     outlives: bool = False
     news_of_it: asyncio.Queue[Mapping[str, Any]] = field(default_factory=asyncio.Queue)
-    watching: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False)
@@ -391,9 +390,10 @@ class RedisQueue:
         self._scripts = {name: self._redis.register_script(_LUA + script) for name, script in _SCRIPTS.items()}
         self._offset = 0.0  # of Redis's clock, to this process's
         self._held: dict[str, _Held] = {}
-        self._watched: dict[SharedJob, None] = {}
+        self._watched: set[SharedJob] = set()
         self._wake = asyncio.Event()
         self._ends, self._tidied = False, 0.0
+        self._is_over = False  # a task is told so as well as cancelled: the client may swallow a cancellation
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
@@ -408,10 +408,15 @@ class RedisQueue:
         await asyncio.gather(*relaying, return_exceptions=True)
         with suppress(*_AWAY):
             await self._call("leave", self.name)
+        await self.break_off()
+        await self._redis.aclose()
+
+    async def break_off(self) -> None:
+        """End all that goes on, wherever it is."""
+        self._is_over = True
         for task in (tasks := [*self._tasks]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._redis.aclose()
 
     async def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
         """Return the predicted seconds that a request would wait."""
@@ -470,7 +475,8 @@ class RedisQueue:
     def leave(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
         assert isinstance(job, SharedJob)
-        self._unwatch(job)
+        self._watched.discard(job)
+        job.news_of_it.put_nowait({"kind": "left"})
         if not job.outlives:
             self._spawn(self.forget(job.name))
 
@@ -575,36 +581,32 @@ class RedisQueue:
 
     def _watch(self, job: SharedJob) -> SharedJob:
         if job.fps is None:
-            self._watched[job] = None
-            job.watching = self._spawn(self._follow(job))
+            self._watched.add(job)
+            self._spawn(self._follow(job))
         return job
 
-    def _unwatch(self, job: SharedJob) -> None:
-        self._watched.pop(job, None)
-        if job.watching is not None:
-            job.watching.cancel()
-
     async def _follow(self, job: SharedJob) -> None:
-        """Tell a client's request what becomes of it, until it is finished."""
-        try:
-            while not job.is_finished:
-                try:
+        """Tell a client's request what becomes of it, until it is finished or the client has left."""
+        kind: object = ""
+        while job in self._watched and not self._is_over:
+            try:
+                if kind != "step":
                     await self._collect(job)
-                except _AWAY:
-                    await asyncio.sleep(_POLL)
-                except Unreadable as error:
-                    job.error = error
-                while not job.is_finished:
-                    try:
-                        news = await asyncio.wait_for(job.news_of_it.get(), _RECHECK)
-                    except TimeoutError:
-                        break
-                    if news["kind"] != "step":
-                        break
-                    with suppress(KeyError, ValueError):
-                        job.news.put_nowait(_step_of(news))
-        finally:
-            self._watched.pop(job, None)
+            except _AWAY:
+                await asyncio.sleep(_POLL)
+            except Unreadable as error:
+                job.error = error
+            if job.is_finished:
+                break
+            news = {}
+            with suppress(TimeoutError):
+                news = await asyncio.wait_for(job.news_of_it.get(), _RECHECK)
+            if (kind := news.get("kind")) == "step":
+                with suppress(KeyError, ValueError):
+                    job.news.put_nowait(_step_of(news))
+        if job not in self._watched or self._is_over:
+            return
+        self._watched.remove(job)
         job.news.put_nowait(None)
         if not job.outlives:
             with suppress(Unavailable):
@@ -706,18 +708,24 @@ class RedisQueue:
         job = held.job
         try:
             while (news := await job.news.get()) is not None:
-                if "step" in news:
+                if "step" in news and self._is_mine(held):
                     with suppress(*_AWAY):  # the next one tells more
                         await self._tell_step(held, news)
             self._wake.set()
+            if not self._is_mine(held):
+                return
             if job.error is not None:
                 await self._insist(self._failed, held.entry, held.row.job, held.row.image, job.error)
             else:
                 (made,) = job.made.values()
                 await self._insist(self._finish, held, made)
         finally:
-            self._held.pop(held.entry, None)
+            if self._is_mine(held):
+                del self._held[held.entry]
             self._wake.set()
+
+    def _is_mine(self, held: _Held) -> bool:
+        return self._held.get(held.entry) is held
 
     async def _tell_step(self, held: _Held, news: Mapping[str, Any]) -> None:
         entry = next((each for each in self.dispatcher.queue if each.owner is held.job), None)
@@ -763,7 +771,7 @@ class RedisQueue:
     async def _insist(self, what: Any, *arguments: Any) -> None:
         """Do something as soon as Redis answers; a server that ends waits for it as long as its lease."""
         until = math.inf
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._is_over:
             try:
                 await what(*arguments)
                 return
@@ -775,8 +783,7 @@ class RedisQueue:
         """Let an image go that is not this server's any more."""
         if held := self._held.pop(entry, None):
             self.dispatcher.cancel(held.job)
-            if held.relaying is not None:
-                held.relaying.cancel()
+            held.job.news.put_nowait(None)
             self._wake.set()
 
     # ---- news and leases
@@ -795,7 +802,7 @@ class RedisQueue:
         """Hear what other servers do, until Redis does not answer."""
         last = await self._connect()
         try:
-            while True:
+            while not self._is_over:
                 for _, rows in await self._redis.xread({f"{_P}news": last}, 256, int(1000 * _POLL)) or ():
                     for at, fields in rows:
                         last = at
@@ -860,12 +867,12 @@ class RedisQueue:
 
     async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:
         """Do something again and again; what goes wrong is tried again after a second."""
-        while True:
+        while not self._is_over:
             try:
                 await what()
             except Exception as error:
                 if not isinstance(error, _AWAY):
-                    logger.error("the shared queue: %s", type(error).__name__, exc_info=error)
+                    logger.error("the shared queue: %s", type(error).__name__)
                 await asyncio.sleep(_POLL)
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
@@ -877,7 +884,7 @@ class RedisQueue:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Unavailable):
-            logger.error("the queue's side of the server failed: %s", type(error).__name__, exc_info=error)
+            logger.error("the shared queue: %s", type(error).__name__)
 
 
 class SharedVideos:
