@@ -76,7 +76,7 @@ class Server:
         admin_keys = () if options.admin_key_file is None else read_keys(options.admin_key_file)
         if options.root is not None and not options.root.is_dir():
             raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
-        if options.queue is not None:
+        if options.queue:
             _require_queue(options.queue)
         self._socket = _bound(options.host, options.port)
         settings_below = () if options.elastic is None else read_settings(options.elastic, names)
@@ -96,7 +96,7 @@ class Server:
         self.dispatcher.originals = {name: _original_name(folder) for name, folder in originals.items()}
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
         self.shared: Any = None
-        if options.queue is not None:
+        if options.queue:
             from fluxq.serve.redis_queue import RedisQueue
 
             self.shared = RedisQueue(options.queue, self.dispatcher, limits, adapters)
