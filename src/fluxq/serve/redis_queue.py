@@ -361,7 +361,7 @@ def address_of(url: str) -> str:
 
 
 def require_redis(url: str) -> None:
-    """Raise ValueError or OSError, in one sentence, where no Redis answers that has what is needed."""
+    """Raise ValueError or OSError, in one sentence, where no Redis answers, or an old one."""
     try:
         client = Redis.from_url(url, socket_timeout=_ANSWER, socket_connect_timeout=_ANSWER)
         where = address_of(url)
@@ -438,6 +438,8 @@ class RedisQueue:
         fps: of a video, whose client asks for it later.
         """
         self.dispatcher.require_open()
+        if not self.is_connected:
+            raise Unavailable("the queue does not answer")
         name, first = secrets.token_hex(16), orders[0]
         secret = _Secret(
             prompt=first.prompt, negative_prompt=first.call.get("negative_prompt"), sources=len(first.sources)
@@ -488,6 +490,8 @@ class RedisQueue:
         """Return images and predicted seconds of what is made here, and of this server's share of what waits."""
         queue = self.dispatcher.queue
         images, seconds = len(queue), queue.backlog()
+        if not self.is_connected:
+            return images, seconds
         with suppress(*_AWAY):
             rows, _, servers, _ = await self._known()
             waiting = [each for each in rows if each[2] is None and each[0] not in self._held]
@@ -708,7 +712,7 @@ class RedisQueue:
         job = held.job
         try:
             while (news := await job.news.get()) is not None:
-                if "step" in news and self._is_mine(held):
+                if "step" in news and self._is_mine(held) and self.is_connected:
                     with suppress(*_AWAY):  # the next one tells more
                         await self._tell_step(held, news)
             self._wake.set()
