@@ -25,7 +25,7 @@ def test_every_figure_that_is_named_is_one_of_the_server() -> None:
 
 def test_the_image_serves_as_nobody_and_without_what_makes_checkpoints() -> None:
     last = DOCKERFILE.rpartition("FROM ")[2]
-    assert ".[serve]" in DOCKERFILE and "all]" not in DOCKERFILE
+    assert ".[serve,redis]" in DOCKERFILE and "all]" not in DOCKERFILE
     assert "USER 10001" in last and "HEALTHCHECK" in last and "/health" in last
     commands = [*map(json.loads, re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", last, re.MULTILINE))]
     assert commands[0] == ["fluxq", "serve"]

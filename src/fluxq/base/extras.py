@@ -12,6 +12,7 @@ from importlib.util import find_spec
 CURE = 'pip install "fluxq[all]"'
 CURE_OF_SERVE = 'pip install "fluxq[serve]"'
 CURE_OF_DEMO = 'pip install "fluxq[demo]"'
+CURE_OF_REDIS = 'pip install "fluxq[serve,redis]"'
 
 
 def require_for(command: str) -> None:

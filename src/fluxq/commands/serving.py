@@ -92,6 +92,13 @@ _PORT = click.IntRange(0, 65535)
 @_limits
 @click.option("--elastic", type=PATH, metavar="FILE", help="Settings to walk down under a backlog, a YAML file.")
 @click.option(
+    "--queue",
+    envvar="FLUXQ_QUEUE",
+    metavar="URL",
+    help="redis://HOST:PORT/DB: keep requests over restarts, and share them with other servers. "
+    "Or in the variable FLUXQ_QUEUE.",
+)
+@click.option(
     "--shadow",
     type=click.FloatRange(0, 1),
     callback=finite_in,

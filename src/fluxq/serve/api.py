@@ -32,7 +32,7 @@ from fluxq.serve.orders import Facts, Order, Refused, Source
 
 MAX_SEED = (1 << 63) - 1
 _RANDOM_SEEDS = 1 << 31
-_LONGEST = 10_000  # characters of a prompt; no text encoder reads a tenth of it
+LONGEST = 10_000  # characters of a prompt; no text encoder reads a tenth of it
 _ARGUMENTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
 FPS = 16  # of a video whose request says nothing
 _EVENT = "image_generation"
@@ -67,7 +67,7 @@ class ImageRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str = Field(min_length=1, max_length=_LONGEST)
+    prompt: str = Field(min_length=1, max_length=LONGEST)
     model: str | None = Field(default=None, max_length=200)
     n: int | None = Field(default=1, ge=1)
     size: str | None = Field(default=None, max_length=20, description='"WxH" in pixels, or "auto"')
@@ -81,7 +81,7 @@ class ImageRequest(BaseModel):
     num_inference_steps: int | None = Field(default=None, ge=1)
     guidance_scale: float | None = Field(default=None, ge=0, le=100)
     true_cfg_scale: float | None = Field(default=None, ge=0, le=100)
-    negative_prompt: str | None = Field(default=None, max_length=_LONGEST)
+    negative_prompt: str | None = Field(default=None, max_length=LONGEST)
     max_sequence_length: int | None = Field(default=None, ge=1, le=4096)
     lora: Lora | None = None
     width: int | None = Field(default=None, ge=1)

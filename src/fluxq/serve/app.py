@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +28,9 @@ from fluxq.serve.orders import Busy, Facts, Order, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.videos import MEDIA_TYPE, Videos
 
+if TYPE_CHECKING:
+    from fluxq.serve.redis_queue import RedisQueue
+
 _INVALID = "invalid_request_error"
 
 
@@ -34,6 +38,7 @@ class Served:
     """The dispatcher, and what bounds requests.
 
     adapters: name -> file of a LoRA. root: folder that /admin/load may take checkpoints from. settings: to walk down.
+    shared: queue of several servers, in place of the dispatcher's own.
     """
 
     def __init__(
@@ -43,22 +48,51 @@ class Served:
         adapters: Mapping[str, str],
         root: Path | None = None,
         settings: Sequence[Setting] = (),
+        shared: RedisQueue | None = None,
     ) -> None:
         self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
         self.settings, self.started = settings, int(time.time())
-        self.videos = Videos(dispatcher)
+        self.shared = shared
+        self.videos: Any = Videos(dispatcher)
+        if shared is not None:
+            from fluxq.serve.redis_queue import SharedVideos
 
-    def submit(self, body: ImageRequest, sources: tuple[Source, ...] = ()) -> Job:
+            self.videos = SharedVideos(shared)
+
+    async def submit(self, body: ImageRequest, request: Request, sources: tuple[Source, ...] = ()) -> Job:
         """Take a request, in the best setting in which it need not wait longer than the next one says."""
         within = None if body.deadline_ms is None else body.deadline_ms / 1000
         orders, chosen = self._orders(body, sources), None
         for setting in () if body.elastic is False else self.settings:
-            if self.dispatcher.wait_of(orders, within) <= setting.above:
+            if await self._wait_of(orders, within) <= setting.above:
                 break
             if (changed := api.with_setting(body, setting)) is not None:
                 orders, chosen = self._orders(changed, sources), setting
         told = None if chosen is None else {"name": chosen.name, **chosen.measured}
-        return self.dispatcher.submit(orders, within, told)
+        if self.shared is None:
+            return self.dispatcher.submit(orders, within, told)
+        fps = body.fps or api.FPS if isinstance(body, VideoRequest) else None
+        return await self.shared.submit(orders, within, told, _claim(body, request, sources), fps)
+
+    def leave(self, job: Job) -> None:
+        """Let a request go whose client has left."""
+        if self.shared is None:
+            self.dispatcher.cancel(job)
+        else:
+            self.shared.leave(job)
+
+    async def _wait_of(self, orders: Sequence[Order], within: float | None) -> float:
+        return (
+            self.dispatcher.wait_of(orders, within)
+            if self.shared is None
+            else await self.shared.wait_of(orders, within)
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        dispatcher = self.dispatcher
+        return dispatcher.is_ready and not dispatcher.is_draining and (self.shared is None or self.shared.is_connected)
 
     def _orders(self, body: ImageRequest, sources: tuple[Source, ...]) -> list[Order]:
         facts = self.facts_of(body.model)
@@ -91,7 +125,7 @@ def _add_images(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/images/generations")
     async def generations(body: ImageRequest, request: Request) -> Response:
-        return await _answer(served, served.submit(body), body, request)
+        return await _answer(served, await served.submit(body, request), body, request)
 
     @app.post("/v1/images/edits")
     async def edits(request: Request) -> Response:
@@ -105,7 +139,7 @@ def _add_images(app: FastAPI, served: Served) -> None:
         body = api.of_form(EditRequest, texts)
         reading = (asyncio.to_thread(api.source_of, content, served.limits) for _, content in files)
         sources = tuple(await asyncio.gather(*reading))
-        return await _answer(served, served.submit(body, sources), body, request)
+        return await _answer(served, await served.submit(body, request, sources), body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -123,7 +157,7 @@ async def _answer(served: Served, job: Job, body: ImageRequest, request: Request
     if body.stream:
         dispatcher.metrics.answered(200)
         return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
-    made = await _unless_gone(dispatcher, job, request)
+    made = await _unless_gone(served, job, request)
     if made is None:
         dispatcher.metrics.answered(499, "client_left")
         return Response(status_code=499)
@@ -135,6 +169,7 @@ async def _answer(served: Served, job: Job, body: ImageRequest, request: Request
 
 
 _FILES, _FIELDS = 8, 64  # of a form
+_LONGEST_KEY = 255  # characters of an Idempotency-Key
 _UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -153,7 +188,7 @@ def _model_row(served: Served, name: str) -> dict[str, Any]:
     return row | told | {"lora": sorted(served.adapters), "defaults": dict(facts.defaults)}
 
 
-async def _unless_gone(dispatcher: Dispatcher, job: Job, request: Request) -> Any:
+async def _unless_gone(served: Served, job: Job, request: Request) -> Any:
     """Return the images of a job; None where the client left first, and nobody waits for them."""
     images, gone = asyncio.ensure_future(job.images()), asyncio.ensure_future(_left(request))
     try:
@@ -163,7 +198,30 @@ async def _unless_gone(dispatcher: Dispatcher, job: Job, request: Request) -> An
         gone.cancel()
         if not images.done():
             images.cancel()
-            dispatcher.cancel(job)
+            served.leave(job)
+
+
+def _claim(body: ImageRequest, request: Request, sources: Sequence[Source]) -> Any:
+    """Return an Idempotency-Key as the shared queue has it; None without."""
+    from fluxq.serve.redis_queue import Claim
+
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 1 <= len(key) <= _LONGEST_KEY:
+        raise Refused(f"Idempotency-Key has {len(key)} characters, 1 to {_LONGEST_KEY} are expected")
+    who = request.headers.get("authorization", "")
+    texts = (type(body).__name__, body.model_dump_json(), *(each.pixels for each in sources))
+    return Claim(_digest(who, key), _digest(who, key, *texts))
+
+
+def _digest(*parts: str | bytes) -> str:
+    """Return a digest of texts; with a key that nobody guesses in it, it tells nothing of the others."""
+    whole = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        whole.update(len(content).to_bytes(8, "big") + content)
+    return whole.hexdigest()
 
 
 async def _left(request: Request) -> None:
@@ -184,7 +242,7 @@ async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator
             yield _event({"type": "error", "status": status, **content})
     finally:
         if not job.is_finished:
-            served.dispatcher.cancel(job)
+            served.leave(job)
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
@@ -203,24 +261,24 @@ def _add_videos(app: FastAPI, served: Served) -> None:
                 if any(not isinstance(value, str) for value in form.values()):
                     raise Refused("input_reference: videos are made from texts alone", "input_reference")
                 body = api.of_form(VideoRequest, {name: str(value) for name, value in form.multi_items()})
-        job = served.submit(body)
+        job = await served.submit(body, request)
         served.dispatcher.metrics.answered(200)
-        return videos.add(job, body).told()
+        return (await videos.add(job, body.fps or api.FPS)).told()
 
     @app.get("/v1/videos/{name}")
     async def status(name: str) -> dict[str, Any]:
-        return videos.of(name).told()
+        return (await videos.of(name)).told()
 
     @app.get("/v1/videos/{name}/content")
     async def content(name: str) -> Response:
-        video = videos.of(name)
+        video = await videos.of(name, whole=True)
         if video.file is None:
             raise Busy(f"the video is {video.status}")
         return Response(video.file, media_type=MEDIA_TYPE)
 
     @app.delete("/v1/videos/{name}")
     async def delete(name: str) -> dict[str, Any]:
-        videos.remove(name)
+        await videos.remove(name)
         return {"id": name, "object": "video.deleted", "deleted": True}
 
 
@@ -233,13 +291,16 @@ def _add_probes(app: FastAPI, served: Served) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        if dispatcher.is_ready and not dispatcher.is_draining:
+        if served.is_ready:
             return JSONResponse({"status": "ready", "models": dispatcher.names})
         return JSONResponse({"status": "draining" if dispatcher.is_draining else "not ready"}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(dispatcher.metrics.page(dispatcher), media_type=CONTENT_TYPE)
+        images, seconds = len(dispatcher.queue), dispatcher.queue.backlog()
+        if served.shared is not None:
+            images, seconds = await served.shared.figures()
+        return Response(dispatcher.metrics.page(dispatcher, images, seconds), media_type=CONTENT_TYPE)
 
 
 class _Load(BaseModel):

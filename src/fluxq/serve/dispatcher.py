@@ -160,13 +160,24 @@ class Dispatcher:
 
         within: seconds in which it is due. setting: for the answer.
         """
-        if self.is_draining or self._loop is None:
-            raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
+        self.require_open()
         orders = [self._drawn(order) for order in orders]
         now = time.monotonic()
         job = Job(tuple(orders), setting)
         self.queue.add(orders, now, job, within)
         job.spans = Spans(self.tracer, job.orders)
+        self._awake.set()
+        return job
+
+    def require_open(self) -> None:
+        """Raise `Unavailable` unless requests are taken."""
+        if self.is_draining or self._loop is None:
+            raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
+
+    def accept(self, order: Order, setting: Mapping[str, Any] | None, **clock: float) -> Job:
+        """Take an image that was promised elsewhere. clock: of Entry."""
+        job = Job((self._drawn(order),), setting)
+        self.queue.accept(Entry(job.orders[0], owner=job, **clock))
         self._awake.set()
         return job
 
@@ -240,7 +251,7 @@ class Dispatcher:
 
     async def _next(self) -> None:
         """Let one image run, else a shadow, else wait."""
-        entry = self.queue.pick(self._may_begin)
+        entry = self.queue.pick(self.may_begin)
         try:
             if entry is not None:
                 await self._turn(entry)
@@ -283,7 +294,7 @@ class Dispatcher:
         await self._ask("drop", order.number)
         await self._ask("drop", order.shadow_of)
 
-    def _may_begin(self, model: str, busy: set[str]) -> bool:
+    def may_begin(self, model: str, busy: set[str]) -> bool:
         """Tell whether an image of a model may begin: not where that would unload another in the middle of one."""
         if model in busy and self.facts[model].is_alone:
             return False
@@ -334,7 +345,7 @@ class Dispatcher:
 
     def _goes_on(self, running: Collection[Entry]) -> bool:
         """Tell whether these images run on together: the next one is among them, and no other would be."""
-        entry = self.queue.pick(self._may_begin)
+        entry = self.queue.pick(self.may_begin)
         if entry is None or entry.is_cancelled or entry not in running:
             return False
         return {*self._group(entry)} == {*running}

@@ -91,10 +91,10 @@ class Metrics:
         """Count a worker that ended by itself."""
         self.restarts.inc()
 
-    def page(self, dispatcher: Any) -> bytes:
-        """Return the page that Prometheus reads."""
-        self.waiting.set(len(dispatcher.queue))
-        self.backlog.set(dispatcher.queue.backlog())
+    def page(self, dispatcher: Any, images: int, seconds: float) -> bytes:
+        """Return the page that Prometheus reads. images, seconds: predicted, of what waits or runs."""
+        self.waiting.set(images)
+        self.backlog.set(seconds)
         self.ready.set(dispatcher.is_ready and not dispatcher.is_draining)
         self.memory.clear()
         for name, nbytes in dispatcher.memory.items():

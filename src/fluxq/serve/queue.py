@@ -12,6 +12,7 @@ A request is taken only if neither it nor one that it passes is predicted to wai
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class Queue:
     delay: predicted seconds until the worker goes on.
     loading: of a checkpoint, predicted seconds until it is in memory; the first image that needs it waits for it.
     longest: images at most. patience: seconds that an image may wait, as predicted. begun: images at most whose state
-    a worker holds.
+    a worker holds. servers: that share it.
     """
 
     remaining: Callable[[Order, int], float]
@@ -77,6 +78,7 @@ class Queue:
     begun: int = 4
     delay: Callable[[], float] = lambda: 0.0
     loading: Callable[[str], float] = lambda model: 0.0
+    servers: int = 1
     _entries: list[Entry] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -108,6 +110,10 @@ class Queue:
             each.promised = max(self.patience, waits[each])
         self._entries += new
         return new
+
+    def accept(self, entry: Entry) -> None:
+        """Take an image that was promised elsewhere."""
+        self._entries.append(entry)
 
     def wait_of_new(self, orders: Iterable[Order], now: float, within: float | None = None) -> float:
         """Return the predicted seconds that the first image of a request would wait, were it taken."""
@@ -170,10 +176,12 @@ class Queue:
 
     def _finishes(self, entries: list[Entry]) -> dict[Entry, float]:
         """Return the predicted seconds from now until each image is finished, in the order of their keys."""
-        finishes, finish, loaded = dict[Entry, float](), self.delay(), set[str]()
+        finishes, loaded = dict[Entry, float](), set[str]()
+        free = [self.delay()] * self.servers  # seconds until each server has nothing more to do
         for each in sorted(entries, key=_by_key):
             model = each.order.model
-            finish += self._left(each) + (0.0 if model in loaded else self.loading(model))
+            finish = free[0] + self._left(each) + (0.0 if model in loaded else self.loading(model))
+            heapq.heapreplace(free, finish)
             loaded.add(model)
             finishes[each] = finish
         return finishes

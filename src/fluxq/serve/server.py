@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from fluxq.base.extras import CURE
+from fluxq.base.extras import CURE, CURE_OF_REDIS
 from fluxq.base.files import read_json
 from fluxq.serve.api import Limits
 from fluxq.serve.app import Served, application
@@ -58,6 +58,7 @@ class ServeOptions:
     max_pixels: int = 1 << 22
     max_pixel_steps: float = 6e8
     elastic: Path | None = None
+    queue: str | None = None
     shadow: float = 0.0
     shadow_model: str | None = None
     join: bool = False
@@ -77,6 +78,8 @@ class Server:
         admin_keys = () if options.admin_key_file is None else read_keys(options.admin_key_file)
         if options.root is not None and not options.root.is_dir():
             raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
+        if options.queue:
+            _require_queue(options.queue)
         self._socket = bound(options.host, options.port)
         settings_below = () if options.elastic is None else read_settings(options.elastic, names)
         originals = _originals(names, options)
@@ -95,7 +98,12 @@ class Server:
         self.dispatcher = Dispatcher(hands, [*names], Metrics(), Shadows(options.shadow), joins=options.join, **bounds)
         self.dispatcher.originals = {name: _original_name(folder) for name, folder in originals.items()}
         limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
-        app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below))
+        self.shared: Any = None
+        if options.queue:
+            from fluxq.serve.redis_queue import RedisQueue
+
+            self.shared = RedisQueue(options.queue, self.dispatcher, limits, adapters)
+        app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below, self.shared))
         app.router.lifespan_context = self._lifespan
         self._spans = provider_here()
         self.dispatcher.tracer = self._spans and self._spans.get_tracer("fluxq")
@@ -139,11 +147,15 @@ class Server:
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+            if self.shared is not None:
+                await self.shared.stop()
             await self.dispatcher.stop()
 
     async def _start(self) -> None:
         try:
             await self.dispatcher.start()
+            if self.shared is not None:
+                await self.shared.start()
             self._told(f"ready: {self.address}/v1")
         except Exception as error:
             self._error = error
@@ -232,6 +244,14 @@ def _adapters(folder: Path | None) -> dict[str, str]:
     for file in files:
         TensorFile(file)  # ValueError for one that is damaged
     return {file.stem: str(file.resolve()) for file in files}
+
+
+def _require_queue(url: str) -> None:
+    if find_spec("redis") is None:
+        raise RuntimeError(f"--queue needs the package redis: {CURE_OF_REDIS}")
+    from fluxq.serve.redis_queue import require_redis
+
+    require_redis(url)
 
 
 def _keys(options: ServeOptions) -> tuple[str, ...]:

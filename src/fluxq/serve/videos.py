@@ -16,12 +16,11 @@ from PIL import Image
 from starlette.exceptions import HTTPException
 
 from fluxq.serve import api
-from fluxq.serve.api import VideoRequest
 from fluxq.serve.dispatcher import Dispatcher, Job, Made
 
 MEDIA_TYPE = "image/webp"
-_KEPT_SECONDS = 3600.0
-_KEPT_BYTES = 1 << 30
+KEPT_SECONDS = 3600.0
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(eq=False)
@@ -30,7 +29,7 @@ class Video:
 
     name: str
     job: Job
-    request: VideoRequest
+    fps: int
     created: float = field(default_factory=time.time)
     completed: float | None = None
     progress: int = 0
@@ -46,10 +45,15 @@ class Video:
         width, height = order.size
         row: dict[str, Any] = {"id": self.name, "object": "video", "model": order.model, "status": self.status}
         row |= {"progress": self.progress, "created_at": int(self.created), "size": f"{width}x{height}"}
-        row |= {"seconds": f"{order.frames / (self.request.fps or api.FPS):g}", "num_frames": order.frames}
+        row |= {"seconds": f"{order.frames / self.fps:g}", "num_frames": order.frames}
         if self.completed is not None:
-            row |= {"completed_at": int(self.completed), "expires_at": int(self.completed + _KEPT_SECONDS)}
+            row |= {"completed_at": int(self.completed), "expires_at": int(self.completed + KEPT_SECONDS)}
         return row | {"error": self.error} | self.about
+
+    def fail(self, error: Exception) -> None:
+        """Tell that it could not be made."""
+        self.status, self.completed = "failed", self.completed or time.time()
+        self.error = {"code": type(error).__name__, "message": "the video could not be made"}
 
 
 class Videos:
@@ -59,24 +63,24 @@ class Videos:
         self.dispatcher = dispatcher
         self._videos: dict[str, Video] = {}
 
-    def add(self, job: Job, request: VideoRequest) -> Video:
+    async def add(self, job: Job, fps: int) -> Video:
         """Keep a request that was taken, under a name that nobody guesses."""
         self._tidy()
-        video = Video(f"video_{secrets.token_hex(16)}", job, request)
+        video = Video(f"video_{secrets.token_hex(16)}", job, fps)
         self._videos[video.name] = video
         video.making = asyncio.create_task(self._make(video))
         return video
 
-    def of(self, name: str) -> Video:
-        """Return a video; 404 for a name that there is not, or no more."""
+    async def of(self, name: str, *, whole: bool = False) -> Video:
+        """Return a video; 404 for a name that there is not, or no more. whole: whether its file is wanted."""
         self._tidy()
         if name not in self._videos:
             raise HTTPException(404, "there is no video of that id, or no more")
         return self._videos[name]
 
-    def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Forget a video; one that is not finished is let go at the next step."""
-        video = self.of(name)
+        video = await self.of(name)
         del self._videos[name]
         if not video.job.is_finished:
             self.dispatcher.cancel(video.job)
@@ -89,12 +93,11 @@ class Videos:
             if "step" in news:
                 video.status, video.progress = "in_progress", min(99, 100 * news["step"] // news["steps"])
         if job.error is not None:
-            video.status, video.completed = "failed", time.time()
-            video.error = {"code": type(job.error).__name__, "message": "the video could not be made"}
+            video.fail(job.error)
             return
         (made,) = job.made.values()
         video.about = api.told(made)
-        video.file = await asyncio.to_thread(_file, made, video.request.fps or api.FPS)
+        video.file = await asyncio.to_thread(file_of, made, video.fps)
         video.status, video.progress, video.completed = "completed", 100, time.time()
 
     def _tidy(self) -> None:
@@ -102,12 +105,12 @@ class Videos:
         now, nbytes = time.time(), 0
         for video in sorted(self._videos.values(), key=lambda each: -each.created):
             nbytes += len(video.file or b"")
-            is_old = video.completed is not None and now - video.completed > _KEPT_SECONDS
-            if is_old or (video.file is not None and nbytes > _KEPT_BYTES):
+            is_old = video.completed is not None and now - video.completed > KEPT_SECONDS
+            if is_old or (video.file is not None and nbytes > KEPT_BYTES):
                 del self._videos[video.name]
 
 
-def _file(made: Made, fps: int) -> bytes:
+def file_of(made: Made, fps: int) -> bytes:
     """Return the frames as an animated WebP, without loss."""
     picture = made.picture
     size = 3 * picture.width * picture.height

@@ -1,0 +1,65 @@
+"""A real Redis of this machine's distribution on a free port, for tests; they are skipped where there is none."""
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import until
+
+redis = pytest.importorskip("redis")
+PROGRAM = shutil.which("redis-server")
+needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server here: apt-get install redis-server")
+
+
+class RealRedis:
+    """A Redis that keeps what it was told over its own end."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.folder, self.url = folder, f"redis://127.0.0.1:{self.port}/0"
+        self.client = redis.Redis.from_url(self.url)
+        self.start()
+
+    def start(self) -> None:
+        words = ["--port", str(self.port), "--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
+        words += ["--appendfsync", "always", "--loglevel", "warning"]
+        self.process = subprocess.Popen([str(PROGRAM), *words], stdout=subprocess.DEVNULL)
+        until(self._answers)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return self.client.ping()
+        except redis.RedisError:
+            return False
+
+    def finished(self) -> list[str]:
+        """Entries of the images that were made, each as often as it was."""
+        return [row[b"entry"].decode() for _, row in self.client.xrange("fluxq:news") if row[b"kind"] == b"made"]
+
+    def dumped(self) -> bytes:
+        """All that it holds."""
+        return b"".join(map(self._content, self.client.keys()))
+
+    def _content(self, name: bytes) -> bytes:
+        kind = self.client.type(name)
+        if kind == b"hash":
+            return b"".join(b"".join(pair) for pair in self.client.hgetall(name).items())
+        if kind == b"stream":
+            return str(self.client.xrange(name)).encode()
+        return self.client.get(name) if kind == b"string" else b""
+
+
+def real_redis(folder: Path) -> Iterator[RealRedis]:
+    """Yield a Redis while the generator lives: the body of a fixture."""
+    one = RealRedis(folder)
+    yield one
+    one.client.close()
+    one.stop()

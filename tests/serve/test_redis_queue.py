@@ -1,0 +1,337 @@
+"""The queue of several servers in a real Redis, with workers that only count: who is taken, by whom, what is kept."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+from real_redis import RealRedis, needs_redis, real_redis
+from served import TIMEOUT
+
+from fluxq.serve import redis_queue
+from fluxq.serve.api import Limits
+from fluxq.serve.dispatcher import Dispatcher, Unavailable
+from fluxq.serve.metrics import Metrics
+from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, Source
+from fluxq.serve.queue import Full
+from fluxq.serve.redis_queue import Claim, RedisQueue, SharedVideos
+
+pytestmark = needs_redis
+DEFAULTS = {"width": 8, "height": 8, "num_inference_steps": 3}
+PROMPT = "a heliotrope three"
+
+
+class Counting:
+    """A worker whose steps take a second, it says; it goes on while `goes` is set."""
+
+    def __init__(self, digest: str = "d") -> None:
+        accepts = frozenset({*DEFAULTS, "negative_prompt"})
+        self.facts = Facts("tiny", digest, accepts, DEFAULTS, 8, 1, edits="image")
+        self.goes, self.steps, self.began = asyncio.Event(), dict[int, int](), list[Order]()
+        self.goes.set()
+        self.error: Exception | None = None
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def pause(self) -> None:
+        self.is_pausing = True
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        if method == "drop":
+            self.steps.pop(arguments[0], None)
+        return {"load": self.facts, "memory": {"tiny": 1}}.get(method)
+
+    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+        self.is_pausing = False
+        if order.number not in self.steps:
+            self.began.append(order)
+        while self.steps.setdefault(order.number, 0) < order.steps:
+            await self.goes.wait()
+            await asyncio.sleep(0.001)
+            if self.error is not None:
+                raise self.error
+            self.steps[order.number] += 1
+            yield Quantum(self.steps[order.number], 1.0)
+            if self.is_pausing:
+                return
+        await self.goes.wait()
+        pixels = bytes([order.seed % 256]) * (3 * 64 * order.frames)
+        yield Quantum(order.steps, 1.0, picture=Picture(8, 8, pixels, order.steps, order.frames))
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory) -> Iterator[RealRedis]:
+    yield from real_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture
+def store(redis: RealRedis) -> RealRedis:
+    redis.client.flushall()
+    return redis
+
+
+@asynccontextmanager
+async def servers(store: RealRedis, count: int = 2, **limits: Any) -> AsyncIterator[list[RedisQueue]]:
+    """Servers that share the queue."""
+    started = [await server(store, **limits) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for each in started:
+            hands(each).goes.set()
+            await each.stop()
+            await each.dispatcher.stop()
+
+
+async def server(store: RealRedis, **limits: Any) -> RedisQueue:
+    dispatcher = Dispatcher(Counting(), ["tiny"], Metrics(), longest=64, **({"patience": 1000.0} | limits))
+    queue = RedisQueue(store.url, dispatcher, Limits(), {})
+    await dispatcher.start()
+    await queue.start()
+    while not (queue.is_connected and store.client.zscore("fluxq:servers", queue.name)):
+        await asyncio.sleep(0.005)
+    return queue
+
+
+async def killed(server: RedisQueue) -> None:
+    """End a server as SIGKILL does: it tells nobody."""
+    await server.break_off()
+    assert server.dispatcher._loop is not None
+    server.dispatcher._loop.cancel()
+
+
+def hands(server: RedisQueue) -> Counting:
+    return server.dispatcher.hands  # pyright: ignore
+
+
+def orders(server: RedisQueue, steps: int = 3, seeds: tuple[int, ...] = (1,), **more: Any) -> list[Order]:
+    call = DEFAULTS | {"num_inference_steps": steps, "negative_prompt": f"no {PROMPT}"}
+    number = server.dispatcher.next_number
+    return [Order(number(), "tiny", PROMPT, seed, call, **more) for seed in seeds]
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(TIMEOUT):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def test_no_more_is_admitted_by_all_than_by_one_queue(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 2, patience=30.5) as two:
+            for each in two:
+                hands(each).goes.clear()
+            asked = [two[at % 2].submit(orders(two[at % 2], 9, (at,))) for at in range(20)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            taken = [each for each in answers if not isinstance(each, Exception)]
+            refused = [each for each in answers if isinstance(each, Full)]
+            assert (len(taken), len(refused)) == (8, 12)  # two servers: waits of 0, 0, 10, 10, 20, 20, 30, 30 s
+            assert {each.retry_after for each in refused} == {10}
+            assert await two[0].wait_of(orders(two[0], 1)) == pytest.approx(0)  # it would pass those that wait
+            for each in two:
+                hands(each).goes.set()
+            made = [(await each.images())[0] for each in taken]
+            assert [each.picture.pixels[0] for each in made] == [each.orders[0].seed for each in taken]
+            assert len(store.finished()) == len({*store.finished()}) == 8
+            assert min(len(hands(each).began) for each in two) >= 2 + 2  # two of the warm-up
+
+    asyncio.run(test())
+
+
+def test_the_earliest_due_of_all_runs_next_wherever_it_was_taken(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
+            front.dispatcher.is_ready = False  # it makes none
+            long, waiting = [await front.submit(orders(front, 60, (seed,))) for seed in (1, 2)]
+            await until(lambda: any(entry.steps > 2 for entry in maker.dispatcher.queue))
+            short = await front.submit(orders(front, 2, (3,)))
+            ended: list[int] = []
+            news = [asyncio.create_task(noted(each, ended)) for each in (waiting, long, short)]
+            await asyncio.gather(*news)
+            assert ended == [3, 1, 2]
+            assert [order.seed for order in hands(maker).began[2:]] == [1, 3, 2]
+
+    async def noted(job: Any, ended: list[int]) -> None:
+        (made,) = await job.images()
+        ended.append(made.order.seed)
+
+    asyncio.run(test())
+
+
+def test_an_image_of_a_killed_server_is_made_once_by_another(store: RealRedis, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 0.2)
+
+    async def test() -> None:
+        async with servers(store, 1) as (dead,):
+            hands(dead).goes.clear()
+            job = await dead.submit(orders(dead, seeds=(1, 2)), claim=Claim("key", "print"))
+            await until(lambda: dead._held)
+            (held,) = dead._held.values()
+            await killed(dead)
+            async with servers(store, 1) as (other,):
+                again = await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))
+                assert again.name == job.name
+                made = await again.images()
+                assert [each.picture.pixels[0] for each in made] == [1, 2]
+                assert len(store.finished()) == len({*store.finished()}) == 2
+                await dead._finish(held, made[1])  # it was only slow: what it tells now changes nothing
+                (same, _) = await (
+                    await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))
+                ).images()
+                assert same.picture.pixels[0] == 1 and len(store.finished()) == 2
+                assert store.client.xlen("fluxq:jobs") == store.client.hlen("fluxq:open") == 0
+
+    asyncio.run(test())
+
+
+def test_a_claim_finds_one_request_and_its_prompt_is_there_only_until_it_is_finished(store: RealRedis) -> None:
+    source = Source(8, 8, bytes(range(192)))
+
+    async def test() -> None:
+        async with servers(store) as (one, other):
+            for each in (one, other):
+                hands(each).goes.clear()
+            claim = Claim("key", "print")
+            asked = [each.submit(orders(each, sources=(source,)), claim=claim) for each in (one, other, one)]
+            jobs = await asyncio.gather(*asked)
+            assert len({job.name for job in jobs}) == 1 and PROMPT.encode() in store.dumped()
+            with pytest.raises(Refused, match="another request"):
+                await other.submit(orders(other), claim=Claim("key", "of another"))
+            for job in jobs[:2]:
+                (one if job is jobs[0] else other).leave(job)  # it goes on
+            for each in (one, other):
+                hands(each).goes.set()
+            ((made,),) = await asyncio.gather(*(job.images() for job in jobs[2:]))
+            assert made.picture.pixels == b"\1" * 192 and len(store.finished()) == 1
+            (order,) = [each for server in (one, other) for each in hands(server).began[2:]]
+            assert (order.prompt, order.sources) == (PROMPT, (source,))
+            assert order.call["negative_prompt"] == f"no {PROMPT}"
+            assert b"heliotrope" not in store.dumped() and b"source" not in store.dumped()
+            ((same,),) = await asyncio.gather((await other.submit(orders(other), claim=claim)).images())
+            assert same.picture == made.picture
+            await (await one.submit(orders(one))).images()
+            await until(lambda: len(store.client.keys("fluxq:job:*")) == 1)  # nobody can ask for the other again
+            assert 0 < store.client.ttl(f"fluxq:job:{jobs[0].name}") <= 3600
+
+    asyncio.run(test())
+
+
+def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
+            front.dispatcher.is_ready = False
+            job = await front.submit(orders(front, 1000, (1, 2)))
+            await until(lambda: any(entry.steps > 2 for entry in maker.dispatcher.queue))
+            front.leave(job)
+            await until(lambda: not len(maker.dispatcher.queue))
+            assert hands(maker).steps == {} or max(hands(maker).steps.values()) < 900
+            assert store.client.hlen("fluxq:open") == store.client.xlen("fluxq:jobs") == 0 and not store.finished()
+            assert PROMPT.encode() not in store.dumped()
+
+    asyncio.run(test())
+
+
+def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            hands(one).error = Unavailable("the worker ended")
+            job = await one.submit(orders(one))
+            with pytest.raises(Unavailable, match="3 servers ended"):
+                await job.images()
+            assert len(hands(one).began) - 2 <= 3
+            job = await one.submit(orders(one, 200))
+            await until(lambda: len(hands(one).began) > 5 or one._held)
+            hands(one).error = None
+            assert (await job.images())[0].picture.pixels[0] == 1
+            hands(one).error = Refused("no such thing", "size")
+            with pytest.raises(Refused, match="no such thing") as told:
+                await (await one.submit(orders(one))).images()
+            assert told.value.param == "size"
+
+    asyncio.run(test())
+
+
+def test_results_are_kept_within_a_bound_of_bytes(store: RealRedis, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "KEPT_BYTES", 200)
+
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            for at in range(5):
+                await (await one.submit(orders(one), claim=Claim(f"key {at}", ""))).images()
+            total = int(store.client.get("fluxq:total"))
+            assert 0 < total <= 200 and total == sum(map(int, store.client.hvals("fluxq:bytes")))
+            assert store.client.exists("fluxq:key:key 4") and not store.client.exists("fluxq:key:key 0")
+            assert len(store.client.keys("fluxq:job:*")) == len(store.client.keys("fluxq:key:*")) < 5
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("field", "text"), [("job", "{}"), ("job", '{"model": 1}'), ("secret", "x"), ("row", "[]")])
+def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: str) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            one.dispatcher.is_ready = False
+            job = await one.submit(orders(one), claim=Claim("key", ""))
+            if field == "row":
+                store.client.hset("fluxq:open", store.client.hkeys("fluxq:open")[0], text)
+            else:
+                store.client.hset(f"fluxq:job:{job.name}", field, text)
+            one.dispatcher.is_ready = True
+            await until(lambda: not store.client.hlen("fluxq:open"))
+            assert len(hands(one).began) == 2 and store.client.xlen("fluxq:jobs") == 0
+            with pytest.raises(RuntimeError, match="Unreadable"):
+                await job.images()
+            assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+
+    asyncio.run(test())
+
+
+def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
+            hands(maker).goes.clear()
+            front.dispatcher.is_ready = False
+            asked = await SharedVideos(front).add(await front.submit(orders(front, frames=2), fps=8), 8)
+            assert asked.status == "queued" and asked.told()["num_frames"] == 2
+            videos = SharedVideos(maker)
+            hands(maker).goes.set()
+            await until(lambda: store.finished())
+            video = await videos.of(asked.name, whole=True)
+            assert video.told()["status"] == "completed" and video.told()["steps_computed"] == 3
+            assert video.file is not None and video.file[8:12] == b"WEBP"
+            await videos.remove(asked.name)
+            for each in (videos, SharedVideos(front)):
+                with pytest.raises(Exception, match="no video of that id"):
+                    await each.of(asked.name)
+
+    asyncio.run(test())
+
+
+@pytest.mark.slow
+def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 600.0)  # whatever else the machine does
+
+    async def test(store: RealRedis) -> None:
+        async with servers(store) as (one, other):
+            jobs = [await each.submit(orders(each, 300, (seed,))) for seed in (1, 2) for each in (one, other)]
+            await until(lambda: one._held and other._held)
+            await asyncio.to_thread(store.stop)
+            await until(lambda: not one.is_connected and not other.is_connected)
+            with pytest.raises(Unavailable, match="does not answer"):
+                await one.submit(orders(one))
+            assert (await one.figures())[0] >= 0
+            await asyncio.to_thread(store.start)
+            made = [(await job.images())[0] for job in jobs]
+            assert [each.picture.pixels[0] for each in made] == [1, 1, 2, 2] and one.is_connected
+            assert len(store.finished()) == len({*store.finished()}) == 4
+            assert sum(len(hands(each).began) - 2 for each in (one, other)) == 4
+
+    for store in real_redis(tmp_path):
+        asyncio.run(test(store))
