@@ -290,7 +290,7 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
             one.dispatcher.is_ready = True
             await until(lambda: not store.client.hlen("fluxq:open"))
             assert len(hands(one).began) == 2 and store.client.xlen("fluxq:jobs") == 0
-            with pytest.raises(RuntimeError, match="Unreadable|cannot be"):
+            with pytest.raises(RuntimeError, match=r"Unreadable|cannot be"):
                 await job.images()
             assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
 
