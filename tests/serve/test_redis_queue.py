@@ -134,7 +134,7 @@ def test_no_more_is_admitted_by_all_than_by_one_queue(store: RealRedis) -> None:
             refused = [each for each in answers if isinstance(each, Full)]
             assert (len(taken), len(refused)) == (8, 12)  # two servers: waits of 0, 0, 10, 10, 20, 20, 30, 30 s
             assert {each.retry_after for each in refused} == {10}
-            assert await two[0].wait_of(orders(two[0], 1)) == pytest.approx(0)  # it would pass those that wait
+            assert await two[0].wait_of(orders(two[0], 9)) == pytest.approx(40)
             for each in two:
                 hands(each).goes.set()
             made = [(await each.images())[0] for each in taken]
@@ -227,11 +227,15 @@ def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> N
     async def test() -> None:
         async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
             front.dispatcher.is_ready = False
-            job = await front.submit(orders(front, 1000, (1, 2)))
+            job = await front.submit(orders(front, 90, (1, 2)))
             await until(lambda: any(entry.steps > 2 for entry in maker.dispatcher.queue))
+            hands(maker).goes.clear()
+            (entry,) = maker.dispatcher.queue
             front.leave(job)
+            await until(lambda: entry.is_cancelled)
+            hands(maker).goes.set()
             await until(lambda: not len(maker.dispatcher.queue))
-            assert hands(maker).steps == {} or max(hands(maker).steps.values()) < 900
+            assert entry.steps < 90 and len(hands(maker).began) == 3
             assert store.client.hlen("fluxq:open") == store.client.xlen("fluxq:jobs") == 0 and not store.finished()
             assert PROMPT.encode() not in store.dumped()
 
@@ -246,7 +250,7 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
             with pytest.raises(Unavailable, match="3 servers ended"):
                 await job.images()
             assert len(hands(one).began) - 2 <= 3
-            job = await one.submit(orders(one, 200))
+            job = await one.submit(orders(one, 90))
             await until(lambda: len(hands(one).began) > 5 or one._held)
             hands(one).error = None
             assert (await job.images())[0].picture.pixels[0] == 1
@@ -286,7 +290,7 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
             one.dispatcher.is_ready = True
             await until(lambda: not store.client.hlen("fluxq:open"))
             assert len(hands(one).began) == 2 and store.client.xlen("fluxq:jobs") == 0
-            with pytest.raises(RuntimeError, match="Unreadable"):
+            with pytest.raises(RuntimeError, match=r"Unreadable|cannot be"):
                 await job.images()
             assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
 
@@ -320,14 +324,18 @@ def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkey
 
     async def test(store: RealRedis) -> None:
         async with servers(store) as (one, other):
-            jobs = [await each.submit(orders(each, 300, (seed,))) for seed in (1, 2) for each in (one, other)]
+            jobs = [await each.submit(orders(each, 90, (seed,))) for seed in (1, 2) for each in (one, other)]
             await until(lambda: one._held and other._held)
+            for each in (one, other):
+                hands(each).goes.clear()
             await asyncio.to_thread(store.stop)
             await until(lambda: not one.is_connected and not other.is_connected)
             with pytest.raises(Unavailable, match="does not answer"):
                 await one.submit(orders(one))
             assert (await one.figures())[0] >= 0
             await asyncio.to_thread(store.start)
+            for each in (one, other):
+                hands(each).goes.set()
             made = [(await job.images())[0] for job in jobs]
             assert [each.picture.pixels[0] for each in made] == [1, 1, 2, 2] and one.is_connected
             assert len(store.finished()) == len({*store.finished()}) == 4

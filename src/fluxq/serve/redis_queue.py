@@ -62,7 +62,8 @@ _AWAY = (RedisError, OSError, TimeoutError)
 _P = "fluxq:"
 
 _LUA = """
-local P, now = 'fluxq:', tonumber(redis.call('TIME')[1])
+local P, clock = 'fluxq:', redis.call('TIME')
+local now = clock[1] + clock[2] / 1e6
 local function tell(...) redis.call('XADD', P..'news', 'MAXLEN', '~', 10000, '*', ...) end
 local function pending(...) return redis.pcall('XPENDING', P..'jobs', 'fluxq', ...) end
 local function entries(job)
@@ -116,9 +117,10 @@ local function finish(entry, job, image, kind, value, file, seconds, most)
     redis.call('HSET', P..'bytes', job, bytes)
     local total = redis.call('INCRBY', P..'total', bytes)
     while total > tonumber(most) do
-      local oldest = redis.call('ZRANGE', P..'kept', 0, 0)[1]
-      if oldest == job then break end
-      forget(oldest)
+      local oldest = redis.call('ZRANGE', P..'kept', 0, 1)
+      if oldest[1] == job then table.remove(oldest, 1) end
+      if not oldest[1] then break end
+      forget(oldest[1])
       total = tonumber(redis.call('GET', P..'total'))
     end
   end

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import until
+from served import TIMEOUT, until
 
 redis = pytest.importorskip("redis")
 PROGRAM = shutil.which("redis-server")
@@ -21,7 +21,7 @@ class RealRedis:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.folder, self.url = folder, f"redis://127.0.0.1:{self.port}/0"
-        self.client = redis.Redis.from_url(self.url)
+        self.client = redis.Redis.from_url(self.url, socket_timeout=TIMEOUT)
         self.start()
 
     def start(self) -> None:
