@@ -159,9 +159,8 @@ class Pairs:
 
         Raises `Refused`, a ValueError, for a request that cannot work, and what making an image raises.
         """
-        size = {"width": width, "height": height}
         try:
-            request = ImageRequest(prompt=prompt, seed=seed, num_inference_steps=steps, **size)
+            request = ImageRequest(prompt=prompt, seed=seed, num_inference_steps=steps, width=width, height=height)
         except ValidationError as error:
             raise problem_of(error.errors()) from None
         if name not in self.facts:
