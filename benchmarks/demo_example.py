@@ -85,6 +85,8 @@ def visited(folders: Sequence[Path], **options: Any) -> Iterator[Visit]:
             visit.page.goto(demo.address)
             visit.page.get_by_label("Prompt").wait_for()
             yield visit
+            demo.end()  # while the page is open
+            thread.join()
             browser.close()
     finally:
         demo.end()

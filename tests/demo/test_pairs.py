@@ -62,6 +62,19 @@ def test_a_pair_is_what_both_pipelines_make_alone_and_another_checkpoint_changes
     assert pairs.make("tiny-nvfp4", PROMPT, 5, 2, 16, 16).original is pair.original
 
 
+def test_an_image_that_is_being_made_when_the_demo_ends_is_let_go(pairs: Pairs, monkeypatch) -> None:
+    monkeypatch.setattr(pairs, "_ends", False)
+    steps: list[int] = []
+
+    def tell(side: str, step: int, _: int) -> None:
+        steps.append(step)
+        pairs.end()
+
+    with pytest.raises(RuntimeError, match="the demo is ending"):
+        pairs.make("tiny-int8", PROMPT, 6, 4, tell=tell)
+    assert steps == [1]
+
+
 def test_the_map_has_one_scale_for_all_pairs() -> None:
     a = torch.zeros(3, 1, 4, dtype=torch.uint8)
     b = a.clone()

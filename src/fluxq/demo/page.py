@@ -25,12 +25,14 @@ from fluxq.base.devices import machine_name
 from fluxq.demo.pairs import SIXTEEN_BIT, Pair, Pairs
 from fluxq.eval.images.generate import as_picture
 from fluxq.serve.api import Limits
+from fluxq.serve.app import UNTRACED
 from fluxq.serve.server import Uvicorn, bound, is_loopback
 
 _SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 _FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
+_FAREWELL = 2  # seconds for pages that are open, which never end their connection
 _EXPECTED = (ValueError, RuntimeError, OSError, MemoryError)
 _CSS = "footer {display: none !important} .problem {color: var(--error-text-color); font-weight: 600}"
 
@@ -87,7 +89,9 @@ class Demo:
 
         with tempfile.TemporaryDirectory(prefix="fluxq-demo-") as folder, _settings(GRADIO_TEMP_DIR=folder):
             app = _Alone(application(self.pairs))
-            self._uvicorn = Uvicorn(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+            how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+            self._uvicorn = _Server(uvicorn.Config(app, timeout_graceful_shutdown=_FAREWELL, **how))
+            self._uvicorn.pairs = self.pairs
             try:
                 asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
             finally:
@@ -99,6 +103,16 @@ class Demo:
             self._uvicorn.should_exit = True
 
 
+class _Server(Uvicorn):
+    """uvicorn, which also lets an image go that is being made when it ends."""
+
+    pairs: Pairs
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.pairs.end()
+        await super().shutdown(sockets)
+
+
 def application(pairs: Pairs) -> Any:
     """Return the page as an ASGI application."""
     import gradio
@@ -106,7 +120,7 @@ def application(pairs: Pairs) -> Any:
 
     theme = gradio.themes.Default(**_FONTS)
     return gradio.mount_gradio_app(
-        FastAPI(openapi_url=None),
+        FastAPI(openapi_url=None, telemetry=UNTRACED),
         page(pairs),
         "/",
         theme=theme,
@@ -114,6 +128,7 @@ def application(pairs: Pairs) -> Any:
         footer_links=[],
         run_history=False,
         max_file_size=1,
+        app_kwargs={"telemetry": UNTRACED},
         ssr_mode=False,
         mcp_server=False,
         pwa=False,

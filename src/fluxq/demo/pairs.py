@@ -126,12 +126,17 @@ class Pairs:
         self._worker, self._lock = Worker(settings), threading.Lock()
         self._sides: OrderedDict[tuple[str, str, int, str], Side] = OrderedDict()
         self._numbers = count()
+        self._ends = False
         self.facts: dict[str, Facts] = {name: self._worker.load(name) for name in folders}
         for name, facts in self.facts.items():
             if facts.frames:
                 raise ValueError(f"{folders[name]}: makes videos, and the demo compares images")
         for original in dict.fromkeys(self._originals.values()):
             self._worker.load(original)
+
+    def end(self) -> None:
+        """Let an image that is being made go, at its next step."""
+        self._ends = True
 
     @property
     def device(self) -> str:
@@ -154,9 +159,8 @@ class Pairs:
 
         Raises `Refused`, a ValueError, for a request that cannot work, and what making an image raises.
         """
-        size = {"width": width, "height": height}
         try:
-            request = ImageRequest(prompt=prompt, seed=seed, num_inference_steps=steps, **size)
+            request = ImageRequest(prompt=prompt, seed=seed, num_inference_steps=steps, width=width, height=height)
         except ValidationError as error:
             raise problem_of(error.errors()) from None
         if name not in self.facts:
@@ -182,6 +186,8 @@ class Pairs:
         def take(quantum: Quantum) -> None:
             if quantum.error is not None:
                 raise quantum.error
+            if self._ends:
+                raise RuntimeError("the demo is ending")
             quanta.append(quantum)
             tell(side, quantum.steps, order.steps)
 

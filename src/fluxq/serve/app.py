@@ -31,6 +31,8 @@ from fluxq.serve.videos import MEDIA_TYPE, Videos
 if TYPE_CHECKING:
     from fluxq.serve.redis_queue import RedisQueue
 
+# FastAPI's own spans and logs, of versions that have some: they quote errors, and these may quote prompts.
+UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _INVALID = "invalid_request_error"
 
 
@@ -111,7 +113,7 @@ class Served:
 
 def application(served: Served) -> FastAPI:
     """Return the ASGI application, without keys and limits of bytes: `Guard` is in front of it."""
-    app = FastAPI(title="fluxq", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="fluxq", version=__version__, docs_url=None, redoc_url=None, telemetry=UNTRACED)
     _add_errors(app, served)
     _add_images(app, served)
     _add_videos(app, served)

@@ -28,6 +28,7 @@ from fluxq.serve.orders import Order, Quantum
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _CURE = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _HEADERS = (b"traceparent", b"tracestate")
+_LEAST = 0.001  # seconds, of a checkpoint that was loaded: looking for one that is there takes less
 _NS = 1_000_000_000
 
 
@@ -136,7 +137,7 @@ class Spans:
             loaded = start + _ns(quantum.loading)
             image.first = loaded + _ns(quantum.encoding)
             self._part(image, "queue", image.arrived, start)
-            if quantum.loading:
+            if quantum.loading > _LEAST:
                 self._part(image, "load", start, loaded)
             if quantum.encoding:
                 self._part(image, "encode", loaded, image.first, {"fluxq.cached": quantum.cached})
