@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 
 from benchmarks import real_models
+from benchmarks.site.links import dead_links
+from benchmarks.site.staging import documents
 from fluxq.cli import cli
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -180,18 +182,9 @@ def test_every_command_is_in_the_readme() -> None:
         assert f"`fluxq {name} " in README
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *(*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))),
-        *sorted(ROOT.glob("src/fluxq/*/README.md")),
-    ],
-    ids=lambda page: f"{page.parent.name}-{page.name}",
-)
+@pytest.mark.parametrize("page", documents(), ids=lambda page: f"{page.parent.name}-{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} -> {target}"
+    assert [*dead_links(page)] == []
 
 
 def test_every_recipe_is_in_the_recipes_page() -> None:
