@@ -181,9 +181,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
-_PUBLISHED = (
-    "Computed from configurations, at most; of each model alone ([the table of all](../docs/families.md))."
-)
+_PUBLISHED = "Computed from configurations, at most; of each model alone ([the table of all](../docs/families.md))."
 # Title, document, mark of its table, and words before what is taken of it.
 MEASURED = (
     (
