@@ -6,6 +6,7 @@ weights on a chip (recipes/cost.py); nothing was run. Parts of a pipeline are th
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -104,6 +105,7 @@ def card_sections(name: str = "FLUX.1-dev", gigabytes: Sequence[int] = (8, 12, 1
             f"{said[0].upper()}{said[1:]}. {placement.sentence[0].upper()}{placement.sentence[1:]}",
         ]
         lines[-1] += f"; most while {_COMPONENTS.get(widest, widest)} runs."
+        lines[-1] = textwrap.fill(lines[-1], 120, break_long_words=False, break_on_hyphens=False)
         command = [
             "fluxq",
             "quantize",
@@ -130,7 +132,9 @@ def _advised(wish: Wish) -> str:
         advice = advise(wish)
     except ValueError:
         return "–"
-    memory = ", memory" if advice.prefer == "memory" and wish.target == OWN else ""
+    if wish.target != OWN:
+        return f"`{advice.recipe}`"
+    memory = ", memory" if advice.prefer == "memory" else ""
     encoders = ", encoders" if advice.encoders else ""
     return f"`{advice.recipe}`{memory}{encoders}, {advice.holding.word}"
 

@@ -1,9 +1,11 @@
 """Recipe for a GPU, by memory and by measured quality or modelled time, and its file: `fluxq recipe new`.
 
     offered    shipped recipes whose codes the target's file holds, and which the chip computes as the target wants it
-    fits       the whole pipeline of a published model, at once or each part in its turn (recipes/cards.py)
+    fits       the whole pipeline of a published model, at once or each part in its turn (recipes/cards.py); for
+               another program the denoiser and the VAE
     quality    the first of BY_QUALITY that fits
-    speed      the least modelled time of a step (recipes/cost.py) of what fits at once, else of what fits in turns
+    speed      the same of those whose modelled step (recipes/cost.py) takes no 5 % more than the fastest, of what fits
+               at once, else of what fits in turns
 
 Nothing is downloaded or run; all but the order of quality is computed.
 """
@@ -24,7 +26,7 @@ from fluxq.base.files import clear_parts, read_json, write_text
 from fluxq.base.output import Output, sole_writer
 from fluxq.jobs.catalogue import CatalogueModel, beside
 from fluxq.recipes.all_families import find_published, hub_ids
-from fluxq.recipes.cards import CONTEXT, GIB, Holding, PartSize, holding, weights_on
+from fluxq.recipes.cards import CONTEXT, GIB, STAYS, Holding, PartSize, holding, weights_on
 from fluxq.recipes.cost import REFERENCE, Prefer, cost, route
 from fluxq.recipes.devices import DEVICES, Device, find_device
 from fluxq.recipes.plan import LayerPlan
@@ -94,7 +96,8 @@ def advise(wish: Wish) -> Advice:
     device, found = _device(wish), []
     for name in _offered(wish, device):
         forms: tuple[Prefer, ...] = ("speed", "memory") if wish.target == OWN else ("memory",)
-        found += [_advice(wish, device, name, form, encoders) for form in forms for encoders in (False, True)]
+        quantized = (False, True) if wish.target == OWN else (False,)
+        found += [_advice(wish, device, name, form, encoders) for form in forms for encoders in quantized]
     fitting = [each for each in found if each.holding.word != "no"]
     if not fitting:
         least = console.size(min(each.holding.in_turns for each in found))
@@ -105,7 +108,8 @@ def advise(wish: Wish) -> Advice:
     if wish.wants == "speed":
         at_once = [each for each in fitting if each.holding.word == "all"]
         timed = [_timed(each, wish, device) for each in at_once or fitting]
-        return min(timed, key=lambda each: (round(each.milliseconds or 0), *_quality(each)))
+        least = min(each.milliseconds or 0 for each in timed)
+        return min((each for each in timed if (each.milliseconds or 0) <= _AS_FAST * least), key=_quality)
     return _timed(min(fitting, key=_quality), wish, device)
 
 
@@ -148,6 +152,7 @@ def recipe_text(wish: Wish, advice: Advice) -> str:
     words += [f"then fluxq export CHECKPOINT --format {wish.target}"] * (wish.target != OWN)
     time = "" if advice.milliseconds is None else f", a step in {advice.milliseconds:.0f} ms"
     where = "at once" if advice.holding.word == "all" else "each part in its turn"
+    where += "" if wish.target == OWN else ", without text encoders"
     about = [
         f"For {_called(wish)}, {wish.wants} first, in {'fluxq' if wish.target == OWN else wish.target}.",
         f"{wish.model} takes {console.size(advice.peak)} there, {where}{time}: modelled, not run.",
@@ -222,7 +227,10 @@ def _is_native(model: str, recipe: str, chip: str) -> bool:
 
 
 def _advice(wish: Wish, device: Device, recipe: str, prefer: Prefer, encoders: bool) -> Advice:
-    held = holding(tuple(pieces(wish.model, recipe, device, prefer, encoders=encoders)), device)
+    parts = tuple(pieces(wish.model, recipe, device, prefer, encoders=encoders))
+    if wish.target != OWN:  # another program loads text encoders of its own
+        parts = tuple(part for part in parts if part.name.startswith(("transformer", STAYS)))
+    held = holding(parts, device)
     return Advice(recipe, prefer, encoders, held)
 
 
@@ -279,6 +287,7 @@ def _is_schema(file: Path) -> bool:
 
 
 _OF_16_BIT = 2  # bytes
+_AS_FAST = 1.05  # times: less is no difference in a model of time
 # Shipped recipes by the PSNR that was measured (benchmarks/tiny_quality.json), the nearest to 16 bit first.
 BY_QUALITY = (
     "int8-convrot",
