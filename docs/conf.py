@@ -7,6 +7,7 @@ author = "the authors of fluxq"
 project_copyright = f"{author}, Apache-2.0"
 release = version = __version__
 extensions = ["myst_parser"]
+highlight_language = "text"  # of fences that name none
 html_theme = "furo"
 html_title = f"fluxq {__version__}"
 html_show_sourcelink = False

@@ -179,6 +179,13 @@ def test_the_quick_start_holds_exactly_the_two_commands() -> None:
     ]
 
 
+def test_the_sizes_under_the_readme_s_picture_are_measured() -> None:
+    rows = {row["recipe"]: row for row in QUALITY["recipes"]}
+    shown = [rows[name] for name in ("fp8", "nvfp4", "nvfp4-max", "int4")]
+    sizes = [round(100 * row["bytes_after"] / row["bytes_before"]) for row in shown]
+    assert [int(size) for size in re.findall(r"(\d+) %", README.split("## Quick start")[0])] == sizes
+
+
 def test_every_command_is_in_the_readme() -> None:
     for name in cli.commands:
         assert f"`fluxq {name} " in README
