@@ -118,7 +118,8 @@ def card_sections(name: str = "FLUX.1-dev", gigabytes: Sequence[int] = (8, 12, 1
             source,
         ]
         lines += ["", "```", " ".join(command), "```", ""] if quantized else ["", "Nothing needs to be quantized.", ""]
-        lines += ["```python", placement.code, "```", ""]
+        code = placement.code.replace("'", '"').replace("\npipe = ", "\n\npipe = ", 1)  # as ruff formats it
+        lines += ["```python", code, "```", ""]
     return "\n".join(lines).splitlines()
 
 
