@@ -33,24 +33,26 @@ def small(monkeypatch):
 
     monkeypatch.setattr(advising, "pieces", lambda model, recipe, *_, encoders: (recipe, encoders))
     monkeypatch.setattr(advising, "holding", held)
-    monkeypatch.setattr(advising, "_milliseconds", lambda model, recipe, *_: 10 * GB[recipe])
+    monkeypatch.setattr(
+        advising, "_milliseconds", lambda model, recipe, *_: 100 if recipe == "int4" else 10 * GB[recipe]
+    )
 
 
 @pytest.mark.parametrize(
     ("wish", "recipe", "word"),
     [
         (Wish("b200", "quality"), "int8", "all"),
-        (Wish("b200", "speed"), "int4", "all"),  # of two that take as long the nearer to 16 bit
+        (Wish("b200", "speed"), "nvfp4", "all"),  # of those that take as long the nearest to 16 bit
         (Wish("5070", "quality"), "int8", "turns"),
         (Wish("5070", "quality", 10e9), "int4", "turns"),
-        (Wish("4090", "speed", 16.9e9), "int4", "all"),  # at once before faster in turns
+        (Wish("4090", "speed", 14.9e9), "mxfp4", "all"),  # at once, encoders quantized, before better in turns
         (Wish("cpu", "speed", 64e9), "int4", "all"),
         (Wish("7900xtx", "quality"), "int8", "all"),
     ],
 )
 def test_the_first_that_fits_by_what_comes_first(small, wish, recipe, word):
     advice = advise(wish)
-    assert (advice.recipe, advice.holding.word, advice.encoders) == (recipe, word, False)
+    assert (advice.recipe, advice.holding.word, advice.encoders) == (recipe, word, recipe == "mxfp4")
 
 
 @pytest.mark.parametrize(
