@@ -1,4 +1,4 @@
-"""Tables of docs/large-models.md: the cards that hold published models, and what computes the models there.
+"""Tables of large-models.md, cards.md and which-recipe.md in docs/: what cards hold and compute of published models.
 
 Everything is computed from configurations (recipes/families), data sheets (recipes/devices.py) and what becomes of
 weights on a chip (recipes/cost.py); nothing was run. Parts of a pipeline are those of recipes/cards.py.
@@ -6,19 +6,20 @@ weights on a chip (recipes/cost.py); nothing was run. Parts of a pipeline are th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from fluxq.base.console import digits
-from fluxq.jobs.catalogue import CatalogueModel, beside
-from fluxq.recipes.all_families import PUBLISHED, find_published
-from fluxq.recipes.cards import CONTEXT, GIB, PartSize, holding, weights_on
+from fluxq.jobs.advising import OWN, Wants, Wish, advise, model_named, pieces
+from fluxq.jobs.fits import IN_16_BIT, best
+from fluxq.recipes.all_families import PUBLISHED, hub_ids
+from fluxq.recipes.cards import CONTEXT, GIB, holding
 from fluxq.recipes.cost import Prefer, Route, route
 from fluxq.recipes.devices import DEVICES, Device
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import LayerPlan
 from fluxq.recipes.workloads import WORKLOADS
+from fluxq.runtime.place import Placement
 
 # Columns of the tables: a recipe, and how it is prepared where the chip does not multiply 4 bits.
 COLUMNS: tuple[tuple[str, Prefer], ...] = (
@@ -28,23 +29,6 @@ COLUMNS: tuple[tuple[str, Prefer], ...] = (
     ("int4-svd", "speed"),
     ("int4-svd", "memory"),
 )
-
-
-def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: bool) -> Iterator[PartSize]:
-    """The parts of a published pipeline on a device. encoders: whether its text encoders are quantized too."""
-    model = _model(name)
-    for number in range(model.row.count):
-        weights = _weights(name, recipe, device.chip, prefer)
-        yield PartSize(f"transformer{f'_{number + 1}' if number else ''}", weights, model.activation_bytes)
-    took = {part.name: part.activations for part in model.choices[0].parts}
-    for other in model.row.beside:
-        module, family = beside(other)
-        if family is None:
-            nbytes = _OF_16_BIT * sum(parameter.numel() for parameter in module.parameters())
-            yield PartSize("vae", nbytes, took["vae"])
-        else:
-            weights = _weights(other, recipe, device.chip, prefer) if encoders else _model(other).bytes_16bit
-            yield PartSize(other, weights, took[other])
 
 
 def cell(name: str, recipe: str, device: Device, prefer: Prefer) -> str:
@@ -92,6 +76,70 @@ def models_table() -> list[str]:
     return _lines(["memory", *(_title(recipe, "speed") for recipe in _KEPT)], rows)
 
 
+def gpus_table(name: str) -> list[str]:
+    """Return the table of docs/which-recipe.md: the recipe that each card gets for a published model."""
+    rows: dict[tuple[str, ...], list[Device]] = {}
+    for key, device in sorted(DEVICES.items(), key=lambda item: item[1].memory):
+        cells = tuple(_advised(Wish(key, wants, target=target, model=name)) for _, wants, target in _ASKED)
+        rows.setdefault(cells, []).append(device)
+    return _lines(
+        ["memory", "card", *(title for title, _, _ in _ASKED)],
+        ([_memory(cards), ", ".join(card.name for card in cards), *cells] for cells, cards in rows.items()),
+    )
+
+
+def card_sections(name: str = "FLUX.1-dev", gigabytes: Sequence[int] = (8, 12, 16, 24)) -> list[str]:
+    """Return the sections of docs/cards.md: for so much memory the recipes, the placement, and the lines that do it."""
+    lines, [repository] = [], hub_ids(name)
+    for size in gigabytes:
+        choice, way, peaks = best(model_named(name).choices, 1e9 * size) or _nothing(name, size)
+        recipes = {_COMPONENTS.get(part, part): recipe for part, recipe in choice.recipes.items()}
+        quantized = {part: recipe for part, recipe in recipes.items() if recipe != IN_16_BIT}
+        recipe = next(iter(quantized.values()), "")
+        source = f"{name}-{recipe}" if quantized else repository
+        placement = Placement(way, 1e9 * size, peaks, "FluxPipeline", source)
+        widest = max(peaks, key=lambda part: peaks[part])
+        said = ", ".join(f"{part} in {words}" for part, words in recipes.items())
+        lines += [
+            f"## {size} GB",
+            f"{said[0].upper()}{said[1:]}. {placement.sentence[0].upper()}{placement.sentence[1:]}",
+        ]
+        lines[-1] += f"; most while {_COMPONENTS.get(widest, widest)} runs."
+        lines[-1] = textwrap.fill(lines[-1], 120, break_long_words=False, break_on_hyphens=False)
+        command = [
+            "fluxq",
+            "quantize",
+            repository,
+            "--recipe",
+            recipe,
+            "--components",
+            ",".join(quantized),
+            "-o",
+            source,
+        ]
+        lines += ["", "```", " ".join(command), "```", ""] if quantized else ["", "Nothing needs to be quantized.", ""]
+        code = placement.code.replace("'", '"').replace("\npipe = ", "\n\npipe = ", 1)  # as ruff formats it
+        lines += ["```python", code, "```", ""]
+    return "\n".join(lines).splitlines()
+
+
+def _nothing(name: str, size: int) -> NoReturn:
+    raise ValueError(f"nothing of {name} fits into {size} GB: leave that size out of the page")
+
+
+def _advised(wish: Wish) -> str:
+    """Return a cell: the recipe, how it is prepared, the placement; a dash where nothing does."""
+    try:
+        advice = advise(wish)
+    except ValueError:
+        return "–"
+    if wish.target != OWN:
+        return f"`{advice.recipe}`"
+    memory = ", memory" if advice.prefer == "memory" else ""
+    encoders = ", encoders" if advice.encoders else ""
+    return f"`{advice.recipe}`{memory}{encoders}, {advice.holding.word}"
+
+
 def _way(found: Route) -> str:
     """A route in two or three words."""
     if found.arithmetic == "fp32":
@@ -107,35 +155,18 @@ def _way(found: Route) -> str:
 
 
 def _main_scheme(recipe: str) -> Scheme | None:
-    layers = _model("FLUX.1-dev").plan(recipe).layers
+    layers = model_named("FLUX.1-dev").plan(recipe).layers
     return next(layer.scheme for layer in layers if layer.role == "qkv")
 
 
-@cache
-def _weights(name: str, recipe: str, chip: str, prefer: Prefer) -> float:
-    model = _model(name)
-    others = model.weights.nbytes - sum(_OF_16_BIT * linear.n * linear.k for linear in model.linears)
-    return weights_on(_layers(name, recipe), others, chip, prefer)
-
-
 def _serving(name: str, recipe: str) -> float:
-    return CONTEXT + _model(name).size(recipe).serving_bytes
+    return CONTEXT + model_named(name).size(recipe).serving_bytes
 
 
 def _large() -> list[str]:
     """Denoisers that are no question on the smallest of these cards in 16 bit are left out."""
-    rows = [_model(row.name) for row in PUBLISHED if row.family in WORKLOADS]
+    rows = [model_named(row.name) for row in PUBLISHED if row.family in WORKLOADS]
     return [model.row.name for model in rows if model.bytes_16bit > _MEMORIES[0] * GIB]
-
-
-@cache
-def _layers(name: str, recipe: str) -> tuple[LayerPlan, ...]:
-    return tuple(_model(name).plan(recipe).layers)
-
-
-@cache
-def _model(name: str) -> CatalogueModel:
-    return CatalogueModel(find_published(name)[0])
 
 
 def _memory(cards: Sequence[Device]) -> str:
@@ -151,8 +182,15 @@ def _lines(header: Sequence[str], rows: Any) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
-_OF_16_BIT = 2  # bytes
 _MEMORIES = (8, 12, 16, 24, 32, 48)
+_COMPONENTS = {"CLIP-L": "text_encoder", "T5-XXL": "text_encoder_2"}  # of FLUX.1
+# Columns of the table of recipes by card: title, and what is asked.
+_ASKED: tuple[tuple[str, Wants, str], ...] = (
+    ("nearest to 16 bit", "quality", OWN),
+    ("fastest", "speed", OWN),
+    ("for ComfyUI", "quality", "comfy"),
+    ("for nunchaku", "quality", "nunchaku"),
+)
 _KEPT = ("fp8", "nvfp4", "int4-svd")  # of the table of models, 4 bits in 4 bits
 _WAYS: tuple[tuple[str, Prefer], ...] = (
     ("fp8", "speed"),

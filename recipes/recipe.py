@@ -7,10 +7,12 @@ loader; anchors and aliases are refused, because a recipe needs none and a few l
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
+from copy import deepcopy
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -440,6 +442,43 @@ def load_recipe(name_or_path: str, *, profile: Profile | None = None) -> tuple[s
     return path.stem, recipe
 
 
+def faults_in(name_or_path: str) -> list[str]:
+    """Return all that reading a recipe refuses, `file:line: what it is` each; none if it loads.
+
+    Behind an unknown key, at which reading ends, it looks for more. FileNotFoundError where there is no such recipe.
+    """
+    path = find_recipe(name_or_path)
+    try:
+        if path.name == PLAN_FILE:
+            load_recipe(name_or_path)
+            return []
+        document = _read(path)
+    except ValueError as error:
+        return str(error).splitlines()
+    value, faults = deepcopy(document.value), dict[str, None]()
+    while True:
+        try:
+            Recipe.model_validate(value)
+            return [*faults]
+        except ValidationError as error:
+            faults |= dict.fromkeys(_explain(error, document))
+            unknown = [each for each in error.errors() if each["type"] == "unknown_key"]
+            if not unknown:
+                return [*faults]
+            for each in unknown:
+                mapping = functools.reduce(operator.getitem, each["loc"], value)
+                del mapping[next(key for key in mapping if repr(key) == each["ctx"]["key"])]
+
+
+def line_of(name_or_path: str, location: tuple[str | int, ...]) -> str:
+    """Return `file:line` of a key of a recipe that loads, or of the nearest key above it; maybe of an extended file.
+
+    A checkpoint's record has no lines.
+    """
+    path = find_recipe(name_or_path)
+    return str(path) if path.name == PLAN_FILE else _read(path).where(location)
+
+
 def _recorded(record: Path, overrides: Mapping[str, Any]) -> tuple[str, Recipe]:
     """Return name and recipe of a checkpoint's record."""
     recorded = read_json(record).get("recipe")
@@ -560,7 +599,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> _Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from None
+        why = getattr(error, "problem", None) or error
+        raise ValueError(f"{path}{line}: {why}; mend brackets, quotes or indentation there, or above") from None
     base_name = document.value.pop("extends", None)
     if base_name is None:
         return document
@@ -681,6 +721,8 @@ def _explain(error: ValidationError, document: _Document) -> Iterator[str]:
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] in ("model_type", "dict_type"):
             message = "expected a mapping, for example {format: nvfp4}"
+        if problem["type"] == "missing":
+            message += f"; write {_EXAMPLES.get(str(location[-1]), 'it')}"
         key = ".".join(map(str, location))
         shown = "" if problem["type"] == "unknown_key" or not key else f"{key}: "
         came = (
@@ -734,4 +776,11 @@ COMPATS = {
 }
 COMPAT_TRANSFORMS = {"portable": ("center", "smooth"), "comfy": ("center", "smooth"), "nunchaku": ("smooth",)}
 FOLDING = ("portable", "comfy")  # whose files have no place for a mean or factors: they fold into what makes the input
+_EXAMPLES = {  # of keys that are required
+    "components": "`extends: nvfp4`, or components of its own",
+    "weights": "`weights: {format: nvfp4}`",
+    "rank": "`rank: 1/96`",
+    "size": "`size: 256`",
+    "reason": "`reason: …`, for those who read the plan",
+}
 _SAY_FULL = "write `compat: full`"

@@ -15,7 +15,7 @@ import sys
 import click
 
 from fluxq import __version__
-from fluxq.commands import exchanging, gating, judging, looking_up, quantizing, serving
+from fluxq.commands import exchanging, gating, judging, looking_up, quantizing, serving, writing_recipes
 
 _SIGNALLED = 128  # and the number of the signal, as shells have it
 
@@ -49,7 +49,7 @@ def cli() -> None:
 
 
 _SECTIONS = {
-    "Quantize": quantizing.COMMANDS,
+    "Quantize": (*quantizing.COMMANDS, *writing_recipes.COMMANDS),
     "Judge a checkpoint": (*judging.COMMANDS, *gating.COMMANDS),
     "Serve": serving.COMMANDS,
     "Work with other programs": exchanging.COMMANDS,

@@ -24,8 +24,11 @@ from safetensors.torch import load_file, save_file
 from fluxq import __version__
 from fluxq.base.output import sole_writer
 from fluxq.cli import cli, main
+from fluxq.commands import writing_recipes
 from fluxq.commands.options import PROTOCOL_NAMES, RECIPES
 from fluxq.eval.images.protocols import PROTOCOLS
+from fluxq.jobs import advising
+from fluxq.recipes.cards import Holding
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "transformer_blocks.0.attn.to_k"
@@ -72,13 +75,45 @@ def test_help_is_instant_and_names_the_commands(fluxq):
     assert result.code == 0 and "Example:" in result.out
     judging, exchanging = {"eval", "bench", "debug", "report", "gate", "history"}, {"export", "import", "inspect"}
     making = {"plan", "auto", "steps", "calibrate", "quantize", "verify", "warmup", "families", "env", "doctor"}
-    assert set(cli.commands) == making | judging | exchanging | {"serve", "demo"}
+    assert set(cli.commands) == making | judging | exchanging | {"serve", "demo", "recipe"}
     assert all(f"  {name} " in result.out for name in cli.commands)
 
 
 def test_help_names_what_may_be_given(fluxq):
     assert set(RECIPES) == set(shipped_recipes()) and tuple(PROTOCOLS) == PROTOCOL_NAMES
     assert all(cli.commands[name].short_help in " ".join(fluxq("--help").out.split()) for name in cli.commands)
+
+
+def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monkeypatch):
+    asked = []
+
+    def write_recipe(wish, output):
+        asked.append(wish)
+        return advising.Advice("int8", "speed", False, Holding(16e9, 14e9, 12e9, "transformer"))
+
+    monkeypatch.setattr(advising, "write_recipe", write_recipe)
+    words = ("--memory", "10GB", "--for", "comfy", "--model", "Qwen-Image", "-o", "mine.yaml")
+    done = fluxq("recipe", "new", "--gpu", "3060", "--want", "quality", *words)
+    assert done.code == 0 and done.out.endswith("next: fluxq quantize MODEL --recipe mine.yaml\n")
+    assert asked == [advising.Wish("3060", "quality", 10e9, "comfy", "Qwen-Image")]
+    assert_refused(fluxq("recipe", "new"), 2, "no terminal to ask in: give --gpu and --want")
+    assert_refused(fluxq("recipe", "new", "--gpu", "99", "--want", "speed"), 2, "unknown GPU '99'")
+    monkeypatch.setattr(writing_recipes, "is_terminal", lambda stream: True)
+    answers = iter(["5070", "12GB", "speed", "fluxq", "FLUX.1-dev"])
+    monkeypatch.setattr("click.prompt", lambda *_, **__: next(answers))
+    assert fluxq("recipe", "new").code == 0
+    assert asked[1:] == [advising.Wish("5070", "speed", 12e9)] and next(answers, None) is None
+
+
+def test_a_recipe_with_faults_is_refused_line_by_line(fluxq, tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: nvfp4\nprofil: rtn\ngates: [psnr]\n")
+    result = fluxq("recipe", "check", "mine.yaml", "fp8")
+    assert_refused(result, 2, "mine.yaml:2: unknown key 'profil'", "\nmine.yaml:3: gates: ")
+    assert result.out == "fp8: nothing is wrong with it\n"
+    told = fluxq("recipe", "check", "mine.yaml", "fp8", "--json")
+    assert told.code == 2 and [len(faults) for faults in json.loads(told.out).values()] == [2, 0]
+    assert fluxq("recipe", "check", "fp8").code == 0
+    assert_refused(fluxq("recipe", "check", "nowhere.yaml"), 2, "neither a file nor a shipped recipe")
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ COMMANDS = {
     "quantize, fitted": Command(
         "quantize {base}/model --profile fast --include **.to_v --no-check -o out " + _CALIBRATED
     ),
+    "recipe new": Command("recipe new --gpu 4070 --want quality --model SANA-0.6B -o out.yaml", in_place=True),
     "calibrate": Command("calibrate {base}/model " + _CALIBRATED + " -o out.safetensors"),
     "calibrate, replacing": Command(
         "calibrate {base}/model " + _CALIBRATED + " -o out.safetensors --overwrite",

@@ -11,6 +11,9 @@ from types import ModuleType
 import pytest
 
 from benchmarks import real_models
+from benchmarks.site.links import dead_links
+from benchmarks.site.made import table_behind
+from benchmarks.site.staging import documents
 from fluxq.cli import cli
 from fluxq.recipes.recipe import shipped_recipes
 
@@ -19,6 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DIFFUSERS = (ROOT / "docs" / "diffusers.md").read_text(encoding="utf-8")
 LARGE = (ROOT / "docs" / "large-models.md").read_text(encoding="utf-8")
 PEERS = json.loads((ROOT / "benchmarks" / "peers.json").read_text(encoding="utf-8"))["rows"]
+ROOMS = ("recipes", "kernels", "calibrate", "quantize", "eval")
 QUALITY = json.loads((ROOT / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))
 
 
@@ -175,23 +179,32 @@ def test_the_quick_start_holds_exactly_the_two_commands() -> None:
     ]
 
 
+def test_the_sizes_under_the_readme_s_picture_are_measured() -> None:
+    rows = {row["recipe"]: row for row in QUALITY["recipes"]}
+    shown = [rows[name] for name in ("fp8", "nvfp4", "nvfp4-max", "int4")]
+    sizes = [round(100 * row["bytes_after"] / row["bytes_before"]) for row in shown]
+    assert [int(size) for size in re.findall(r"(\d+) %", README.split("## Quick start")[0])] == sizes
+
+
 def test_every_command_is_in_the_readme() -> None:
     for name in cli.commands:
         assert f"`fluxq {name} " in README
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *(*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))),
-        *sorted(ROOT.glob("src/fluxq/*/README.md")),
-    ],
-    ids=lambda page: f"{page.parent.name}-{page.name}",
-)
+@pytest.mark.parametrize("page", documents(), ids=lambda page: f"{page.parent.name}-{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} -> {target}"
+    assert [*dead_links(page)] == []
+
+
+def test_messages_that_troubleshooting_quotes_are_said_somewhere() -> None:
+    """Each piece of a message between values, in our source with its strings joined; two messages are of libraries."""
+    files = [file for room in ("src/fluxq", *ROOMS) for file in (ROOT / room).rglob("*.py")]
+    said = "".join(file.read_text(encoding="utf-8") for file in [*files, ROOT / "setup.py"])
+    said = re.sub(r'"\s*f?"', "", said) + "Unknown quantization type, got fluxq; Field required"
+    _, rows = table_behind(ROOT / "docs" / "troubleshooting.md", "# When")
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row[0])]
+    pieces = [piece.strip(" '") for text in quoted for piece in text.split("…")]
+    assert len(pieces) > 25 and [piece for piece in pieces if piece not in said] == []
 
 
 def test_every_recipe_is_in_the_recipes_page() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fluxq.eval.gate.result import GateResult
     from fluxq.eval.history.rows import HistoryRow
     from fluxq.eval.metrics.schema import Debug, Estimate, GateOutcome, Report, Served, Speed
+    from fluxq.jobs.advising import Advice
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.doctor import Examination
     from fluxq.jobs.forecast import Forecast
@@ -725,6 +726,21 @@ def _together(parts: list[RecordedComponent]) -> RecordedComponent:
         bytes_before=sum(part.bytes_before for part in parts),
         bytes_after=sum(part.bytes_after for part in parts),
     )
+
+
+def advised(file: Path, advice: Advice) -> None:
+    """Print which recipe was chosen, what it takes, and what comes next."""
+    where = "at once" if advice.holding.word == "all" else "each part in its turn"
+    time = "" if advice.milliseconds is None else f", a step in {advice.milliseconds:.0f} ms"
+    echo(f"{advice.recipe}: {_size(advice.peak)} of {_size(advice.holding.room)}, {where}{time} (modelled, not run)")
+    echo(f"recipe: {file}")
+    echo(f"next: fluxq quantize MODEL --recipe {shlex.quote(str(file))}")
+
+
+def checked(files: Sequence[str]) -> None:
+    """Print the recipe files in which nothing is wrong."""
+    for file in files:
+        echo(f"{file}: nothing is wrong with it")
 
 
 def warmed(rows: list[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ from fluxq.recipes.cost import activation_bytes, decoding, forward_pass, frames_
 from fluxq.recipes.family import Family
 from fluxq.recipes.plan import LayerPlan, LinearShape, Plan
 from fluxq.recipes.recipe import shipped_recipes
-from fluxq.recipes.workloads import WORKLOADS, CallSize
+from fluxq.recipes.workloads import WORKLOADS, CallSize, ForwardPass
 
 CELL = (
     "bits per weight / GB of the checkpoint / GB to serve, all at most: of this model alone, its codes as stored; what "
@@ -137,12 +137,16 @@ class CatalogueModel:
     @cached_property
     def activation_bytes(self) -> float:
         """Estimated activations of one forward pass at the usual size; 0 for a model that runs once per image."""
+        return activation_bytes(self.plan("fp8"), self.forward) if self.forward else 0.0
+
+    @cached_property
+    def forward(self) -> ForwardPass | None:
+        """One forward pass at the usual size; None of a model that runs once per image."""
         if self.family.kind != "transformer":
-            return 0.0
+            return None
         config: Any = self.module.config
         size, convolutions = CallSize(**self.row.size), convolutions_of(self.module)
-        forward = forward_pass(self.family.name, dict(config), size, vae=self.row.vae, convolutions=convolutions)
-        return activation_bytes(self.plan("fp8"), forward)
+        return forward_pass(self.family.name, dict(config), size, vae=self.row.vae, convolutions=convolutions)
 
     @cached_property
     def choices(self) -> list[Choice]:

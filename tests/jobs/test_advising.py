@@ -1,0 +1,146 @@
+"""A recipe for a GPU: what is offered, what fits, what comes first; the file of it, and the pages that show it."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import large_models
+from benchmarks.pages import between
+from benchmarks.site.made import table_behind
+from fluxq.commands.options import RECIPES
+from fluxq.commands.writing_recipes import TARGETS
+from fluxq.jobs import advising
+from fluxq.jobs.advising import BY_QUALITY, SCHEMA, Advice, Wish, advise, write_recipe
+from fluxq.recipes.cards import GIB, Holding
+from fluxq.recipes.devices import DEVICES
+from fluxq.recipes.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+GB = {"int8": 12, "fp8": 11.9, "mxfp8": 12.2, "int4": 8.4, "nvfp4-max": 9, "nvfp4": 8.7, "mxfp4-max": 8.7, "mxfp4": 8.4}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pipelines of so many GB, twice that at once, less where encoders are quantized; 4 bits are the faster ones."""
+
+    def held(parts, device):
+        (name, encoders) = parts
+        least = 1e9 * (GB[name] - encoders)
+        return Holding(device.memory * GIB, 2 * least, least, "transformer")
+
+    monkeypatch.setattr(advising, "pieces", lambda model, recipe, *_, encoders: (recipe, encoders))
+    monkeypatch.setattr(advising, "holding", held)
+    monkeypatch.setattr(
+        advising, "_milliseconds", lambda model, recipe, *_: 100 if recipe == "int4" else 10 * GB[recipe]
+    )
+
+
+@pytest.mark.parametrize(
+    ("wish", "recipe", "word"),
+    [
+        (Wish("b200", "quality"), "int8", "all"),
+        (Wish("b200", "speed"), "nvfp4", "all"),  # of those that take as long the nearest to 16 bit
+        (Wish("5070", "quality"), "int8", "turns"),
+        (Wish("5070", "quality", 10e9), "int4", "turns"),
+        (Wish("4090", "speed", 14.9e9), "mxfp4", "all"),  # at once, encoders quantized, before better in turns
+        (Wish("cpu", "speed", 64e9), "int4", "all"),
+        (Wish("7900xtx", "quality"), "int8", "all"),
+    ],
+)
+def test_the_first_that_fits_by_what_comes_first(small, wish, recipe, word):
+    advice = advise(wish)
+    assert (advice.recipe, advice.holding.word, advice.encoders) == (recipe, word, recipe == "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (
+            Wish("5070", "speed", 5e9),
+            r"FLUX\.1-dev does not fit into 5 GB .*the least is 7\.4 GB.*`fluxq plan MODEL --vram",
+        ),
+        (Wish("cpu", "speed"), "give --memory, as in 16GB"),
+        (Wish("cpu", "speed", 64e9, "comfy"), "comfy has no format that a CPU with 64 GB multiplies; leave out --for"),
+        (Wish("h100", "speed", target="nunchaku"), "nunchaku has no format that H100 SXM with .* multiplies"),
+        (Wish("5070", "speed", 1e8), r"--memory 100 MB: the driver alone takes 600 MB"),
+        (Wish("5070", "speed", target="comfyui"), r"no target 'comfyui' \(did you mean 'comfy'\?\)"),
+        (Wish("9999", "speed"), "unknown GPU '9999'"),
+    ],
+)
+def test_what_no_recipe_serves_is_refused_with_a_cure(small, wish, said):
+    with pytest.raises(ValueError, match=said):
+        advise(wish)
+
+
+def test_the_order_of_quality_is_the_measured_one():
+    rows = json.loads((ROOT / "benchmarks" / "tiny_quality.json").read_text(encoding="utf-8"))["recipes"]
+    measured = {row["recipe"]: row["psnr_db"][0] for row in rows if row["recipe"] in BY_QUALITY}
+    assert sorted(BY_QUALITY) == sorted(RECIPES) == sorted(measured)
+    assert all(measured[a] > measured[b] - 0.1 for a, b in pairwise(BY_QUALITY))
+
+
+def test_targets_hold_what_the_page_of_exports_says():
+    header, rows = table_behind(ROOT / "docs" / "exchange.md", "<!-- recipes -->")
+    for target, recipes in advising.TARGETS.items():
+        if target != advising.OWN:
+            column = header.index(f"`{target}`")
+            held = {row[0].strip("`") for row in rows if row[column] != "requantize"}
+            assert {*recipes} <= held, target
+    assert tuple(advising.TARGETS) == TARGETS
+
+
+def test_the_file_is_commented_loads_and_replaces_nothing(tmp_path, monkeypatch):
+    advice = Advice("nvfp4", "memory", True, Holding(12e9, 20e9, 9e9, "transformer"), 812.4)
+    monkeypatch.setattr(advising, "advise", lambda wish: advice)
+    file, wish = tmp_path / "mine.yaml", Wish("4070", "speed")
+    assert write_recipe(wish, file) is advice
+    text = file.read_text()
+    assert (
+        load_recipe(str(file))[1] == load_recipe("nvfp4")[1] and f"# yaml-language-server: $schema={SCHEMA}\n" in text
+    )
+    assert text.startswith("# For RTX 4070 with 12.9 GB, speed first, in fluxq.\n") and "9 GB there, each part" in text
+    assert 'prefer="memory"' in text and "text encoders, too" in text and max(map(len, text.splitlines())) <= 120
+    schema = json.loads((tmp_path / SCHEMA).read_text())
+    assert schema == json.loads((ROOT / "recipes" / "schema.json").read_text())
+    for line in text.splitlines():  # what stands in a comment to be uncommented is valid, too
+        if line.startswith("# ") and ": " in line and "  # " in line:
+            other = tmp_path / "other.yaml"
+            other.write_text(f"{text}{line[2:]}\n")
+            assert load_recipe(str(other)), line
+            assert {*yaml.safe_load(line[2:])} <= {*schema["properties"]}
+    assert write_recipe(wish, file) is advice and file.read_text() == text  # done before
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=r"output .*mine\.yaml exists"):
+        write_recipe(wish, file)
+    assert file.read_text() == "mine"
+    (tmp_path / SCHEMA).write_text('{"title": "of somebody else"}')
+    write_recipe(wish, tmp_path / "second.yaml")
+    assert "somebody" in (tmp_path / SCHEMA).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mark", "page", "table"),
+    [
+        ("cards", "cards.md", large_models.card_sections),
+        ("gpus", "which-recipe.md", lambda: large_models.gpus_table("FLUX.1-dev")),
+    ],
+)
+def test_the_pages_of_cards_and_gpus_say_what_is_computed(mark, page, table, request):
+    file = ROOT / "docs" / page
+    text, mark = file.read_text(encoding="utf-8"), f"<!-- {mark} -->"
+    written = between(text, f"{mark}\n", mark, "\n".join(table()))
+    if request.config.getoption("--write-features"):
+        file.write_text(written, encoding="utf-8")
+    assert written == text, "`pytest --write-features --run-all tests/jobs/test_advising.py` updates it"
+
+
+@pytest.mark.slow
+def test_cards_get_what_their_chips_multiply():
+    assert advise(Wish("5070", "speed")).recipe.startswith("nvfp4")
+    old = advise(Wish("3060", "speed"))
+    assert old.prefer == "memory" and old.holding.word == "turns" and DEVICES["rtx3060"].memory == 12
+    assert advise(Wish("4090", "quality", target="comfy")).recipe == "int8-convrot"
