@@ -144,6 +144,8 @@ class _Server:
         kind, pid, code = json.loads(line)
         if kind == "ended":
             self._codes[pid] = code
+        else:  # its number may be that of one that ended long ago
+            self._codes.pop(pid, None)
         return kind, pid, code
 
 

@@ -72,6 +72,13 @@ def test_a_variable_that_packages_read_once_is_refused():
         forked.run("-c", "", env={**os.environ, "OMP_NUM_THREADS": "7"})
 
 
+def test_a_number_that_comes_again_is_not_of_the_one_that_ended():
+    last = forked.start("-c", "")
+    assert last.wait() == 0
+    forked._server()._codes.update(dict.fromkeys(range(last.pid + 1, last.pid + 999), 0))
+    assert [forked.run("-c", "import sys; print('out'); sys.exit(3)").returncode for _ in range(3)] == [3] * 3
+
+
 def test_several_run_at_a_time_and_each_can_be_killed(tmp_path):
     code = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
     processes = [forked.start("-c", code, name, cwd=tmp_path) for name in "ab"]
