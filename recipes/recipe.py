@@ -7,7 +7,6 @@ loader; anchors and aliases are refused, because a recipe needs none and a few l
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import re
@@ -462,11 +461,13 @@ def faults_in(name_or_path: str) -> list[str]:
             return [*faults]
         except ValidationError as error:
             faults |= dict.fromkeys(_explain(error, document))
-            unknown = [each for each in error.errors() if each["type"] == "unknown_key"]
+            unknown: list[Any] = [each for each in error.errors() if each["type"] == "unknown_key"]
             if not unknown:
                 return [*faults]
             for each in unknown:
-                mapping = functools.reduce(operator.getitem, each["loc"], value)
+                mapping: Any = value
+                for key in each["loc"]:
+                    mapping = mapping[key]
                 del mapping[next(key for key in mapping if repr(key) == each["ctx"]["key"])]
 
 

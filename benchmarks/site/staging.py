@@ -1,4 +1,4 @@
-"""What Sphinx reads: a copy of the documents, each where it lies in the checkout, and the made pages.
+"""Sources for Sphinx: a copy of the documents, each where it lies in the checkout, and the made pages.
 
 So a link works on both: on a code host and on the site. In the copy
 

@@ -34,7 +34,7 @@ def pairs(plain_checkpoint) -> Pairs:
 
 
 def alone(pipe: Any, steps: int) -> Any:
-    """What a pipeline makes by itself."""
+    """Image that a pipeline makes by itself."""
     return generate_batch(pipe, [(PROMPT, 5)], tiny.CALL_KWARGS | {"num_inference_steps": steps})
 
 

@@ -31,7 +31,7 @@ from fluxq.serve.server import Uvicorn, bound, is_loopback
 _SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
-_FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
+_FONTS: Any = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
 _FAREWELL = 2  # seconds for pages that are open, which never end their connection
 _EXPECTED = (ValueError, RuntimeError, OSError, MemoryError)
 _CSS = "footer {display: none !important} .problem {color: var(--error-text-color); font-weight: 600}"

@@ -84,7 +84,7 @@ class Pair:
 
     @property
     def speed(self) -> float | None:
-        """How many times as fast as 16 bit the steps after the first are; None where there is but one."""
+        """Speed of the steps after the first, as a multiple of 16 bit's; None where there is but one."""
         return self.original.stepping / self.quantized.stepping if self.quantized.stepping else None
 
 

@@ -40,7 +40,7 @@ OWN = "fluxq"  # target: fluxq itself, and engines with its plug-in
 
 @dataclass(frozen=True)
 class Wish:
-    """What a recipe is for.
+    """Purpose of a recipe.
 
     gpu: a name that `find_device` knows, or "cpu".
     memory: bytes of the card, None for what its data sheet says.

@@ -92,7 +92,7 @@ class Served:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         dispatcher = self.dispatcher
         return dispatcher.is_ready and not dispatcher.is_draining and (self.shared is None or self.shared.is_connected)
 

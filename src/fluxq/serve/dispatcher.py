@@ -174,7 +174,7 @@ class Dispatcher:
         if self.is_draining or self._loop is None:
             raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
 
-    def accept(self, order: Order, setting: Mapping[str, Any] | None, **clock: float) -> Job:
+    def accept(self, order: Order, setting: Mapping[str, Any] | None, **clock: Any) -> Job:
         """Take an image that was promised elsewhere. clock: of Entry."""
         job = Job((self._drawn(order),), setting)
         self.queue.accept(Entry(job.orders[0], owner=job, **clock))

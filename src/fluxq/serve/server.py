@@ -288,10 +288,6 @@ def bound(host: str, port: int) -> socket.socket:
         taken.listen(_BACKLOG)
     except OSError as error:
         taken.close()
-        cures = {
-            errno.EADDRINUSE: "is in use: give another --port",
-            errno.EACCES: "is not for you: give one above 1023",
-        }
-        raise OSError(f"port {port} of {host} {cures.get(error.errno or 0, error.strerror)}") from None
+        raise OSError(f"port {port} of {host} {_PORTS.get(error.errno or 0, error.strerror)}") from None
     taken.setblocking(False)
     return taken

@@ -402,7 +402,6 @@ class _Encodings:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Any] = OrderedDict()
         self._nbytes = 0
-        self.was_hit = False
 
     def in_place_of(self, pipe: Any, order: Order) -> Any:
         """Let a pipeline's copy look here before it encodes a prompt, while the block lasts."""
