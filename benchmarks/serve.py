@@ -1,14 +1,15 @@
 """`fluxq serve` under load, beside a plain loop, and asked nonsense: the figures of docs/serving.md.
 
-    python -m benchmarks.serve                  writes serve.json
+    python -m benchmarks.serve                  writes serve.json, then the table of ../docs/serving.md
     python -m benchmarks.serve --seconds 30     a shorter load
+    python -m benchmarks.serve --tables         the table again, from the result file
 
 Load: clients that ask at random times (Poisson), for other sizes, steps, seeds and adapters; one in ten leaves early;
 in a quarter of the time more is asked for than can be made. In the middle the worker is killed, in the end the server
 is told to end. Images are compared with those of the pipeline called alone. Nonsense: bodies near to good ones, no
-answer to which may be 5xx. Beside it: a plain FastAPI route around diffusers' call, by turns. Joined: eight clients at
-two servers by turns, one of which joins denoiser calls. Shadows: one request in ten again in 16 bit, of a checkpoint
-that is sound, and of one that was made from damaged weights.
+answer to which may be 5xx. Beside it: a plain FastAPI route around diffusers' call, by turns: single requests, then
+twice as many as can be made. Joined: eight clients at two servers by turns, one of which joins denoiser calls. Shadows:
+one request in ten again in 16 bit, of a checkpoint that is sound, and of one that was made from damaged weights.
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ from typing import Any
 import click
 from PIL import Image
 
+from benchmarks.pages import between, goals_in_words
 from fluxq.base.devices import commit, cpu_name, versions
-from fluxq.base.files import write_json
+from fluxq.base.files import read_json, write_json, write_text
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "serve.json"
+RESULT, PAGE = ROOT / "benchmarks" / "serve.json", ROOT / "docs" / "serving.md"
+BEGIN, END = "<!-- serve: begin -->\n", "<!-- serve: end -->"
 CLIENTS, LEAVING, ADAPTED = 64, 0.1, 0.125
 SIZES, STEPS = (16, 24, 32), (4, 8, 12)
 OVERLOAD = 2.0  # times what can be made, in the third quarter; in the others .6
 WAIT = 3.0  # seconds of --max-wait
 PARTS = ("load", "nonsense", "plain", "joined", "shadows")
 COMPARED, PAIRS, BODIES, JOINED_TURNS = 24, 15, 10_000, 10
+SINGLE = ((16, 8), (64, 28), (128, 28))  # size and steps of single requests; the last is the one that a goal is about
+OVERLOADED = 30.0  # seconds
+SETTLED = 200  # requests after which memory is to be flat
 PLAIN = """
 import asyncio, base64, io, sys, torch, uvicorn, fluxq
 from diffusers import DiffusionPipeline
@@ -120,12 +126,12 @@ async def ask(port: int, body: bytes | None, leave: float = 0.0, path: str = "/v
     return int(first.split()[1]), json.loads(content) if content[:1] == b"{" else content.decode()
 
 
-def drawn(rng: random.Random, index: int) -> dict[str, Any]:
-    """Draw a request: no two have one seed."""
+def drawn(rng: random.Random, index: int, adapted: float = ADAPTED) -> dict[str, Any]:
+    """Draw a request: no two have one seed. adapted: share with an adapter."""
     size = rng.choice(SIZES)
     body = {"prompt": f"a {rng.choice(('red', 'blue', 'green'))} three on black", "seed": index}
     body |= {"size": f"{size}x{size}", "num_inference_steps": rng.choice(STEPS)}
-    return body | ({"lora": {"name": "style", "scale": 1.0}} if rng.random() < ADAPTED else {})
+    return body | ({"lora": {"name": "style", "scale": 1.0}} if rng.random() < adapted else {})
 
 
 async def load(port: int, seconds: float, per_second: float, halfway: Any) -> list[dict[str, Any]]:
@@ -168,6 +174,12 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def of_both(pid: int) -> list[int]:
+    """Return the bytes of a server's front and of its worker."""
+    workers = [each for each in children(pid) if "spawn_main" in command_of(each)]
+    return [resident(each) for each in (pid, *workers)]
+
+
 def figure(text: str, name: str) -> float:
     """Return the sum of a metric over its labels."""
     found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
@@ -181,11 +193,11 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(ordered[min(len(ordered) - 1, int(at * len(ordered)))], 4) for name, at in places.items()}
 
 
-def capacity(port: int) -> float:
-    """Return the requests a second that the server makes, one after the other."""
+def capacity(port: int, adapted: float = ADAPTED) -> float:
+    """Return the requests a second that a server makes, one after the other."""
     rng, start = random.Random(0), time.monotonic()
     for index in range(12):
-        asyncio.run(ask(port, json.dumps(drawn(rng, 10**9 + index)).encode()))
+        asyncio.run(ask(port, json.dumps(drawn(rng, 10**9 + index, adapted)).encode()))
     return 12 / (time.monotonic() - start)
 
 
@@ -320,24 +332,53 @@ def nonsense(folder: Path, count: int) -> dict[str, Any]:
 
 
 def beside_plain(folder: Path) -> dict[str, Any]:
-    """Time single requests of both servers by turns."""
+    """Time single requests of both servers by turns, then ask each for twice as many as it makes."""
     rows: dict[str, dict[str, list[float]]] = {}
     with server(str(folder)) as (_, ours), plain_loop(folder, ours + 1) as theirs:
-        for size in (16, 64):
-            took = rows[f"{size}x{size}"] = {"fluxq serve": [], "plain loop": []}
+        ports = {"fluxq serve": ours, "plain loop": theirs}
+        for size, steps in SINGLE:
+            took = rows[f"{size}x{size}, {steps} steps"] = {name: [] for name in ports}
             for index in range(PAIRS + 3):
-                for name, port in (("fluxq serve", ours), ("plain loop", theirs)):
-                    body = {"prompt": f"a red three on black {index % 9}", "seed": index, "size": f"{size}x{size}"}
+                body = {"prompt": f"a red three on black {index}", "seed": index, "size": f"{size}x{size}"}
+                content = json.dumps(body | {"num_inference_steps": steps}).encode()
+                for name, port in list(ports.items())[:: 1 if index % 2 else -1]:
                     start = time.perf_counter()
-                    status, _ = asyncio.run(ask(port, json.dumps(body | {"num_inference_steps": 8}).encode()))
+                    status, _ = asyncio.run(ask(port, content))
                     if status == 200 and index >= 3:
                         took[name].append(time.perf_counter() - start)
-    found = {}
-    for size, took in rows.items():
-        ratios = [a / b for a, b in zip(took["fluxq serve"], took["plain loop"], strict=True)]
-        found[size] = {name: round(statistics.median(each), 4) for name, each in took.items()}
-        found[size]["ratio"] = round(statistics.median(ratios), 4)
-    return found
+        overload = {name: asyncio.run(overloaded(port, capacity(port, 0.0))) for name, port in ports.items()}
+    return {"single": {name: _single(took) for name, took in rows.items()}, "overload": overload}
+
+
+def _single(took: dict[str, list[float]]) -> dict[str, Any]:
+    ours, plain = took.values()
+    ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+    medians = {name: round(statistics.median(each), 4) for name, each in took.items()}
+    more = round(1000 * (statistics.median(ours) - statistics.median(plain)), 2)
+    return medians | {"ratio": round(statistics.median(ratios), 4), "ratios": quantiles(ratios), "more_ms": more}
+
+
+async def overloaded(port: int, per_second: float) -> dict[str, Any]:
+    """Ask for twice as many images as are made, none of which has an adapter, until all are answered."""
+    rng, asked, start = random.Random(4), list[asyncio.Task[tuple[int, float]]](), time.monotonic()
+
+    async def one(index: int) -> tuple[int, float]:
+        came = time.monotonic()
+        status, _ = await ask(port, json.dumps(drawn(rng, 10**11 + index, 0.0)).encode())
+        return status, time.monotonic() - came
+
+    while time.monotonic() - start < OVERLOADED:
+        asked.append(asyncio.create_task(one(len(asked))))
+        await asyncio.sleep(rng.expovariate(OVERLOAD * per_second))
+    rows = await asyncio.gather(*asked)
+    made = [seconds for status, seconds in rows if status == 200]
+    return {
+        "asked": len(rows),
+        "made": len(made),
+        "images_per_second": round(len(made) / (time.monotonic() - start), 2),
+        "seconds": quantiles(made),
+        "seconds_of_refusals": quantiles([seconds for status, seconds in rows if status == 429] or [0.0]),
+    }
 
 
 def joined(folder: Path) -> dict[str, Any]:
@@ -378,8 +419,8 @@ def shadows(folder: Path, damaged: Path, count: int) -> dict[str, Any]:
     """Ask one after the other; return after how many requests there was an alert, None for none."""
     found = {}
     for name, checkpoint, most in (("damaged", damaged, 200), ("sound", folder, count)):
-        with server(str(checkpoint), "--shadow", "0.1", "--shadow-model", "tiny") as (_, port):
-            alerted = None
+        with server(str(checkpoint), "--shadow", "0.1", "--shadow-model", "tiny") as (process, port):
+            alerted, settled = None, list[int]()
             for index in range(most):
                 body = {"prompt": "a red three on black", "seed": index, "num_inference_steps": 4}
                 asyncio.run(ask(port, json.dumps(body).encode()))
@@ -387,7 +428,11 @@ def shadows(folder: Path, damaged: Path, count: int) -> dict[str, Any]:
                 if told["alert"]:
                     alerted = index + 1
                     break
+                if index + 1 == SETTLED:
+                    settled = of_both(process.pid)
             found[name] = {"requests": index + 1, "alert_after": alerted, **told}
+            if most > SETTLED:
+                found[name]["bytes_after"] = {str(SETTLED): settled, str(index + 1): of_both(process.pid)}
     return found
 
 
@@ -410,8 +455,17 @@ def damage(folder: Path) -> None:
 @click.option("--bodies", type=int, default=BODIES, show_default=True, help="Of nonsense.")
 @click.option("--sound", type=int, default=2000, show_default=True, help="Requests to a sound checkpoint.")
 @click.option("--only", type=click.Choice(PARTS), help="One part; nothing is written.")
-def main(seconds: float, bodies: int, sound: int, only: str | None) -> None:
-    """Measure, and write serve.json."""
+@click.option("--tables", is_flag=True, help="Only write the table, from the result file.")
+def main(seconds: float, bodies: int, sound: int, only: str | None, tables: bool) -> None:
+    """Measure, write serve.json and the table."""
+    if not tables:
+        measure_all(seconds, bodies, sound, only)
+    if only is None:
+        write_text(PAGE, between(PAGE.read_text(encoding="utf-8"), BEGIN, END, table_of(read_json(RESULT))))
+
+
+def measure_all(seconds: float, bodies: int, sound: int, only: str | None) -> None:
+    """Measure, part by part; the result file is written in the end."""
     from fluxq.jobs import making
 
     parts: dict[str, Any] = {}
@@ -443,6 +497,63 @@ def main(seconds: float, bodies: int, sound: int, only: str | None) -> None:
     }
     if only is None:
         write_json(RESULT, machine | parts)
+
+
+def goals(report: dict[str, Any]) -> dict[str, bool]:
+    """Return goal, in words -> whether it is met."""
+    load_row, nonsense_row, sound = report["load"], report["nonsense"], report["shadows"]["sound"]
+    ended, same, single = load_row["ended"], load_row["compared"], report["plain"]["single"]
+    late = load_row["status"].get("429", 0) - load_row["refused_in_overload"]
+    settled, last = (sum(each) for each in sound["bytes_after"].values())
+    alert = report["shadows"]["damaged"]["alert_after"]
+    *_, last_size = single
+    return {
+        "load: no image lost, doubled or of another seed": not any(
+            load_row[name] for name in ("lost", "doubled", "wrong_seed")
+        ),
+        f"load: {same['images']} images have the bytes of the pipeline alone": same["same"] == same["images"],
+        "load: predicted over actual seconds within 20% at the median": abs(
+            load_row["predicted_over_actual"]["p50"] - 1
+        )
+        <= 0.2,
+        "load: 429 in the overload alone": late == 0 and load_row["refused_in_overload"] > 0,
+        "load: a killed worker is answered with 503, and the rest goes on": load_row["workers_killed"] == 1
+        and 0 < load_row["status"].get("503", 0) <= 64,
+        "load: what was taken is answered before the end": ended["answered"] == ended["asked"]
+        and ended["exit_code"] == 0,
+        f"memory grows by 5% at most from request {SETTLED} to {sound['requests']}": last <= 1.05 * settled,
+        f"{nonsense_row['bodies']} bodies near to good ones: no 5xx, memory flat": nonsense_row["ready_afterwards"]
+        and all(int(status) < 500 for status in nonsense_row["status"])
+        and nonsense_row["front_bytes"][2] <= 1.05 * nonsense_row["front_bytes"][1],
+        f"a single request of {last_size} takes 3% more than in the plain loop at most": single[last_size]["ratio"]
+        <= 1.03,
+        "int8: joined calls change no byte": all(row["same_bytes"] for row in report["joined"].values()),
+        "a damaged checkpoint raises the alert within 200 requests": alert is not None and alert <= 200,
+        f"a sound one does not in {sound['requests']}": sound["alert_after"] is None,
+    }
+
+
+def table_of(report: dict[str, Any]) -> str:
+    """Return the table of docs/serving.md."""
+    row, plain = report["load"], report["plain"]
+    lines = ["| single request | `fluxq serve` | plain loop | more |", "|---|---|---|---|"]
+    for name, each in plain["single"].items():
+        ours, theirs = (f"{1000 * each[side]:.0f} ms" for side in ("fluxq serve", "plain loop"))
+        lines.append(f"| {name} | {ours} | {theirs} | {each['more_ms']:.1f} ms, {each['ratio'] - 1:+.1%} |")
+    lines += ["", "| twice as many as can be made | made a second | p50 | p95 | refused |", "|---|---|---|---|---|"]
+    for name, each in plain["overload"].items():
+        p50, p95 = (f"{each['seconds'][at]:.1f} s" for at in ("p50", "p95"))
+        refused = each["asked"] - each["made"]
+        lines.append(f"| {name} | {each['images_per_second']:.1f} | {p50} | {p95} | {refused} of {each['asked']} |")
+    lines += ["", "| `--join`, eight clients | times as fast | bytes |", "|---|---|---|"]
+    for name, each in report["joined"].items():
+        bytes_ = "the same" if each["same_bytes"] else "others"
+        fast = each["times_as_fast"]
+        lines.append(f"| {name} | {fast['p50']:.2f} ({fast['p5']:.2f} to {fast['max']:.2f}) | {bytes_} |")
+    status = ", ".join(f"{code} {count}" for code, count in row["status"].items() if code != "None")
+    loaded = f"{row['requests']} requests in {row['seconds']:g} s: {status}, {row['left_early']} left early."
+    about = f"Commit {report['commit']}, {report['cores']} cores of {report['cpu']}, the embedded pipeline in int8."
+    return "\n".join([*lines, "", loaded, about, "", *goals_in_words(goals(report))])
 
 
 def write_style(path: Path) -> None:
