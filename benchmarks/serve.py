@@ -1,7 +1,7 @@
 """`fluxq serve` under load, beside a plain loop, and asked nonsense: the figures of docs/serving.md.
 
     python -m benchmarks.serve                  writes serve.json, then the table of ../docs/serving.md
-    python -m benchmarks.serve --seconds 30     a shorter load
+    python -m benchmarks.serve --only plain     a part again
     python -m benchmarks.serve --tables         the table again, from the result file
 
 Load: clients that ask at random times (Poisson), for other sizes, steps, seeds and adapters; one in ten leaves early;
@@ -37,6 +37,7 @@ import click
 from PIL import Image
 
 from benchmarks.pages import between, goals_in_words
+from benchmarks.sources import sources
 from fluxq.base.devices import commit, cpu_name, versions
 from fluxq.base.files import read_json, write_json, write_text
 
@@ -454,49 +455,50 @@ def damage(folder: Path) -> None:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Of the load.")
 @click.option("--bodies", type=int, default=BODIES, show_default=True, help="Of nonsense.")
 @click.option("--sound", type=int, default=2000, show_default=True, help="Requests to a sound checkpoint.")
-@click.option("--only", type=click.Choice(PARTS), help="One part; nothing is written.")
+@click.option("--only", type=click.Choice(PARTS), multiple=True, help="These parts, again if the file has them.")
+@click.option("--output", type=click.Path(path_type=Path), default=RESULT, show_default=True)
 @click.option("--tables", is_flag=True, help="Only write the table, from the result file.")
-def main(seconds: float, bodies: int, sound: int, only: str | None, tables: bool) -> None:
-    """Measure, write serve.json and the table."""
+def main(tables: bool, output: Path, only: tuple[str, ...], **counts: Any) -> None:
+    """Measure what the result file lacks, then write the table."""
     if not tables:
-        measure_all(seconds, bodies, sound, only)
-    if only is None:
+        measure(output, only, **counts)
+    if output == RESULT and {*PARTS} <= read_json(RESULT).keys():
         write_text(PAGE, between(PAGE.read_text(encoding="utf-8"), BEGIN, END, table_of(read_json(RESULT))))
 
 
-def measure_all(seconds: float, bodies: int, sound: int, only: str | None) -> None:
-    """Measure, part by part; the result file is written in the end."""
-    from fluxq.jobs import making
-
-    parts: dict[str, Any] = {}
+def measure(file: Path, only: Sequence[str], *, seconds: float, bodies: int, sound: int) -> None:
+    """Measure, part by part; parts of the same code that the file holds are kept."""
+    report = read_json(file) if file.is_file() else {}
+    if report.get("sources") != sources():
+        machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions("fastapi", "uvicorn")}
+        report = {"commit": commit(), "sources": sources(), **machine}
     with tempfile.TemporaryDirectory() as work:
-        folder, loras = Path(work) / "tiny-int8", Path(work) / "loras"
-        for model, output in (("tiny", folder), (str(Path(work) / "broken"), Path(work) / "broken-int8")):
-            if model != "tiny":
-                damage(Path(model))
-            options = making.JobOptions(model=model, recipe="int8", profile="rtn", output=str(output), check=False)
-            making.quantize(making.job_of(options))
-        loras.mkdir()
-        write_style(loras / "style.safetensors")
+        folder, damaged, loras = _inputs(Path(work))
         measures = {
             "load": lambda: under_load(folder, loras, seconds),
             "nonsense": lambda: nonsense(folder, bodies),
             "plain": lambda: beside_plain(folder),
             "joined": lambda: joined(folder),
-            "shadows": lambda: shadows(folder, Path(work) / "broken-int8", sound),
+            "shadows": lambda: shadows(folder, damaged, sound),
         }
-        for name, measure in measures.items():
-            if only in (None, name):
-                parts[name] = measure()
-                click.echo(json.dumps({name: parts[name]}, indent=2))
-    machine = {
-        "commit": commit(),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "versions": versions("fastapi", "uvicorn"),
-    }
-    if only is None:
-        write_json(RESULT, machine | parts)
+        for name in only or [name for name in PARTS if name not in report]:
+            report[name] = measures[name]()
+            click.echo(json.dumps({name: report[name]}, indent=2))
+            write_json(file, report)
+
+
+def _inputs(work: Path) -> tuple[Path, Path, Path]:
+    """Write a checkpoint, one of damaged weights, and a folder with an adapter; return the three."""
+    from fluxq.jobs import making
+
+    folder, damaged, loras = work / "tiny-int8", work / "broken-int8", work / "loras"
+    damage(work / "broken")
+    for model, output in (("tiny", folder), (str(work / "broken"), damaged)):
+        options = making.JobOptions(model=model, recipe="int8", profile="rtn", output=str(output), check=False)
+        making.quantize(making.job_of(options))
+    loras.mkdir()
+    write_style(loras / "style.safetensors")
+    return folder, damaged, loras
 
 
 def goals(report: dict[str, Any]) -> dict[str, bool]:

@@ -107,6 +107,7 @@ CONTENTS: dict[str, tuple[str, ...]] = {
         "docs/diffusers.md",
         "docs/gpu.md",
         "docs/serving.md",
+        "docs/demo.md",
         "docs/steps.md",
         "docs/exchange.md",
         "docs/comfyui.md",
