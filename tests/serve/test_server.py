@@ -319,14 +319,29 @@ def test_an_error_of_the_servers_own_costs_one_image(in_process: bool, int8: Pat
         until(lambda: ask(server, "/health")[0] == 500)
 
 
+def gated(a: object, b: object, work: Path) -> dict[str, Any]:
+    """Return what `fluxq gate A B` finds in PSNR, with its exit code."""
+    words = ["gate", str(a), str(b), "--images", "8", "--num-inference-steps", "4", "--device", "cpu"]
+    words += ["--batch-size", "1", "--metric", "psnr", "--work", str(work), "--json"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code in (0, 1), done.output
+    return {"exit_code": done.exit_code, **json.loads(done.stdout)}
+
+
 @pytest.mark.slow
-def test_a_server_is_equivalent_to_its_checkpoint(int8: Path, tmp_path: Path) -> None:
-    with running(int8) as server:
-        words = ["gate", str(int8), server.address, "--images", "8", "--num-inference-steps", "4", "--device", "cpu"]
-        words += ["--batch-size", "1", "--metric", "psnr", "--work", str(tmp_path / "work"), "--json"]
-        done = CliRunner().invoke(cli, words)
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["identical"]
+@pytest.mark.parametrize("join", [False, True])
+def test_a_server_is_equivalent_to_its_checkpoint(int8: Path, tmp_path: Path, join: bool) -> None:
+    with running(int8, join=join) as server:
+        found = gated(int8, server.address, tmp_path)
+        assert found["exit_code"] == 0 and found["identical"]
+
+
+@pytest.mark.slow
+def test_a_server_is_judged_against_another(int8: Path, plain_checkpoint: Any, tmp_path: Path) -> None:
+    with running(int8) as server, running(int8) as again, running(plain_checkpoint("int4")) as other:
+        same, worse = (gated(server.address, each.address, tmp_path / each.address[-5:]) for each in (again, other))
+        assert same["exit_code"] == 0 and same["identical"]
+        assert worse["exit_code"] == 1 and worse["verdict"] == "worse"
 
 
 @pytest.mark.slow
