@@ -115,6 +115,11 @@ def quantum(steps: int, seconds: float, picture: Picture | None = None, loading:
     return Quantum(0, steps, seconds + loading, loading, picture)
 
 
+def beside(quantum: Quantum, shared: int) -> Quantum:
+    """Return a quantum of an image that was made beside others, by so many of which the call was shared."""
+    return replace(quantum, is_alone=False, shared=shared)
+
+
 def measured(times: Times, order: Order, begin: float, step: float, finish: float) -> None:
     times.add(order, quantum(1, begin, loading=50.0))
     for steps in range(2, order.steps + 1):
@@ -146,12 +151,13 @@ def test_calls_are_joined_where_that_pays_and_tried_once(order) -> None:
     for each in (small, large):
         measured(times, each, 0.5, 0.1, 0.2)
     for count, step in ((8, 0.79), (7, 0.69), (4, 0.2)):
-        times.add(small, replace(quantum(2, step), shared=count))
+        times.add(small, beside(quantum(2, step), count))
     for count in range(2, 9):
-        times.add(large, replace(quantum(2, 0.1 * count), shared=count))
+        times.add(large, beside(quantum(2, 0.1 * count), count))
     assert [times.joined(small, count) for count in (8, 6, 4, 1)] == [6, 6, 4, 1]
     assert times.joined(large, 8) == 1 and times.step(large) == 0.1
-    times.add(large, replace(quantum(1, 9.0), shared=2))
+    times.add(large, beside(quantum(1, 9.0), 2))
+    times.add(large, beside(quantum(2, 9.0), 1))  # called alone, and waited for the others
     assert times.remaining(large) == pytest.approx(0.5 + 3 * 0.1 + 0.2)
 
 

@@ -58,7 +58,7 @@ def new(
     Example:
       fluxq recipe new
       fluxq recipe new --gpu 4070 --want speed -o mine.yaml
-      fluxq recipe new --gpu 3060 --memory 10GB --want quality --for comfy --model Qwen-Image
+      fluxq recipe new --gpu 3060 --memory 10GB --want quality --for comfy
     """
     with session_of(arguments) as session:
         from fluxq.recipes.devices import find_device

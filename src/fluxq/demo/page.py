@@ -32,6 +32,7 @@ _SHOWN = 512  # pixels of the shorter side up to which images are shown in large
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 _FONTS: Any = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
+_LARGEST = 4096  # pixels of a side in larger pixels
 _FAREWELL = 2  # seconds for pages that are open, which never end their connection
 _EXPECTED = (ValueError, RuntimeError, OSError, MemoryError)
 _CSS = "footer {display: none !important} .problem {color: var(--error-text-color); font-weight: 600}"
@@ -258,7 +259,7 @@ def _telling(progress: Any) -> Callable[[str, int, int], None]:
 def _larger(image: Tensor) -> Image.Image:
     """Return an image as a picture; a small one in larger pixels, which browsers would blur."""
     picture = as_picture(image)
-    factor = ceil(_SHOWN / min(picture.size))
+    factor = ceil(min(_SHOWN / min(picture.size), max(1, _LARGEST / max(picture.size))))
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
 
 

@@ -118,7 +118,7 @@ def _quality(advice: Advice) -> tuple[int, bool, bool]:
 
 
 def _timed(advice: Advice, wish: Wish, device: Device) -> Advice:
-    return replace(advice, milliseconds=_milliseconds(wish.model, advice.recipe, device.name, advice.prefer))
+    return replace(advice, milliseconds=_milliseconds(wish.model, advice.recipe, device, advice.prefer))
 
 
 def write_recipe(wish: Wish, target: Path) -> Advice:
@@ -235,11 +235,10 @@ def _advice(wish: Wish, device: Device, recipe: str, prefer: Prefer, encoders: b
 
 
 @cache
-def _milliseconds(name: str, recipe: str, device_name: str, prefer: Prefer) -> float | None:
+def _milliseconds(name: str, recipe: str, device: Device, prefer: Prefer) -> float | None:
     """Return the modelled time of a step; None on a chip without kernels, and where the family's cost is not known."""
-    device = next((device for device in DEVICES.values() if device.name == device_name), None)
     model = model_named(name)
-    if device is None or device.chip in REFERENCE or model.forward is None:
+    if device.chip in REFERENCE or model.forward is None:
         return None
     return 1e3 * cost(model.plan(recipe), model.forward, device, prefer).total.seconds["fused"]
 

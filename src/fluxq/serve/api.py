@@ -35,7 +35,7 @@ _RANDOM_SEEDS = 1 << 31
 LONGEST = 10_000  # characters of a prompt; no text encoder reads a tenth of it
 _ARGUMENTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
 FPS = 16  # of a video whose request says nothing
-_EVENT = "image_generation"
+_LONGEST_SIDE = {"webp": 16383, "jpeg": 65500}  # pixels that a file holds
 _STRENGTH = 0.6  # of image-to-image, as most of diffusers' pipelines have it
 
 
@@ -173,8 +173,9 @@ def orders_of(
     count = request.n or 1
     if count > limits.images:
         raise Refused(f"n is {count}, {limits.images} at most", "n")
-    call = {**facts.defaults, **_size_of(request, facts, limits), **_arguments_of(request, facts)}
+    call = {**facts.defaults, **_size_of(request, facts), **_arguments_of(request, facts)}
     _require_route(request, facts)
+    _require_size(call["width"], call["height"], request, limits)
     if sources:
         call |= _editing_of(request, facts, sources)
     steps = int(call["num_inference_steps"])
@@ -190,7 +191,10 @@ def orders_of(
         raise Refused(f"seed: the last of {count} images would have a seed above {MAX_SEED}", "seed")
     lora = _lora_of(request.lora, adapters)
     text = request.prompt
-    return [Order(number(), facts.name, text, seed + index, call, lora, sources, frames) for index in range(count)]
+    orders = [Order(number(), facts.name, text, seed + index, call, lora, sources, frames) for index in range(count)]
+    if orders[0].steps < 1:
+        raise Refused(f"strength: of {steps} steps it leaves none", "strength")
+    return orders
 
 
 def with_setting(request: ImageRequest, setting: Setting) -> ImageRequest | None:
@@ -214,7 +218,16 @@ def _require_route(request: ImageRequest, facts: Facts) -> None:
             raise Refused("n: one video of a request", "n")
 
 
-def _size_of(request: ImageRequest, facts: Facts, limits: Limits) -> dict[str, int]:
+def _require_size(width: int, height: int, request: ImageRequest, limits: Limits) -> None:
+    if width * height > limits.pixels:
+        raise Refused(f"{width} x {height} are {width * height} pixels, {limits.pixels} at most", "size")
+    kind = "webp" if isinstance(request, VideoRequest) else request.output_format or "png"
+    longest = _LONGEST_SIDE.get(kind, max(width, height))
+    if max(width, height) > longest:
+        raise Refused(f"{width} x {height}: {kind} holds {longest} pixels a side at most", "size")
+
+
+def _size_of(request: ImageRequest, facts: Facts) -> dict[str, int]:
     """Return width and height; none where the request leaves them to the checkpoint."""
     width, height = request.width, request.height
     if request.size not in (None, "auto"):
@@ -232,8 +245,6 @@ def _size_of(request: ImageRequest, facts: Facts, limits: Limits) -> dict[str, i
     for name, value in (("width", width), ("height", height)):
         if value % facts.unit:
             raise Refused(f"{name} is {value}, expected a multiple of {facts.unit}", "size")
-    if width * height > limits.pixels:
-        raise Refused(f"{width} x {height} are {width * height} pixels, {limits.pixels} at most", "size")
     return {"width": width, "height": height}
 
 
@@ -292,13 +303,17 @@ def answer_of(made: Sequence[Made], files: Sequence[str], request: ImageRequest)
 
 def completed(made: Made, file: str, request: ImageRequest) -> dict[str, Any]:
     """Return the event of a finished image."""
-    row = {"type": f"{_EVENT}.completed", "b64_json": file, "created_at": int(time.time())}
+    row = {"type": f"{_event_of(request)}.completed", "b64_json": file, "created_at": int(time.time())}
     return row | _shape(made, request) | told(made)
 
 
-def progress(news: Mapping[str, Any]) -> dict[str, Any]:
+def progress(news: Mapping[str, Any], request: ImageRequest) -> dict[str, Any]:
     """Return the event of a step, which is fluxq's own."""
-    return {"type": f"{_EVENT}.progress", **news}
+    return {"type": f"{_event_of(request)}.progress", **news}
+
+
+def _event_of(request: ImageRequest) -> str:
+    return "image_edit" if isinstance(request, EditRequest) else "image_generation"
 
 
 def _shape(made: Made, request: ImageRequest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from fluxq.serve.api import EditRequest, ImageRequest, Limits, VideoRequest
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.elastic import Setting
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Busy, Facts, Order, Refused, Source, WorkerDied
+from fluxq.serve.orders import Busy, Facts, NotLoaded, Order, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.videos import MEDIA_TYPE, Videos
 
@@ -63,13 +64,15 @@ class Served:
 
     async def submit(self, body: ImageRequest, request: Request, sources: tuple[Source, ...] = ()) -> Job:
         """Take a request, in the best setting in which it need not wait longer than the next one says."""
+        self.dispatcher.require_open()
         within = None if body.deadline_ms is None else body.deadline_ms / 1000
         orders, chosen = self._orders(body, sources), None
         for setting in () if body.elastic is False else self.settings:
             if await self._wait_of(orders, within) <= setting.above:
                 break
             if (changed := api.with_setting(body, setting)) is not None:
-                orders, chosen = self._orders(changed, sources), setting
+                with suppress(Refused, HTTPException):  # the setting does not suit what was asked for
+                    orders, chosen = self._orders(changed, sources), setting
         told = None if chosen is None else {"name": chosen.name, **chosen.measured}
         if self.shared is None:
             return self.dispatcher.submit(orders, within, told)
@@ -236,7 +239,7 @@ async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator
     try:
         while (news := await job.news.get()) is not None:
             if (made := news.get("made")) is None:
-                yield _event(api.progress(news))
+                yield _event(api.progress(news, body))
             else:
                 yield _event(api.completed(made, await asyncio.to_thread(api.file_of, made, body), body))
         if job.error is not None:
@@ -325,8 +328,6 @@ def _add_admin(app: FastAPI, served: Served) -> None:
     async def load(body: _Load) -> dict[str, Any]:
         folder = _inside(served.root, body.folder)
         name = body.name or folder.name
-        if name in dispatcher.names:
-            raise Refused(f"there is a model {name!r} already; give another name, or unload it", "name")
         await dispatcher.add(name, str(folder))
         return _model_row(served, name)
 
@@ -347,10 +348,11 @@ def _inside(root: Path | None, name: str) -> Path:
         raise Refused("checkpoints are loaded from below --root, which this server was not given", "folder")
     if "\0" in name:
         raise Refused("folder: holds a character that no path has", "folder")
-    folder = (root / name).resolve()
-    if not folder.is_relative_to(root.resolve()) or not folder.is_dir():
-        raise Refused("folder: no folder below --root", "folder")
-    return folder
+    with suppress(OSError):  # a name too long, links in a circle
+        folder = (root / name).resolve()
+        if folder.is_relative_to(root.resolve()) and folder.is_dir():
+            return folder
+    raise Refused("folder: no folder below --root", "folder")
 
 
 def _add_errors(app: FastAPI, served: Served) -> None:
@@ -385,6 +387,8 @@ def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 429, content, {"Retry-After": str(error.retry_after)}
     if isinstance(error, WorkerDied):
         error = Unavailable("the worker ended; it is started again")
+    if isinstance(error, NotLoaded):
+        error = Unavailable(str(error))
     if isinstance(error, Unavailable):
         content = api.error_of(str(error), "server_error", code="unavailable")
         return 503, content, {"Retry-After": str(error.retry_after)}

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -110,17 +111,18 @@ class Dispatcher:
         self.hands, self.names, self.metrics, self.shadows = hands, list(names), metrics, shadows or Shadows()
         self.originals: dict[str, str] = {}  # checkpoint -> name of its 16-bit pipeline, of those with shadows
         self._waiting: deque[tuple[str, Order]] = deque()  # shadows, each with its checkpoint
-        self.times = Times()
+        self.times, self._adding = Times(), set[str]()
         self.tracer: Any = None  # of OpenTelemetry
+        if joins:
+            limits.setdefault("begun", JOINED)
         self.queue = Queue(self.times.remaining, delay=self._delay, loading=self._loading, **limits)
         self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
         self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
         self.joins = joins
-        if joins:
-            limits.setdefault("begun", JOINED)
-        self.is_draining = self.is_ready = self._ends = False
+        self.is_draining = self.is_ready = False
+        self._ending = asyncio.Event()
         self._numbers = itertools.count(1)
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
         self._asking = 0  # questions that wait for the worker
@@ -138,7 +140,8 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Finish what was taken, then end the worker."""
-        self.is_draining = self._ends = True
+        self.is_draining = True
+        self._ending.set()
         self._awake.set()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -147,7 +150,7 @@ class Dispatcher:
     @property
     def is_alive(self) -> bool:
         """False where the loop has ended by an error of its own: the server is to be started again."""
-        return self._loop is None or not self._loop.done() or self._ends
+        return self._loop is None or not self._loop.done() or self._ending.is_set()
 
     def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
         """Return the predicted seconds that a request would wait."""
@@ -193,12 +196,21 @@ class Dispatcher:
         return next(self._numbers)
 
     async def add(self, name: str, folder: str) -> Facts:
-        """Load one more checkpoint."""
+        """Load one more checkpoint; `Busy` where one of that name is there or on its way."""
+        if name in self.names or name in self._adding:
+            raise Busy(f"there is a model {name!r} already; give another name, or unload it")
+        self._adding.add(name)
         began = time.monotonic()
-        facts = await self._ask("add", name, folder)
-        self._loads[name] = time.monotonic() - began
-        await self._warm_up(facts)
-        self.names.append(name)
+        try:
+            facts = await self._ask("add", name, folder)
+            self._loads[name] = time.monotonic() - began
+            await self._warm_up(facts)
+            self.names.append(name)
+        except Exception:
+            await self._forget(name)
+            raise
+        finally:
+            self._adding.remove(name)
         return facts
 
     async def remove(self, name: str) -> None:
@@ -208,7 +220,15 @@ class Dispatcher:
         if self.names == [name]:
             raise Busy(f"{name} is the only model: load another one first")
         self.names.remove(name)
-        self.facts.pop(name, None)
+        await self._forget(name)
+
+    async def _forget(self, name: str) -> None:
+        """Forget all of a model: another may come under its name."""
+        for table in (self.facts, self.originals, self._loads):
+            table.pop(name, None)
+        self.times.forget(name)
+        self.shadows.forget(name)
+        self.metrics.forget(name)
         await self._ask("unload", name, True)
         self.memory = await self._ask("memory")
 
@@ -243,7 +263,7 @@ class Dispatcher:
         self.memory = await self._ask("memory")
 
     async def _run(self) -> None:
-        while len(self.queue) or not self._ends:
+        while len(self.queue) or not self._ending.is_set():
             try:
                 await self._next()
             except WorkerDied as error:
@@ -271,8 +291,9 @@ class Dispatcher:
 
     def _drawn(self, order: Order) -> Order:
         """Return an order, or one whose image is kept to be made again."""
-        has_room = order.model in self.originals and len(self._waiting) < _SHADOWS
-        is_drawn = has_room and self.shadows.is_drawn()
+        kept = len(self._waiting) + sum(each.order.is_kept for each in self.queue)
+        has_room = order.model in self.originals and kept < _SHADOWS
+        is_drawn = has_room and self.shadows.is_drawn()  # drawn where there is room: a share of what can be made
         return replace(order, is_kept=True) if is_drawn else order
 
     async def _shadow(self, model: str, order: Order) -> None:
@@ -285,7 +306,7 @@ class Dispatcher:
                     self._waiting.popleft()
                     self.shadows.add(model, quantum.measured)
                     self.metrics.shadow(model, quantum.measured, model in self.shadows.alerts)
-                elif len(self.queue) or self._asking or self._ends:
+                elif len(self.queue) or self._asking or self._ending.is_set():
                     self.hands.pause()
 
     async def _forget_shadow(self) -> None:
@@ -306,24 +327,28 @@ class Dispatcher:
             if entry.has_begun:
                 await self._ask("drop", entry.order.number)
             self.queue.remove(entry)
-            self.metrics.ended("cancelled")
+            self.metrics.cancelled.inc()
             entry.owner.spans.ended(entry.order)
             return
         group = self._group(entry)
         running = {each.order.number: each for each in group}
+        orders, failed = [_without_sources(each) for each in group], list[Order]()
         for each in group:
             each.has_begun = True
-        async with self._worker, aclosing(self.hands.run([each.order for each in group])) as quanta:
+        async with self._worker, aclosing(self.hands.run(orders)) as quanta:
             async for quantum in quanta:
                 each = running[quantum.number]
                 try:
                     self._take(each, quantum)
                 except Exception as error:
                     self._fail_by(each, error)
+                    failed.append(each.order)
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
                 elif self._asking or not self._goes_on(running.values()):
                     self.hands.pause()
+        for order in failed:
+            await self._ask("drop", order.number)
         if entry.order.model not in self.memory:
             self.memory = await self._ask("memory")
 
@@ -358,7 +383,7 @@ class Dispatcher:
         self.metrics.quantum(entry.order, quantum)
         entry.owner.spans.quantum(entry.order, quantum)
         entry.steps, entry.computed = quantum.steps, entry.computed + quantum.seconds
-        if entry.order.model not in self.memory:
+        if quantum.loading and entry.order.model not in self.memory:
             self._loads[entry.order.model] = quantum.loading
         if quantum.picture is None:
             entry.owner.news.put_nowait(self._step(entry))
@@ -415,7 +440,9 @@ class Dispatcher:
         self.metrics.worker_died()
         self._waiting.clear()
         for entry in self.queue:
-            if entry.has_begun:
+            if entry.has_begun and entry.steps == 0 and not entry.is_again:
+                entry.has_begun, entry.is_again = False, True  # the worker may have ended before it came
+            elif entry.has_begun:
                 self._fail(entry, Unavailable("the worker ended while it made this image; ask again"))
         while not self.is_ready:
             try:
@@ -428,7 +455,10 @@ class Dispatcher:
                 logger.warning("no worker: %s; the next try in %g s", first_line(problem), _RETRIES)
                 for entry in self.queue:
                     self._fail(entry, Unavailable("the worker cannot be started", _RETRIES))
-                await asyncio.sleep(_RETRIES)
+                if self._ending.is_set():
+                    return
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), _RETRIES)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Ask the worker between two steps."""
@@ -442,8 +472,13 @@ class Dispatcher:
 
 def _joins(order: Order, other: Order) -> bool:
     """Tell whether two images may be made in joined calls; those of other text lengths meet and call alone."""
-    same = ((*each.kind, each.size, each.frames, each.lora) for each in (order, other))
-    return next(same) == next(same) and not other.sources
+    one, two = ((*each.kind, each.size, each.frames, each.lora) for each in (order, other))
+    return one == two and not other.sources
+
+
+def _without_sources(entry: Entry) -> Order:
+    """Return an order as the worker needs it: of an image that has begun it has the sources."""
+    return replace(entry.order, sources=()) if entry.has_begun else entry.order
 
 
 class Here:
@@ -451,14 +486,15 @@ class Here:
 
     def __init__(self, settings: Any) -> None:
         self.settings, self._pauses = settings, threading.Event()
+        self._threads = ThreadPoolExecutor(1, "worker")  # of its own: others encode files meanwhile
 
     async def start(self) -> None:
         from fluxq.serve.worker import Worker
 
-        self._worker: Any = await asyncio.to_thread(Worker, self.settings)
+        self._worker: Any = await self._threaded(Worker, self.settings)
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        return await asyncio.to_thread(getattr(self._worker, method), *arguments)
+        return await self._threaded(getattr(self._worker, method), *arguments)
 
     async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
         news: asyncio.Queue[Quantum | None] = asyncio.Queue()
@@ -468,7 +504,7 @@ class Here:
         def tell(quantum: Quantum) -> None:
             loop.call_soon_threadsafe(news.put_nowait, quantum)
 
-        running = asyncio.ensure_future(asyncio.to_thread(self._worker.run, orders, tell, self._pauses.is_set))
+        running = asyncio.ensure_future(self._threaded(self._worker.run, orders, tell, self._pauses.is_set))
         running.add_done_callback(lambda _: news.put_nowait(None))
         try:
             while (quantum := await news.get()) is not None:
@@ -476,6 +512,9 @@ class Here:
         finally:
             self._pauses.set()
             await running
+
+    async def _threaded(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def pause(self) -> None:
         self._pauses.set()

@@ -12,6 +12,7 @@ by itself. A request that says `model` or `num_inference_steps` keeps it; `"elas
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,18 @@ def read_settings(path: Path, models: Collection[str]) -> tuple[Setting, ...]:
             raise ValueError(f"--elastic {path}: {row.name} is used above {row.above:g} s, the row before it no later")
         if row.model is None and row.num_inference_steps is None:
             raise ValueError(f"--elastic {path}: {row.name} changes nothing; give model or num_inference_steps")
+        if not _is_json(row.measured):
+            raise ValueError(f"--elastic {path}: {row.name}: measured holds what JSON cannot; give numbers and texts")
         if row.model is not None and row.model not in models:
             raise ValueError(
                 f"--elastic {path}: {row.name}: no model {row.model!r} is served{did_you_mean(row.model, models)}"
             )
     return tuple(rows)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -92,12 +92,14 @@ class Guard:
 
         Of one that is too large some more is read and forgotten: a client that still writes would not read the answer.
         """
-        parts, size, most = [], 0, self.body * _FORGOTTEN
+        parts, size, most = list[bytes](), 0, self.body * _FORGOTTEN
         while size <= most:
             message = await receive()
             part = message.get("body", b"")
             size += len(part)
-            parts = [*parts, part] if size <= self.body else []
+            parts.append(part)
+            if size > self.body:
+                parts.clear()
             if message["type"] == "http.disconnect" or not message.get("more_body"):
                 break
         return b"".join(parts) if size <= self.body else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from fluxq.serve.orders import Order, Quantum
+from fluxq.serve.shadow import bounded
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SIZES = 32  # that have a label of their own; clients choose sizes
@@ -52,11 +54,6 @@ class Metrics:
         """Count an answer."""
         self.requests.labels(str(status), reason).inc()
 
-    def ended(self, reason: str) -> None:
-        """Count an image that was let go."""
-        if reason == "cancelled":
-            self.cancelled.inc()
-
     def quantum(self, order: Order, quantum: Quantum) -> None:
         """Count what a quantum did."""
         if quantum.picture is None:
@@ -65,7 +62,8 @@ class Metrics:
                 self._sizes.add(size)
             else:
                 size = "other"
-            if quantum.steps > 1:  # the first has the prompt's encoding in it
+            # The first has the prompt's encoding in it, and those beside others have theirs.
+            if quantum.steps > 1 and (quantum.is_alone or quantum.shared > 1):
                 self.steps.labels(order.model, size).observe(quantum.seconds)
             self.pixel_steps.labels(order.model).inc(order.pixels)
             if quantum.shared > 1:
@@ -83,9 +81,14 @@ class Metrics:
 
     def shadow(self, model: str, measured: Mapping[str, float], is_alert: bool) -> None:
         """Count what a shadow image showed."""
-        self.shadow_psnr.labels(model).observe(measured["psnr"])
-        self.shadow_sqnr.labels(model).observe(measured["latent_sqnr"])
+        self.shadow_psnr.labels(model).observe(bounded(measured["psnr"]))
+        self.shadow_sqnr.labels(model).observe(bounded(measured["latent_sqnr"]))
         self.alert.labels(model).set(is_alert)
+
+    def forget(self, model: str) -> None:
+        """End the alert of a checkpoint that is gone."""
+        with suppress(KeyError):
+            self.alert.remove(model)
 
     def worker_died(self) -> None:
         """Count a worker that ended by itself."""

@@ -66,9 +66,13 @@ class Order:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Facts that decide the time of a step besides the size: model, calls of the denoiser, whether adapted."""
+        """Facts that decide the time of a step besides the size: model, two calls of the denoiser, adapter, sources.
+
+        The last one: whether there is guidance, for which many pipelines call the denoiser with twice the rows.
+        """
         guided = float(self.call.get("true_cfg_scale") or 0) > 1 and self.call.get("negative_prompt") is not None
-        return self.model, guided, self.lora is not None, len(self.sources)
+        scaled = float(self.call.get("guidance_scale") or 0) > 1
+        return self.model, guided, self.lora is not None, len(self.sources), scaled
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Quantum:
     picture: after the last one.
     cached: whether the prompt's encoding was there.
     measured: metric -> dB, of a shadow that is finished.
+    is_alone: whether no other image was in the making meanwhile; else its seconds have theirs in them.
     shared: images whose denoiser calls were one in this step.
     error: that ends the image.
     encoding: seconds that the prompt's encoding took, where the pipeline tells.
@@ -108,6 +113,7 @@ class Quantum:
     picture: Picture | None = None
     cached: bool = False
     measured: Mapping[str, float] | None = None
+    is_alone: bool = True
     shared: int = 1
     error: Exception | None = None
     encoding: float = 0.0
@@ -153,6 +159,10 @@ class Refused(ValueError):
 
 class Busy(RuntimeError):
     """A change that cannot be made now."""
+
+
+class NotLoaded(RuntimeError):
+    """A model that is served and cannot be loaded now, because of its folder or of the memory that there is."""
 
 
 class WorkerDied(RuntimeError):

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ class Apart:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._process: Any = None
+        self._threads = ThreadPoolExecutor(2, "worker")  # of its own: others encode files meanwhile
 
     @property
     def pid(self) -> int | None:
@@ -41,23 +43,23 @@ class Apart:
         self._process = spawning.Process(target=_work, args=arguments, name="fluxq worker", daemon=True)
         self._process.start()
         theirs.close()
-        await asyncio.to_thread(self._answer)
+        await self._threaded(self._answer)
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker; `WorkerDied` where it ends meanwhile."""
-        return await asyncio.to_thread(self._call, method, arguments)
+        return await self._threaded(self._call, method, arguments)
 
     async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
         """Let it make images; yield each quantum, until all are finished or `pause` has stopped them."""
         quantum: Quantum | None = None
         try:
-            await asyncio.to_thread(self._send, "run", (tuple(orders),))
-            while (quantum := await asyncio.to_thread(self._answer)) is not None:
+            await self._threaded(self._send, "run", (tuple(orders),))
+            while (quantum := await self._threaded(self._answer)) is not None:
                 yield quantum
         except GeneratorExit:  # whoever asked has failed: what is still to come is not for the next question
             self.pause()
             while quantum is not None:
-                quantum = await asyncio.to_thread(self._answer)
+                quantum = await self._threaded(self._answer)
             raise
 
     def pause(self) -> None:
@@ -69,9 +71,12 @@ class Apart:
         """End it."""
         if self._process is not None:
             self._connection.close()
-            await asyncio.to_thread(self._process.join, _END_SECONDS)
+            await self._threaded(self._process.join, _END_SECONDS)
             self._process.kill()
             self._process = None
+
+    async def _threaded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         self._send(method, arguments)

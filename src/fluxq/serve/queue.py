@@ -33,6 +33,7 @@ class Entry:
     computed: seconds that it has taken.
     predicted: seconds that it takes, as foretold when it came.
     promised: longest wait that it may come to, as foretold then.
+    is_again: whether a worker has ended before its first step.
     owner: of the caller.
     """
 
@@ -46,6 +47,7 @@ class Entry:
     predicted: float = 0.0
     promised: float = 0.0
     is_cancelled: bool = False
+    is_again: bool = False
 
     @property
     def key(self) -> tuple[float, int]:
@@ -95,7 +97,7 @@ class Queue:
         new = self._entries_of(orders, now, owner, within)
         waiting = [each for each in self._entries if not each.is_cancelled]
         if len(waiting) + len(new) > self.longest:
-            soonest = min((self._left(each) for each in waiting), default=0.0)
+            soonest = min(self._finishes(waiting).values(), default=0.0)
             raise Full(f"the queue is full: {self.longest} images at most", soonest)
         waits = self._waits([*waiting, *new], now)
         if waits[new[0]] > self.patience:
@@ -157,7 +159,7 @@ class Queue:
     def wait_of(self, entry: Entry) -> tuple[int, float]:
         """Return the number of images before one, and the predicted seconds until it is finished."""
         waiting = [each for each in self._entries if not each.is_cancelled]
-        return sum(each.key < entry.key for each in waiting), self._finishes([*waiting]).get(entry, self._left(entry))
+        return sum(each.key < entry.key for each in waiting), self._finishes(waiting).get(entry, self._left(entry))
 
     def backlog(self) -> float:
         """Return the predicted seconds of all that is in the queue."""

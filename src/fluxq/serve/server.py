@@ -103,7 +103,8 @@ class Server:
             from fluxq.serve.redis_queue import RedisQueue
 
             self.shared = RedisQueue(options.queue, self.dispatcher, limits, adapters)
-        app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below, self.shared))
+        self._served = Served(self.dispatcher, limits, adapters, options.root, settings_below, self.shared)
+        app = application(self._served)
         app.router.lifespan_context = self._lifespan
         self._spans = provider_here()
         self.dispatcher.tracer = self._spans and self._spans.get_tracer("fluxq")
@@ -147,7 +148,9 @@ class Server:
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            if self.shared is not None:
+            if self.shared is None:
+                self._served.videos.end()
+            else:
                 await self.shared.stop()
             await self.dispatcher.stop()
 

@@ -22,6 +22,11 @@ _LAST, _LEAST, _ERRORS = 64, 5, 4.0
 _MOST = 100.0  # dB, of images that are the same
 
 
+def bounded(decibels: float) -> float:
+    """Return decibels that can be added up: those of equal images are infinite, of broken ones no number."""
+    return -_MOST if math.isnan(decibels) else max(-_MOST, min(decibels, _MOST))
+
+
 class Shadows:
     """Findings of shadow images, by checkpoint.
 
@@ -48,7 +53,7 @@ class Shadows:
         said = []
         for metric, value in measured.items():
             values = self._values.setdefault((model, metric), deque(maxlen=_LAST))
-            values.append(min(value, _MOST) if not math.isnan(value) else -_MOST)
+            values.append(bounded(value))
             gate = self.gates.get(model, {}).get(metric)
             if gate is not None and len(values) >= _LEAST:
                 mean = fmean(values)
@@ -61,6 +66,12 @@ class Shadows:
             self.alerts[model] = "; ".join(said)
         else:
             self.alerts.pop(model, None)
+
+    def forget(self, model: str) -> None:
+        """Forget all of a checkpoint."""
+        self.gates.pop(model, None)
+        self.alerts.pop(model, None)
+        self._values = {key: values for key, values in self._values.items() if key[0] != model}
 
     def told(self, model: str) -> dict[str, object]:
         """Return what is known, as /v1/models tells it."""

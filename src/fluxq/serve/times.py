@@ -9,7 +9,7 @@ its neighbours by pixels; above the largest, time grows with pixels, below the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -21,20 +21,19 @@ _KEPT = 15  # measurements of one kind and size
 _SIZES = 64  # of one kind; clients choose sizes
 _UNKNOWN = 1.0  # second, of a quantum of which nothing like it was measured
 _GUIDED = 2  # calls of the denoiser in a step
-PARTS = ("begin", "step", "finish")
 
 
 class Times:
     """Measured seconds of quanta, and predictions from them."""
 
     def __init__(self) -> None:
-        self._measured: dict[tuple[Hashable, str], dict[int, deque[float]]] = {}
+        self._measured: dict[tuple[tuple[Any, ...], str], dict[int, deque[float]]] = {}
 
     def add(self, order: Order, quantum: Quantum) -> None:
-        """Take a measurement, without what loading took. Of joined calls only steps count: the rest has waits in it."""
+        """Take a measurement, without what loading took. Beside other images only joined steps count."""
         part = "finish" if quantum.picture else "begin" if quantum.steps == 1 else "step"
-        if quantum.shared > 1:
-            if part != "step":
+        if not quantum.is_alone:
+            if part != "step" or quantum.shared == 1:
                 return
             part = f"step of {quantum.shared}"
         by_size = self._measured.setdefault((order.kind, part), {})
@@ -43,6 +42,10 @@ class Times:
         by_size[order.pixels] = values  # the last: the first is forgotten
         if len(by_size) > _SIZES:
             del by_size[next(iter(by_size))]
+
+    def forget(self, model: str) -> None:
+        """Forget the measurements of a model."""
+        self._measured = {key: by_size for key, by_size in self._measured.items() if key[0][0] != model}
 
     def remaining(self, order: Order, steps: int = 0, finished: bool = False) -> float:
         """Return the predicted seconds of what is left of an image of which so many steps are made."""
@@ -74,14 +77,12 @@ class Times:
         return None if values is None else median(values)
 
     def _seconds(self, order: Order, part: str) -> float:
-        model, guided, adapted, sources = order.kind
-        kinds: list[tuple[Any, float]] = [(order.kind, 1)]
-        # Of a kind that was not measured, by a plainer one of the same model.
-        kinds += [((model, guided, adapted, 0), 1)] if sources else []
-        kinds += [((model, guided, False, 0), 1)] if adapted else []
-        kinds += [((model, False, False, 0), _GUIDED if part == "step" else 1)] if guided else []
-        for kind, factor in kinds:
-            if by_size := self._measured.get((kind, part)):
+        """Return the seconds of a quantum; of a kind that was not measured, those of a plainer one of the model."""
+        model, guided, adapted, sources, scaled = order.kind
+        plainer = ((guided, False), (adapted, False), (sources, 0), (scaled, not scaled))
+        for kind in product(*plainer):
+            if by_size := self._measured.get(((model, *kind), part)):
+                factor = _GUIDED if part == "step" and kind[0] != guided else 1
                 return factor * _at(by_size, order.pixels)
         return _UNKNOWN
 

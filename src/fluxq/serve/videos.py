@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 from starlette.exceptions import HTTPException
 
+from fluxq.base.console import logger
 from fluxq.serve import api
 from fluxq.serve.dispatcher import Dispatcher, Job, Made
 
@@ -96,9 +97,22 @@ class Videos:
             video.fail(job.error)
             return
         (made,) = job.made.values()
-        video.about = api.told(made)
-        video.file = await asyncio.to_thread(file_of, made, video.fps)
+        job.made.clear()  # its pixels
+        frames = made.picture.frames or 1
+        video.about = api.told(made) | {"num_frames": frames, "seconds": f"{frames / video.fps:g}"}
+        try:
+            video.file = await asyncio.to_thread(file_of, made, video.fps)
+        except Exception as error:
+            logger.warning("a video could not be written: %s", type(error).__name__)
+            video.fail(error)
+            return
         video.status, video.progress, video.completed = "completed", 100, time.time()
+
+    def end(self) -> None:
+        """Let go of all that is not finished, where the server ends: nobody could fetch it."""
+        for video in self._videos.values():
+            if video.status in ("queued", "in_progress"):
+                self.dispatcher.cancel(video.job)
 
     def _tidy(self) -> None:
         """Forget what is too old, and the oldest where there is too much."""

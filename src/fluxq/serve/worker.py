@@ -25,13 +25,14 @@ from PIL import Image
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.joined import Meeting, meet, shared_by
-from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused
+from fluxq.serve.orders import Busy, Facts, NotLoaded, Order, Picture, Quantum, Refused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ENCODINGS = 256 << 20  # bytes of encoded prompts that are kept
 _SIDE = 1024  # pixels, of a pipeline that says nothing
+_UNKNOWN_ADAPTER = ("", 0.0)  # equal to no request's: the next image switches
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,13 @@ class Worker:
         pauses: whether to stop after the one that was just told.
         """
         start, name = time.perf_counter(), orders[0].model
-        model = self._model(name, unloads=orders[0].shadow_of is None)
+        model = self._loaded(name, unloads=orders[0].shadow_of is None)
         loading = time.perf_counter() - start
         self._models.move_to_end(name)
-        makings = [self._making.setdefault(order.number, _Making(model, order)) for order in orders]
-        meeting = Meeting(len(makings)) if len(makings) > 1 else None
         with _discreet():
             model.adapt(orders[0].lora)
+            makings = [self._making.setdefault(order.number, _Making(model, order)) for order in orders]
+            meeting = Meeting(len(makings)) if len(makings) > 1 else None
             for each in makings:
                 each.go_on(tell, pauses, start, loading, meeting)
             for each in makings:
@@ -161,6 +162,16 @@ class Worker:
     def memory(self) -> dict[str, int]:
         """Return checkpoint in memory -> bytes of its weights."""
         return {name: model.facts.nbytes for name, model in self._models.items()}
+
+    def _loaded(self, name: str, *, unloads: bool) -> _Model:
+        """Return a model for an image; `NotLoaded` where its folder is to blame, not the request."""
+        try:
+            return self._model(name, unloads=unloads)
+        except Refused:
+            raise
+        except (ValueError, OSError) as error:
+            logger.warning("%s cannot be loaded: %s", name, first_line(error))
+            raise NotLoaded(f"{name} cannot be loaded now; the server's log says why") from None
 
     def _model(self, name: str, *, unloads: bool = True) -> _Model:
         if name not in self._models:
@@ -261,20 +272,31 @@ class _Model:
         return pipe
 
     def adapt(self, lora: tuple[str, float] | None) -> None:
-        """Switch to the adapter of the image that goes on; an adapter's file is read once."""
+        """Switch to the adapter of the image that goes on; an adapter's file is read once.
+
+        `Refused` for one that does not fit the model.
+        """
         if lora == self.lora:
             return
         if lora is None:
             self.pipe.disable_lora()
         else:
-            name, scale = lora
-            if name not in self.loaded_adapters:
-                file = Path(self.adapters[name])
-                self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name)
-                self.loaded_adapters.add(name)
+            self._load_adapter(lora[0])
             self.pipe.enable_lora()
-            self.pipe.set_adapters([name], [scale])
+            self.pipe.set_adapters([lora[0]], [lora[1]])
         self.lora = lora
+
+    def _load_adapter(self, name: str) -> None:
+        if name in self.loaded_adapters:
+            return
+        file, before = Path(self.adapters[name]), self.lora
+        try:
+            self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name)
+        except (ValueError, RuntimeError, KeyError, OSError) as error:
+            logger.warning("the adapter %s does not fit %s: %s", name, self.facts.name, first_line(error))
+            self.lora = _UNKNOWN_ADAPTER if before else None  # whether it is still active, nobody says
+            raise Refused(f"lora: {name} does not fit {self.facts.name}", "lora") from None
+        self.loaded_adapters.add(name)
 
 
 class _Making:
@@ -387,6 +409,7 @@ class _Making:
             loading,
             picture,
             self._prompt.was_hit,
+            is_alone=self._meeting is None,
             shared=shared_by(),
             encoding=encoding,
         )
@@ -450,7 +473,7 @@ class _Remembering:
         bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
         if any(not _is_plain(value) for value in bound.values()):
             return self._plain(*args, **kwargs)
-        key = repr((sorted((name, str(value)) for name, value in bound.items()), self.order.lora))
+        key = repr((sorted((name, repr(value)) for name, value in bound.items()), self.order.lora))
         found = self.encodings.get(key)
         self.was_hit = found is not None
         if found is None:
@@ -610,9 +633,13 @@ def _unit(pipe: Any) -> int:
 
 
 def _as_refusal(error: BaseException) -> BaseException:
-    """Return an error of a pipeline's call: ValueErrors are about what was asked for."""
-    if isinstance(error, (ValueError, TypeError)) and not isinstance(error, Refused):
-        return Refused(first_line(error))
+    """Return an error of a pipeline's call: ValueErrors are about what was asked for.
+
+    Also those that were put down to the folder's own arguments: whoever asks may have changed another one.
+    """
+    for each in (error, error.__cause__):
+        if isinstance(each, (ValueError, TypeError)) and not isinstance(each, Refused):
+            return Refused(first_line(each))
     return error
 
 

@@ -1,0 +1,190 @@
+"""The dispatcher with hands that make nothing: what it remembers, forgets, tries again and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from fluxq.serve.dispatcher import Dispatcher, Unavailable
+from fluxq.serve.metrics import Metrics
+from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, WorkerDied
+from fluxq.serve.shadow import Shadows
+from fluxq.serve.times import JOINED
+
+CALL = {"width": 16, "height": 16, "num_inference_steps": 3}
+
+
+class Hands:
+    """Hands with room for so many models. loads: seconds that one takes; dead: whether the worker has ended."""
+
+    def __init__(self, room: int = 9, loads: float = 0.0) -> None:
+        self.room, self.loads, self.memory = room, loads, list[str]()
+        self.dead = self.starts_no_more = self.is_paused = False
+        self.dropped = list[int]()
+        self._steps: dict[int, int] = {}
+
+    async def start(self) -> None:
+        if self.starts_no_more:
+            raise RuntimeError("no GPU")
+        self.dead, self.memory = False, []
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        if self.dead:
+            raise WorkerDied("it ended")
+        await asyncio.sleep(0)
+        name = arguments[0] if arguments else None
+        if method in ("load", "add"):
+            self._load(str(name))
+            return Facts(str(name), "digest", frozenset(), CALL, 8, 1)
+        if method == "unload" and name in self.memory:
+            self.memory.remove(str(name))
+        if method == "drop":
+            self.dropped.append(arguments[0])
+        return dict.fromkeys(self.memory, 1)
+
+    async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+        if self.dead:
+            raise WorkerDied("it ended")
+        (order,), self.is_paused = orders, False
+        loading = self._load(order.model)
+        for step in range(self._steps.get(order.number, 0) + 1, order.steps + 1):
+            self._steps[order.number] = step
+            yield Quantum(order.number, step, 0.01 + loading, loading)
+            loading = 0.0
+            await asyncio.sleep(0.001)
+            if self.is_paused:
+                return
+        yield Quantum(order.number, order.steps, 0.01, picture=Picture(1, 1, b"rgb", order.steps))
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    async def stop(self) -> None: ...
+
+    def _load(self, name: str) -> float:
+        if name in self.memory:
+            return 0.0
+        self.memory = [*self.memory, name][-self.room :]
+        return self.loads
+
+
+@pytest.fixture
+def trial() -> Callable[..., Any]:
+    """trial(hands, play, …) lets `play(dispatcher, make)` run; `await make(model)` is an image's."""
+
+    def run(hands: Hands, play: Callable[..., Coroutine[Any, Any, Any]], *names: str, **more: Any) -> Any:
+        async def all_of_it() -> Any:
+            dispatcher = Dispatcher(hands, names or ("A",), Metrics(), **more)
+
+            def make(model: str = "A") -> Any:
+                return dispatcher.submit([Order(dispatcher.next_number(), model, "p", 1, CALL)]).images()
+
+            await dispatcher.start()
+            result = await play(dispatcher, make)
+            await dispatcher.stop()
+            return result
+
+        return asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+    return run
+
+
+def test_seconds_to_load_are_those_of_the_turn_that_loaded(trial) -> None:
+    async def play(dispatcher: Dispatcher, make: Any) -> float:
+        await make("B")
+        await make("A")
+        while "B" in dispatcher.memory:
+            await asyncio.sleep(0.001)
+        return dispatcher._loading("B")
+
+    assert trial(Hands(room=1, loads=7.0), play, "A", "B") == 7.0
+
+
+def test_as_many_images_begin_as_are_joined(trial) -> None:
+    async def play(dispatcher: Dispatcher, make: Any) -> int:
+        return dispatcher.queue.begun
+
+    class Proving(Hands):
+        async def ask(self, method: str, *arguments: Any) -> Any:
+            return 99.0 if method == "prove_joined" else await super().ask(method, *arguments)
+
+    assert trial(Proving(), play, joins=True) == JOINED > trial(Hands(), play)
+
+
+def test_a_worker_that_ended_before_an_image_came_costs_it_nothing(trial) -> None:
+    hands = Hands()
+
+    async def play(dispatcher: Dispatcher, make: Any) -> int:
+        hands.dead = True
+        return len(await make())
+
+    assert trial(hands, play) == 1
+
+
+def test_an_image_that_ends_the_worker_at_once_is_tried_twice(trial) -> None:
+    class Ending(Hands):
+        runs = 0
+
+        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+            self.runs += orders[0].prompt == "p"
+            async for quantum in super().run(orders):
+                if orders[0].prompt == "p":
+                    raise WorkerDied("it ended")
+                yield quantum
+
+    hands = Ending()
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        with pytest.raises(Unavailable, match="ended while it made this image"):
+            await make()
+
+    trial(hands, play)
+    assert hands.runs == 2
+
+
+def test_a_server_ends_though_no_worker_starts(trial) -> None:
+    hands = Hands()
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        hands.dead = hands.starts_no_more = True
+        with pytest.raises(Unavailable, match="cannot be started"):
+            await make()
+
+    trial(hands, play)
+
+
+def test_a_name_is_taken_once_and_nothing_of_a_model_outlives_it(trial) -> None:
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        results = await asyncio.gather(dispatcher.add("X", "/a"), dispatcher.add("X", "/b"), return_exceptions=True)
+        assert [type(each) for each in results] == [Facts, Busy] and dispatcher.names == ["A", "X"]
+        dispatcher.originals["X"] = "16 bit"
+        dispatcher.shadows.of("X", ["psnr >= 30"])
+        for _ in range(9):
+            dispatcher.shadows.add("X", {"psnr": 1.0})
+        await dispatcher.remove("X")
+        assert dispatcher.shadows.told("X") == {"images": 0, "alert": None}
+        tables = (dispatcher.facts, dispatcher.originals, dispatcher.memory, dispatcher._loads)
+        assert not any("X" in table for table in tables)
+        assert all(kind[0] == "A" for kind, _ in dispatcher.times._measured)
+
+    trial(Hands(), play)
+
+
+def test_no_more_images_are_kept_for_shadows_than_wait(trial) -> None:
+    async def play(dispatcher: Dispatcher, make: Any) -> int:
+        dispatcher.originals["A"] = "16 bit"
+        images = [make() for _ in range(40)]
+        kept = sum(entry.order.is_kept for entry in dispatcher.queue)
+        dispatcher.originals.clear()
+        for entry in dispatcher.queue:
+            dispatcher.cancel(entry.owner)
+        for each in images:
+            each.close()
+        return kept
+
+    assert trial(Hands(), play, shadows=Shadows(1.0), longest=50, patience=1e9) == 16
