@@ -457,8 +457,10 @@ def tables_of(report: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "| times of 30 pairs | worse | equivalent | cannot tell | refused |", "|---|---|---|---|---|"]
     for name, row in report["speed"].items():
-        rows = {f"{name}, spread up to {QUIET:.0%}": row, f"{name}, other sets": row["others"]}
-        for shown, each in rows.items() if "others" in row else [(name, row)]:
+        rows = {name: row}
+        if "others" in row:
+            rows = {f"{name}, spread up to {QUIET:.0%}": row, f"{name}, other sets": row["others"]}
+        for shown, each in rows.items():
             counts = (each["verdicts"].get(verdict, 0) for verdict in ("worse", "equivalent", "cannot tell", "refused"))
             lines.append(f"| {shown} | {' | '.join(map(str, counts))} |")
     lines += ["", "| series | a fixed threshold passes | equivalent | cannot tell | worse |", "|---|---|---|---|---|"]
