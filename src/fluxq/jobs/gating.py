@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -158,13 +159,23 @@ def run_gate(gate: Gate) -> GateResult:
 
 @dataclass(frozen=True)
 class _Look:
-    """Findings after as many images. values, floor: metric -> per image."""
+    """Findings after as many images. values, floor: metric -> per image; a, b: the images themselves."""
 
     items: Sequence[tuple[str, int]]
     findings: Mapping[str, Finding]
     values: Mapping[str, tuple[float, ...]]
     floor: Mapping[str, tuple[float, ...]]
-    identical: bool
+    a: Any
+    b: Any
+
+    @cached_property
+    def identical(self) -> bool:
+        """Whether images and latents, where both have them, are the same bits."""
+        a, b = self.a, self.b
+        same = all(torch.equal(x, y) for x, y in zip(a.images, b.images, strict=True))
+        if same and a.latents is not None and b.latents is not None:
+            return all(torch.equal(x, y) for x, y in zip(a.latents, b.latents, strict=True))
+        return same
 
 
 def _last_look(gate: Gate) -> _Look:
@@ -197,7 +208,7 @@ def _look(gate: Gate, count: int, looks: Sequence[int]) -> _Look:
         key: judge(rule, values[key], floor.get(key), prompts, looks, len(gate.rules))
         for key, rule in gate.rules.items()
     }
-    return _Look(items, findings, values, floor, _is_identical(a, b))
+    return _Look(items, findings, values, floor, a, b)
 
 
 def _result_of(gate: Gate, last: _Look, speed: GateSpeed | None, seconds: float) -> GateResult:
@@ -282,14 +293,6 @@ def _require_second_run(gate: Gate, a: Any, again: Any) -> None:
             f"{gate.floor and gate.floor.name} is no second run of {gate.a.name}: its images are {same:.1f} dB (PSNR) "
             f"from A's, and A's images of other prompts {different:.1f} dB from each other. Is the seed used?"
         )
-
-
-def _is_identical(a: Any, b: Any) -> bool:
-    """Tell whether images and latents, where both have them, are the same bits."""
-    same = all(torch.equal(x, y) for x, y in zip(a.images, b.images, strict=True))
-    if same and a.latents is not None and b.latents is not None:
-        return all(torch.equal(x, y) for x, y in zip(a.latents, b.latents, strict=True))
-    return same
 
 
 def _values(gate: Gate, a: Any, b: Any) -> dict[str, tuple[float, ...]]:
