@@ -1,7 +1,7 @@
 """The queue of several servers in a real Redis, with workers that only count: who is taken, by whom, what is kept."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fluxq.serve import redis_queue
 from fluxq.serve.api import Limits
 from fluxq.serve.dispatcher import Dispatcher, Unavailable
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, Source
+from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.redis_queue import Claim, RedisQueue, SharedVideos
 
@@ -48,22 +48,34 @@ class Counting:
             self.steps.pop(arguments[0], None)
         return {"load": self.facts, "memory": {"tiny": 1}}.get(method)
 
-    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+    async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
         self.is_pausing = False
+        for order in orders:
+            async for quantum in self._quanta(order):
+                yield quantum
+                if self.is_pausing:
+                    return
+
+    async def _quanta(self, order: Order) -> AsyncGenerator[Quantum, None]:
         if order.number not in self.steps:
             self.began.append(order)
-        while self.steps.setdefault(order.number, 0) < order.steps:
+        done = self.steps.setdefault(order.number, 0)
+        while done <= order.steps:
             await self.goes.wait()
             await asyncio.sleep(0.001)
-            if self.error is not None:
+            if isinstance(self.error, WorkerDied):
                 raise self.error
-            self.steps[order.number] += 1
-            yield Quantum(self.steps[order.number], 1.0)
-            if self.is_pausing:
+            if self.error is not None:
+                yield Quantum(order.number, done, 0.0, error=self.error)
                 return
-        await self.goes.wait()
-        pixels = bytes([order.seed % 256]) * (3 * 64 * order.frames)
-        yield Quantum(order.steps, 1.0, picture=Picture(8, 8, pixels, order.steps, order.frames))
+            done = self.steps[order.number] = done + 1
+            yield Quantum(
+                order.number, min(done, order.steps), 1.0, picture=_picture(order) if done > order.steps else None
+            )
+
+
+def _picture(order: Order) -> Picture:
+    return Picture(8, 8, bytes([order.seed % 256]) * (3 * 64 * order.frames), order.steps, order.frames)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +257,7 @@ def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> N
 def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealRedis) -> None:
     async def test() -> None:
         async with servers(store, 1) as (one,):
-            hands(one).error = Unavailable("the worker ended")
+            hands(one).error = WorkerDied("the worker ended")
             job = await one.submit(orders(one))
             with pytest.raises(Unavailable, match="3 servers ended"):
                 await job.images()
