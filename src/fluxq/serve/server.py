@@ -103,7 +103,8 @@ class Server:
             from fluxq.serve.redis_queue import RedisQueue
 
             self.shared = RedisQueue(options.queue, self.dispatcher, limits, adapters)
-        app = application(Served(self.dispatcher, limits, adapters, options.root, settings_below, self.shared))
+        self._served = Served(self.dispatcher, limits, adapters, options.root, settings_below, self.shared)
+        app = application(self._served)
         app.router.lifespan_context = self._lifespan
         self._spans = provider_here()
         self.dispatcher.tracer = self._spans and self._spans.get_tracer("fluxq")
@@ -119,6 +120,11 @@ class Server:
         """Address, as clients have it."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._served.is_ready
 
     def run(self, tell: Callable[[str], None] = lambda line: None) -> None:
         """Serve; return when a signal has ended it and all that was taken is finished.
@@ -249,7 +255,7 @@ def _adapters(folder: Path | None) -> dict[str, str]:
 def _require_queue(url: str) -> None:
     if find_spec("redis") is None:
         raise RuntimeError(f"--queue needs the package redis: {CURE_OF_REDIS}")
-    from fluxq.serve.redis_queue import require_redis
+    from fluxq.serve.redis_store import require_redis
 
     require_redis(url)
 
