@@ -1,6 +1,8 @@
 """The queue of several servers in a real Redis, with workers that only count: who is taken, by whom, what is kept."""
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.redis_queue import Claim, RedisQueue, SharedVideos
+from fluxq.serve.redis_store import require_redis
 
 pytestmark = needs_redis
 DEFAULTS = {"width": 8, "height": 8, "num_inference_steps": 3}
@@ -357,3 +360,59 @@ def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkey
 
     for store in real_redis(tmp_path):
         asyncio.run(test(store))
+
+
+def test_a_redis_with_a_password_is_asked_with_it(tmp_path: Path) -> None:
+    async def test(store: RealRedis) -> None:
+        async with servers(store, 1) as (one,):
+            assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+
+    for store in real_redis(tmp_path, "geheim"):
+        require_redis(store.url)
+        asyncio.run(test(store))
+        for given in ("", "falsch"):
+            with pytest.raises(ValueError, match=r"127.0.0.1:\d+ refuses \(.*; write redis://:PASSWORD@HOST") as said:
+                require_redis(store.url.replace("geheim", given))
+            assert "geheim" not in str(said.value) and "falsch" not in str(said.value)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
+def test_a_certificate_that_nobody_signed_has_to_be_named(tmp_path: Path) -> None:
+    both = tmp_path / "redis.pem"
+    words = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key", "-out", tmp_path / "certificate"]
+    subprocess.run(["openssl", "req", "-x509", *words], check=True, capture_output=True)
+    both.write_bytes((tmp_path / "key").read_bytes() + (tmp_path / "certificate").read_bytes())
+    for store in real_redis(tmp_path, "", both):
+        require_redis(store.url)
+        with pytest.raises(OSError, match=r"self-signed certificate.*\?ssl_ca_certs=FILE"):
+            require_redis(store.url.partition("?")[0])
+
+
+def test_a_full_redis_takes_no_request_and_loses_none(store: RealRedis, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 1.0)
+
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            hands(one).goes.clear()
+            jobs = [
+                await one.submit(orders(one, seeds=(1, 2)), claim=Claim("key", "print")),
+                await one.submit(orders(one)),
+            ]
+            await until(lambda: one._held)
+            store.client.config_set("maxmemory", 1)
+            with pytest.raises(Unavailable, match="no memory left"):
+                await one.submit(orders(one))
+            async with servers(store, 1) as (other,):  # comes up, and takes its share
+                hands(one).goes.set()
+                made = [each.picture.pixels[0] for job in jobs for each in await job.images()]
+                again = await (await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))).images()
+                assert made == [1, 2, 1] and [each.picture.pixels[0] for each in again] == [1, 2]
+                assert one.is_connected and other.is_connected and len(store.finished()) == 3
+            store.client.config_set("maxmemory", 0)
+            assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+
+    try:
+        asyncio.run(test())
+    finally:
+        store.client.config_set("maxmemory", 0)

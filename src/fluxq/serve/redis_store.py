@@ -22,7 +22,8 @@ Source of the commands: redis.io/docs/latest/develop/data-types/streams.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -40,7 +41,8 @@ from fluxq.serve import api
 from fluxq.serve.orders import Picture, Source
 
 AWAY = (RedisError, OSError, TimeoutError)
-ANSWER = 5.0  # seconds that Redis may take
+_ANSWER = 5.0  # seconds that Redis may take
+_OPTIONS: dict[str, Any] = {"socket_timeout": _ANSWER, "socket_connect_timeout": _ANSWER, "protocol": 2}
 _FIRST = 6, 2  # version of Redis that has all commands
 _P = "fluxq:"
 
@@ -113,6 +115,11 @@ local function finish(entry, job, image, kind, value, file, seconds, most)
 end
 """
 _SCRIPTS = {
+    # when a server that counts was last heard of, key; version, open, progress, servers, ID. No MULTI: it takes room.
+    "look": """
+return {redis.call('GET', P..'version') or '0', redis.call('HGETALL', P..'open'), redis.call('HGETALL', P..'progress'),
+        redis.call('ZCOUNT', P..'servers', ARGV[1], '+inf'), redis.call('GET', P..'key:'..ARGV[2]) or ''}
+""",
     # job, version, key, request, prompt, number of images, (order, what everybody may know) of each, sources…
     "admit": """
 local name = P..'job:'..ARGV[1]
@@ -295,12 +302,12 @@ AnyValue = TypeVar("AnyValue", bound=Value)
 
 
 class Store:
-    """Redis, as a server asks it; one of `AWAY` where it does not answer within `ANSWER` seconds."""
+    """Redis, as a server asks it; one of `AWAY` where it does not answer within 5 s."""
 
     def __init__(self, url: str) -> None:
         # A connection that was closed is opened again once; a Redis that hangs is not asked again.
         retry = Retry(NoBackoff(), 1, supported_errors=(NotConnected,))
-        self.client = AsyncRedis.from_url(url, socket_timeout=ANSWER, socket_connect_timeout=ANSWER, retry=retry)
+        self.client = AsyncRedis.from_url(url, retry=retry, **_OPTIONS)
         self._scripts = {name: self.client.register_script(_LUA + script) for name, script in _SCRIPTS.items()}
 
     async def do(self, script: str, *arguments: str | float | bytes) -> Any:
@@ -331,21 +338,13 @@ class Store:
 
         since: when a server that counts was last heard of.
         """
-        async with self.client.pipeline(transaction=True) as asked:
-            asked.get(f"{_P}version")
-            asked.hgetall(f"{_P}open")
-            asked.hgetall(f"{_P}progress")
-            asked.zcount(f"{_P}servers", since, "+inf")
-            asked.get(f"{_P}key:{key}")
-            version, rows, begun, servers, found = await asked.execute()
+        version, rows, progress, servers, found = await self.do("look", since, key)
+        begun = dict(zip(progress[::2], progress[1::2], strict=True))
         images: dict[str, tuple[Row, Progress | None]] = {}
-        for entry, text in rows.items():
-            try:
-                progress = read(Progress, begun[entry]) if entry in begun else None
-                images[entry.decode()] = read(Row, text), progress
-            except Unreadable:  # whoever takes it lets it go
-                continue
-        return images, (version or b"0").decode(), max(1, servers), (found or b"").decode()
+        for entry, text in zip(rows[::2], rows[1::2], strict=True):
+            with suppress(Unreadable):  # whoever takes it lets it go
+                images[entry.decode()] = read(Row, text), read(Progress, begun[entry]) if entry in begun else None
+        return images, version.decode(), max(1, servers), found.decode()
 
     async def newest(self) -> bytes:
         """Return the place of the last news."""
@@ -395,20 +394,17 @@ def address_of(url: str) -> str:
 def require_redis(url: str) -> None:
     """Raise ValueError or OSError, in one sentence, where no Redis answers, or an old one."""
     try:
-        client = Redis.from_url(url, socket_timeout=ANSWER, socket_connect_timeout=ANSWER)
         where = address_of(url)
-    except ValueError:
+        with Redis.from_url(url, **_OPTIONS) as client:
+            version = str(dict(client.info("server"))["redis_version"])
+    except (TypeError, ValueError):
         raise ValueError("--queue: write redis://HOST:PORT/DB, rediss:// with TLS, or unix:///SOCKET") from None
-    try:
-        with client:
-            about: Mapping[str, Any] = client.info("server")
     except (AuthenticationError, NoPermissionError) as error:
-        raise ValueError(
-            f"--queue: the Redis at {where} lets nobody in so ({first_line(error)}); write redis://:PASSWORD@HOST:PORT"
-        ) from None
+        raise ValueError(f"--queue: {where} refuses ({first_line(error)}); write redis://:PASSWORD@HOST:PORT") from None
     except AWAY as error:
         reason = first_line(error) or type(error).__name__
-        raise OSError(f"--queue: no Redis answers at {where} ({reason}); start one, or give another address") from None
-    version = str(about["redis_version"])
+        is_unknown = "CERTIFICATE_VERIFY_FAILED" in reason
+        cure = "name its certificate by ?ssl_ca_certs=FILE" if is_unknown else "start one, or give another address"
+        raise OSError(f"--queue: no Redis answers at {where} ({reason}); {cure}") from None
     if tuple(map(int, version.split(".")[:2])) < _FIRST:
         raise ValueError(f"--queue: the Redis at {where} is {version}; {'.'.join(map(str, _FIRST))} or newer is needed")
