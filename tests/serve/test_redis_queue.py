@@ -86,6 +86,12 @@ def redis(tmp_path_factory) -> Iterator[RealRedis]:
     yield from real_redis(tmp_path_factory.mktemp("redis"))
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers look often: what they look for once a second is waited for nowhere else."""
+    monkeypatch.setattr(redis_queue, "POLL", 0.05)
+
+
 @pytest.fixture
 def store(redis: RealRedis) -> RealRedis:
     redis.client.flushall()
@@ -181,7 +187,6 @@ def test_the_earliest_due_of_all_runs_next_wherever_it_was_taken(store: RealRedi
 
 def test_an_image_of_a_killed_server_is_made_once_by_another(store: RealRedis, monkeypatch) -> None:
     monkeypatch.setattr(redis_queue, "LEASE", 0.2)
-    monkeypatch.setattr(redis_queue, "POLL", 0.05)
 
     async def test() -> None:
         async with servers(store, 1) as (dead,):
@@ -293,9 +298,7 @@ def test_results_are_kept_within_a_bound_of_bytes(store: RealRedis, monkeypatch)
 
 
 @pytest.mark.parametrize(("field", "text"), [("job", "{}"), ("job", '{"model": 1}'), ("secret", "x"), ("row", "[]")])
-def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: str, monkeypatch) -> None:
-    monkeypatch.setattr(redis_queue, "POLL", 0.05)
-
+def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: str) -> None:
     async def test() -> None:
         async with servers(store, 1) as (one,):
             one.dispatcher.is_ready = False
