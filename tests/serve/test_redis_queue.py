@@ -1,6 +1,7 @@
 """The queue of several servers in a real Redis, with workers that only count: who is taken, by whom, what is kept."""
 
 import asyncio
+import math
 import shutil
 import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ class Counting:
     async def ask(self, method: str, *arguments: Any) -> Any:
         if method == "drop":
             self.steps.pop(arguments[0], None)
-        return {"load": self.facts, "memory": {"tiny": 1}}.get(method)
+        return {"load": self.facts, "memory": {"tiny": 1}, "prove_joined": math.inf}.get(method)
 
     async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
         self.is_pausing = False
@@ -131,8 +132,10 @@ def hands(server: RedisQueue) -> Counting:
     return server.dispatcher.hands  # pyright: ignore
 
 
-def orders(server: RedisQueue, steps: int = 3, seeds: tuple[int, ...] = (1,), **more: Any) -> list[Order]:
-    call = DEFAULTS | {"num_inference_steps": steps, "negative_prompt": f"no {PROMPT}"}
+def orders(
+    server: RedisQueue, steps: int = 3, seeds: tuple[int, ...] = (1,), width: int = 8, **more: Any
+) -> list[Order]:
+    call = DEFAULTS | {"num_inference_steps": steps, "width": width, "negative_prompt": f"no {PROMPT}"}
     number = server.dispatcher.next_number
     return [Order(number(), "tiny", PROMPT, seed, call, **more) for seed in seeds]
 
@@ -262,7 +265,9 @@ def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> N
     asyncio.run(test())
 
 
-def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealRedis) -> None:
+def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealRedis, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 600.0)  # what is given back waits for none
+
     async def test() -> None:
         async with servers(store, 1) as (one,):
             hands(one).error = WorkerDied("the worker ended")
@@ -278,6 +283,51 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
             with pytest.raises(Refused, match="no such thing") as told:
                 await (await one.submit(orders(one))).images()
             assert told.value.param == "size"
+
+    asyncio.run(test())
+
+
+def test_servers_that_join_take_as_many_as_they_join_each_its_share(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 2, joins=True) as two:
+            for each in two:
+                hands(each).goes.clear()
+            jobs = [await two[0].submit(orders(two[0], seeds=(seed,))) for seed in range(10)]
+            await until(lambda: sum(len(each._held) for each in two) == 10)
+            assert [len(each._held) for each in two] == [5, 5]
+            jobs += [await two[0].submit(orders(two[0], 4, width=16)) for _ in range(4)]
+            await until(lambda: sum(len(each._held) for each in two) == 12)
+            await asyncio.sleep(0.2)
+            assert [len(each._held) for each in two] == [6, 6]  # what is not joined waits for whoever is free first
+            for each in two:
+                hands(each).goes.set()
+            assert [(await job.images())[0].picture.pixels[0] for job in jobs] == [*range(10), 1, 1, 1, 1]
+            assert len(store.finished()) == 14
+
+    asyncio.run(test())
+
+
+def test_a_request_whose_answer_is_lost_is_let_go_unless_it_can_be_found(store: RealRedis, monkeypatch) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            hands(one).goes.clear()
+            do = one._store.do
+
+            async def lost(script: str, *arguments: Any) -> Any:
+                answer = await do(script, *arguments)
+                if script == "admit":
+                    raise TimeoutError
+                return answer
+
+            monkeypatch.setattr(one._store, "do", lost)
+            for claim in (None, Claim("key", "print")):
+                with pytest.raises(Unavailable, match="does not answer"):
+                    await one.submit(orders(one), claim=claim)
+            await until(lambda: len(store.client.keys("fluxq:job:*")) == 1)
+            monkeypatch.setattr(one._store, "do", do)
+            hands(one).goes.set()
+            assert len(await (await one.submit(orders(one), claim=Claim("key", "print"))).images()) == 1
+            assert len(store.finished()) == 1 and store.client.hlen("fluxq:open") == 0
 
     asyncio.run(test())
 

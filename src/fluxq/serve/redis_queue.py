@@ -366,25 +366,25 @@ class RedisQueue:
         return True
 
     def _may_take(self) -> list[str | int]:
-        """Return the key below which an image would run next here, how many of a server's share are here, and digests.
+        """Return the key below which an image is taken, how many of this server's share it has, and digests.
 
-        [] where none is to be taken.
+        Below the key an image would run next here; where calls are joined, any is taken up to the share. [] for none.
         """
         dispatcher, queue = self.dispatcher, self.dispatcher.queue
         is_needed = not dispatcher.is_draining or self._watched
         held = [each for each in queue if not each.is_cancelled]
         if self._ends or not dispatcher.is_ready or not is_needed or len(held) >= queue.begun:
             return []
-        if dispatcher.would_join():
-            model = held[0].order.model
-            return ["+inf", len(held), dispatcher.facts[model].digest]
-        if not all(each.has_begun for each in held):
+        joins = dispatcher.would_join()
+        if not joins and not all(each.has_begun for each in held):
             return []
         busy = {each.order.model for each in held}
         digests = [facts.digest for name, facts in dispatcher.facts.items() if dispatcher.may_begin(name, busy)]
-        first = min((each.key[0] for each in held), default=math.inf)
-        below = f"({first + (1 + AGEING) * self._offset - _NEARER!r}" if held else "+inf"
-        return [below, 0, *digests] if digests else []
+        below = "+inf"
+        if held and not joins:
+            first = min(each.key[0] for each in held)
+            below = f"({first + (1 + AGEING) * self._offset - _NEARER!r}"
+        return [below, len(held) if joins else 0, *digests] if digests else []
 
     async def _order_of(self, row: Row, asked: Asked, secret: Secret) -> Order:
         """Return an image as this server makes it; ValueError for what its limits do not admit."""
