@@ -367,6 +367,20 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("what", ["request", "image"])
+def test_what_redis_has_lost_leaves_nothing_in_the_queue(store: RealRedis, what: str) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            one.dispatcher.is_ready = False
+            job = await one.submit(orders(one, seeds=(1, 2)), claim=Claim("key", ""))
+            store.client.delete(f"fluxq:job:{job.name}" if what == "request" else "fluxq:open")
+            one.dispatcher.is_ready = True
+            await until(lambda: not store.client.zcard("fluxq:order") + store.client.hlen("fluxq:open"))
+            assert store.client.xlen("fluxq:jobs") == 0 and len(hands(one).began) == 2
+
+    asyncio.run(test())
+
+
 def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
     async def test() -> None:
         async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
