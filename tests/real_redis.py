@@ -5,6 +5,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served import TIMEOUT, until
@@ -17,15 +18,24 @@ needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-serv
 class RealRedis:
     """A Redis that keeps what it was told over its own end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, password: str = "", certificate: Path | None = None) -> None:
+        """Start it. certificate: a PEM file with its key; then it speaks TLS."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.folder, self.url = folder, f"redis://127.0.0.1:{self.port}/0"
+        self.folder, self.password, self.certificate = folder, password, certificate
+        self.url = f"redis://:{password}@127.0.0.1:{self.port}/0"
+        if certificate is not None:
+            self.url = f"rediss{self.url.removeprefix('redis')}?ssl_ca_certs={certificate}"
         self.client = redis.Redis.from_url(self.url, socket_timeout=TIMEOUT)
         self.start()
 
     def start(self) -> None:
-        words = ["--port", str(self.port), "--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
+        words = ["--port", str(self.port)]
+        if self.certificate is not None:
+            words = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
+            words += ["--tls-cert-file", str(self.certificate), "--tls-key-file", str(self.certificate)]
+        words += ["--requirepass", self.password] if self.password else []
+        words += ["--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
         words += ["--appendfsync", "always", "--loglevel", "warning"]
         self.process = subprocess.Popen([str(PROGRAM), *words], stdout=subprocess.DEVNULL)
         until(self._answers)
@@ -57,9 +67,9 @@ class RealRedis:
         return self.client.get(name) if kind == b"string" else b""
 
 
-def real_redis(folder: Path) -> Iterator[RealRedis]:
+def real_redis(folder: Path, *options: Any) -> Iterator[RealRedis]:
     """Yield a Redis while the generator lives: the body of a fixture."""
-    one = RealRedis(folder)
+    one = RealRedis(folder, *options)
     yield one
     one.client.close()
     one.stop()

@@ -23,7 +23,7 @@ def running(*outputs: object, **options: Any) -> Iterator[Any]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: server.dispatcher.is_ready or not thread.is_alive())
+        until(lambda: server.is_ready or not thread.is_alive())
         yield server
     finally:
         server.end()

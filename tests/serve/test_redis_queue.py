@@ -1,7 +1,10 @@
 """The queue of several servers in a real Redis, with workers that only count: who is taken, by whom, what is kept."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import math
+import shutil
+import subprocess
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from served import TIMEOUT
 
 from fluxq.serve import redis_queue
 from fluxq.serve.api import Limits
-from fluxq.serve.dispatcher import Dispatcher, Unavailable
+from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, Source
+from fluxq.serve.orders import Facts, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.redis_queue import Claim, RedisQueue, SharedVideos
+from fluxq.serve.redis_store import require_redis
 
 pytestmark = needs_redis
 DEFAULTS = {"width": 8, "height": 8, "num_inference_steps": 3}
@@ -46,29 +50,47 @@ class Counting:
     async def ask(self, method: str, *arguments: Any) -> Any:
         if method == "drop":
             self.steps.pop(arguments[0], None)
-        return {"load": self.facts, "memory": {"tiny": 1}}.get(method)
+        return {"load": self.facts, "memory": {"tiny": 1}, "prove_joined": math.inf}.get(method)
 
-    async def run(self, order: Order) -> AsyncIterator[Quantum]:
+    async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
         self.is_pausing = False
+        for order in orders:
+            async for quantum in self._quanta(order):
+                yield quantum
+                if self.is_pausing:
+                    return
+
+    async def _quanta(self, order: Order) -> AsyncGenerator[Quantum, None]:
         if order.number not in self.steps:
             self.began.append(order)
-        while self.steps.setdefault(order.number, 0) < order.steps:
+        done = self.steps.setdefault(order.number, 0)
+        while done <= order.steps:
             await self.goes.wait()
             await asyncio.sleep(0.001)
-            if self.error is not None:
+            if isinstance(self.error, WorkerDied):
                 raise self.error
-            self.steps[order.number] += 1
-            yield Quantum(self.steps[order.number], 1.0)
-            if self.is_pausing:
+            if self.error is not None:
+                yield Quantum(order.number, done, 0.0, error=self.error)
                 return
-        await self.goes.wait()
-        pixels = bytes([order.seed % 256]) * (3 * 64 * order.frames)
-        yield Quantum(order.steps, 1.0, picture=Picture(8, 8, pixels, order.steps, order.frames))
+            done = self.steps[order.number] = done + 1
+            yield Quantum(
+                order.number, min(done, order.steps), 1.0, picture=_picture(order) if done > order.steps else None
+            )
+
+
+def _picture(order: Order) -> Picture:
+    return Picture(8, 8, bytes([order.seed % 256]) * (3 * 64 * order.frames), order.steps, order.frames)
 
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory) -> Iterator[RealRedis]:
     yield from real_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers look often: what they look for once a second is waited for nowhere else."""
+    monkeypatch.setattr(redis_queue, "POLL", 0.05)
 
 
 @pytest.fixture
@@ -91,12 +113,11 @@ async def servers(store: RealRedis, count: int = 2, **limits: Any) -> AsyncItera
 
 
 async def server(store: RealRedis, **limits: Any) -> RedisQueue:
-    dispatcher = Dispatcher(Counting(), ["tiny"], Metrics(), longest=64, **({"patience": 1000.0} | limits))
+    limits = {"longest": 64, "patience": 1000.0} | limits
+    dispatcher = Dispatcher(Counting(), ["tiny"], Metrics(), **limits)
     queue = RedisQueue(store.url, dispatcher, Limits(), {})
     await dispatcher.start()
     await queue.start()
-    while not (queue.is_connected and store.client.zscore("fluxq:servers", queue.name)):
-        await asyncio.sleep(0.005)
     return queue
 
 
@@ -111,8 +132,10 @@ def hands(server: RedisQueue) -> Counting:
     return server.dispatcher.hands  # pyright: ignore
 
 
-def orders(server: RedisQueue, steps: int = 3, seeds: tuple[int, ...] = (1,), **more: Any) -> list[Order]:
-    call = DEFAULTS | {"num_inference_steps": steps, "negative_prompt": f"no {PROMPT}"}
+def orders(
+    server: RedisQueue, steps: int = 3, seeds: tuple[int, ...] = (1,), width: int = 8, **more: Any
+) -> list[Order]:
+    call = DEFAULTS | {"num_inference_steps": steps, "width": width, "negative_prompt": f"no {PROMPT}"}
     number = server.dispatcher.next_number
     return [Order(number(), "tiny", PROMPT, seed, call, **more) for seed in seeds]
 
@@ -130,7 +153,7 @@ def test_no_more_is_admitted_by_all_than_by_one_queue(store: RealRedis) -> None:
                 hands(each).goes.clear()
             asked = [two[at % 2].submit(orders(two[at % 2], 9, (at,))) for at in range(20)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
-            taken = [each for each in answers if not isinstance(each, Exception)]
+            taken = [each for each in answers if isinstance(each, Job)]
             refused = [each for each in answers if isinstance(each, Full)]
             assert (len(taken), len(refused)) == (8, 12)  # two servers: waits of 0, 0, 10, 10, 20, 20, 30, 30 s
             assert {each.retry_after for each in refused} == {10}
@@ -242,10 +265,12 @@ def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> N
     asyncio.run(test())
 
 
-def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealRedis) -> None:
+def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealRedis, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 600.0)  # what is given back waits for none
+
     async def test() -> None:
         async with servers(store, 1) as (one,):
-            hands(one).error = Unavailable("the worker ended")
+            hands(one).error = WorkerDied("the worker ended")
             job = await one.submit(orders(one))
             with pytest.raises(Unavailable, match="3 servers ended"):
                 await job.images()
@@ -258,6 +283,51 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
             with pytest.raises(Refused, match="no such thing") as told:
                 await (await one.submit(orders(one))).images()
             assert told.value.param == "size"
+
+    asyncio.run(test())
+
+
+def test_servers_that_join_take_as_many_as_they_join_each_its_share(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 2, joins=True) as two:
+            for each in two:
+                hands(each).goes.clear()
+            jobs = [await two[0].submit(orders(two[0], seeds=(seed,))) for seed in range(10)]
+            await until(lambda: sum(len(each._held) for each in two) == 10)
+            assert [len(each._held) for each in two] == [5, 5]
+            jobs += [await two[0].submit(orders(two[0], 4, width=16)) for _ in range(4)]
+            await until(lambda: sum(len(each._held) for each in two) == 12)
+            await asyncio.sleep(0.2)
+            assert [len(each._held) for each in two] == [6, 6]  # what is not joined waits for whoever is free first
+            for each in two:
+                hands(each).goes.set()
+            assert [(await job.images())[0].picture.pixels[0] for job in jobs] == [*range(10), 1, 1, 1, 1]
+            assert len(store.finished()) == 14
+
+    asyncio.run(test())
+
+
+def test_a_request_whose_answer_is_lost_is_let_go_unless_it_can_be_found(store: RealRedis, monkeypatch) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            hands(one).goes.clear()
+            do = one._store.do
+
+            async def lost(script: str, *arguments: Any) -> Any:
+                answer = await do(script, *arguments)
+                if script == "admit":
+                    raise TimeoutError
+                return answer
+
+            monkeypatch.setattr(one._store, "do", lost)
+            for claim in (None, Claim("key", "print")):
+                with pytest.raises(Unavailable, match="does not answer"):
+                    await one.submit(orders(one), claim=claim)
+            await until(lambda: len(store.client.keys("fluxq:job:*")) == 1)
+            monkeypatch.setattr(one._store, "do", do)
+            hands(one).goes.set()
+            assert len(await (await one.submit(orders(one), claim=Claim("key", "print"))).images()) == 1
+            assert len(store.finished()) == 1 and store.client.hlen("fluxq:open") == 0
 
     asyncio.run(test())
 
@@ -293,6 +363,20 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
             with pytest.raises(RuntimeError, match=r"Unreadable|cannot be"):
                 await job.images()
             assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("what", ["request", "image"])
+def test_what_redis_has_lost_leaves_nothing_in_the_queue(store: RealRedis, what: str) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            one.dispatcher.is_ready = False
+            job = await one.submit(orders(one, seeds=(1, 2)), claim=Claim("key", ""))
+            store.client.delete(f"fluxq:job:{job.name}" if what == "request" else "fluxq:open")
+            one.dispatcher.is_ready = True
+            await until(lambda: not store.client.zcard("fluxq:order") + store.client.hlen("fluxq:open"))
+            assert store.client.xlen("fluxq:jobs") == 0 and len(hands(one).began) == 2
 
     asyncio.run(test())
 
@@ -343,3 +427,59 @@ def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkey
 
     for store in real_redis(tmp_path):
         asyncio.run(test(store))
+
+
+def test_a_redis_with_a_password_is_asked_with_it(tmp_path: Path) -> None:
+    async def test(store: RealRedis) -> None:
+        async with servers(store, 1) as (one,):
+            assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+
+    for store in real_redis(tmp_path, "geheim"):
+        require_redis(store.url)
+        asyncio.run(test(store))
+        for given in ("", "falsch"):
+            with pytest.raises(ValueError, match=r"127.0.0.1:\d+ refuses \(.*; write redis://:PASSWORD@HOST") as said:
+                require_redis(store.url.replace("geheim", given))
+            assert "geheim" not in str(said.value) and "falsch" not in str(said.value)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
+def test_a_certificate_that_nobody_signed_has_to_be_named(tmp_path: Path) -> None:
+    both = tmp_path / "redis.pem"
+    words = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key", "-out", tmp_path / "certificate"]
+    subprocess.run(["openssl", "req", "-x509", *words], check=True, capture_output=True)
+    both.write_bytes((tmp_path / "key").read_bytes() + (tmp_path / "certificate").read_bytes())
+    for store in real_redis(tmp_path, "", both):
+        require_redis(store.url)
+        with pytest.raises(OSError, match=r"self-signed certificate.*\?ssl_ca_certs=FILE"):
+            require_redis(store.url.partition("?")[0])
+
+
+def test_a_full_redis_takes_no_request_and_loses_none(store: RealRedis, monkeypatch) -> None:
+    monkeypatch.setattr(redis_queue, "LEASE", 1.0)
+
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            hands(one).goes.clear()
+            jobs = [
+                await one.submit(orders(one, seeds=(1, 2)), claim=Claim("key", "print")),
+                await one.submit(orders(one)),
+            ]
+            await until(lambda: one._held)
+            store.client.config_set("maxmemory", 1)
+            with pytest.raises(Unavailable, match="no memory left"):
+                await one.submit(orders(one))
+            async with servers(store, 1) as (other,):  # comes up, and takes its share
+                hands(one).goes.set()
+                made = [each.picture.pixels[0] for job in jobs for each in await job.images()]
+                again = await (await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))).images()
+                assert made == [1, 2, 1] and [each.picture.pixels[0] for each in again] == [1, 2]
+                assert one.is_connected and other.is_connected and len(store.finished()) == 3
+            store.client.config_set("maxmemory", 0)
+            assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+
+    try:
+        asyncio.run(test())
+    finally:
+        store.client.config_set("maxmemory", 0)

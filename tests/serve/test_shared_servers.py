@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,12 +132,42 @@ def test_two_servers_share_what_either_has_accepted(store, int8: Path, alone) ->
         assert same["b64_json"] == last["b64_json"] and len(store.finished()) == 9
 
 
+@needs_redis
+@pytest.mark.slow
+def test_a_redis_that_hangs_for_a_while_loses_nothing_and_holds_up_no_probe(store, int8: Path, alone) -> None:
+    body = {"prompt": PROMPT, "num_inference_steps": 40}
+    with running(int8, queue=store.url) as one, ThreadPoolExecutor() as pool:
+        made = [pool.submit(ask, one, IMAGES, body | {"seed": seed}) for seed in range(3)]
+        until(lambda: store.client.hlen("fluxq:progress") and store.client.hlen("fluxq:open") == 3)
+        store.process.send_signal(signal.SIGSTOP)
+        end, statuses, longest = time.monotonic() + 20, [], {"/health": 0.0, "/metrics": 0.0, IMAGES: 0.0}
+        try:
+            while time.monotonic() < end:
+                for path, asked in (("/health", None), ("/metrics", None), (IMAGES, body | {"seed": 9})):
+                    began = time.monotonic()
+                    status, _, _ = ask(one, path, asked)
+                    longest[path] = max(longest[path], time.monotonic() - began)
+                    statuses.append((path, status))
+                time.sleep(0.1)
+        finally:
+            store.process.send_signal(signal.SIGCONT)
+        assert {*statuses} == {("/health", 200), ("/metrics", 200), (IMAGES, 503)}
+        assert longest["/health"] < 1 and longest["/metrics"] < 3 and longest[IMAGES] < 8, longest
+        for seed, (status, _, answer) in enumerate(each.result() for each in made):
+            assert status == 200 and pixels_of(answer["data"][0]) == alone(seed, 40)
+        until(lambda: one.is_ready and store.client.hlen("fluxq:open") == 0)
+        assert len(store.finished()) == len({*store.finished()}) and not store.client.keys("fluxq:job:*")
+        status, _, answer = ask(one, IMAGES, body | {"seed": 5})
+        assert status == 200 and pixels_of(answer["data"][0]) == alone(5, 40)
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
         ("redis://:secret@127.0.0.1:1/0", "no Redis answers at 127.0.0.1:1"),
         ("http://127.0.0.1:1", "write redis://HOST:PORT/DB"),
         ("redis://127.0.0.1:x/0", "write redis://HOST:PORT/DB"),
+        ("redis://127.0.0.1:1/0?unknown=1", "write redis://HOST:PORT/DB"),
     ],
 )
 def test_a_queue_that_cannot_be_reached_ends_with_one_sentence(url: str, said: str, int8: Path) -> None:

@@ -177,10 +177,11 @@ class Dispatcher:
         if self.is_draining or self._loop is None:
             raise Unavailable("the server is ending" if self.is_draining else "the server is not ready")
 
-    def accept(self, order: Order, setting: Mapping[str, Any] | None, **clock: Any) -> Job:
-        """Take an image that was promised elsewhere. clock: of Entry."""
-        job = Job((self._drawn(order),), setting)
-        self.queue.accept(Entry(job.orders[0], owner=job, **clock))
+    def accept(self, entry: Entry, setting: Mapping[str, Any] | None) -> Job:
+        """Take an image that was promised elsewhere."""
+        entry.order = self._drawn(entry.order)
+        entry.owner = job = Job((entry.order,), setting)
+        self.queue.accept(entry)
         self._awake.set()
         return job
 
@@ -355,8 +356,7 @@ class Dispatcher:
     def _group(self, entry: Entry) -> list[Entry]:
         """Return an image and those whose denoiser calls are joined with its."""
         order = entry.order
-        joined = self.facts[order.model].joined if order.model in self.facts else None
-        if joined is None or joined < _NEAR or order.sources:
+        if not self._may_join(order):
             return [entry]
         like = [each for each in self.queue.in_turn() if each is not entry and _joins(order, each.order)]
         count = self.times.joined(order, 1 + len(like))
@@ -367,6 +367,17 @@ class Dispatcher:
                 room -= not each.has_begun
                 group.append(each)
         return group
+
+    def _may_join(self, order: Order) -> bool:
+        joined = self.facts[order.model].joined if order.model in self.facts else None
+        return joined is not None and joined >= _NEAR and not order.sources
+
+    def would_join(self) -> bool:
+        """Tell whether denoiser calls of all images here are joined, and one more would be if it is like them."""
+        waiting = self.queue.in_turn()
+        if not waiting or not self._may_join(waiting[0].order) or len(self._group(waiting[0])) < len(waiting):
+            return False
+        return self.times.joined(waiting[0].order, 1 + len(waiting)) > len(waiting)
 
     def _goes_on(self, running: Collection[Entry]) -> bool:
         """Tell whether these images run on together: the next one is among them, and no other would be."""

@@ -121,6 +121,11 @@ class Server:
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._served.is_ready
+
     def run(self, tell: Callable[[str], None] = lambda line: None) -> None:
         """Serve; return when a signal has ended it and all that was taken is finished.
 
@@ -252,7 +257,7 @@ def _adapters(folder: Path | None) -> dict[str, str]:
 def _require_queue(url: str) -> None:
     if find_spec("redis") is None:
         raise RuntimeError(f"--queue needs the package redis: {CURE_OF_REDIS}")
-    from fluxq.serve.redis_queue import require_redis
+    from fluxq.serve.redis_store import require_redis
 
     require_redis(url)
 
