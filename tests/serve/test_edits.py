@@ -76,7 +76,7 @@ def test_an_edited_image_is_the_one_of_diffusers_image_to_image(server: Any, int
         made = Image.open(io.BytesIO(base64.b64decode(row["b64_json"])))
         assert made.tobytes() == expected.tobytes() and row["steps_computed"] == 3
     status, text = edit(server, fields | {"stream": "true", "n": 1}, ("image[]", picture(kind="JPEG")))
-    assert [each["type"].rpartition(".")[2] for each in events(text)] == ["progress"] * 3 + ["completed"]
+    assert [each["type"] for each in events(text)] == ["image_edit.progress"] * 3 + ["image_edit.completed"]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_an_edited_image_is_the_one_of_diffusers_image_to_image(server: Any, int
         ({}, [("image", picture()), ("image[]", picture())], "begins with one image, and 2 came"),
         ({}, [("image", picture()), ("mask", picture())], "no file 'mask'"),
         ({"strength": 0}, [("image", picture())], "strength"),
+        ({"strength": 1e-9}, [("image", picture())], "strength: of 2 steps it leaves none"),
         ({"strength": "nan"}, [("image", picture())], "strength"),
         ({"strenght": 1}, [("image", picture())], "no field 'strenght'"),
         ({"lora": "style"}, [("image", picture())], "lora: write JSON"),

@@ -131,6 +131,9 @@ def test_a_stream_tells_of_each_step_and_a_kept_prompt_changes_no_byte(server: A
         ({"prompt": "a", "num_inference_steps": 401}, 400, "400 at most"),
         ({"prompt": "a", "num_inference_steps": 400, "size": "2048x2048"}, 400, "width × height × steps × n"),
         ({"prompt": "a", "n": 11}, 400, "10 at most"),
+        ({"prompt": "a", "max_sequence_length": 4000}, 400, "max_sequence_length"),
+        ({"prompt": "a", "size": "16384x16", "output_format": "webp"}, 400, "webp holds 16383 pixels a side"),
+        ({"prompt": "a", "size": "99984x16", "output_format": "jpeg"}, 400, "jpeg holds 65500 pixels a side"),
         ({"prompt": "a", "seed": -1}, 400, "seed"),
         ({"prompt": "a", "seed": "1"}, 400, "seed"),
         ({"prompt": "a", "response_format": "url"}, 400, "b64_json"),
@@ -342,6 +345,62 @@ def test_a_server_is_judged_against_another(int8: Path, plain_checkpoint: Any, t
         same, worse = (gated(server.address, each.address, tmp_path / each.address[-5:]) for each in (again, other))
         assert same["exit_code"] == 0 and same["identical"]
         assert worse["exit_code"] == 1 and worse["verdict"] == "worse"
+
+
+@pytest.mark.slow
+def test_an_adapter_that_does_not_fit_leaves_nothing_behind(int8: Path, plain_checkpoint: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    name = "transformer.transformer_blocks.0.attn.to_q.lora_{}.weight"
+    save_file({name.format("A"): torch.ones(2, 8), name.format("B"): torch.ones(8, 2)}, tmp_path / "bad.safetensors")
+    keys = tmp_path / "keys"
+    keys.write_text("key")
+    body = {"prompt": PROMPT, "seed": 1, "num_inference_steps": 2}
+    with running(int8, plain_checkpoint("int4"), lora=tmp_path, admin_key_file=keys) as server:
+        before = ask(server, IMAGES, body)[2]["data"][0]["b64_json"]
+        status, _, answer = ask(server, IMAGES, body | {"lora": {"name": "bad"}})
+        assert status == 400 and answer["error"]["param"] == "lora" and "does not fit" in answer["error"]["message"]
+        assert ask(server, IMAGES, body)[2]["data"][0]["b64_json"] == before
+        assert ask(server, "/admin/unload", {"name": "tiny-int8"}, "key")[0] == 200
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_damaged_meanwhile_is_no_fault_of_who_asks(
+    int8: Path, plain_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder, size = tmp_path / "tiny-bad", sum(file.stat().st_size for file in int8.rglob("*.safetensors"))
+    shutil.copytree(plain_checkpoint("int4"), folder)
+    with running(int8, folder, max_memory=int(1.5 * size)) as server:
+        assert ask(server, IMAGES, {"prompt": PROMPT, "model": "tiny-int8"})[0] == 200
+        until(lambda: [*server.dispatcher.memory] == ["tiny-int8"])
+        (weights,) = folder.glob("transformer/*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        status, headers, answer = ask(server, IMAGES, {"prompt": PROMPT, "model": "tiny-bad"})
+        assert status == 503 and headers["Retry-After"] and str(tmp_path) not in json.dumps(answer)
+        assert ask(server, IMAGES, {"prompt": PROMPT, "model": "tiny-int8"})[0] == 200
+
+
+def test_the_default_size_is_held_to_the_limit_of_pixels(int8: Path) -> None:
+    with running(int8, max_pixels=64) as server:
+        status, _, answer = ask(server, IMAGES, {"prompt": PROMPT})
+        assert status == 400 and "256 pixels, 64 at most" in answer["error"]["message"]
+
+
+def test_prompts_that_print_alike_are_kept_apart() -> None:
+    from types import SimpleNamespace
+
+    from fluxq.serve.worker import _Encodings
+
+    class Pipe:
+        def encode_prompt(self, prompt: object) -> list[object]:
+            return [prompt]
+
+    pipe, encodings, order = Pipe(), _Encodings(), SimpleNamespace(lora=None)
+    found = []
+    for prompt in (None, "None", ["a"], "['a']"):
+        with encodings.in_place_of(pipe, order) as looking:  # pyright: ignore[reportArgumentType]
+            found.append((pipe.encode_prompt(prompt), looking.was_hit))
+    assert found == [([None], False), (["None"], False), ([["a"]], False), (["['a']"], False)]
 
 
 @pytest.mark.slow

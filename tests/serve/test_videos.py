@@ -63,6 +63,19 @@ def test_a_video_is_made_as_a_job_and_its_frames_are_the_pipelines(server: Any, 
     assert ask(server, place, method="DELETE")[2]["deleted"] and ask(server, place)[0] == 404
 
 
+def test_frames_that_no_file_holds_fail_the_video_and_their_pixels_are_let_go(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise ValueError("too large")
+
+    monkeypatch.setattr("fluxq.serve.videos.file_of", fails)
+    _, _, asked = ask(server, "/v1/videos", {"prompt": "a cat"})
+    until(lambda: ask(server, f"/v1/videos/{asked['id']}")[2]["status"] == "failed")
+    (video,) = [each for name, each in server._served.videos._videos.items() if name == asked["id"]]
+    assert not video.job.made
+
+
 def ask_file(server: Any, path: str) -> Image.Image:
     from urllib.request import urlopen
 
