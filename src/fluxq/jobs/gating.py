@@ -170,7 +170,7 @@ class _Look:
 
     @cached_property
     def identical(self) -> bool:
-        """Whether images and latents, where both have them, are the same bits."""
+        """True where images and latents, if both have them, are the same bits."""
         a, b = self.a, self.b
         same = all(torch.equal(x, y) for x, y in zip(a.images, b.images, strict=True))
         if same and a.latents is not None and b.latents is not None:
