@@ -46,7 +46,7 @@ RESULT, PAGE = ROOT / "benchmarks" / "serve.json", ROOT / "docs" / "serving.md"
 BEGIN, END = "<!-- serve: begin -->\n", "<!-- serve: end -->"
 CLIENTS, LEAVING, ADAPTED = 64, 0.1, 0.125
 SIZES, STEPS = (16, 24, 32), (4, 8, 12)
-OVERLOAD = 2.0  # times what can be made, in the third quarter; in the others .6
+OVERLOAD, CALM = 2.0, 0.6  # times what can be made: in the third quarter, in the others
 WAIT = 3.0  # seconds of --max-wait
 PARTS = ("load", "nonsense", "plain", "joined", "shadows")
 COMPARED, PAIRS, BODIES, JOINED_TURNS = 24, 15, 10_000, 10
@@ -138,6 +138,7 @@ def drawn(rng: random.Random, index: int, adapted: float = ADAPTED) -> dict[str,
 async def load(port: int, seconds: float, per_second: float, halfway: Any) -> list[dict[str, Any]]:
     """Let the clients ask for so long; return a row of each request. halfway: called in the middle."""
     rows: list[dict[str, Any]] = []
+    clients = [random.Random(number) for number in range(CLIENTS)]
     start = time.monotonic()
 
     async def one(index: int, rng: random.Random) -> None:
@@ -148,20 +149,19 @@ async def load(port: int, seconds: float, per_second: float, halfway: Any) -> li
         row = {"body": body, "came": came - start, "seconds": time.monotonic() - came, "leaving": leave > 0}
         rows.append(row | {"status": answer and answer[0], "answer": answer and answer[1]})
 
-    async def client(number: int) -> None:
-        rng = random.Random(number)
-        asked: list[asyncio.Task[None]] = []
+    async def arrivals() -> None:  # of all clients: a sum of Poisson processes is one
+        rng, asked = random.Random(5), list[asyncio.Task[None]]()
         while (now := time.monotonic() - start) < seconds:
-            rate = per_second * (OVERLOAD if 0.5 <= now / seconds < 0.75 else 0.6) / CLIENTS
+            rate = per_second * (OVERLOAD if 0.5 <= now / seconds < 0.75 else CALM)
             await asyncio.sleep(rng.expovariate(rate))
-            asked.append(asyncio.create_task(one(number + CLIENTS * len(asked), rng)))
+            asked.append(asyncio.create_task(one(len(asked), clients[rng.randrange(CLIENTS)])))
         await asyncio.gather(*asked)
 
     async def middle() -> None:
         await asyncio.sleep(seconds / 2)
         halfway()
 
-    await asyncio.gather(middle(), *map(client, range(CLIENTS)))
+    await asyncio.gather(middle(), arrivals())
     return rows
 
 
