@@ -70,6 +70,8 @@ class RealRedis:
 def real_redis(folder: Path, *options: Any) -> Iterator[RealRedis]:
     """Yield a Redis while the generator lives: the body of a fixture."""
     one = RealRedis(folder, *options)
-    yield one
-    one.client.close()
-    one.stop()
+    try:
+        yield one
+    finally:  # of a test that fails too
+        one.client.close()
+        one.stop()

@@ -269,7 +269,15 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
     monkeypatch.setattr(redis_queue, "LEASE", 600.0)  # what is given back waits for none
 
     async def test() -> None:
-        async with servers(store, 1) as (one,):
+        async with asyncio.timeout(TIMEOUT), servers(store, 1) as (one,):
+            do = one._store.do
+
+            async def slow(script: str, *arguments: Any) -> Any:
+                answer = await do(script, *arguments)
+                await asyncio.sleep(0.1 if script == "give_back" else 0)
+                return answer
+
+            monkeypatch.setattr(one._store, "do", slow)
             hands(one).error = WorkerDied("the worker ended")
             job = await one.submit(orders(one))
             with pytest.raises(Unavailable, match="3 servers ended"):
@@ -292,9 +300,13 @@ def test_servers_that_join_take_as_many_as_they_join_each_its_share(store: RealR
         async with servers(store, 2, joins=True) as two:
             for each in two:
                 hands(each).goes.clear()
+            two[1].dispatcher.is_ready = False
             jobs = [await two[0].submit(orders(two[0], seeds=(seed,))) for seed in range(10)]
-            await until(lambda: sum(len(each._held) for each in two) == 10)
-            assert [len(each._held) for each in two] == [5, 5]
+            await until(lambda: len(two[0]._held) == 5)
+            await asyncio.sleep(0.2)
+            assert len(two[0]._held) == 5
+            two[1].dispatcher.is_ready = True
+            await until(lambda: len(two[1]._held) == 5)
             jobs += [await two[0].submit(orders(two[0], 4, width=16)) for _ in range(4)]
             await until(lambda: sum(len(each._held) for each in two) == 12)
             await asyncio.sleep(0.2)
