@@ -102,7 +102,7 @@ class RedisQueue:
 
     @property
     def is_connected(self) -> bool:
-        """Whether Redis answered last."""
+        """True while Redis answers."""
         return self._connected.is_set()
 
     async def start(self) -> None:
@@ -168,7 +168,8 @@ class RedisQueue:
 
     def leave(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
-        assert isinstance(job, SharedJob)
+        if not isinstance(job, SharedJob):
+            raise TypeError("a request of another queue")
         self._watched.discard(job)
         job.news_of_it.put_nowait({"kind": "left"})
         if not job.outlives:

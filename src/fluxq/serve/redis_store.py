@@ -1,4 +1,4 @@
-"""What the servers of one queue keep in Redis: names, values, and the scripts that change several of them at once.
+"""Contents of Redis that servers of one queue share: names, values, and scripts that change several of them at once.
 
     jobs      stream of images; the group's pending list says whose each is, since when, and how often it was taken
     order     entry -> key of the queue: the least runs next, on whichever server
@@ -230,7 +230,7 @@ class Value(BaseModel):
 
 
 class Asked(Value):
-    """What is known of a request besides its prompt. call: the pipeline's arguments. fps: of a video."""
+    """Facts of a request besides its prompt. call: the pipeline's arguments. fps: of a video."""
 
     model: _Text
     digest: _Text
@@ -246,7 +246,7 @@ class Asked(Value):
 
 
 class Secret(Value):
-    """What is deleted when a request is finished."""
+    """Parts of a request that are deleted when it is finished."""
 
     prompt: str = Field(min_length=1, max_length=api.LONGEST)
     negative_prompt: str | None = Field(max_length=api.LONGEST)
@@ -254,7 +254,7 @@ class Secret(Value):
 
 
 class Row(Value):
-    """What every server may know of an image that is not finished; seconds as those of Entry, of Redis's clock."""
+    """Facts that every server may know of an image that is not finished; seconds as of Entry, of Redis's clock."""
 
     job: _Text
     image: _Count
@@ -267,7 +267,7 @@ class Row(Value):
 
 
 class Progress(Value):
-    """What an image has come to. left: predicted seconds until it is finished."""
+    """State of an image that is being made. left: predicted seconds until it is finished."""
 
     steps: _Count
     computed: _Seconds
@@ -275,7 +275,7 @@ class Progress(Value):
 
 
 class Finished(Value):
-    """How an image was made; its pixels are in a file of its own."""
+    """Facts of a finished image; its pixels are in a file of their own."""
 
     width: _Side
     height: _Side
@@ -287,7 +287,7 @@ class Finished(Value):
 
 
 class Failure(Value):
-    """Why an image could not be made."""
+    """Error of an image that could not be made."""
 
     kind: Literal["refused", "unavailable", "failed"]
     message: str = Field(max_length=2000)

@@ -123,7 +123,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         return self._served.is_ready
 
     def run(self, tell: Callable[[str], None] = lambda line: None) -> None:
