@@ -102,7 +102,7 @@ class RedisQueue:
 
     @property
     def is_connected(self) -> bool:
-        """True where Redis answered last."""
+        """True while Redis answers."""
         return self._connected.is_set()
 
     async def start(self) -> None:
@@ -169,7 +169,7 @@ class RedisQueue:
     def leave(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
         if not isinstance(job, SharedJob):
-            raise TypeError("a job of another queue")
+            raise TypeError("a request of another queue")
         self._watched.discard(job)
         job.news_of_it.put_nowait({"kind": "left"})
         if not job.outlives:

@@ -1,4 +1,4 @@
-"""Keys of the servers of one queue in Redis: names, values, and the scripts that change several of them at once.
+"""Contents of Redis that servers of one queue share: names, values, and scripts that change several of them at once.
 
     jobs      stream of images; the group's pending list says whose each is, since when, and how often it was taken
     order     entry -> key of the queue: the least runs next, on whichever server
@@ -246,7 +246,7 @@ class Asked(Value):
 
 
 class Secret(Value):
-    """Texts and images of a request, deleted when it is finished."""
+    """Parts of a request that are deleted when it is finished."""
 
     prompt: str = Field(min_length=1, max_length=api.LONGEST)
     negative_prompt: str | None = Field(max_length=api.LONGEST)
@@ -254,7 +254,7 @@ class Secret(Value):
 
 
 class Row(Value):
-    """Facts of an image that is not finished, for every server; seconds as those of Entry, of Redis's clock."""
+    """Facts that every server may know of an image that is not finished; seconds as of Entry, of Redis's clock."""
 
     job: _Text
     image: _Count
@@ -267,7 +267,7 @@ class Row(Value):
 
 
 class Progress(Value):
-    """State that an image has come to. left: predicted seconds until it is finished."""
+    """State of an image that is being made. left: predicted seconds until it is finished."""
 
     steps: _Count
     computed: _Seconds
@@ -275,7 +275,7 @@ class Progress(Value):
 
 
 class Finished(Value):
-    """Facts of a finished image; its pixels are in a file of its own."""
+    """Facts of a finished image; its pixels are in a file of their own."""
 
     width: _Side
     height: _Side
@@ -287,7 +287,7 @@ class Finished(Value):
 
 
 class Failure(Value):
-    """Reason for which an image could not be made."""
+    """Error of an image that could not be made."""
 
     kind: Literal["refused", "unavailable", "failed"]
     message: str = Field(max_length=2000)
