@@ -110,6 +110,10 @@ _PORT = click.IntRange(0, 65535)
 @click.option("--join", is_flag=True, help="Join denoiser calls of images of one size where that is measured to pay.")
 @click.option("--allow-unrecorded", is_flag=True, help="Serve checkpoints that record no hashes.")
 @click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
+@click.option(
+    "--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where images are made."
+)
+@click.option("--replicas", metavar="N|MIN-MAX", help="With --engine ray: actors; by default one per GPU.")
 @common_options
 def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
     """Answer OpenAI's images API with CHECKPOINTs, at http://ADDRESS:PORT/v1.
@@ -124,10 +128,10 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
       fluxq serve tiny-nvfp4 tiny-int8 --host 0.0.0.0 --api-key-file keys.txt
     """
     with session_of(arguments) as session:
-        from fluxq.serve.server import ServeOptions, Server
+        from fluxq.serve.server import ServeOptions, server_of
 
-        server = Server(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
-        session.say(f"checkpoints {', '.join(server.dispatcher.names)}; loading, then at {server.address}/v1")
+        server = server_of(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
+        session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
         server.run(session.say)
 
 

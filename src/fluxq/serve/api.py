@@ -185,12 +185,17 @@ def orders_of(
     if pixel_steps > limits.pixel_steps:
         product = "width × height × steps × n" if frames == 1 else "width × height × frames × steps"
         raise Refused(f"{product} is {pixel_steps:g}, {limits.pixel_steps:g} at most", "size")
-    seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
+    seed = random_seed() if request.seed is None else request.seed
     if seed + count - 1 > MAX_SEED:
         raise Refused(f"seed: the last of {count} images would have a seed above {MAX_SEED}", "seed")
     lora = _lora_of(request.lora, adapters)
     text = request.prompt
     return [Order(number(), facts.name, text, seed + index, call, lora, sources, frames) for index in range(count)]
+
+
+def random_seed() -> int:
+    """Return a seed for a request that says none."""
+    return secrets.randbelow(_RANDOM_SEEDS)
 
 
 def with_setting(request: ImageRequest, setting: Setting) -> ImageRequest | None:
