@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fluxq.base.extras import CURE_OF_RAY
 from fluxq.commands.options import (
     DTYPES,
     FOLDER,
@@ -128,9 +129,10 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
       fluxq serve tiny-nvfp4 tiny-int8 --host 0.0.0.0 --api-key-file keys.txt
     """
     with session_of(arguments) as session:
-        from fluxq.serve.server import ServeOptions, server_of
+        from fluxq.serve.server import ServeOptions, Server
 
-        server = server_of(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
+        kind = _ray_server() if arguments["engine"] == "ray" else Server
+        server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
         session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
         server.run(session.say)
 
@@ -163,6 +165,14 @@ def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
         session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
         session.start_work()
         page.run()
+
+
+def _ray_server() -> Any:
+    try:
+        from fluxq.serve.ray_engine import RayServer
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"--engine ray needs ray[serve], of which {error.name} is absent: {CURE_OF_RAY}") from None
+    return RayServer
 
 
 def _plain(value: Any) -> Any:

@@ -162,7 +162,7 @@ def _placed(bounds: tuple[int, int] | None, device: str, is_ours: bool) -> tuple
         return bounds or (1, 1), "cpu"
     low, high = bounds or (max(1, gpus), max(1, gpus))
     if is_ours and high > gpus:
-        raise ValueError(f"{high} replicas need a GPU each, and this machine has {gpus}: give fewer --replicas")
+        raise ValueError(f"replicas have a GPU each, and Ray finds {gpus} for {high}: give fewer, or --device cpu")
     return (low, high), "cuda"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from fluxq.base.extras import CURE, CURE_OF_RAY, CURE_OF_REDIS
+from fluxq.base.extras import CURE, CURE_OF_REDIS
 from fluxq.base.files import read_json
 from fluxq.serve.api import Limits
 from fluxq.serve.app import Served, application
@@ -170,19 +170,6 @@ class Server:
         if self.shared is not None:
             await self.shared.stop()
         await self.dispatcher.stop()
-
-
-def server_of(options: ServeOptions) -> Server:
-    """Return the server of an engine; RuntimeError where a package that it needs is absent."""
-    if options.engine != "ray":
-        return Server(options)
-    try:
-        from fluxq.serve.ray_engine import RayServer
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"--engine ray needs the package ray[serve] ({error.name} is absent): {CURE_OF_RAY}"
-        ) from None
-    return RayServer(options)
 
 
 class Uvicorn(uvicorn.Server):
