@@ -13,6 +13,7 @@ CURE = 'pip install "fluxq[all]"'
 CURE_OF_SERVE = 'pip install "fluxq[serve]"'
 CURE_OF_DEMO = 'pip install "fluxq[demo]"'
 CURE_OF_REDIS = 'pip install "fluxq[serve,redis]"'
+CURE_OF_RAY = 'pip install "fluxq[ray]"'
 
 
 def require_for(command: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fluxq.base.extras import CURE_OF_RAY
 from fluxq.commands.options import (
     DTYPES,
     FOLDER,
@@ -110,6 +111,10 @@ _PORT = click.IntRange(0, 65535)
 @click.option("--join", is_flag=True, help="Join denoiser calls of images of one size where that is measured to pay.")
 @click.option("--allow-unrecorded", is_flag=True, help="Serve checkpoints that record no hashes.")
 @click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
+@click.option(
+    "--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where images are made."
+)
+@click.option("--replicas", metavar="N|MIN-MAX", help="With --engine ray: actors; by default one per GPU.")
 @common_options
 def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
     """Answer OpenAI's images API with CHECKPOINTs, at http://ADDRESS:PORT/v1.
@@ -126,8 +131,9 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
     with session_of(arguments) as session:
         from fluxq.serve.server import ServeOptions, Server
 
-        server = Server(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
-        session.say(f"checkpoints {', '.join(server.dispatcher.names)}; loading, then at {server.address}/v1")
+        kind = _ray_server() if arguments["engine"] == "ray" else Server
+        server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
+        session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
         server.run(session.say)
 
 
@@ -159,6 +165,14 @@ def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
         session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
         session.start_work()
         page.run()
+
+
+def _ray_server() -> Any:
+    try:
+        from fluxq.serve.ray_engine import RayServer
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"--engine ray needs ray[serve], of which {error.name} is absent: {CURE_OF_RAY}") from None
+    return RayServer
 
 
 def _plain(value: Any) -> Any:

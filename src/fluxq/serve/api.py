@@ -186,7 +186,7 @@ def orders_of(
     if pixel_steps > limits.pixel_steps:
         product = "width × height × steps × n" if frames == 1 else "width × height × frames × steps"
         raise Refused(f"{product} is {pixel_steps:g}, {limits.pixel_steps:g} at most", "size")
-    seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
+    seed = random_seed() if request.seed is None else request.seed
     if seed + count - 1 > MAX_SEED:
         raise Refused(f"seed: the last of {count} images would have a seed above {MAX_SEED}", "seed")
     lora = _lora_of(request.lora, adapters)
@@ -195,6 +195,11 @@ def orders_of(
     if orders[0].steps < 1:
         raise Refused(f"strength: of {steps} steps it leaves none", "strength")
     return orders
+
+
+def random_seed() -> int:
+    """Return a seed for a request that says none."""
+    return secrets.randbelow(_RANDOM_SEEDS)
 
 
 def with_setting(request: ImageRequest, setting: Setting) -> ImageRequest | None:

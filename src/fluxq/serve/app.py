@@ -195,7 +195,7 @@ def _model_row(served: Served, name: str) -> dict[str, Any]:
 
 async def _unless_gone(served: Served, job: Job, request: Request) -> Any:
     """Return the images of a job; None where the client left first, and nobody waits for them."""
-    images, gone = asyncio.ensure_future(job.images()), asyncio.ensure_future(_left(request))
+    images, gone = asyncio.ensure_future(job.images()), asyncio.ensure_future(left(request))
     try:
         await asyncio.wait({images, gone}, return_when=asyncio.FIRST_COMPLETED)
         return images.result() if images.done() else None
@@ -229,7 +229,8 @@ def _digest(*parts: str | bytes) -> str:
     return whole.hexdigest()
 
 
-async def _left(request: Request) -> None:
+async def left(request: Request) -> None:
+    """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

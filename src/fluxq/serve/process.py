@@ -114,7 +114,7 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
         worker = Worker(settings)
         connection.send((True, os.getpid()))
     except Exception as error:
-        connection.send((False, _portable(error)))
+        connection.send((False, portable(error)))
         return
     while True:
         try:
@@ -127,7 +127,7 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
         try:
             answer = True, getattr(worker, method)(*arguments, *more)
         except Exception as error:
-            answer = False, _portable(error)
+            answer = False, portable(error)
         try:
             connection.send(answer)
         except OSError:  # the front is gone
@@ -136,13 +136,13 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
 
 def _telling(connection: Connection) -> Callable[[Quantum], None]:
     def tell(quantum: Quantum) -> None:
-        error = quantum.error and _portable(quantum.error)
+        error = quantum.error and portable(quantum.error)
         connection.send((True, replace(quantum, error=error)))
 
     return tell
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Return an exception that another process can read."""
     try:
         pickle.loads(pickle.dumps(error))

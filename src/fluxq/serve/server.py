@@ -24,8 +24,8 @@ from fluxq.base.extras import CURE, CURE_OF_REDIS
 from fluxq.base.files import read_json
 from fluxq.serve.api import Limits
 from fluxq.serve.app import Served, application
-from fluxq.serve.dispatcher import Dispatcher, Here
-from fluxq.serve.elastic import read_settings
+from fluxq.serve.dispatcher import Dispatcher, Hands, Here
+from fluxq.serve.elastic import Setting, read_settings
 from fluxq.serve.guard import Guard, read_keys
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.process import Apart
@@ -64,6 +64,8 @@ class ServeOptions:
     join: bool = False
     allow_unrecorded: bool = False
     in_process: bool = False
+    engine: str = "local"
+    replicas: str | None = None
 
 
 class Server:
@@ -71,49 +73,49 @@ class Server:
 
     def __init__(self, options: ServeOptions) -> None:
         """Raise ValueError, FileNotFoundError or OSError for what cannot work."""
-        self.options = options
-        names = names_of(options.outputs)
-        adapters = _adapters(options.lora)
-        keys = _keys(options)
-        admin_keys = () if options.admin_key_file is None else read_keys(options.admin_key_file)
-        if options.root is not None and not options.root.is_dir():
-            raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
+        if options.replicas is not None:
+            raise ValueError("--replicas are those of --engine ray: give that too, or leave it out")
         if options.queue:
             _require_queue(options.queue)
-        self._socket = bound(options.host, options.port)
-        settings_below = () if options.elastic is None else read_settings(options.elastic, names)
-        originals = _originals(names, options)
-        settings = Settings(
-            folders=names,
-            device=options.device,
-            dtype=options.dtype,
-            memory=options.max_memory,
-            adapters=adapters,
-            originals={_original_name(folder): folder for folder in originals.values()},
-            unrecorded=options.allow_unrecorded,
-            joins=options.join,
-        )
+        self._check(options)
+        settings, limits = self.checked.settings, limits_of(options)
         hands = (Here if options.in_process else Apart)(settings)
-        bounds = {"longest": options.max_queue, "patience": options.max_wait}
-        self.dispatcher = Dispatcher(hands, [*names], Metrics(), Shadows(options.shadow), joins=options.join, **bounds)
-        self.dispatcher.originals = {name: _original_name(folder) for name, folder in originals.items()}
-        limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
+        self.dispatcher = dispatcher_of(options, self.checked, hands)
         self.shared: Any = None
         if options.queue:
             from fluxq.serve.redis_queue import RedisQueue
 
-            self.shared = RedisQueue(options.queue, self.dispatcher, limits, adapters)
-        self._served = Served(self.dispatcher, limits, adapters, options.root, settings_below, self.shared)
+            self.shared = RedisQueue(options.queue, self.dispatcher, limits, settings.adapters)
+        bounds = limits, settings.adapters, options.root, self.checked.elastic
+        self._served = Served(self.dispatcher, *bounds, self.shared)
         app = application(self._served)
         app.router.lifespan_context = self._lifespan
         self._spans = provider_here()
         self.dispatcher.tracer = self._spans and self._spans.get_tracer("fluxq")
-        traced = app if self._spans is None else Traced(app, self.dispatcher.tracer)
-        guarded = Guard(traced, keys, admin_keys, limits.body, self.dispatcher.metrics.answered)
-        config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
-        self._uvicorn = Uvicorn(config)
+        self._put(app if self._spans is None else Traced(app, self.dispatcher.tracer), self.dispatcher.metrics)
+
+    def _check(self, options: ServeOptions) -> None:
+        """Find what cannot work, and take the port."""
+        self.options, self.checked = options, checked(options)
+        self._keys = _keys(options)
+        self._admin_keys = () if options.admin_key_file is None else read_keys(options.admin_key_file)
+        if options.root is not None and not options.root.is_dir():
+            raise FileNotFoundError(f"--root {options.root} is no folder; give one that holds checkpoints")
         self._error: BaseException | None = None
         self._told: Callable[[str], None] = lambda line: None
+        self._spans: Any = None
+        self._socket = bound(options.host, options.port)
+
+    def _put(self, app: Any, metrics: Metrics) -> None:
+        """Put an application behind the guard and the port."""
+        guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
+        config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
+        self._uvicorn = Uvicorn(config)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the checkpoints, as they were given."""
+        return [*self.checked.settings.folders]
 
     @property
     def address(self) -> str:
@@ -153,21 +155,29 @@ class Server:
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            if self.shared is None:
-                self._served.videos.end()
-            else:
-                await self.shared.stop()
-            await self.dispatcher.stop()
+            await self._finish()
 
     async def _start(self) -> None:
         try:
-            await self.dispatcher.start()
-            if self.shared is not None:
-                await self.shared.start()
+            await self._begin()
             self._told(f"ready: {self.address}/v1")
         except Exception as error:
             self._error = error
             self.end()
+
+    async def _begin(self) -> None:
+        """Load what is served; raise for what is refused."""
+        await self.dispatcher.start()
+        if self.shared is not None:
+            await self.shared.start()
+
+    async def _finish(self) -> None:
+        """Finish what was taken, but for videos, which nobody could fetch any more from here."""
+        if self.shared is None:
+            self._served.videos.end()
+        else:
+            await self.shared.stop()
+        await self.dispatcher.stop()
 
 
 class Uvicorn(uvicorn.Server):
@@ -185,6 +195,50 @@ class Uvicorn(uvicorn.Server):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Options that were looked at: plain values, which go to another process.
+
+    originals: checkpoint -> name of its 16-bit pipeline. elastic: settings to walk down.
+    """
+
+    settings: Settings
+    originals: Mapping[str, str]
+    elastic: Sequence[Setting]
+
+
+def checked(options: ServeOptions) -> Checked:
+    """Look at checkpoints, adapters and settings; ValueError or FileNotFoundError for what cannot work."""
+    names = names_of(options.outputs)
+    originals = _originals(names, options)
+    settings = Settings(
+        folders=names,
+        device=options.device,
+        dtype=options.dtype,
+        memory=options.max_memory,
+        adapters=_adapters(options.lora),
+        originals={_original_name(folder): folder for folder in originals.values()},
+        unrecorded=options.allow_unrecorded,
+        joins=options.join,
+    )
+    elastic = () if options.elastic is None else read_settings(options.elastic, names)
+    return Checked(settings, {name: _original_name(folder) for name, folder in originals.items()}, elastic)
+
+
+def dispatcher_of(options: ServeOptions, checked: Checked, hands: Hands) -> Dispatcher:
+    """Return a dispatcher over a worker, which is not started yet."""
+    bounds = {"longest": options.max_queue, "patience": options.max_wait}
+    names, shadows = [*checked.settings.folders], Shadows(options.shadow)
+    dispatcher = Dispatcher(hands, names, Metrics(), shadows, joins=options.join, **bounds)
+    dispatcher.originals = {**checked.originals}
+    return dispatcher
+
+
+def limits_of(options: ServeOptions) -> Limits:
+    """Return the bounds of a request."""
+    return Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
 
 
 def names_of(outputs: Sequence[str]) -> dict[str, str]:
