@@ -408,7 +408,7 @@ def test_clients_written_for_others_work_unchanged(int8: Path) -> None:
     import openai
 
     with running(int8) as server:
-        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+        client: Any = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["tiny-int8"]
         steps = {"seed": 1, "num_inference_steps": 2}
         answer = client.images.generate(model="tiny-int8", prompt=PROMPT, n=2, size="16x16", extra_body=steps)
