@@ -140,6 +140,7 @@ def test_an_image_is_let_go_when_its_client_leaves(cluster: Cluster) -> None:
 def test_a_replica_that_is_killed_loses_no_accepted_request_and_a_signal_none(cluster: Cluster, alone: Any) -> None:
     asked: list[dict[str, Any]] = [{"seed": 10 * index} for index in range(8)]
     asked += [{"seed": 200, "n": 3, "stream": True}, {"seed": 300, "n": 3, "stream": True}, {}, {}]
+    time.sleep(1.5)  # the front looks at the replicas: it believes in an image whose client has left until then
     with ThreadPoolExecutor(len(asked)) as pool:
         waiting = [pool.submit(cluster.make, num_inference_steps=12, **body) for body in asked]
         until(lambda: sum(cluster.figures("fluxq_queue_images")) + sum(each.done() for each in waiting) >= 12)
