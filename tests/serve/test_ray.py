@@ -211,7 +211,7 @@ def answered(status: int, content: bytes = b"{}", retry: int | None = None, kind
 
 
 def told(handle: FakeHandle, waits: dict[str, float], path: str = IMAGES, **options: Any) -> tuple[int, dict, bytes]:
-    """What a client of a front with these replicas is told: status, headers, content."""
+    """Return the answer of a front with these replicas: status, headers, content."""
     front, sent = Front(handle, **options), list[Any]()
     front.free = {name: time.monotonic() + wait for name, wait in waits.items()}
     bodies = [{"type": "http.request", "body": b"{}"}]

@@ -167,7 +167,7 @@ class Front:
 
 @dataclass
 class Answer:
-    """What an application sent for a request."""
+    """Messages that an application sent for a request."""
 
     messages: list[Message] = field(default_factory=list)
 
@@ -190,7 +190,7 @@ class Answer:
 
 
 class _Told:
-    """What a client has been told of its request. Of a stream that is repeated, it gets each image once."""
+    """Messages that a client was sent for its request. Of a stream that is repeated, it gets each image once."""
 
     def __init__(self, send: Send) -> None:
         self._send, self._has_begun = send, False

@@ -48,7 +48,7 @@ class State:
 
 
 class _Placed(Served):
-    """What an application serves, which says when it has taken a request, and draws no seeds."""
+    """Contents of an application, which tells when it has taken a request, and draws no seeds."""
 
     async def submit(self, body: ImageRequest, request: Request, sources: tuple[Source, ...] = ()) -> Job:
         if body.seed is None:
