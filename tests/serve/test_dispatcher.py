@@ -14,7 +14,6 @@ from fluxq.serve.dispatcher import Dispatcher, Unavailable
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, WorkerDied
 from fluxq.serve.shadow import Shadows
-from fluxq.serve.times import JOINED
 
 CALL = {"width": 16, "height": 16, "num_inference_steps": 3}
 
@@ -25,7 +24,7 @@ class Hands:
     def __init__(self, room: int = 9, loads: float = 0.0) -> None:
         self.room, self.loads, self.memory = room, loads, list[str]()
         self.dead = self.starts_no_more = self.is_paused = False
-        self.dropped = list[int]()
+        self.known: dict[str, tuple[str | None, str]] = {}
         self._steps: dict[int, int] = {}
 
     async def start(self) -> None:
@@ -43,8 +42,8 @@ class Hands:
             return Facts(str(name), "digest", frozenset(), CALL, 8, 1)
         if method == "unload" and name in self.memory:
             self.memory.remove(str(name))
-        if method == "drop":
-            self.dropped.append(arguments[0])
+        if method == "know":
+            self.known[str(name)] = arguments[1:]
         return dict.fromkeys(self.memory, 1)
 
     async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
@@ -63,6 +62,9 @@ class Hands:
 
     def pause(self) -> None:
         self.is_paused = True
+
+    def kill(self) -> None:
+        self.dead = True
 
     async def stop(self) -> None: ...
 
@@ -105,7 +107,9 @@ def test_seconds_to_load_are_those_of_the_turn_that_loaded(trial) -> None:
     assert trial(Hands(room=1, loads=7.0), play, "A", "B") == 7.0
 
 
-def test_as_many_images_begin_as_are_joined(trial) -> None:
+def test_as_many_images_begin_as_are_joined(trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fluxq.serve.dispatcher.JOINED", 7)
+
     async def play(dispatcher: Dispatcher, make: Any) -> int:
         return dispatcher.queue.begun
 
@@ -113,7 +117,7 @@ def test_as_many_images_begin_as_are_joined(trial) -> None:
         async def ask(self, method: str, *arguments: Any) -> Any:
             return 99.0 if method == "prove_joined" else await super().ask(method, *arguments)
 
-    assert trial(Proving(), play, joins=True) == JOINED > trial(Hands(), play)
+    assert trial(Proving(), play, joins=True) == 7 > trial(Hands(), play)
 
 
 def test_a_worker_that_ended_before_an_image_came_costs_it_nothing(trial) -> None:
@@ -171,6 +175,29 @@ def test_a_name_is_taken_once_and_nothing_of_a_model_outlives_it(trial) -> None:
         tables = (dispatcher.facts, dispatcher.originals, dispatcher.memory, dispatcher._loads)
         assert not any("X" in table for table in tables)
         assert all(kind[0] == "A" for kind, _ in dispatcher.times._measured)
+
+    trial(Hands(), play)
+
+
+def test_a_new_worker_knows_what_was_added_and_by_which_digest_models_were_loaded(trial) -> None:
+    hands = Hands()
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        await dispatcher.add("X", "/x")
+        hands.dead = True
+        await make("X")
+
+    trial(hands, play)
+    assert hands.known == {"A": (None, "digest"), "X": ("/x", "digest")}
+
+
+def test_at_a_second_signal_nothing_is_finished(trial) -> None:
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        images = make()
+        await asyncio.sleep(0)
+        dispatcher.give_up()
+        with pytest.raises(Unavailable, match="at once"):
+            await images
 
     trial(Hands(), play)
 

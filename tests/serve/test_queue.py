@@ -147,14 +147,14 @@ def test_times_are_medians_of_their_size_and_lie_between_those_of_others(order) 
 
 def test_calls_are_joined_where_that_pays_and_tried_once(order) -> None:
     times, small, large = Times(), order(4), order(4, size=64)
-    assert times.joined(small, 1) == 1 and times.joined(small, 12) == 8
+    assert times.joined(small, 1) == 1 and times.joined(small, 12) == 4
     for each in (small, large):
         measured(times, each, 0.5, 0.1, 0.2)
-    for count, step in ((8, 0.79), (7, 0.69), (4, 0.2)):
+    for count, step in ((4, 0.39), (3, 0.2)):
         times.add(small, beside(quantum(2, step), count))
-    for count in range(2, 9):
+    for count in range(2, 5):
         times.add(large, beside(quantum(2, 0.1 * count), count))
-    assert [times.joined(small, count) for count in (8, 6, 4, 1)] == [6, 6, 4, 1]
+    assert [times.joined(small, count) for count in (8, 4, 3, 2, 1)] == [3, 3, 3, 2, 1]
     assert times.joined(large, 8) == 1 and times.step(large) == 0.1
     times.add(large, beside(quantum(1, 9.0), 2))
     times.add(large, beside(quantum(2, 9.0), 1))  # called alone, and waited for the others

@@ -47,6 +47,8 @@ class Counting:
     def pause(self) -> None:
         self.is_pausing = True
 
+    def kill(self) -> None: ...
+
     async def ask(self, method: str, *arguments: Any) -> Any:
         if method == "drop":
             self.steps.pop(arguments[0], None)

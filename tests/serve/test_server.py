@@ -386,6 +386,68 @@ def test_the_default_size_is_held_to_the_limit_of_pixels(int8: Path) -> None:
         assert status == 400 and "256 pixels, 64 at most" in answer["error"]["message"]
 
 
+def test_heads_and_bodies_are_bounded_before_anybody_is_known(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, port = server.address.removeprefix("http://").split(":")
+
+    def said(text: bytes) -> bytes:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(text)
+            return connection.recv(4096)
+
+    assert b" 400 " in said(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 200_000)
+    assert b" 413 " in said(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n123456789")
+    long = {"prompt": "a", "user": "b" * (600 << 10)}
+    status, _, answer = ask(server, IMAGES, long, "first-key")
+    assert status == 413 and "524288" in answer["error"]["message"]
+    assert ask(server, f"{IMAGES}/", {"prompt": "a"}, "first-key")[0] == 404
+    monkeypatch.setattr("fluxq.serve.server._SILENT", 0.5)
+    assert said(b"GET /hea") == b""
+
+
+@pytest.mark.slow
+def test_files_that_were_changed_are_not_served_under_the_old_digest(
+    int8: Path, plain_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny-one"
+    shutil.copytree(int8, folder)
+    with running(folder, in_process=False) as server:
+        shutil.rmtree(folder)
+        shutil.copytree(plain_checkpoint("int4"), folder)
+        os.kill(server.dispatcher.hands.pid, signal.SIGKILL)
+        status, _, answer = ask(server, IMAGES, {"prompt": PROMPT})
+        assert status == 503 and "cannot be loaded now" in answer["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_holds_up_no_second_signal(int8: Path) -> None:
+    command = [sys.executable, "-m", "fluxq", "serve", str(int8), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        address = next(line.split()[1] for line in process.stdout if line.startswith("ready"))
+        (pid,) = [
+            int(each)
+            for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            if "spawn_main" in Path(f"/proc/{each}/cmdline").read_text()
+        ]
+        with ThreadPoolExecutor() as pool:
+            os.kill(pid, signal.SIGSTOP)
+            asked = pool.submit(ask, address.removesuffix("/v1"), IMAGES, {"prompt": PROMPT})
+            until(lambda: "fluxq_queue_images 1.0" in ask(address.removesuffix("/v1"), "/metrics")[2])
+            process.send_signal(signal.SIGTERM)
+            until(lambda: refuses(address))
+            process.send_signal(signal.SIGTERM)
+            assert asked.result()[0] == 503 and process.wait(60) == 0
+
+
+def refuses(address: str) -> bool:
+    host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return True
+    return False
+
+
 def test_prompts_that_print_alike_are_kept_apart() -> None:
     from types import SimpleNamespace
 

@@ -116,7 +116,8 @@ class Served:
 
 def application(served: Served) -> FastAPI:
     """Return the ASGI application, without keys and limits of bytes: `Guard` is in front of it."""
-    app = FastAPI(title="fluxq", version=__version__, docs_url=None, redoc_url=None, telemetry=UNTRACED)
+    how: Any = {"docs_url": None, "redoc_url": None, "redirect_slashes": False, "telemetry": UNTRACED}
+    app = FastAPI(title="fluxq", version=__version__, **how)
     _add_errors(app, served)
     _add_images(app, served)
     _add_videos(app, served)
@@ -174,6 +175,7 @@ async def _answer(served: Served, job: Job, body: ImageRequest, request: Request
 
 
 _FILES, _FIELDS = 8, 64  # of a form
+_LONGEST_NAME = 200  # characters of a model's
 _LONGEST_KEY = 255  # characters of an Idempotency-Key
 _UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -329,6 +331,8 @@ def _add_admin(app: FastAPI, served: Served) -> None:
     async def load(body: _Load) -> dict[str, Any]:
         folder = _inside(served.root, body.folder)
         name = body.name or folder.name
+        if not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise Refused(f"name: give letters and digits, {_LONGEST_NAME} at most", "name")
         await dispatcher.add(name, str(folder))
         return _model_row(served, name)
 

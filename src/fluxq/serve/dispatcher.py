@@ -42,6 +42,8 @@ class Hands(Protocol):
 
     def pause(self) -> None: ...
 
+    def kill(self) -> None: ...
+
     async def stop(self) -> None: ...
 
 
@@ -111,7 +113,7 @@ class Dispatcher:
         self.hands, self.names, self.metrics, self.shadows = hands, list(names), metrics, shadows or Shadows()
         self.originals: dict[str, str] = {}  # checkpoint -> name of its 16-bit pipeline, of those with shadows
         self._waiting: deque[tuple[str, Order]] = deque()  # shadows, each with its checkpoint
-        self.times, self._adding = Times(), set[str]()
+        self.times, self._adding, self._folders = Times(), set[str](), dict[str, str]()
         self.tracer: Any = None  # of OpenTelemetry
         if joins:
             limits.setdefault("begun", JOINED)
@@ -121,7 +123,7 @@ class Dispatcher:
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
         self.joins = joins
-        self.is_draining = self.is_ready = False
+        self.is_draining = self.is_ready = self._has_given_up = False
         self._ending = asyncio.Event()
         self._numbers = itertools.count(1)
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
@@ -137,6 +139,14 @@ class Dispatcher:
             await self._load(name)
         self.is_ready = True
         self._loop = asyncio.create_task(self._run())
+
+    def give_up(self) -> None:
+        """End the worker at once, and what it makes."""
+        self.is_draining = self._has_given_up = True
+        self._ending.set()
+        for entry in self.queue:
+            self._fail(entry, Unavailable("the server was told to end at once"))
+        self.hands.kill()
 
     async def stop(self) -> None:
         """Finish what was taken, then end the worker."""
@@ -201,6 +211,7 @@ class Dispatcher:
         if name in self.names or name in self._adding:
             raise Busy(f"there is a model {name!r} already; give another name, or unload it")
         self._adding.add(name)
+        self._folders[name] = folder  # for a worker that is started later
         began = time.monotonic()
         try:
             facts = await self._ask("add", name, folder)
@@ -225,7 +236,7 @@ class Dispatcher:
 
     async def _forget(self, name: str) -> None:
         """Forget all of a model: another may come under its name."""
-        for table in (self.facts, self.originals, self._loads):
+        for table in (self.facts, self.originals, self._loads, self._folders):
             table.pop(name, None)
         self.times.forget(name)
         self.shadows.forget(name)
@@ -257,18 +268,19 @@ class Dispatcher:
                     if prompt == "b":
                         self.times.add(order, quantum)
         if self.joins and not facts.is_alone:
-            orders = [Order(self.next_number(), facts.name, prompt, seed, call) for seed, prompt in enumerate("ab")]
+            orders = [Order(self.next_number(), facts.name, str(seed), seed, call) for seed in range(JOINED)]
             facts = replace(facts, joined=await self._ask("prove_joined", orders))
         self.facts[facts.name] = facts
         self.shadows.of(facts.name, facts.gates)
         self.memory = await self._ask("memory")
 
     async def _run(self) -> None:
-        while len(self.queue) or not self._ending.is_set():
+        while (len(self.queue) or not self._ending.is_set()) and not self._has_given_up:
             try:
                 await self._next()
             except WorkerDied as error:
-                await self._recover(error)
+                if not self._has_given_up:
+                    await self._recover(error)
 
     async def _next(self) -> None:
         """Let one image run, else a shadow, else wait."""
@@ -457,9 +469,12 @@ class Dispatcher:
                 self._fail(entry, Unavailable("the worker ended while it made this image; ask again"))
         while not self.is_ready:
             try:
-                await self.hands.start()
+                async with self._worker:  # of whom somebody may be asking something
+                    await self.hands.start()
+                for name, facts in self.facts.items():
+                    await self._ask("know", name, self._folders.get(name), facts.digest)
                 for name in [name for name in self.memory if name in self.names]:
-                    await self._ask("load", name)
+                    await self._load_again(name)
                 self.memory = await self._ask("memory")
                 self.is_ready = True
             except Exception as problem:  # whatever keeps it from starting may pass
@@ -470,6 +485,13 @@ class Dispatcher:
                     return
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), _RETRIES)
+
+    async def _load_again(self, name: str) -> None:
+        """Load a model; one that cannot be is tried again when somebody asks for it."""
+        try:
+            await self._ask("load", name)
+        except (ValueError, OSError) as error:
+            logger.warning("%s cannot be loaded: %s", name, first_line(error))
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Ask the worker between two steps."""
@@ -529,6 +551,9 @@ class Here:
 
     def pause(self) -> None:
         self._pauses.set()
+
+    def kill(self) -> None:
+        self.pause()
 
     async def stop(self) -> None:
         self.pause()

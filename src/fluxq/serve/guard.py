@@ -23,6 +23,7 @@ _INVALID = "invalid_request_error"
 _READ_SECONDS = 30.0  # for a whole body
 _FORGOTTEN = 4  # times the limit of a body is read of one that is too large
 _LONGEST_FILE = 1 << 20  # bytes of keys
+_TEXTS = 1 << 19  # bytes of a body without files
 _WITHOUT_KEY = ("/health", "/ready", "/metrics")
 
 
@@ -65,13 +66,15 @@ class Guard:
         if problem := self._who(scope["path"], headers.get(b"authorization", b"")):
             await self._refuse(send, 401, problem, _INVALID, "invalid_api_key")
             return
+        kind = headers.get(b"content-type", b"").lower()
+        most = 0 if scope["path"] in _WITHOUT_KEY else self.body if kind.startswith(b"multipart/") else _TEXTS
         try:
-            content = await asyncio.wait_for(self._read(receive), _READ_SECONDS)
+            content = await asyncio.wait_for(self._read(receive, most), _READ_SECONDS)
         except TimeoutError:
             await self._refuse(send, 408, f"the body did not come within {_READ_SECONDS:.0f} s", _INVALID)
             return
         if content is None:
-            await self._refuse(send, 413, f"the body is larger than {self.body} bytes", _INVALID)
+            await self._refuse(send, 413, f"the body is larger than {most} bytes", _INVALID)
             return
         await self.app(scope, _Replayed(content, receive), send)
 
@@ -87,22 +90,22 @@ class Guard:
             return ""
         return "this server needs a key: send it as Authorization: Bearer KEY"
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, limit: int) -> bytes | None:
         """Return the body; None where it is too large.
 
         Of one that is too large some more is read and forgotten: a client that still writes would not read the answer.
         """
-        parts, size, most = list[bytes](), 0, self.body * _FORGOTTEN
+        parts, size, most = list[bytes](), 0, self.body * _FORGOTTEN if limit else 0
         while size <= most:
             message = await receive()
             part = message.get("body", b"")
             size += len(part)
             parts.append(part)
-            if size > self.body:
+            if size > limit:
                 parts.clear()
             if message["type"] == "http.disconnect" or not message.get("more_body"):
                 break
-        return b"".join(parts) if size <= self.body else None
+        return b"".join(parts) if size <= limit else None
 
     async def _refuse(self, send: Send, status: int, message: str, kind: str, code: str | None = None) -> None:
         self.count(status, code or "refused")

@@ -19,6 +19,7 @@ from fluxq.serve.orders import Order, Quantum, WorkerDied
 from fluxq.serve.worker import Settings, Worker
 
 _END_SECONDS = 10.0  # for a step that still runs
+_HANGS = 900.0  # seconds without an answer, after which it is ended: a step of a large image takes minutes on a CPU
 
 
 class Apart:
@@ -67,6 +68,11 @@ class Apart:
         with suppress(OSError):
             self._connection.send(("pause", ()))
 
+    def kill(self) -> None:
+        """End it at once; whoever waits for it is told."""
+        if self._process is not None:
+            self._process.kill()
+
     async def stop(self) -> None:
         """End it."""
         if self._process is not None:
@@ -90,8 +96,10 @@ class Apart:
 
     def _answer(self) -> Any:
         try:
+            if not self._connection.poll(_HANGS):
+                self.kill()
             is_done, value = self._connection.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):
             raise self._died() from None
         if not is_done:
             raise value

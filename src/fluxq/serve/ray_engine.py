@@ -78,6 +78,11 @@ class RayServer(Server):
             await asyncio.sleep(_LOOKS / 4)
         self._looking = asyncio.create_task(self._look_on())
 
+    def _is_busy(self) -> bool:
+        return True
+
+    def _give_up(self) -> None: ...
+
     async def _finish(self) -> None:
         self._front.is_ending = True
         if self._looking is not None:

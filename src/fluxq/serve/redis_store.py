@@ -134,7 +134,14 @@ redis.pcall('XGROUP', 'CREATE', P..'jobs', 'fluxq', '0', 'MKSTREAM')
 local all, count = {}, tonumber(ARGV[6])
 for i = 0, count - 1 do
   local entry = redis.call('XADD', P..'jobs', '*', 'job', ARGV[1], 'image', i)
-  redis.call('XREADGROUP', 'GROUP', 'fluxq', 'waiting', 'COUNT', 1, 'STREAMS', P..'jobs', '>')
+  repeat  -- entries of others, which no server wrote, are taken out on the way
+    local got = redis.call('XREADGROUP', 'GROUP', 'fluxq', 'waiting', 'COUNT', 1, 'STREAMS', P..'jobs', '>')
+    local id = got and got[1][2][1][1] or entry
+    if id ~= entry then
+      redis.call('XACK', P..'jobs', 'fluxq', id)
+      redis.call('XDEL', P..'jobs', id)
+    end
+  until id == entry
   redis.call('ZADD', P..'order', ARGV[7 + 2 * i], entry)
   redis.call('HSET', P..'open', entry, ARGV[8 + 2 * i])
   all[i + 1] = entry
@@ -344,7 +351,7 @@ class Store:
         for entry, text in zip(rows[::2], rows[1::2], strict=True):
             with suppress(Unreadable):  # whoever takes it lets it go
                 images[entry.decode()] = read(Row, text), read(Progress, begun[entry]) if entry in begun else None
-        return images, version.decode(), max(1, servers), found.decode()
+        return images, _text(version), max(1, servers), _text(found)
 
     async def newest(self) -> bytes:
         """Return the place of the last news."""
@@ -355,8 +362,13 @@ class Store:
         """Return the place of the last news, and those that have come after a place, or come within some seconds."""
         streams: Any = await self.client.xread({f"{_P}news": after}, 256, int(1000 * seconds))
         rows = [row for _, rows in streams or () for row in rows]
-        told = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in rows]
+        told = [{_text(name): _text(value) for name, value in fields.items()} for _, fields in rows]
         return rows[-1][0] if rows else after, told
+
+
+def _text(value: bytes) -> str:
+    """Return a text; of one that no server wrote, a text that means nothing."""
+    return value.decode(errors="replace")
 
 
 def read(kind: type[AnyValue], text: bytes | str) -> AnyValue:

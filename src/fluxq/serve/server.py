@@ -12,10 +12,12 @@ import errno
 import ipaddress
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -33,6 +35,9 @@ from fluxq.serve.shadow import Shadows
 from fluxq.serve.traces import Traced, provider_here
 from fluxq.serve.worker import Settings
 
+_HEADERS = 1 << 16  # bytes of a request's head
+_SILENT = 30  # seconds for a whole one
+_UNREAD = 20  # seconds in which an answer is to be read, at the end
 _BACKLOG = 2048  # connections that wait to be taken
 _PORTS = {errno.EADDRINUSE: "is in use: give another --port", errno.EACCES: "is not for you: give one above 1023"}
 
@@ -109,8 +114,10 @@ class Server:
     def _put(self, app: Any, metrics: Metrics) -> None:
         """Put an application behind the guard and the port."""
         guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
-        config = uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, lifespan="on")
+        how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
+        config = uvicorn.Config(guarded, http="h11", h11_max_incomplete_event_size=_HEADERS, **how)
         self._uvicorn = Uvicorn(config)
+        self._uvicorn.is_busy, self._uvicorn.give_up = self._is_busy, self._give_up
 
     @property
     def names(self) -> list[str]:
@@ -160,7 +167,8 @@ class Server:
     async def _start(self) -> None:
         try:
             await self._begin()
-            self._told(f"ready: {self.address}/v1")
+            with contextlib.suppress(OSError):  # nobody reads it, or the disk is full
+                self._told(f"ready: {self.address}/v1")
         except Exception as error:
             self._error = error
             self.end()
@@ -170,6 +178,12 @@ class Server:
         await self.dispatcher.start()
         if self.shared is not None:
             await self.shared.start()
+
+    def _is_busy(self) -> bool:
+        return len(self.dispatcher.queue) > 0
+
+    def _give_up(self) -> None:
+        self.dispatcher.give_up()
 
     async def _finish(self) -> None:
         """Finish what was taken, but for videos, which nobody could fetch any more from here."""
@@ -181,7 +195,47 @@ class Server:
 
 
 class Uvicorn(uvicorn.Server):
-    """uvicorn, without raising a signal once more that has ended it: that is no failure."""
+    """uvicorn with bounds for clients that say half of a request, or read nothing; its signals are no failures.
+
+    is_busy: whether something is being made that clients wait for. give_up: called at a second signal.
+    """
+
+    is_busy: Callable[[], bool] = staticmethod(lambda: True)
+    give_up: Callable[[], None] = staticmethod(lambda: None)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.should_exit:
+            asyncio.get_running_loop().call_soon_threadsafe(self.give_up)
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections on which no whole request has come for a while."""
+        if counter % 10 == 0:
+            now, before = time.monotonic(), self._silent_since
+            silent = [each for each in self.server_state.connections if _is_silent(each)]
+            self._silent_since = {each: before.get(each, now) for each in silent}
+            for each, since in self._silent_since.items():
+                if now - since > _SILENT:
+                    each.transport.abort()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """End; clients that do not read their answers are let go once nothing is being made."""
+        letting_go = asyncio.create_task(self._let_go())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            letting_go.cancel()
+
+    async def _let_go(self) -> None:
+        idle = 0
+        while idle < _UNREAD:
+            await asyncio.sleep(1)
+            idle = 0 if self.is_busy() else idle + 1
+        for each in list(self.server_state.connections):
+            each.transport.abort()
+
+    _silent_since: Mapping[Any, float] = MappingProxyType({})
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -225,6 +279,12 @@ def checked(options: ServeOptions) -> Checked:
     )
     elastic = () if options.elastic is None else read_settings(options.elastic, names)
     return Checked(settings, {name: _original_name(folder) for name, folder in originals.items()}, elastic)
+
+
+def _is_silent(connection: Any) -> bool:
+    """Tell whether a connection is not in the middle of a request that was understood."""
+    cycle = getattr(connection, "cycle", None)
+    return cycle is None or cycle.response_complete
 
 
 def dispatcher_of(options: ServeOptions, checked: Checked, hands: Hands) -> Dispatcher:

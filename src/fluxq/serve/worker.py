@@ -10,6 +10,7 @@ finished before the next begins.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import logging
 import threading
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ENCODINGS = 256 << 20  # bytes of encoded prompts that are kept
+_LEAST = 1024  # bytes that one counts at least
 _SIDE = 1024  # pixels, of a pipeline that says nothing
 _UNKNOWN_ADAPTER = ("", 0.0)  # equal to no request's: the next image switches
 
@@ -71,6 +73,7 @@ class Worker:
         self._making: dict[int, _Making] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # number -> image, latents
         self._proved: dict[str, tuple[Any, str]] = {}  # name -> stamps of the files, digest
+        self._digests: dict[str, str] = {}  # name -> digest when it was loaded first
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -86,6 +89,12 @@ class Worker:
             del self.folders[name]
             raise
 
+    def know(self, name: str, folder: str | None, digest: str) -> None:
+        """Take note of a checkpoint that was loaded by a worker before this one. folder: of one that was added."""
+        self._digests[name] = digest
+        if folder is not None:
+            self.folders[name] = folder
+
     def load(self, name: str) -> Facts:
         """Load a checkpoint, if it is not in memory, and return its facts."""
         return self._model(name).facts
@@ -97,6 +106,7 @@ class Worker:
         self._models.pop(name, None)
         if forget:
             self.folders.pop(name, None)
+            self._digests.pop(name, None)
         _give_back(self.settings.device)
 
     def run(self, orders: Sequence[Order], tell: Callable[[Quantum], None], pauses: Callable[[], bool]) -> None:
@@ -180,6 +190,8 @@ class Worker:
             folder = Path(self.folders[name]).expanduser().resolve()
             is_original = name in self.settings.originals
             digest = "" if is_original else self._prove(name, folder)
+            if self._digests.setdefault(name, digest) != digest:
+                raise ValueError(f"{folder}: its files are others than at first; unload {name} and load it again")
             self._make_room(name, folder, unloads=unloads)
             self._models[name] = _Model(name, folder, digest, self.settings)
         return self._models[name]
@@ -283,15 +295,19 @@ class _Model:
         else:
             self._load_adapter(lora[0])
             self.pipe.enable_lora()
-            self.pipe.set_adapters([lora[0]], [lora[1]])
+            self.pipe.set_adapters([self._plain(lora[0])], [lora[1]])
         self.lora = lora
+
+    def _plain(self, name: str) -> str:
+        """Return a name that can be one of a module; a file's can be any."""
+        return f"adapter_{[*self.adapters].index(name)}"
 
     def _load_adapter(self, name: str) -> None:
         if name in self.loaded_adapters:
             return
         file, before = Path(self.adapters[name]), self.lora
         try:
-            self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name)
+            self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=self._plain(name))
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             logger.warning("the adapter %s does not fit %s: %s", name, self.facts.name, first_line(error))
             self.lora = _UNKNOWN_ADAPTER if before else None  # whether it is still active, nobody says
@@ -440,10 +456,10 @@ class _Encodings:
     def put(self, key: str, value: Any) -> None:
         """Keep a copy of an encoding."""
         self._kept[key] = _cloned(value)
-        self._nbytes += _nbytes(value)
+        self._nbytes += _LEAST + _nbytes(value)
         while self._nbytes > _ENCODINGS:
             _, gone = self._kept.popitem(last=False)
-            self._nbytes -= _nbytes(gone)
+            self._nbytes -= _LEAST + _nbytes(gone)
 
 
 class _Remembering:
@@ -473,7 +489,8 @@ class _Remembering:
         bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
         if any(not _is_plain(value) for value in bound.values()):
             return self._plain(*args, **kwargs)
-        key = repr((sorted((name, repr(value)) for name, value in bound.items()), self.order.lora))
+        said = repr((sorted((name, repr(value)) for name, value in bound.items()), self.order.lora))
+        key = hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()
         found = self.encodings.get(key)
         self.was_hit = found is not None
         if found is None:
