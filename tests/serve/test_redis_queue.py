@@ -297,7 +297,12 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
     asyncio.run(test())
 
 
-def test_servers_that_join_take_as_many_as_they_join_each_its_share(store: RealRedis) -> None:
+def test_servers_that_join_take_as_many_as_they_join_each_its_share(
+    store: RealRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in ("dispatcher", "times"):
+        monkeypatch.setattr(f"fluxq.serve.{room}.JOINED", 8)
+
     async def test() -> None:
         async with servers(store, 2, joins=True) as two:
             for each in two:
