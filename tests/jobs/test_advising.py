@@ -144,3 +144,8 @@ def test_cards_get_what_their_chips_multiply():
     old = advise(Wish("3060", "speed"))
     assert old.prefer == "memory" and old.holding.word == "turns" and DEVICES["rtx3060"].memory == 12
     assert advise(Wish("4090", "quality", target="comfy")).recipe == "int8-convrot"
+
+
+def test_the_time_of_a_step_is_modelled_for_a_real_card():
+    device = advising.find_device("4070")
+    assert (advising._milliseconds("FLUX.1-dev", "int8", device, "speed") or 0) > 0

@@ -234,7 +234,6 @@ def _advice(wish: Wish, device: Device, recipe: str, prefer: Prefer, encoders: b
     return Advice(recipe, prefer, encoders, held)
 
 
-@cache
 def _milliseconds(name: str, recipe: str, device: Device, prefer: Prefer) -> float | None:
     """Return the modelled time of a step; None on a chip without kernels, and where the family's cost is not known."""
     model = model_named(name)
