@@ -37,7 +37,7 @@ class Hands:
             raise WorkerDied("it ended")
         await asyncio.sleep(0)
         name = arguments[0] if arguments else None
-        if method in ("load", "add"):
+        if method == "load":
             self._load(str(name))
             return Facts(str(name), "digest", frozenset(), CALL, 8, 1)
         if method == "unload" and name in self.memory:

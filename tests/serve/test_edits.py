@@ -20,11 +20,6 @@ CALL = {"width": 16, "height": 16, "max_sequence_length": 8, "guidance_scale": 1
 
 
 @pytest.fixture(scope="module")
-def int8(plain_checkpoint) -> Path:
-    return plain_checkpoint("int8")
-
-
-@pytest.fixture(scope="module")
 def server(int8: Path) -> Iterator[Any]:
     with running(int8, max_pixels=4096) as one:
         yield one

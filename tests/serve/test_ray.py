@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from typing import Any
 import hidden
 import psutil
 import pytest
-import torch
 from click.testing import CliRunner
 from PIL import Image
 from served import ask, events, until
@@ -38,26 +37,6 @@ from fluxq.serve.ray_replica import Nearest, State, replicas_wanted
 
 IMAGES = "/v1/images/generations"
 PROMPT = "a red three on black"
-CALL = {"width": 16, "height": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
-
-
-@pytest.fixture(scope="module")
-def int8(plain_checkpoint) -> Path:
-    return plain_checkpoint("int8")
-
-
-@pytest.fixture(scope="module")
-def alone(int8: Path) -> Callable[[int, int], bytes]:
-    """alone(seed, steps) is the pixels that the checkpoint's pipeline makes by itself."""
-    from diffusers import DiffusionPipeline
-
-    from fluxq.eval.images.generate import as_picture, generate_batch
-
-    pipe: Any = DiffusionPipeline.from_pretrained(int8, dtype=torch.bfloat16)
-    pipe.set_progress_bar_config(disable=True)
-    return lambda seed, steps: as_picture(
-        generate_batch(pipe, [(PROMPT, seed)], CALL | {"num_inference_steps": steps}).images[0]
-    ).tobytes()
 
 
 def pixels(row: dict[str, Any]) -> bytes:
@@ -105,12 +84,12 @@ def test_replicas_share_requests_and_make_the_bytes_of_the_pipeline_alone(cluste
         answers = [*pool.map(lambda seed: cluster.make(seed=seed, n=2), (1, 3, 5, 7))]
     assert [status for status, _, _ in answers] == [200] * 4
     for row in (row for _, _, answer in answers for row in answer["data"]):
-        assert pixels(row) == alone(row["seed"], 3)
+        assert pixels(row) == alone(PROMPT, row["seed"], 3).tobytes()
     assert sorted(cluster.figures("fluxq_images_total")) == [4, 4]
     status, headers, text = cluster.make(seed=3, stream=True)
     *steps, last = events(text)
     assert status == 200 and headers["content-type"].startswith("text/event-stream")
-    assert [each["step"] for each in steps] == [1, 2, 3] and pixels(last) == alone(3, 3)
+    assert [each["step"] for each in steps] == [1, 2, 3] and pixels(last) == alone(PROMPT, 3, 3).tobytes()
 
 
 @pytest.mark.slow
@@ -153,7 +132,7 @@ def test_a_replica_that_is_killed_loses_no_accepted_request_and_a_signal_none(cl
         rows = answer["data"] if not body.get("stream") else [each for each in events(answer) if "b64_json" in each]
         first = body.get("seed", rows[0]["seed"])
         assert [row["seed"] for row in rows] == [first + index for index in range(body.get("n", 1))]
-        assert all(pixels(row) == alone(row["seed"], 12) for row in rows)
+        assert all(pixels(row) == alone(PROMPT, row["seed"], 12).tobytes() for row in rows)
     until(lambda: ask(cluster.address, "/ready")[2].get("replicas") == 2)
     assert other.is_running() and len(cluster.replicas()) == 2
 

@@ -386,6 +386,20 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
     asyncio.run(test())
 
 
+def test_entries_and_bytes_of_others_take_nobodys_place(store: RealRedis) -> None:
+    async def test() -> None:
+        async with servers(store, 1) as (one,):
+            await (await one.submit(orders(one))).images()
+            for each in range(3):
+                store.client.xadd("fluxq:jobs", {"x": each})
+            store.client.xadd("fluxq:news", {b"\xff": b"\xff"})
+            async with asyncio.timeout(20):
+                assert (await (await one.submit(orders(one))).images())[0].picture.pixels[0] == 1
+            assert store.client.xlen("fluxq:jobs") == 0
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("what", ["request", "image"])
 def test_what_redis_has_lost_leaves_nothing_in_the_queue(store: RealRedis, what: str) -> None:
     async def test() -> None:

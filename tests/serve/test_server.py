@@ -24,7 +24,6 @@ from PIL import Image
 from served import ask, events, running, until
 
 from fluxq.cli import cli
-from fluxq.eval.images.generate import as_picture, generate_batch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -32,12 +31,6 @@ pytest.importorskip("prometheus_client")
 
 IMAGES = "/v1/images/generations"
 PROMPT = "a red three on black"
-CALL = {"width": 16, "height": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
-
-
-@pytest.fixture(scope="module")
-def int8(plain_checkpoint) -> Path:
-    return plain_checkpoint("int8")
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +39,6 @@ def server(int8: Path, tmp_path_factory) -> Iterator[Any]:
     keys.write_text("# who may\nfirst-key\nsecond-key\n", encoding="utf-8")
     with running(int8, api_key_file=keys, admin_key_file=keys, max_steps=400) as one:
         yield one
-
-
-@pytest.fixture(scope="module")
-def alone(int8: Path) -> Any:
-    """alone(prompt, seed, steps) is the image that the checkpoint's pipeline makes by itself."""
-    from diffusers import DiffusionPipeline
-
-    pipe: Any = DiffusionPipeline.from_pretrained(int8, dtype=torch.bfloat16)
-    pipe.set_progress_bar_config(disable=True)
-
-    def make(prompt: str, seed: int, steps: int, **call: Any) -> Image.Image:
-        return as_picture(
-            generate_batch(pipe, [(prompt, seed)], CALL | {"num_inference_steps": steps} | call).images[0]
-        )
-
-    return make
 
 
 def metric(server: Any, name: str) -> float:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from PIL import Image
 from served import ask, events, running, until
@@ -25,7 +24,6 @@ from real_redis import RealRedis, needs_redis, real_redis
 
 IMAGES = "/v1/images/generations"
 PROMPT = "a red three on black"
-CALL = {"width": 16, "height": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
 # A server as the command starts it, whose leases are short.
 COMMAND = """
 import fluxq.serve.redis_queue as queue
@@ -38,25 +36,6 @@ main()
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RealRedis]:
     yield from real_redis(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def int8(plain_checkpoint) -> Path:
-    return plain_checkpoint("int8")
-
-
-@pytest.fixture(scope="module")
-def alone(int8: Path) -> Callable[[int, int], bytes]:
-    """alone(seed, steps) is the pixels that the checkpoint's pipeline makes by itself."""
-    from diffusers import DiffusionPipeline
-
-    from fluxq.eval.images.generate import as_picture, generate_batch
-
-    pipe: Any = DiffusionPipeline.from_pretrained(int8, dtype=torch.bfloat16)
-    pipe.set_progress_bar_config(disable=True)
-    return lambda seed, steps: as_picture(
-        generate_batch(pipe, [(PROMPT, seed)], CALL | {"num_inference_steps": steps}).images[0]
-    ).tobytes()
 
 
 @pytest.fixture
@@ -99,7 +78,7 @@ def test_what_a_killed_server_had_accepted_is_made_by_the_next_one_exactly_once(
     _, address = start()
     for each, key in asked:
         status, _, answer = ask(address, IMAGES, each, **key)
-        assert status == 200 and pixels_of(answer["data"][0]) == alone(each["seed"], 40)
+        assert status == 200 and pixels_of(answer["data"][0]) == alone(PROMPT, each["seed"], 40).tobytes()
     until(lambda: store.client.hlen("fluxq:open") == 0)
     entries = store.finished()
     assert len(entries) == len({*entries}) == 6
@@ -117,7 +96,7 @@ def test_two_servers_share_what_either_has_accepted(store, int8: Path, alone) ->
             assert status == 200, answer
             for index, row in enumerate(answer["data"]):
                 assert row["seed"] == body["seed"] + index
-                assert pixels_of(row) == alone(row["seed"], body["num_inference_steps"])
+                assert pixels_of(row) == alone(PROMPT, row["seed"], body["num_inference_steps"]).tobytes()
         pages = [ask(each, "/metrics")[2] for each in (one, other)]
         made = [int(found[1]) for page in pages if (found := re.search(r"fluxq_images_total\{.*\} (\d+)", page))]
         assert sum(made) == len(store.finished()) == 8 and min(made) >= 2
@@ -125,7 +104,7 @@ def test_two_servers_share_what_either_has_accepted(store, int8: Path, alone) ->
 
         body, key = {"prompt": PROMPT, "seed": 3, "num_inference_steps": 3, "stream": True}, {"Idempotency-Key": "a"}
         *steps, last = events(ask(other, IMAGES, body, **key)[2])
-        assert [each["step"] for each in steps] == [1, 2, 3] and pixels_of(last) == alone(3, 3)
+        assert [each["step"] for each in steps] == [1, 2, 3] and pixels_of(last) == alone(PROMPT, 3, 3).tobytes()
         status, _, answer = ask(one, IMAGES, body | {"seed": 4}, **key)
         assert status == 400 and "another request" in answer["error"]["message"]
         (same,) = events(ask(one, IMAGES, body, **key)[2])
@@ -154,11 +133,11 @@ def test_a_redis_that_hangs_for_a_while_loses_nothing_and_holds_up_no_probe(stor
         assert {*statuses} == {("/health", 200), ("/metrics", 200), (IMAGES, 503)}
         assert longest["/health"] < 1 and longest["/metrics"] < 3 and longest[IMAGES] < 8, longest
         for seed, (status, _, answer) in enumerate(each.result() for each in made):
-            assert status == 200 and pixels_of(answer["data"][0]) == alone(seed, 40)
+            assert status == 200 and pixels_of(answer["data"][0]) == alone(PROMPT, seed, 40).tobytes()
         until(lambda: one.is_ready and store.client.hlen("fluxq:open") == 0)
         assert len(store.finished()) == len({*store.finished()}) and not store.client.keys("fluxq:job:*")
         status, _, answer = ask(one, IMAGES, body | {"seed": 5})
-        assert status == 200 and pixels_of(answer["data"][0]) == alone(5, 40)
+        assert status == 200 and pixels_of(answer["data"][0]) == alone(PROMPT, 5, 40).tobytes()
 
 
 @pytest.mark.parametrize(

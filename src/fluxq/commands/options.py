@@ -142,6 +142,14 @@ size_options = option_group(
     click.option("--height", type=PIXELS, metavar="PIXELS", help="Height of an image or frame."),
     click.option("--width", type=PIXELS, metavar="PIXELS", help="Width of an image or frame."),
 )
+device_option = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    callback=device_in,
+    metavar="NAME",
+    help="Where to run: cpu, cuda, cuda:1, …; auto takes the GPU if there is one.",
+)
 run_options = option_group(
     click.option(
         "--dtype",
@@ -150,14 +158,7 @@ run_options = option_group(
         show_default=True,
         help="Dtype of what is not quantized.",
     ),
-    click.option(
-        "--device",
-        default="auto",
-        show_default=True,
-        callback=device_in,
-        metavar="NAME",
-        help="Where to run: cpu, cuda, cuda:1, …; auto takes the GPU if there is one.",
-    ),
+    device_option,
     click.option(
         "--seed",
         type=click.IntRange(0, MAX_SEED),

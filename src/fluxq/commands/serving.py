@@ -15,7 +15,7 @@ from fluxq.commands.options import (
     STEPS,
     bytes_in,
     common_options,
-    device_in,
+    device_option,
     finite_in,
     option_group,
 )
@@ -58,14 +58,7 @@ _limits = option_group(
 
 
 _place = option_group(
-    click.option(
-        "--device",
-        default="auto",
-        show_default=True,
-        callback=device_in,
-        metavar="NAME",
-        help="Where to run: cpu, cuda, …",
-    ),
+    device_option,
     click.option(
         "--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest."
     ),

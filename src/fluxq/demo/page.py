@@ -26,7 +26,7 @@ from fluxq.demo.pairs import SIXTEEN_BIT, Pair, Pairs
 from fluxq.eval.images.generate import as_picture
 from fluxq.serve.api import Limits
 from fluxq.serve.app import UNTRACED
-from fluxq.serve.server import Uvicorn, bound, is_loopback
+from fluxq.serve.server import Uvicorn, address_of, bound, is_loopback
 
 _SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
@@ -81,8 +81,7 @@ class Demo:
     @property
     def address(self) -> str:
         """Address, as browsers have it."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        return f"{address_of(self._socket)}/"
 
     def run(self) -> None:
         """Serve the page."""

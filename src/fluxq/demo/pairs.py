@@ -184,8 +184,7 @@ class Pairs:
         side = order.model if order.model in self.facts else SIXTEEN_BIT
 
         def take(quantum: Quantum) -> None:
-            if quantum.error is not None:
-                raise quantum.error
+            quantum.check()
             if self._ends:
                 raise RuntimeError("the demo is ending")
             quanta.append(quantum)

@@ -212,11 +212,9 @@ class Dispatcher:
             raise Busy(f"there is a model {name!r} already; give another name, or unload it")
         self._adding.add(name)
         self._folders[name] = folder  # for a worker that is started later
-        began = time.monotonic()
         try:
-            facts = await self._ask("add", name, folder)
-            self._loads[name] = time.monotonic() - began
-            await self._warm_up(facts)
+            await self._ask("know", name, folder)
+            facts = await self._load(name)
             self.names.append(name)
         except Exception:
             await self._forget(name)
@@ -244,11 +242,12 @@ class Dispatcher:
         await self._ask("unload", name, True)
         self.memory = await self._ask("memory")
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, name: str) -> Facts:
         began = time.monotonic()
         facts = await self._ask("load", name)
         self._loads[name] = time.monotonic() - began
         await self._warm_up(facts)
+        return facts
 
     def _delay(self) -> float:
         return 0.0 if self.is_ready else max(0.0, self._back - time.monotonic())
@@ -263,8 +262,7 @@ class Dispatcher:
             order = Order(self.next_number(), facts.name, prompt, 0, call)
             async with self._worker, aclosing(self.hands.run([order])) as quanta:
                 async for quantum in quanta:
-                    if quantum.error is not None:
-                        raise quantum.error
+                    quantum.check()
                     if prompt == "b":
                         self.times.add(order, quantum)
         if self.joins and not facts.is_alone:
@@ -303,18 +301,20 @@ class Dispatcher:
                 await self._forget_shadow()
 
     def _drawn(self, order: Order) -> Order:
-        """Return an order, or one whose image is kept to be made again."""
-        kept = len(self._waiting) + sum(each.order.is_kept for each in self.queue)
-        has_room = order.model in self.originals and kept < _SHADOWS
-        is_drawn = has_room and self.shadows.is_drawn()  # drawn where there is room: a share of what can be made
-        return replace(order, is_kept=True) if is_drawn else order
+        """Return an order, or one whose image is kept to be made again; none is drawn where too many wait."""
+        if order.model not in self.originals or self._kept() >= _SHADOWS or not self.shadows.is_drawn():
+            return order
+        return replace(order, is_kept=True)
+
+    def _kept(self) -> int:
+        """Return how many images are kept, or will be, for a shadow."""
+        return len(self._waiting) + sum(each.order.is_kept for each in self.queue)
 
     async def _shadow(self, model: str, order: Order) -> None:
         """Let a shadow run until it is finished or an image comes."""
         async with self._worker, aclosing(self.hands.run([order])) as quanta:
             async for quantum in quanta:
-                if quantum.error is not None:
-                    raise quantum.error
+                quantum.check()
                 if quantum.measured is not None:
                     self._waiting.popleft()
                     self.shadows.add(model, quantum.measured)
@@ -400,8 +400,7 @@ class Dispatcher:
 
     def _take(self, entry: Entry, quantum: Quantum) -> None:
         """Take note of what an image has come to."""
-        if quantum.error is not None:
-            raise quantum.error
+        quantum.check()
         self.times.add(entry.order, quantum)
         self.metrics.quantum(entry.order, quantum)
         entry.owner.spans.quantum(entry.order, quantum)

@@ -118,6 +118,11 @@ class Quantum:
     error: Exception | None = None
     encoding: float = 0.0
 
+    def check(self) -> None:
+        """Raise its error, if it has one."""
+        if self.error is not None:
+            raise self.error
+
 
 @dataclass(frozen=True)
 class Facts:

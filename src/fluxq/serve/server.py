@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -116,8 +115,7 @@ class Server:
         guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
         how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
         config = uvicorn.Config(guarded, http="h11", h11_max_incomplete_event_size=_HEADERS, **how)
-        self._uvicorn = Uvicorn(config)
-        self._uvicorn.is_busy, self._uvicorn.give_up = self._is_busy, self._give_up
+        self._uvicorn = Uvicorn(config, self._is_busy, self._give_up)
 
     @property
     def names(self) -> list[str]:
@@ -127,8 +125,7 @@ class Server:
     @property
     def address(self) -> str:
         """Address, as clients have it."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return address_of(self._socket)
 
     @property
     def is_ready(self) -> bool:
@@ -200,8 +197,15 @@ class Uvicorn(uvicorn.Server):
     is_busy: whether something is being made that clients wait for. give_up: called at a second signal.
     """
 
-    is_busy: Callable[[], bool] = staticmethod(lambda: True)
-    give_up: Callable[[], None] = staticmethod(lambda: None)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        is_busy: Callable[[], bool] = lambda: True,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(config)
+        self.is_busy, self.give_up = is_busy, give_up
+        self._silent_since: dict[Any, float] = {}
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
@@ -234,8 +238,6 @@ class Uvicorn(uvicorn.Server):
             idle = 0 if self.is_busy() else idle + 1
         for each in list(self.server_state.connections):
             each.transport.abort()
-
-    _silent_since: Mapping[Any, float] = MappingProxyType({})
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -395,6 +397,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def address_of(taken: socket.socket) -> str:
+    """Return the address of a socket that listens, as clients have it."""
+    host, port = taken.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -95,8 +95,8 @@ def _at(by_size: dict[int, deque[float]], pixels: int) -> float:
     if pixels <= sizes[0]:
         return median(by_size[sizes[0]])
     if pixels >= sizes[-1]:
-        last = median(by_size[sizes[-1]])
-        return last * (pixels / sizes[-1]) ** _growth(sizes, [median(by_size[size]) for size in sizes])
+        largest = [(size, median(by_size[size])) for size in sizes[-2:]]
+        return largest[-1][1] * (pixels / sizes[-1]) ** _growth(largest)
     above = next(size for size in sizes if size >= pixels)
     below = max(size for size in sizes if size <= pixels)
     if above == below:
@@ -105,8 +105,9 @@ def _at(by_size: dict[int, deque[float]], pixels: int) -> float:
     return (1 - share) * median(by_size[below]) + share * median(by_size[above])
 
 
-def _growth(sizes: list[int], seconds: list[float]) -> float:
-    """Return the power of the pixels with which seconds grow: 1 to 2, as attention has it, by the two largest sizes."""
-    if len(sizes) < 2 or min(seconds[-2:]) <= 0:
+def _growth(largest: list[tuple[int, float]]) -> float:
+    """Return the power of the pixels with which seconds grow, by the two largest sizes: 1 to 2, as attention has it."""
+    (pixels, seconds), (more, longer) = largest[0], largest[-1]
+    if pixels == more or min(seconds, longer) <= 0:
         return _UNKNOWN_GROWTH
-    return min(2.0, max(1.0, math.log(seconds[-1] / seconds[-2]) / math.log(sizes[-1] / sizes[-2])))
+    return min(2.0, max(1.0, math.log(longer / seconds) / math.log(more / pixels)))

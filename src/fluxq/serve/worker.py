@@ -80,23 +80,21 @@ class Worker:
         """Names of the checkpoints in memory."""
         return tuple(self._models)
 
-    def add(self, name: str, folder: str) -> Facts:
-        """Load a checkpoint under a name; ValueError for one that `fluxq verify` refuses, or that does not fit."""
-        self.folders[name] = folder
-        try:
-            return self._model(name).facts
-        except Exception:
-            del self.folders[name]
-            raise
+    def know(self, name: str, folder: str | None, digest: str | None = None) -> None:
+        """Take note of a checkpoint.
 
-    def know(self, name: str, folder: str | None, digest: str) -> None:
-        """Take note of a checkpoint that was loaded by a worker before this one. folder: of one that was added."""
-        self._digests[name] = digest
+        folder: of one that the settings do not name. digest: of one that a worker before this one has loaded.
+        """
         if folder is not None:
             self.folders[name] = folder
+        if digest is not None:
+            self._digests[name] = digest
 
     def load(self, name: str) -> Facts:
-        """Load a checkpoint, if it is not in memory, and return its facts."""
+        """Load a checkpoint, if it is not in memory, and return its facts.
+
+        ValueError for one that `fluxq verify` refuses, or that does not fit.
+        """
         return self._model(name).facts
 
     def unload(self, name: str, forget: bool = False) -> None:
@@ -155,7 +153,7 @@ class Worker:
         latents: list[list[Tensor]] = []
         for groups in ([[order] for order in orders], [orders]):
             for group in groups:
-                self.run([replace(order, is_kept=True) for order in group], _raise_error, lambda: False)
+                self.run([replace(order, is_kept=True) for order in group], Quantum.check, lambda: False)
             latents.append([self._kept.pop(order.number)[1] for order in orders])
         return min(float(sqnr([one], [other])[0]) for one, other in zip(*latents, strict=True))
 
@@ -511,11 +509,6 @@ def _discreet() -> Iterator[None]:
     finally:
         for library, level in zip(libraries, levels, strict=True):
             library.setLevel(level)
-
-
-def _raise_error(quantum: Quantum) -> None:
-    if quantum.error is not None:
-        raise quantum.error
 
 
 def _compared(shadow: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> dict[str, float]:
