@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("prometheus_client")
 from fluxq.serve.dispatcher import Dispatcher, Unavailable
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, WorkerDied
+from fluxq.serve.queue import Full
 from fluxq.serve.shadow import Shadows
 
 CALL = {"width": 16, "height": 16, "num_inference_steps": 3}
@@ -189,6 +191,30 @@ def test_a_new_worker_knows_what_was_added_and_by_which_digest_models_were_loade
 
     trial(hands, play)
     assert hands.known == {"A": (None, "digest"), "X": ("/x", "digest")}
+
+
+def test_a_step_that_nobody_waits_for_is_waited_for_by_the_next(trial) -> None:
+    class Long(Hands):
+        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+            await asyncio.sleep(0.05)
+            async for quantum in super().run(orders):
+                yield replace(quantum, seconds=5.0)
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        images = asyncio.create_task(make())
+        while not any(entry.has_begun for entry in dispatcher.queue):
+            await asyncio.sleep(0.001)
+        for entry in dispatcher.queue:
+            dispatcher.cancel(entry.owner)
+        assert 4 < dispatcher.queue.backlog() <= 5
+        with pytest.raises(Full, match=r"wait is [45]\.\d s, and 3 s at most"):
+            dispatcher.submit([Order(0, "A", "p", 1, CALL)])
+        while len(dispatcher.queue):
+            await asyncio.sleep(0.001)
+        assert dispatcher.queue.backlog() == 0 and dispatcher.submit([Order(0, "A", "p", 1, CALL)])
+        images.cancel()
+
+    trial(Long(), play, patience=3)
 
 
 def test_at_a_second_signal_nothing_is_finished(trial) -> None:

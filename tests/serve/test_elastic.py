@@ -59,11 +59,11 @@ def test_a_backlog_walks_down_and_back(plain_checkpoint, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no YAML"),
+        ("- name: a\n  above: {", "is no YAML (line 2)"),
         ("", "should be a valid list"),
         ("[]", "holds no setting"),
         ("- {name: a, above: 1}", "a changes nothing"),
-        ("- {name: a, above: 1, steps: 4}", "steps: Extra inputs"),
+        ("- {name: a, above: 1, steps: 4}", "row 1: steps: Extra inputs"),
         ("- {name: a, above: .inf, num_inference_steps: 4}", "above"),
         ("- {name: a, above: 1, num_inference_steps: 4, measured: {psnr_db: .inf}}", "what JSON cannot"),
         ("- {name: a, above: 1, num_inference_steps: 4, measured: {day: 2026-01-01}}", "what JSON cannot"),

@@ -136,13 +136,13 @@ def test_times_are_medians_of_their_size_and_lie_between_those_of_others(order) 
     assert times.remaining(order(28)) == pytest.approx(0.5 + 27 * 0.1 + 0.2)
     assert times.remaining(order(28), 1) == pytest.approx(27 * 0.1 + 0.2) and times.remaining(order(28), 28) == 0.2
     measured(times, order(4, size=32), 0.5, 0.4, 0.2)
-    between = times.step(order(4, size=24))
-    assert 0.1 < between < 0.4 and times.step(order(4, size=8)) == 0.1
-    assert times.step(order(4, size=64)) == pytest.approx(4 * 0.4)
+    between = times.quantum(order(4, size=24), 1)
+    assert 0.1 < between < 0.4 and times.quantum(order(4, size=8), 1) == 0.1
+    assert times.quantum(order(4, size=64), 1) == pytest.approx(4 * 0.4)
     guided = order(4, true_cfg_scale=4.0, negative_prompt="")
-    assert times.step(guided) == pytest.approx(2 * 0.1)
+    assert times.quantum(guided, 1) == pytest.approx(2 * 0.1)
     measured(times, guided, 0.5, 0.15, 0.2)
-    assert times.step(guided) == 0.15 and times.step(order(4, true_cfg_scale=4.0)) == 0.1
+    assert times.quantum(guided, 1) == 0.15 and times.quantum(order(4, true_cfg_scale=4.0), 1) == 0.1
 
 
 def test_calls_are_joined_where_that_pays_and_tried_once(order) -> None:
@@ -155,7 +155,7 @@ def test_calls_are_joined_where_that_pays_and_tried_once(order) -> None:
     for count in range(2, 5):
         times.add(large, beside(quantum(2, 0.1 * count), count))
     assert [times.joined(small, count) for count in (8, 4, 3, 2, 1)] == [3, 3, 3, 2, 1]
-    assert times.joined(large, 8) == 1 and times.step(large) == 0.1
+    assert times.joined(large, 8) == 1 and times.quantum(large, 1) == 0.1
     times.add(large, beside(quantum(1, 9.0), 2))
     times.add(large, beside(quantum(2, 9.0), 1))  # called alone, and waited for the others
     assert times.remaining(large) == pytest.approx(0.5 + 3 * 0.1 + 0.2)

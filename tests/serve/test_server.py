@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -21,9 +22,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from served import ask, events, running, until
 
 from fluxq.cli import cli
+from fluxq.eval.images import generate
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -99,6 +102,7 @@ def test_a_stream_tells_of_each_step_and_a_kept_prompt_changes_no_byte(server: A
         ({}, 400, "prompt: Field required"),
         ({"prompt": "a", "seeed": 1}, 400, "no field 'seeed' (did you mean 'seed'?)"),
         ({"prompt": "a", "num_frames": 4}, 400, "no field 'num_frames'"),
+        ({"prompt": "a", "steps": 4}, 400, "no field 'steps' (did you mean 'num_inference_steps'?)"),
         ({"prompt": "a", "model": "tiny-int4"}, 404, "did you mean 'tiny-int8'?"),
         ({"prompt": "a", "size": "10x"}, 400, "write WIDTHxHEIGHT"),
         ({"prompt": "a", "size": "17x16"}, 400, "multiple of 4"),
@@ -124,6 +128,12 @@ def test_what_cannot_be_made_is_refused_by_name(server: Any, body: object, statu
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+def test_a_body_that_is_not_said_to_be_json_is_told_how(server: Any) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl has it
+    status, _, answer = ask(server, IMAGES, {"prompt": "a"}, "first-key", **form)
+    assert status == 400 and "header Content-Type: application/json" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "key", "status"),
     [
@@ -135,6 +145,9 @@ def test_what_cannot_be_made_is_refused_by_name(server: Any, body: object, statu
         ("/admin/drain", {}, "", 401),
         ("/admin/load", {"folder": "x"}, "first-key", 400),
         ("/v1/nothing", None, "first-key", 404),
+        ("/v1", None, "first-key", 200),
+        ("/", None, "first-key", 200),
+        ("/", None, "", 401),
         (IMAGES, None, "first-key", 405),
         ("/health", None, "", 200),
         ("/ready", None, "", 200),
@@ -194,13 +207,14 @@ def test_a_request_that_would_wait_too_long_is_told_when_to_come(int8: Path) -> 
         (("OUT", "--api-key-file", "/dev/null"), "device"),
         (("OUT", "--host", "0.0.0.0"), "--api-key-file"),
         (("OUT", "--lora", "nothing"), "--lora nothing is no folder"),
-        (("OUT", "OUT"), "have one name"),
+        (("OUT", "OUT"), "is given twice"),
+        (("OUT", "DAMAGED"), "have one name"),
         (("DAMAGED",), "fluxq verify refuses it"),
         (("OUT", "--max-memory", "1MB"), "more than there is room for"),
     ],
 )
 def test_what_cannot_be_served_ends_with_one_sentence(words, said: str, int8: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
+    damaged = tmp_path / int8.name
     if "DAMAGED" in words:
         shutil.copytree(int8, damaged)
         (damaged / "scheduler" / "scheduler_config.json").write_text("{}", encoding="utf-8")
@@ -326,8 +340,6 @@ def test_a_server_is_judged_against_another(int8: Path, plain_checkpoint: Any, t
 
 @pytest.mark.slow
 def test_an_adapter_that_does_not_fit_leaves_nothing_behind(int8: Path, plain_checkpoint: Any, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     name = "transformer.transformer_blocks.0.attn.to_q.lora_{}.weight"
     save_file({name.format("A"): torch.ones(2, 8), name.format("B"): torch.ones(8, 2)}, tmp_path / "bad.safetensors")
     keys = tmp_path / "keys"
@@ -339,6 +351,22 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_behind(int8: Path, plain_ch
         assert status == 400 and answer["error"]["param"] == "lora" and "does not fit" in answer["error"]["message"]
         assert ask(server, IMAGES, body)[2]["data"][0]["b64_json"] == before
         assert ask(server, "/admin/unload", {"name": "tiny-int8"}, "key")[0] == 200
+
+
+@pytest.mark.slow
+def test_values_that_are_not_finite_are_an_error_and_no_black_image(
+    int8: Path, lora_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = lora_file("loras/style.safetensors", ["attn.to_q"], rank=4, seed=3)
+    save_file({name: value * math.inf for name, value in load_file(file).items()}, file)
+    body = {"prompt": PROMPT, "seed": 1, "num_inference_steps": 2}
+    with running(int8, lora=file.parent, in_process=True) as server:
+        status, _, answer = ask(server, IMAGES, body | {"lora": {"name": "style"}})
+        assert status == 400 and answer["error"]["message"] == "lora: style at scale 1 makes values that are not finite"
+        whole = generate.pictures
+        monkeypatch.setattr(generate, "pictures", lambda output: [each * math.nan for each in whole(output)])
+        status, _, answer = ask(server, IMAGES, body)
+        assert status == 500 and answer["error"]["code"] == "NotFinite"
 
 
 @pytest.mark.slow
@@ -425,6 +453,41 @@ def refuses(address: str) -> bool:
     return False
 
 
+_FRONT = """
+import asyncio, time
+from fluxq.serve.process import Apart
+from fluxq.serve.worker import Settings, Worker
+
+def last(self):  # in the place of a long step
+    print("busy", flush=True)
+    time.sleep(600)
+
+Worker.memory = last
+
+async def main():
+    hands = Apart(Settings({}, "cpu"))
+    await hands.start()
+    print(hands.pid, flush=True)
+    await hands.ask("memory")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_ends_at_once_with_its_front(tmp_path: Path) -> None:
+    import psutil
+
+    (tmp_path / "front.py").write_text(_FRONT, encoding="utf-8")
+    with subprocess.Popen([sys.executable, tmp_path / "front.py"], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        worker = psutil.Process(int(front.stdout.readline()))
+        assert front.stdout.readline() == "busy\n"
+        front.kill()
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 30)
+
+
 def test_prompts_that_print_alike_are_kept_apart() -> None:
     from types import SimpleNamespace
 
@@ -476,6 +539,7 @@ def test_the_command_finishes_what_it_has_taken_when_it_is_told_to_end(int8: Pat
             asked = [pool.submit(ask, address, IMAGES, body) for _ in range(3)]
             until(lambda: "fluxq_queue_images 3.0" in ask(address, "/metrics")[2])
             process.send_signal(signal.SIGTERM)
+            assert next(lines).startswith("ending: what was taken is finished first")
             assert [each.result()[0] for each in asked] == [200] * 3
         assert process.wait(60) == 0 and "Traceback" not in process.stderr.read()
     finally:

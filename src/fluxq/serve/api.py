@@ -33,6 +33,7 @@ from fluxq.serve.orders import Facts, Order, Refused, Source
 MAX_SEED = (1 << 63) - 1
 _RANDOM_SEEDS = 1 << 31
 LONGEST = 10_000  # characters of a prompt; no text encoder reads a tenth of it
+_OTHER_NAMES = {"steps": "num_inference_steps"} | dict.fromkeys(("cfg", "cfg_scale", "guidance"), "guidance_scale")
 _ARGUMENTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
 FPS = 16  # of a video whose request says nothing
 _LONGEST_SIDE = {"webp": 16383, "jpeg": 65500}  # pixels that a file holds
@@ -150,9 +151,13 @@ def problem_of(errors: Sequence[Mapping[str, Any]]) -> Refused:
     names = [str(part) for part in first.get("loc", ()) if part != "body"]
     name = ".".join(names)[:80]
     if first.get("type") == "extra_forbidden":
-        return Refused(f"there is no field {name!r}{did_you_mean(name, ImageRequest.model_fields)}", name)
+        known = _OTHER_NAMES.get(name)
+        meant = f" (did you mean {known!r}?)" if known else did_you_mean(name, ImageRequest.model_fields)
+        return Refused(f"there is no field {name!r}{meant}", name)
     if first.get("type") == "json_invalid":
         return Refused("the body is not valid JSON")
+    if not names and isinstance(first.get("input"), bytes):
+        return Refused("the body is read as JSON only with the header Content-Type: application/json")
     return Refused(f"{name or 'the body'}: {str(first.get('msg', 'not valid'))[:200]}", name or None)
 
 

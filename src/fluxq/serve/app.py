@@ -293,6 +293,11 @@ def _add_videos(app: FastAPI, served: Served) -> None:
 def _add_probes(app: FastAPI, served: Served) -> None:
     dispatcher = served.dispatcher
 
+    @app.get("/")
+    @app.get("/v1")
+    async def root() -> dict[str, str]:
+        return {"server": f"fluxq {__version__}", "api": "/v1/images/generations", "models": "/v1/models"}
+
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": "ok"}) if dispatcher.is_alive else JSONResponse({"status": "failed"}, 500)

@@ -11,9 +11,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -120,6 +120,8 @@ class Dispatcher:
         self.queue = Queue(self.times.remaining, delay=self._delay, loading=self._loading, **limits)
         self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
         self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
+        self._running: Collection[Entry] = ()
+        self._since = -math.inf  # when their quantum began
         self.facts: dict[str, Facts] = {}
         self.memory: dict[str, int] = {}
         self.joins = joins
@@ -250,7 +252,11 @@ class Dispatcher:
         return facts
 
     def _delay(self) -> float:
-        return 0.0 if self.is_ready else max(0.0, self._back - time.monotonic())
+        """Return the predicted seconds until the worker has started, or has finished a step that nobody waits for."""
+        back = -math.inf if self.is_ready else self._back
+        if self.is_ready and self._running and all(each.is_cancelled for each in self._running):
+            back = self._since + max(self.times.quantum(each.order, each.steps) for each in self._running)
+        return max(0.0, back - time.monotonic())
 
     def _loading(self, model: str) -> float:
         return 0.0 if model in self.memory else self._loads.get(model, 0.0)
@@ -348,8 +354,9 @@ class Dispatcher:
         orders, failed = [_without_sources(each) for each in group], list[Order]()
         for each in group:
             each.has_begun = True
-        async with self._worker, aclosing(self.hands.run(orders)) as quanta:
+        async with self._worker, self._runs(group), aclosing(self.hands.run(orders)) as quanta:
             async for quantum in quanta:
+                self._since = time.monotonic()
                 each = running[quantum.number]
                 try:
                     self._take(each, quantum)
@@ -364,6 +371,15 @@ class Dispatcher:
             await self._ask("drop", order.number)
         if entry.order.model not in self.memory:
             self.memory = await self._ask("memory")
+
+    @asynccontextmanager
+    async def _runs(self, group: Collection[Entry]) -> AsyncIterator[None]:
+        """Take note of what the worker makes while the block lasts."""
+        self._running, self._since = group, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = ()
 
     def _group(self, entry: Entry) -> list[Entry]:
         """Return an image and those whose denoiser calls are joined with its."""
@@ -417,7 +433,7 @@ class Dispatcher:
         return {
             "image": entry.owner.orders.index(entry.order),
             "position": position,
-            "predicted_ms": round(1000 * seconds),
+            "remaining_ms": round(1000 * seconds),
             "step": entry.steps,
             "steps": entry.order.steps,
         }

@@ -50,10 +50,13 @@ def read_settings(path: Path, models: Collection[str]) -> tuple[Setting, ...]:
         rows = TypeAdapter(list[Setting]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"--elastic {path}: {where or 'the file'}: {first['msg']}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise ValueError(f"--elastic {path} is no YAML; docs/serving.md says what to write there") from None
+        row, names = first["loc"][:1], ".".join(map(str, first["loc"][1:]))
+        where = f"row {int(row[0]) + 1}{names and f': {names}'}" if row else "the file"
+        raise ValueError(f"--elastic {path}: {where}: {first['msg']}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise ValueError(f"--elastic {path} is no YAML{where}; docs/serving.md says what to write there") from None
     if not rows:
         raise ValueError(f"--elastic {path} holds no setting")
     for before, row in zip([None, *rows], rows, strict=False):

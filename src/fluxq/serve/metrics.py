@@ -46,7 +46,7 @@ class Metrics:
         self.shadow_sqnr = make(Histogram, "shadow_latent_sqnr_db", "SQNR of latents, the same", ("model",), **decibels)
         self.alert = make(Gauge, "shadow_alert", "1 where a checkpoint is not what it was shipped as", ("model",))
         self.waiting = make(Gauge, "queue_images", "Images that wait or run")
-        self.backlog = make(Gauge, "backlog_seconds", "Predicted seconds of all that waits or runs")
+        self.backlog = make(Gauge, "backlog_seconds", "Predicted seconds until all that waits or runs is finished")
         self.memory = make(Gauge, "memory_bytes", "Bytes of the weights in memory", ("model",))
         self.ready = make(Gauge, "ready", "1 where requests are taken")
 

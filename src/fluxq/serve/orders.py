@@ -170,5 +170,9 @@ class NotLoaded(RuntimeError):
     """A model that is served and cannot be loaded now, because of its folder or of the memory that there is."""
 
 
+class NotFinite(RuntimeError):
+    """An image whose values are not finite, which would be a black one."""
+
+
 class WorkerDied(RuntimeError):
     """The worker's process ended; what it was making is lost."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -116,6 +117,7 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
     """Do what the front asks, until it is gone."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the front ends it, when it has finished
         signal.signal(each, signal.SIG_IGN)
+    threading.Thread(target=_end_with_front, daemon=True).start()
     set_verbosity(0)
     logger.setLevel(level)
     try:
@@ -140,6 +142,13 @@ def _work(connection: Connection, settings: Settings, level: int) -> None:
             connection.send(answer)
         except OSError:  # the front is gone
             return
+
+
+def _end_with_front() -> None:
+    """End at once where the front was killed: nobody waits for the step that still runs."""
+    if (front := multiprocessing.parent_process()) is not None:
+        front.join()
+        os._exit(1)
 
 
 def _telling(connection: Connection) -> Callable[[Quantum], None]:

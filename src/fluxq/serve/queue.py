@@ -68,7 +68,8 @@ class Queue:
     """Images that wait or run.
 
     remaining: (order, finished steps) to predicted seconds.
-    delay: predicted seconds until the worker goes on.
+    delay: predicted seconds until the worker goes on with these images: it is started, or is in the middle of a step of
+    one that nobody waits for.
     loading: of a checkpoint, predicted seconds until it is in memory; the first image that needs it waits for it.
     longest: images at most. patience: seconds that an image may wait, as predicted. begun: images at most whose state
     a worker holds. servers: that share it.
@@ -162,8 +163,8 @@ class Queue:
         return sum(each.key < entry.key for each in waiting), self._finishes(waiting).get(entry, self._left(entry))
 
     def backlog(self) -> float:
-        """Return the predicted seconds of all that is in the queue."""
-        return sum(self._left(each) for each in self._entries if not each.is_cancelled)
+        """Return the predicted seconds until all that is in the queue is finished."""
+        return self.delay() + sum(self._left(each) for each in self._entries if not each.is_cancelled)
 
     def _left(self, entry: Entry) -> float:
         return self.remaining(entry.order, entry.steps)

@@ -49,7 +49,7 @@ _NEARER = 1e-3  # by which an image comes before those that were begun, if it do
 _RECHECK = 5.0  # seconds after which a request's images are looked for without news
 _TIDY = 60.0  # seconds after which what is too old is looked for
 _Answer = TypeVar("_Answer")
-_STEP = ("image", "step", "steps", "position", "predicted_ms")  # what news tell of a step
+_STEP = ("image", "step", "steps", "position", "remaining_ms")  # what news tell of a step
 
 
 class Failed(RuntimeError):

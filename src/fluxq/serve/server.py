@@ -115,7 +115,7 @@ class Server:
         guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
         how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
         config = uvicorn.Config(guarded, http="h11", h11_max_incomplete_event_size=_HEADERS, **how)
-        self._uvicorn = Uvicorn(config, self._is_busy, self._give_up)
+        self._uvicorn = Uvicorn(config, self._is_busy, self._say_ending, self._give_up)
 
     @property
     def names(self) -> list[str]:
@@ -164,8 +164,7 @@ class Server:
     async def _start(self) -> None:
         try:
             await self._begin()
-            with contextlib.suppress(OSError):  # nobody reads it, or the disk is full
-                self._told(f"ready: {self.address}/v1")
+            self._tell(f"ready: {self.address}/v1")
         except Exception as error:
             self._error = error
             self.end()
@@ -176,8 +175,15 @@ class Server:
         if self.shared is not None:
             await self.shared.start()
 
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it, or the disk is full
+            self._told(line)
+
     def _is_busy(self) -> bool:
         return len(self.dispatcher.queue) > 0
+
+    def _say_ending(self) -> None:
+        self._tell("ending: what was taken is finished first; a second signal ends at once")
 
     def _give_up(self) -> None:
         self.dispatcher.give_up()
@@ -194,22 +200,23 @@ class Server:
 class Uvicorn(uvicorn.Server):
     """uvicorn with bounds for clients that say half of a request, or read nothing; its signals are no failures.
 
-    is_busy: whether something is being made that clients wait for. give_up: called at a second signal.
+    is_busy: whether something is being made that clients wait for.
+    ending, give_up: called at the first signal, and at the second.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
         is_busy: Callable[[], bool] = lambda: True,
+        ending: Callable[[], None] = lambda: None,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(config)
-        self.is_busy, self.give_up = is_busy, give_up
+        self.is_busy, self.ending, self.give_up = is_busy, ending, give_up
         self._silent_since: dict[Any, float] = {}
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.should_exit:
-            asyncio.get_running_loop().call_soon_threadsafe(self.give_up)
+        asyncio.get_running_loop().call_soon_threadsafe(self.give_up if self.should_exit else self.ending)
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
@@ -311,6 +318,8 @@ def names_of(outputs: Sequence[str]) -> dict[str, str]:
     for output in outputs:
         require_checkpoint(output)
         folder = Path(output).expanduser().resolve()
+        if names.get(folder.name) == str(folder):
+            raise ValueError(f"{output} is given twice")
         if folder.name in names:
             raise ValueError(f"{output} and {names[folder.name]} have one name, which requests choose by: rename one")
         names[folder.name] = str(folder)

@@ -57,9 +57,9 @@ class Times:
         left = order.steps - max(steps, 1)
         return begin + left * self._seconds(order, "step") + self._seconds(order, "finish")
 
-    def step(self, order: Order) -> float:
-        """Return the predicted seconds of a step."""
-        return self._seconds(order, "step")
+    def quantum(self, order: Order, steps: int) -> float:
+        """Return the predicted seconds of the quantum that comes after so many steps."""
+        return self._seconds(order, "begin" if steps == 0 else "step" if steps < order.steps else "finish")
 
     def joined(self, order: Order, images: int) -> int:
         """Return how many of so many images, all of an order's kind and size, to make in joined calls; 1 for alone.

@@ -26,7 +26,7 @@ from PIL import Image
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.joined import Meeting, meet, shared_by
-from fluxq.serve.orders import Busy, Facts, NotLoaded, Order, Picture, Quantum, Refused
+from fluxq.serve.orders import Busy, Facts, NotFinite, NotLoaded, Order, Picture, Quantum, Refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -394,7 +394,10 @@ class _Making:
             ((output, latents),) = run_pipeline(
                 pipe, [item], call, output_type="pt", batch_size=1, on_latents=self._after_step
             )
-        image = to_uint8(pictures(output)[0])  # (3, H, W) or (F, 3, H, W)
+        values = pictures(output)[0]  # (3, H, W) or (F, 3, H, W)
+        if not (values.isfinite().all() and latents[0].isfinite().all()):
+            raise _not_finite(order)
+        image = to_uint8(values)
         height, width = image.shape[-2:]
         pixels = image.movedim(-3, -1).contiguous().numpy().tobytes()
         picture = Picture(width, height, pixels, computed(self._steps), len(image) if image.ndim == 4 else None)
@@ -651,6 +654,13 @@ def _as_refusal(error: BaseException) -> BaseException:
         if isinstance(each, (ValueError, TypeError)) and not isinstance(each, Refused):
             return Refused(first_line(each))
     return error
+
+
+def _not_finite(order: Order) -> Exception:
+    """Return the error in place of a black image."""
+    if order.lora is None:
+        return NotFinite(f"{order.model} made values that are not finite")
+    return Refused("lora: {} at scale {:g} makes values that are not finite".format(*order.lora), "lora")
 
 
 def _is_tensor(value: Any) -> bool:
