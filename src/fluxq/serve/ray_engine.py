@@ -81,6 +81,9 @@ class RayServer(Server):
     def _is_busy(self) -> bool:
         return True
 
+    def _say_ending(self) -> None:
+        self._tell("ending: what was taken is finished first")
+
     def _give_up(self) -> None: ...
 
     async def _finish(self) -> None:
