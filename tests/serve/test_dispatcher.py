@@ -132,6 +132,30 @@ def test_a_worker_that_ended_before_an_image_came_costs_it_nothing(trial) -> Non
     assert trial(hands, play) == 1
 
 
+def test_a_restart_that_is_late_is_foretold_to_take_longer_still(trial) -> None:
+    class Slow(Hands):
+        starts = 0
+
+        async def start(self) -> None:
+            self.starts += 1
+            await asyncio.sleep(0.5 * (self.starts > 1))
+            await super().start()
+
+    hands = Slow()
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        hands.dead = True
+        images = asyncio.create_task(make())
+        while dispatcher.is_ready:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.3)
+        assert 0.07 <= dispatcher.queue.delay() < 0.4
+        await images
+        assert dispatcher.queue.delay() == 0 and dispatcher._starting >= 0.5
+
+    trial(hands, play)
+
+
 def test_an_image_that_ends_the_worker_at_once_is_tried_twice(trial) -> None:
     class Ending(Hands):
         runs = 0

@@ -121,7 +121,7 @@ def test_a_replica_that_is_killed_loses_no_accepted_request_and_a_signal_none(cl
     asked += [{"seed": 200, "n": 3, "stream": True}, {"seed": 300, "n": 3, "stream": True}, {}, {}]
     time.sleep(1.5)  # the front looks at the replicas: it believes in an image whose client has left until then
     with ThreadPoolExecutor(len(asked)) as pool:
-        waiting = [pool.submit(cluster.make, num_inference_steps=12, **body) for body in asked]
+        waiting = [pool.submit(cluster.make, num_inference_steps=30, **body) for body in asked]
         until(lambda: sum(cluster.figures("fluxq_queue_images")) + sum(each.done() for each in waiting) >= 12)
         assert all(cluster.figures("fluxq_queue_images")) and not any(each.done() for each in waiting[8:10])
         (victim, other) = cluster.replicas()
@@ -132,7 +132,7 @@ def test_a_replica_that_is_killed_loses_no_accepted_request_and_a_signal_none(cl
         rows = answer["data"] if not body.get("stream") else [each for each in events(answer) if "b64_json" in each]
         first = body.get("seed", rows[0]["seed"])
         assert [row["seed"] for row in rows] == [first + index for index in range(body.get("n", 1))]
-        assert all(pixels(row) == alone(PROMPT, row["seed"], 12).tobytes() for row in rows)
+        assert all(pixels(row) == alone(PROMPT, row["seed"], 30).tobytes() for row in rows)
     until(lambda: ask(cluster.address, "/ready")[2].get("replicas") == 2)
     assert other.is_running() and len(cluster.replicas()) == 2
 

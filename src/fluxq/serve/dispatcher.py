@@ -26,6 +26,7 @@ from fluxq.serve.times import JOINED, Times
 from fluxq.serve.traces import Spans
 
 _RETRIES = 5.0  # seconds between tries to start a worker
+_LATER = 0.25  # of the time that a restart has taken: what is late already takes longer still
 _WARM_STEPS = 3
 _NEAR = 30.0  # dB of latents in joined calls, from which on calls are joined
 _SHADOWS = 16  # that wait to be made; the worker keeps the images that they are compared with
@@ -119,7 +120,8 @@ class Dispatcher:
             limits.setdefault("begun", JOINED)
         self.queue = Queue(self.times.remaining, delay=self._delay, loading=self._loading, **limits)
         self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
-        self._starting, self._back = 0.0, -math.inf  # seconds that the worker took to start; when it will have
+        self._starting = 0.0  # seconds that the worker took to start
+        self._died, self._restart = 0.0, 0.0  # when it ended; seconds until the next one goes on, as foretold then
         self._running: Collection[Entry] = ()
         self._since = -math.inf  # when their quantum began
         self.facts: dict[str, Facts] = {}
@@ -134,13 +136,16 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Start the worker, load and warm up every checkpoint; ValueError for one that is refused."""
-        began = time.monotonic()
-        await self.hands.start()
-        self._starting = time.monotonic() - began
+        await self._start_worker()
         for name in reversed(self.names):  # where they do not fit together, the first stays
             await self._load(name)
         self.is_ready = True
         self._loop = asyncio.create_task(self._run())
+
+    async def _start_worker(self) -> None:
+        began = time.monotonic()
+        await self.hands.start()
+        self._starting = time.monotonic() - began
 
     def give_up(self) -> None:
         """End the worker at once, and what it makes."""
@@ -253,10 +258,14 @@ class Dispatcher:
 
     def _delay(self) -> float:
         """Return the predicted seconds until the worker has started, or has finished a step that nobody waits for."""
-        back = -math.inf if self.is_ready else self._back
-        if self.is_ready and self._running and all(each.is_cancelled for each in self._running):
-            back = self._since + max(self.times.quantum(each.order, each.steps) for each in self._running)
-        return max(0.0, back - time.monotonic())
+        now = time.monotonic()
+        if not self.is_ready:
+            gone = now - self._died if self._died else 0.0
+            return max(self._restart - gone, _LATER * gone)
+        if self._running and all(each.is_cancelled for each in self._running):
+            step = max(self.times.quantum(each.order, each.steps) for each in self._running)
+            return max(0.0, self._since + step - now)
+        return 0.0
 
     def _loading(self, model: str) -> float:
         return 0.0 if model in self.memory else self._loads.get(model, 0.0)
@@ -474,7 +483,8 @@ class Dispatcher:
         """Answer what the worker was making, start another one, and go on with what waits."""
         logger.warning("%s; it is started again", error)
         self.is_ready = False
-        self._back = time.monotonic() + self._starting + sum(self._loads.get(name, 0.0) for name in self.memory)
+        self._died = time.monotonic()
+        self._restart = self._starting + sum(self._loads.get(name, 0.0) for name in self.memory)
         self.metrics.worker_died()
         self._waiting.clear()
         for entry in self.queue:
@@ -485,7 +495,7 @@ class Dispatcher:
         while not self.is_ready:
             try:
                 async with self._worker:  # of whom somebody may be asking something
-                    await self.hands.start()
+                    await self._start_worker()
                 for name, facts in self.facts.items():
                     await self._ask("know", name, self._folders.get(name), facts.digest)
                 for name in [name for name in self.memory if name in self.names]:
@@ -503,8 +513,10 @@ class Dispatcher:
 
     async def _load_again(self, name: str) -> None:
         """Load a model; one that cannot be is tried again when somebody asks for it."""
+        began = time.monotonic()
         try:
             await self._ask("load", name)
+            self._loads[name] = time.monotonic() - began
         except (ValueError, OSError) as error:
             logger.warning("%s cannot be loaded: %s", name, first_line(error))
 
