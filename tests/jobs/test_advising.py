@@ -1,6 +1,7 @@
 """A recipe for a GPU: what is offered, what fits, what comes first; the file of it, and the pages that show it."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,6 +74,36 @@ def test_the_first_that_fits_by_what_comes_first(small, wish, recipe, word):
 def test_what_no_recipe_serves_is_refused_with_a_cure(small, wish, said):
     with pytest.raises(ValueError, match=said):
         advise(wish)
+
+
+def test_a_small_card_is_told_of_the_page_and_of_models_that_fit(small, monkeypatch):
+    held, smaller = advising.holding, ("Z-Image-Turbo", "SANA1.5-4.8B")
+    monkeypatch.setattr(advising, "pieces", lambda model, recipe, *_, encoders: (recipe, encoders, model))
+    monkeypatch.setattr(
+        advising,
+        "holding",
+        lambda parts, card: replace(held(parts[:2], card), in_turns=1e9 * (5 + 5 * (parts[2] not in smaller))),
+    )
+    for gpu in ("4060", "3070", "2080"):
+        with pytest.raises(ValueError, match=r"FLUX\.1-dev into 8 GB \(docs/cards\.md\)") as caught:
+            advise(Wish(gpu, "quality"))
+        assert str(caught.value).endswith("; smaller models fit: --model 'Z-Image-Turbo' or 'SANA1.5-4.8B'"), gpu
+    with pytest.raises(ValueError, match=r"\(docs/cards\.md\)$"):
+        advise(Wish("4060", "quality", 4e9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", advising.SMALLER)
+def test_the_models_named_for_a_small_card_fit_8_gb(model):
+    assert all(advise(Wish(gpu, "quality", 8e9, model=model)).recipe for gpu in ("4060", "3070", "2080"))
+    assert model in (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
+
+
+def test_other_programs_have_kernels_for_turing():
+    with pytest.raises(ValueError, match=r"nunchaku has no format that RTX 2080 Ti with .* multiplies"):
+        advise(Wish("2080ti", "quality", target="nunchaku"))
+    offered = advising._offered(Wish("2080ti", "quality", target="comfy"), DEVICES["rtx2080ti"])
+    assert offered == [*advising.OF_OTHERS["sm_75"]]
 
 
 def test_the_order_of_quality_is_the_measured_one():
