@@ -1,6 +1,7 @@
 """A recipe for a GPU: what is offered, what fits, what comes first; the file of it, and the pages that show it."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
+PAGE_OF_CARDS = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
 GB = {"int8": 12, "fp8": 11.9, "mxfp8": 12.2, "int4": 8.4, "nvfp4-max": 9, "nvfp4": 8.7, "mxfp4-max": 8.7, "mxfp4": 8.4}
 
 
@@ -95,8 +97,8 @@ def test_a_small_card_is_told_of_the_page_and_of_models_that_fit(small, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("model", advising.SMALLER)
 def test_the_models_named_for_a_small_card_fit_8_gb(model):
-    assert all(advise(Wish(gpu, "quality", 8e9, model=model)).recipe for gpu in ("4060", "3070", "2080"))
-    assert model in (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
+    assert {advise(Wish(gpu, "quality", 8e9, model=model)).recipe for gpu in ("4060", "3070", "2080")} == {"int8"}
+    assert model in PAGE_OF_CARDS.split("## Smaller models")[1]
 
 
 def test_other_programs_have_kernels_for_turing():
@@ -175,6 +177,28 @@ def test_cards_get_what_their_chips_multiply():
     old = advise(Wish("3060", "speed"))
     assert old.prefer == "memory" and old.holding.word == "turns" and DEVICES["rtx3060"].memory == 12
     assert advise(Wish("4090", "quality", target="comfy")).recipe == "int8-convrot"
+
+
+def test_the_two_pages_agree_on_every_card():
+    """The page by memory has as many bits as that by card, or more; both say first which recipe suits most cards."""
+    header, rows = table_behind(ROOT / "docs" / "which-recipe.md", "<!-- gpus -->")
+    column = header.index("nearest to 16 bit")
+    by_card = {card: row[column].split("`")[1:2] for row in rows for card in row[1].split(", ")}
+    by_memory = dict(re.findall(r"^## (\d+) GB\nTransformer in ([\w-]+)", PAGE_OF_CARDS, re.MULTILINE))
+    assert by_card.keys() == {device.name for device in DEVICES.values()} and len(by_memory) == 4
+    for device in DEVICES.values():
+        [*named] = by_card[device.name]
+        assert named == (["int8"] if device.memory >= 16 else ["int4"] if device.memory >= 10 else []), device.name
+        if by_size := by_memory.get(f"{device.memory:g}"):
+            assert bits_of(by_size) >= max(map(bits_of, named), default=0), device.name
+    for page in ("which-recipe.md", "cards.md"):
+        lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+        assert lines[1].startswith("**`int8` suits most cards**"), page
+
+
+def bits_of(recipe: str) -> int:
+    """Bits of a code of a recipe's transformer; 16 for "16"."""
+    return 16 if recipe == "16" else load_recipe(recipe)[1].components["transformer"].weights.row.element.bits
 
 
 def test_the_time_of_a_step_is_modelled_for_a_real_card():
