@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -37,9 +37,13 @@ FORMAT_VERSION = 1
 
 
 class Strict(BaseModel):
-    """A mapping whose unknown keys are errors with a suggestion."""
+    """A mapping whose unknown keys are errors with a suggestion.
+
+    keys_before: keys that a file may have beside the fields, because they are gone when it is checked.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    keys_before: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +51,8 @@ class Strict(BaseModel):
         if isinstance(value, dict):
             for key in value:
                 if key not in cls.model_fields:
-                    hint = did_you_mean(str(key), cls.model_fields) or f"; keys here: {', '.join(cls.model_fields)}"
+                    known = (*cls.keys_before, *cls.model_fields)
+                    hint = did_you_mean(str(key), known) or f"; keys here: {', '.join(known)}"
                     raise PydanticCustomError(
                         "unknown_key", "unknown key {key}{hint}", {"key": repr(key), "hint": hint}
                     )

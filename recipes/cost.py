@@ -699,6 +699,7 @@ EIGHT_BIT = {
 
 # Chips for which there is no kernel, and why.
 REFERENCE = {
+    "sm_75": "no kernel was compiled for Turing",
     "gfx1100": "no kernel was compiled for RDNA 3",
     "apple": "there are no kernels for Apple's machines",
 }

@@ -139,6 +139,7 @@ def _letters(name: str) -> str:
 
 # TFLOP/s by arithmetic for each of fp32 outside the matrix units, as the architectures' white papers have it.
 # GeForce cards halve bf16 and fp8, whose sums are fp32; block-scaled formats have instructions that are not halved.
+_TURING = {"bf16": 1, "fp32": 1}  # bf16: assumed, torch widens it
 _GEFORCE_30 = {"bf16": 2, "int8": 8}
 _GEFORCE_40 = {"bf16": 2, "fp8": 4, "int8": 8}
 _GEFORCE_50 = {"bf16": 2, "fp8": 4, "int8": 8, "mxfp8": 8, "mxfp4": 16, "nvfp4": 16}
@@ -208,6 +209,16 @@ _H100 = Device(
     ),
 )
 _OF_A_STEP = "at the shapes of a step of FLUX.1-dev on an H200: benchmarks/h200_rates.json"
+_RTX_3080 = Device(
+    name="RTX 3080 10GB",
+    chip="sm_86",
+    memory=10,
+    bandwidth=760,
+    peaks=_peaks(29.77, _GEFORCE_30),
+    matmul={"bf16": Efficiency(0.953, why="as on an RTX 3060"), "int8": _AMPERE_INT8},
+    scalar_peak=29.77,
+    source="NVIDIA Ampere GA102 GPU architecture white paper, dense figures",
+)
 _RTX_4060_TI = Device(
     name="RTX 4060 Ti 16GB",
     chip="sm_89",
@@ -306,6 +317,26 @@ DEVICES = {
         scalar_peak=12.74,
         source="NVIDIA product page (3584 cores, 1.777 GHz), rates per core of the GA102 white paper",
     ),
+    "rtx3070": Device(
+        name="RTX 3070",
+        chip="sm_86",
+        memory=8,
+        bandwidth=448,
+        peaks=_peaks(20.31, _GEFORCE_30),
+        matmul={"bf16": Efficiency(0.953, why="as on an RTX 3060"), "int8": _AMPERE_INT8},
+        scalar_peak=20.31,
+        source="NVIDIA product page (5888 cores, 1.725 GHz), rates per core of the GA102 white paper",
+    ),
+    "rtx3080": _RTX_3080,
+    "rtx3080-12gb": replace(
+        _RTX_3080,
+        name="RTX 3080 12GB",
+        memory=12,
+        bandwidth=912,
+        peaks=_peaks(30.64, _GEFORCE_30),
+        scalar_peak=30.64,
+        source="NVIDIA product page (8960 cores, 1.71 GHz), rates per core of the GA102 white paper",
+    ),
     "rtx3090": Device(
         name="RTX 3090",
         chip="sm_86",
@@ -330,6 +361,52 @@ DEVICES = {
         },
         scalar_peak=31.2,
         source="NVIDIA A10 data sheet, sparse figures halved",
+    ),
+    "a6000": Device(
+        name="RTX A6000",
+        chip="sm_86",
+        memory=48,
+        bandwidth=768,
+        peaks={"bf16": 154.8, "int8": 309.7},
+        matmul={
+            "bf16": Efficiency(
+                0.77, why="as on an A40, 115 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#185"
+            ),
+            "int8": Efficiency(0.662, why="as on an RTX 5090"),
+        },
+        scalar_peak=38.7,
+        source="NVIDIA RTX A6000 data sheet, sparse figures halved",
+    ),
+    # No kernel was compiled for Turing: torch decodes every weight and multiplies in fp32. It has no bf16 either.
+    "rtx2080": Device(
+        name="RTX 2080",
+        chip="sm_75",
+        memory=8,
+        bandwidth=448,
+        peaks=_peaks(10.07, _TURING),
+        matmul=dict.fromkeys(_TURING, Efficiency(0.80, why="no figure found for torch")),
+        scalar_peak=10.07,
+        source="NVIDIA product page (2944 cores, 1.71 GHz), two FLOPs a clock and core",
+    ),
+    "rtx2080ti": Device(
+        name="RTX 2080 Ti",
+        chip="sm_75",
+        memory=11,
+        bandwidth=616,
+        peaks=_peaks(13.45, _TURING),
+        matmul=dict.fromkeys(_TURING, Efficiency(0.80, why="no figure found for torch")),
+        scalar_peak=13.45,
+        source="NVIDIA product page (4352 cores, 1.545 GHz), two FLOPs a clock and core",
+    ),
+    "rtx4060": Device(
+        name="RTX 4060",
+        chip="sm_89",
+        memory=8,
+        bandwidth=272,
+        peaks=_peaks(15.11, _GEFORCE_40),
+        matmul=_like_4090(Efficiency(1.014, why="as on an RTX 4060 Ti")),
+        scalar_peak=15.11,
+        source="NVIDIA product page (3072 cores, 2.46 GHz), rates per core of the Ada white paper",
     ),
     "rtx4060ti": _RTX_4060_TI,
     "rtx4060ti-8gb": replace(_RTX_4060_TI, name="RTX 4060 Ti 8GB", memory=8),

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -366,6 +366,7 @@ class Auto(Strict):
 class Recipe(Strict):
     """The whole file. `name` is the file's stem and is not a key."""
 
+    keys_before: ClassVar[tuple[str, ...]] = ("extends",)
     version: Literal[1] = 1
     components: dict[str, Component] = Field(min_length=1)
     calibration: Calibration | None = None

@@ -94,7 +94,7 @@ def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monke
     monkeypatch.setattr(advising, "write_recipe", write_recipe)
     words = ("--memory", "10GB", "--for", "comfy", "--model", "Qwen-Image", "-o", "mine.yaml")
     done = fluxq("recipe", "new", "--gpu", "3060", "--want", "quality", *words)
-    assert done.code == 0 and done.out.endswith("next: fluxq quantize MODEL --recipe mine.yaml\n")
+    assert done.code == 0 and done.out.endswith("next: fluxq quantize Qwen/Qwen-Image --recipe mine.yaml\n")
     assert asked == [advising.Wish("3060", "quality", 10e9, "comfy", "Qwen-Image")]
     assert_refused(fluxq("recipe", "new"), 2, "no terminal to ask in: give --gpu and --want")
     assert_refused(fluxq("recipe", "new", "--gpu", "99", "--want", "speed"), 2, "unknown GPU '99'")
@@ -103,6 +103,26 @@ def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monke
     monkeypatch.setattr("click.prompt", lambda *_, **__: next(answers))
     assert fluxq("recipe", "new").code == 0
     assert asked[1:] == [advising.Wish("5070", "speed", 12e9)] and next(answers, None) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "interrupted; nothing was written"),
+        (EOFError, 2, "Error: the input ended before the last question; nothing was written"),
+    ],
+)
+def test_a_question_without_an_answer_ends_with_one_sentence(fluxq, monkeypatch, ends, code, said):
+    answers = iter(["5070"])
+
+    def answer(prompt=""):
+        return next(answers, None) or (_ for _ in ()).throw(ends)
+
+    monkeypatch.setattr(writing_recipes, "is_terminal", lambda stream: True)
+    monkeypatch.setattr("click.termui.visible_prompt_func", answer)
+    result = fluxq("recipe", "new")
+    assert (result.code, result.err, result.left) == (code, f"\n{said}\n", [])
+    assert next(answers, None) is None
 
 
 def test_a_recipe_with_faults_is_refused_line_by_line(fluxq, tmp_path):
@@ -194,7 +214,11 @@ def test_auto_says_what_may_be_chosen_and_then_chooses(fluxq):
     assert "least budget 4.51 bits, largest 16.00 bits" in outline.out and "modelled on h200" in outline.out
     assert "\ntransformer.single_transformer_blocks.3.proj_out " in outline.out
     done = fluxq(*words)
-    assert done.code == 0 and "(chosen)" in done.out and done.out.endswith("recipe: tiny-6bits.yaml\n")
+    assert (
+        done.code == 0
+        and "(chosen)" in done.out
+        and done.out.endswith("recipe: tiny-6bits.yaml\nnext: fluxq quantize tiny --recipe tiny-6bits.yaml\n")
+    )
     assert done.left == ["tiny-6bits.json", "tiny-6bits.yaml", "tiny-velocity-errors.safetensors"]
     again = json.loads(fluxq(*words, "--json").out)
     assert again["output"] == "tiny-6bits.yaml" and again["cost"] <= 6

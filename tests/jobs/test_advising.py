@@ -1,6 +1,8 @@
 """A recipe for a GPU: what is offered, what fits, what comes first; the file of it, and the pages that show it."""
 
 import json
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
+PAGE_OF_CARDS = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
 GB = {"int8": 12, "fp8": 11.9, "mxfp8": 12.2, "int4": 8.4, "nvfp4-max": 9, "nvfp4": 8.7, "mxfp4-max": 8.7, "mxfp4": 8.4}
 
 
@@ -73,6 +76,36 @@ def test_the_first_that_fits_by_what_comes_first(small, wish, recipe, word):
 def test_what_no_recipe_serves_is_refused_with_a_cure(small, wish, said):
     with pytest.raises(ValueError, match=said):
         advise(wish)
+
+
+def test_a_small_card_is_told_of_the_page_and_of_models_that_fit(small, monkeypatch):
+    held, smaller = advising.holding, ("Z-Image-Turbo", "SANA1.5-4.8B")
+    monkeypatch.setattr(advising, "pieces", lambda model, recipe, *_, encoders: (recipe, encoders, model))
+    monkeypatch.setattr(
+        advising,
+        "holding",
+        lambda parts, card: replace(held(parts[:2], card), in_turns=1e9 * (5 + 5 * (parts[2] not in smaller))),
+    )
+    for gpu in ("4060", "3070", "2080"):
+        with pytest.raises(ValueError, match=r"FLUX\.1-dev into 8 GB \(docs/cards\.md\)") as caught:
+            advise(Wish(gpu, "quality"))
+        assert str(caught.value).endswith("; smaller models fit: --model 'Z-Image-Turbo' or 'SANA1.5-4.8B'"), gpu
+    with pytest.raises(ValueError, match=r"\(docs/cards\.md\)$"):
+        advise(Wish("4060", "quality", 4e9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", advising.SMALLER)
+def test_the_models_named_for_a_small_card_fit_8_gb(model):
+    assert {advise(Wish(gpu, "quality", 8e9, model=model)).recipe for gpu in ("4060", "3070", "2080")} == {"int8"}
+    assert model in PAGE_OF_CARDS.split("## Smaller models")[1]
+
+
+def test_other_programs_have_kernels_for_turing():
+    with pytest.raises(ValueError, match=r"nunchaku has no format that RTX 2080 Ti with .* multiplies"):
+        advise(Wish("2080ti", "quality", target="nunchaku"))
+    offered = advising._offered(Wish("2080ti", "quality", target="comfy"), DEVICES["rtx2080ti"])
+    assert offered == [*advising.OF_OTHERS["sm_75"]]
 
 
 def test_the_order_of_quality_is_the_measured_one():
@@ -144,6 +177,28 @@ def test_cards_get_what_their_chips_multiply():
     old = advise(Wish("3060", "speed"))
     assert old.prefer == "memory" and old.holding.word == "turns" and DEVICES["rtx3060"].memory == 12
     assert advise(Wish("4090", "quality", target="comfy")).recipe == "int8-convrot"
+
+
+def test_the_two_pages_agree_on_every_card():
+    """The page by memory has as many bits as that by card, or more; both say first which recipe suits most cards."""
+    header, rows = table_behind(ROOT / "docs" / "which-recipe.md", "<!-- gpus -->")
+    column = header.index("nearest to 16 bit")
+    by_card = {card: row[column].split("`")[1:2] for row in rows for card in row[1].split(", ")}
+    by_memory = dict(re.findall(r"^## (\d+) GB\nTransformer in ([\w-]+)", PAGE_OF_CARDS, re.MULTILINE))
+    assert by_card.keys() == {device.name for device in DEVICES.values()} and len(by_memory) == 4
+    for device in DEVICES.values():
+        [*named] = by_card[device.name]
+        assert named == (["int8"] if device.memory >= 16 else ["int4"] if device.memory >= 10 else []), device.name
+        if by_size := by_memory.get(f"{device.memory:g}"):
+            assert bits_of(by_size) >= max(map(bits_of, named), default=0), device.name
+    for page in ("which-recipe.md", "cards.md"):
+        lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+        assert lines[1].startswith("**`int8` suits most cards**"), page
+
+
+def bits_of(recipe: str) -> int:
+    """Bits of a code of a recipe's transformer; 16 for "16"."""
+    return 16 if recipe == "16" else load_recipe(recipe)[1].components["transformer"].weights.row.element.bits
 
 
 def test_the_time_of_a_step_is_modelled_for_a_real_card():

@@ -47,6 +47,12 @@ def test_all_faults_are_found_also_behind_unknown_keys(file):
             "extends: nvfp4\ncomponents:\n  transformer:\n    overrides:\n      - {role: qvk, reason: x}\n",
             r":5: no family has a role 'qvk' \(did you mean 'qkv'\?\)",
         ),
+        ("extends: nvfp4\nqqq: 1\n", r":2: unknown key 'qqq'; keys here: extends, version, components, "),
+        (
+            "extend: a\ncomponents: {vae: {weights: {format: fp8}}}\n",
+            r":1: unknown key 'extend' \(did you mean 'extends'\?\)",
+        ),
+        ("extends: nvfp4\ncalibration: {extends: int8}\n", r":2: unknown key 'extends'; keys here: prompts, "),
         ("extends: nvfp44\n", r":1: .*did you mean 'nvfp4'"),
     ],
 )

@@ -207,7 +207,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
         if result is not None:
             record = assembling.assemble(search, result) if given["assemble"] else None
             places = {"output": str(search.job.output), **({"checkpoint": given["assemble"]} if record else {})}
-            session.print({**result, **places}, lambda: show.chosen(result, places))
+            session.print({**result, **places}, lambda: show.chosen(result, places, session.options))
             if record and record.check and not record.check.passed:
                 raise RuntimeError(show.why_failed(search.job, record.check))
 

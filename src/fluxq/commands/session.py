@@ -47,6 +47,12 @@ def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
         yield session
     except BrokenPipeError:
         raise
+    except click.Abort as error:  # Ctrl-C, or the end of the input, at a question: click has no words for it
+        click.echo(err=True)  # the message does not go on the question's line
+        if not isinstance(error.__context__, EOFError):
+            error.add_note("nothing was written")
+            raise
+        raise Failure("the input ended before the last question; nothing was written", _CANNOT_WORK) from None
     except ModuleNotFoundError as error:
         if not (cure := cure_of(error)):
             raise

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from fluxq.jobs.catalogue import CatalogueModel
     from fluxq.jobs.doctor import Examination
     from fluxq.jobs.forecast import Forecast
-    from fluxq.jobs.job import Job
+    from fluxq.jobs.job import Job, JobOptions
     from fluxq.jobs.memory import Demand
     from fluxq.jobs.passports import PassportResult
     from fluxq.jobs.search import Outline, Search
@@ -216,10 +217,11 @@ def exported_list(place: Path) -> None:
         echo(line[2:])
 
 
-def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
+def chosen(result: dict[str, Any], places: Mapping[str, str], options: JobOptions | None = None) -> None:
     """Print the plans that ran, the front, and how far prediction and measurement agree.
 
     places: "output", the recipe, and "checkpoint" where one was put together.
+    options: of the search, for the command that comes next; None where its job goes on by itself.
     """
     unit = result["cost_unit"]
     rows = [
@@ -262,9 +264,11 @@ def chosen(result: dict[str, Any], places: Mapping[str, str]) -> None:
     echo(f"recipe: {places['output']}")
     if "checkpoint" in places:
         echo(f"checkpoint: {places['checkpoint']}")
-        echo(f"next: fluxq eval {places['checkpoint']}")
+        echo(f"next: fluxq eval {shlex.quote(places['checkpoint'])}")
     if "card" in result:
         fit(result["card"])
+    if options is not None and not result.get("checkpoints"):
+        echo(f"next: {_quantizing(replace(options, recipe=places['output'], profile=None))}")
 
 
 def _computed(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -290,14 +294,18 @@ def calibrated(job: Job, path: Path) -> None:
         return
     if job.fitted:
         echo("they widen input scales; layers are fitted to calls that `fluxq quantize` captures itself")
-    options = job.options
-    again = [options.model] if options.model else []
-    again += ["--recipe", options.recipe]
-    again += ["--profile", options.profile] if options.profile else []
-    again += ["--components", ",".join(options.components)] if options.components else []
-    again += [word for lora in options.lora for word in ("--lora", lora)]
-    again += ["--revision", options.revision] if options.revision else []
-    echo(f"next: fluxq quantize {shlex.join([*again, '--statistics', str(path)])}")
+    echo(f"next: {_quantizing(job.options)} --statistics {shlex.quote(str(path))}")
+
+
+def _quantizing(options: JobOptions) -> str:
+    """Return the command that quantizes the model of a job."""
+    words = [options.model] if options.model else []
+    words += ["--recipe", options.recipe]
+    words += ["--profile", options.profile] if options.profile else []
+    words += ["--components", ",".join(options.components)] if options.components else []
+    words += [word for lora in options.lora for word in ("--lora", lora)]
+    words += ["--revision", options.revision] if options.revision else []
+    return f"fluxq quantize {shlex.join(words)}"
 
 
 def quantized(job: Job, record: Record) -> None:
@@ -728,13 +736,15 @@ def _together(parts: list[RecordedComponent]) -> RecordedComponent:
     )
 
 
-def advised(file: Path, advice: Advice) -> None:
-    """Print which recipe was chosen, what it takes, and what comes next."""
+def advised(file: Path, advice: Advice, model: str) -> None:
+    """Print which recipe was chosen, what it takes, and what comes next. model: as the hub has it."""
     where = "at once" if advice.holding.word == "all" else "each part in its turn"
     time = "" if advice.milliseconds is None else f", a step in {advice.milliseconds:.0f} ms"
     echo(f"{advice.recipe}: {_size(advice.peak)} of {_size(advice.holding.room)}, {where}{time} (modelled, not run)")
+    if advice.encoders:
+        echo("it counts on quantized text encoders: add --components transformer,text_encoder,… as the model has them")
     echo(f"recipe: {file}")
-    echo(f"next: fluxq quantize MODEL --recipe {shlex.quote(str(file))}")
+    echo(f"next: fluxq quantize {shlex.join([model, '--recipe', str(file)])}")
 
 
 def checked(files: Sequence[str]) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,17 +94,15 @@ def advise(wish: Wish) -> Advice:
     Raises ValueError, with the cure, for an unknown card, target or model, a card whose arithmetic the target does not
     use, and where nothing fits.
     """
-    device, found = _device(wish), []
-    for name in _offered(wish, device):
-        forms: tuple[Prefer, ...] = ("speed", "memory") if wish.target == OWN else ("memory",)
-        quantized = (False, True) if wish.target == OWN else (False,)
-        found += [_advice(wish, device, name, form, encoders) for form in forms for encoders in quantized]
-    fitting = [each for each in found if each.holding.word != "no"]
+    device = _device(wish)
+    found = _found(wish, device)
+    fitting = _fitting(found)
     if not fitting:
         least = console.size(min(each.holding.in_turns for each in found))
         raise ValueError(
             f"{wish.model} does not fit into {console.size(device.memory * GIB)} with any recipe for this; the least "
-            f"is {least}. `fluxq plan MODEL --vram SIZE` places blocks in turns, too, and counts a smaller image"
+            f"is {least}. `fluxq plan MODEL --vram SIZE` places modulation or blocks elsewhere, too, which brings "
+            f"FLUX.1-dev into 8 GB (docs/cards.md){_smaller(wish, device)}"
         )
     if wish.wants == "speed":
         at_once = [each for each in fitting if each.holding.word == "all"]
@@ -111,6 +110,25 @@ def advise(wish: Wish) -> Advice:
         least = min(each.milliseconds or 0 for each in timed)
         return min((each for each in timed if (each.milliseconds or 0) <= _AS_FAST * least), key=_quality)
     return _timed(min(fitting, key=_quality), wish, device)
+
+
+def _found(wish: Wish, device: Device) -> list[Advice]:
+    """Return all that the recipes for a target come to on a card, whether it fits or not."""
+    forms: tuple[Prefer, ...] = ("speed", "memory") if wish.target == OWN else ("memory",)
+    quantized = (False, True) if wish.target == OWN else (False,)
+    names = _offered(wish, device)
+    return [_advice(wish, device, *each) for each in product(names, forms, quantized)]
+
+
+def _fitting(found: Iterable[Advice]) -> list[Advice]:
+    return [each for each in found if each.holding.word != "no"]
+
+
+def _smaller(wish: Wish, device: Device) -> str:
+    """Return the end of a sentence that names smaller models, which fit as they were asked for; "" without any."""
+    others = (name for name in SMALLER if name != wish.model)
+    names = [name for name in others if _fitting(_found(replace(wish, model=name), device))]
+    return f"; smaller models fit: --model {' or '.join(map(repr, names))}" if names else ""
 
 
 def _quality(advice: Advice) -> tuple[int, bool, bool]:
@@ -145,8 +163,7 @@ def write_recipe(wish: Wish, target: Path) -> Advice:
 
 def recipe_text(wish: Wish, advice: Advice) -> str:
     """Return the file: what was asked, what was found, the recipe, and what else may be said, in comments."""
-    hub_id = next(iter(hub_ids(wish.model)), wish.model)
-    words = [f"fluxq quantize {hub_id} --recipe FILE"]
+    words = [f"fluxq quantize {hub_id_of(wish.model)} --recipe FILE"]
     words += ["--components transformer,text_encoder,…: text encoders, too"] * advice.encoders
     words += ['then fluxq.prepare(pipe, prefer="memory")'] * (advice.prefer == "memory" and wish.target == OWN)
     words += [f"then fluxq export CHECKPOINT --format {wish.target}"] * (wish.target != OWN)
@@ -170,6 +187,11 @@ def recipe_text(wish: Wish, advice: Advice) -> str:
     width = max(map(len, keys))
     lines = [*about, f"yaml-language-server: $schema={SCHEMA}"]
     return "\n".join([*(f"# {line}" for line in lines), *(f"{key:<{width}}  # {why}" for key, why in keys.items()), ""])
+
+
+def hub_id_of(name: str) -> str:
+    """Return the hub's first repository of a published model; its name where the hub has none."""
+    return next(iter(hub_ids(name)), name)
 
 
 def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: bool) -> Iterator[PartSize]:
@@ -207,7 +229,8 @@ def _offered(wish: Wish, device: Device) -> list[str]:
         raise ValueError(f"no target {wish.target!r}{console.did_you_mean(wish.target, TARGETS)}: {', '.join(TARGETS)}")
     names = TARGETS[wish.target]
     if device.chip in REFERENCE:
-        names = [name for name in names if name in ON_CPU] if wish.target == OWN else []
+        others = OF_OTHERS.get(device.chip, ())
+        names = [name for name in names if name in (ON_CPU if wish.target == OWN else others)]
     elif wish.target != OWN:
         names = [name for name in names if _is_native(wish.model, name, device.chip)]
     if not names:
@@ -311,4 +334,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "nunchaku_lite": ("int4-svd",),
 }
 ON_CPU = ("int8", "int4")
+# Chips without kernels of ours -> recipes whose codes they have an instruction for, which other programs launch.
+OF_OTHERS = {"sm_75": ("int8-convrot", "int8")}
+SMALLER = (
+    "Z-Image-Turbo",
+    "FLUX.2-klein-4B",
+    "Stable Diffusion 3.5 medium",
+    "SANA1.5-4.8B",
+)  # to name for a small card
 INT4_CHIPS = ("sm_80", "sm_86", "sm_89")  # which multiply int4
