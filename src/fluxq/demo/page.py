@@ -236,7 +236,8 @@ def page(pairs: Pairs) -> Any:
         how: dict[str, Any] = {"outputs": outputs, "concurrency_id": "worker", "api_visibility": "private", "js": _NOW}
         how["show_progress_on"] = images
         begins = [button.click, prompt.submit]
-        gr.on([*begins, name.change], None, outputs=problem, js="() => ''", api_visibility="private")  # first: in order
+        # Before the others: browsers do one after the other, and this one in themselves.
+        gr.on([*begins, name.change], None, outputs=problem, js="() => ''", api_visibility="private")
         gr.on(begins, make, [shown, visit, name, prompt, seed, steps, width, height, clock], **how)
         name.change(switch, [shown, visit, name, clock], trigger_mode="always_last", **how)
         stop.click(
