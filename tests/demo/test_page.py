@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extr
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, BROWSERS)), reason="needs a Chromium of the distribution's packages"
 )
+
+OLDER = "The images are those of the request before."
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,52 @@ def test_a_prompt_is_made_and_another_checkpoint_changes_one_image(visit: Any) -
 
     visit.page.get_by_label("Steps").fill("11")
     visit.page.get_by_role("button", name=BUTTON).click()
-    visit.page.locator("#problem", has_text="Steps is 11, 10 at most.").wait_for()
-    assert addresses(visit) == first
+    visit.page.locator("#problem", has_text=f"Steps is 11, 10 at most. {OLDER}").wait_for()
+    assert addresses(visit) == first and visit.page.title() == "tiny-int8, tiny-nvfp4 - fluxq demo"
     assert len(visit.asked) > 10 and visit.elsewhere() == [] and visit.said == []
+
+
+def ask(visit: Any, **fields: str) -> None:
+    for name, value in fields.items():
+        visit.page.get_by_label(name).fill(value)
+    visit.page.get_by_role("button", name=BUTTON).click()
+
+
+@pytest.mark.slow
+def test_stop_ends_an_image_and_leaves_what_was_shown(visit: Any) -> None:
+    ask(visit, Prompt=PROMPT, Seed="1", Steps="8", Width="16", Height="16")
+    visit.page.locator("#figures", has_text="Seed 1, 8 steps").wait_for()
+    first, said = addresses(visit), visit.figures()
+    ask(visit, Steps="10", Width="192", Height="192")
+    visit.page.locator("#images", has_text="/10 steps").wait_for()
+    visit.page.get_by_role("button", name="Stop").click()
+    visit.page.locator("#problem", has_text=f"Stopped. {OLDER}").wait_for()
+    assert addresses(visit) == first and visit.figures() == said
+    visit.page.get_by_role("button", name="Stop").click()  # with nothing to stop: the next one is made
+    ask(visit, Seed="2", Steps="2", Width="16", Height="16")
+    visit.page.locator("#figures", has_text="Seed 2, 2 steps").wait_for()
+    assert visit.page.locator("#problem").inner_text() == ""
+
+
+@pytest.mark.slow
+def test_fields_have_the_limits_and_a_problem_goes_when_the_next_image_begins(visit: Any, monkeypatch) -> None:
+    bounds = {"Seed": (0, 2**53 - 1), "Steps": (1, 10)} | dict.fromkeys(("Width", "Height"), (4, 4096))
+    for label, (least, most) in bounds.items():
+        field = visit.page.get_by_label(label)
+        assert (field.get_attribute("min"), field.get_attribute("max")) == (str(least), str(most))
+    usual = {"Prompt": PROMPT, "Seed": "0", "Steps": "1", "Width": "16", "Height": "16"}
+    for label, value, sentence in (
+        ("Seed", "1.5", "Seed is 1.5, expected a whole number."),
+        ("Seed", "9007199254740993", "Seed is 9007199254740992, 9007199254740991 at most."),
+        ("Steps", "2.7", "Steps is 2.7, expected a whole number."),
+        ("Steps", "0", "Steps is 0, 1 at least."),
+        ("Width", "65536", "Width is 65536, 4096 at most."),
+    ):
+        ask(visit, **usual | {label: value})
+        visit.page.locator("#problem", has_text=sentence).wait_for()
+    make, begins = visit.demo.pairs.make, threading.Event()
+    monkeypatch.setattr(visit.demo.pairs, "make", lambda *args, **how: begins.wait(60) and make(*args, **how))
+    ask(visit, **usual)
+    visit.page.wait_for_function("document.querySelector('#problem').innerText === ''")
+    begins.set()
+    visit.page.locator("#figures", has_text="Seed 0, 1 steps").wait_for()

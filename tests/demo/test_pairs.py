@@ -75,6 +75,16 @@ def test_an_image_that_is_being_made_when_the_demo_ends_is_let_go(pairs: Pairs, 
     assert steps == [1]
 
 
+def test_an_image_stops_after_a_step_or_before_the_first_and_can_be_made_again(pairs: Pairs) -> None:
+    steps: list[int] = []
+    for stops, made in ((lambda: len(steps) == 1, [1]), (lambda: True, [])):
+        steps.clear()
+        with pytest.raises(RuntimeError, match="stopped"):
+            pairs.make("tiny-int8", PROMPT, 7, 4, tell=lambda side, step, _: steps.append(step), stops=stops)
+        assert steps == made and not pairs._worker._making
+    assert pairs.make("tiny-int8", PROMPT, 7, 4).order.seed == 7
+
+
 def test_the_map_has_one_scale_for_all_pairs() -> None:
     a = torch.zeros(3, 1, 4, dtype=torch.uint8)
     b = a.clone()

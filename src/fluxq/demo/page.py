@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isqrt
 from typing import Any
 
 from PIL import Image
@@ -22,19 +23,23 @@ from torch import Tensor
 
 from fluxq.base.console import first_line, logger
 from fluxq.base.devices import machine_name
+from fluxq.demo.door import Door, hosts_of
 from fluxq.demo.pairs import SIXTEEN_BIT, Pair, Pairs
 from fluxq.eval.images.generate import as_picture
 from fluxq.serve.api import Limits
 from fluxq.serve.app import UNTRACED
+from fluxq.serve.orders import Facts
 from fluxq.serve.server import Uvicorn, address_of, bound, is_loopback
 
 _SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
-_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 _FONTS: Any = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
-_LARGEST = 4096  # pixels of a side in larger pixels
-_FAREWELL = 2  # seconds for pages that are open, which never end their connection
+_LARGEST = 4096  # pixels of a side in larger pixels, and of one that is asked for where the limit is no larger square
+_LARGEST_SEED = (1 << 53) - 1  # browsers hold larger ones inexactly
+_FAREWELL = 1  # seconds for pages that are open, which never end their connection
+_OLDER = " The images are those of the request before."
 _EXPECTED = (ValueError, RuntimeError, OSError, MemoryError)
+_NOW = "(...all) => [...all.slice(0, -1), Date.now()]"  # in the browser, in place of the last input
 _CSS = "footer {display: none !important} .problem {color: var(--error-text-color); font-weight: 600}"
 
 
@@ -59,7 +64,7 @@ class Demo:
 
     def __init__(self, options: DemoOptions) -> None:
         """Raise ValueError, FileNotFoundError or OSError for what cannot work; see `Pairs`."""
-        self._socket = bound(options.host, options.port)
+        self._host, self._socket = options.host, bound(options.host, options.port)
         if not is_loopback(options.host):
             logger.warning("--host %s: whoever reaches this address can make images; there are no keys", options.host)
         try:
@@ -84,18 +89,24 @@ class Demo:
         return f"{address_of(self._socket)}/"
 
     def run(self) -> None:
-        """Serve the page."""
+        """Serve the page; a signal that has ended it comes again afterwards, for whoever handles it."""
         import uvicorn
 
-        with tempfile.TemporaryDirectory(prefix="fluxq-demo-") as folder, _settings(GRADIO_TEMP_DIR=folder):
-            app = _Alone(application(self.pairs))
-            how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-            self._uvicorn = _Server(uvicorn.Config(app, timeout_graceful_shutdown=_FAREWELL, **how))
+        place = os.path.realpath(tempfile.gettempdir())
+        with (
+            tempfile.TemporaryDirectory(prefix="fluxq-demo-", dir=place) as folder,
+            _settings(GRADIO_TEMP_DIR=folder),
+        ):
+            app = Door(application(self.pairs), folder, hosts_of(self._host))
+            how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
+            self._uvicorn = _Server(uvicorn.Config(app, **how))
             self._uvicorn.pairs = self.pairs
             try:
                 asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
             finally:
                 self._socket.close()
+        for each in self._uvicorn.signals:
+            signal.raise_signal(each)
 
     def end(self) -> None:
         """Let it end as a signal does."""
@@ -104,13 +115,26 @@ class Demo:
 
 
 class _Server(Uvicorn):
-    """uvicorn, which also lets an image go that is being made when it ends."""
+    """uvicorn, which also lets an image go that is being made when it ends, and then pages that are open."""
 
     pairs: Pairs
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.signals: list[int] = []
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.signals = [sig]
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: Any = None) -> None:
         self.pairs.end()
+        asyncio.get_running_loop().call_later(_FAREWELL, self._hang_up)
         await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        for each in list(self.server_state.connections):
+            each.transport.abort()
 
 
 def application(pairs: Pairs) -> Any:
@@ -140,19 +164,26 @@ def page(pairs: Pairs) -> Any:
     import gradio as gr
 
     names = [*pairs.facts]
-    usual = pairs.facts[names[0]].defaults
-    with gr.Blocks(title="fluxq demo", analytics_enabled=False, delete_cache=(3600, 86400)) as blocks:
-        shown = gr.State(None)
+    first = pairs.facts[names[0]]
+    bounds = _bounds(pairs.limits, first)
+    with gr.Blocks(
+        title=f"{', '.join(names)} - fluxq demo", analytics_enabled=False, delete_cache=(3600, 86400)
+    ) as blocks:
+        shown, visit, clock = gr.State(None), gr.State(_Visit()), gr.Number(visible=False)
         with gr.Row():
             with gr.Column(scale=1, min_width=280):
                 prompt = gr.Textbox(label="Prompt", placeholder="what the image shows", lines=3, submit_btn=False)
                 name = gr.Radio(names, value=names[0], label="Checkpoint")
                 with gr.Row():
-                    seed = _number("Seed", 0)
-                    steps = _number("Steps", usual["num_inference_steps"])
+                    seed = _number("seed", 0, bounds)
+                    steps = _number("steps", first.defaults["num_inference_steps"], bounds)
                 with gr.Row():
-                    width, height = (_number(each.title(), usual[each]) for each in ("width", "height"))
-                button = gr.Button("Make both images", variant="primary")
+                    width, height = (
+                        _number(each, first.defaults[each], bounds, first.unit) for each in ("width", "height")
+                    )
+                with gr.Row():
+                    button = gr.Button("Make both images", variant="primary", min_width=160)
+                    stop = gr.Button("Stop", min_width=80)
                 problem = gr.Markdown(elem_id="problem", elem_classes="problem")
             with gr.Column(scale=3):
                 with gr.Row():
@@ -175,21 +206,51 @@ def page(pairs: Pairs) -> Any:
                 figures = gr.Markdown(elem_id="figures")
         outputs = [problem, images, errors, figures, shown]
 
-        def make(name: str, *asked: Any, progress: Any = gr.Progress()) -> tuple[Any, ...]:  # noqa: B008
+        def make(
+            shown: tuple[Any, ...] | None,
+            visit: _Visit,
+            name: str,
+            *asked: Any,
+            progress: Any = gr.Progress(),  # noqa: B008
+        ) -> tuple[Any, ...]:
+            prompt, *numbers, at = asked
             try:
-                pair = pairs.make(name, *asked, tell=_telling(progress))
+                _require_bounds(bounds, *numbers)
+                pair = pairs.make(name, prompt, *numbers, tell=_telling(progress), stops=lambda: visit.stopped >= at)
             except _EXPECTED as error:
-                return _sentence(error), *[gr.skip()] * (len(outputs) - 1)
+                return _sentence(error) + _OLDER * bool(shown), *[gr.skip()] * (len(outputs) - 1)
             return "", *_contents(gr, pair, machine_name(pairs.device), pairs.device), _asked(pair)
 
-        def switch(name: str, shown: tuple[Any, ...] | None, progress: Any = gr.Progress()) -> Any:  # noqa: B008
-            return make(name, *shown, progress=progress) if shown else gr.skip()
+        def switch(
+            shown: tuple[Any, ...] | None,
+            visit: _Visit,
+            name: str,
+            at: float,
+            progress: Any = gr.Progress(),  # noqa: B008
+        ) -> Any:
+            return make(shown, visit, name, *shown, at, progress=progress) if shown else gr.skip()
 
-        how: dict[str, Any] = {"outputs": outputs, "concurrency_id": "worker", "api_visibility": "private"}
+        def end(visit: _Visit, at: float) -> None:
+            visit.stopped = at
+
+        how: dict[str, Any] = {"outputs": outputs, "concurrency_id": "worker", "api_visibility": "private", "js": _NOW}
         how["show_progress_on"] = images
-        gr.on([button.click, prompt.submit], make, [name, prompt, seed, steps, width, height], **how)
-        name.change(switch, [name, shown], trigger_mode="always_last", **how)
+        begins = [button.click, prompt.submit]
+        # Before the others: browsers do one after the other, and this one in themselves.
+        gr.on([*begins, name.change], None, outputs=problem, js="() => ''", api_visibility="private")
+        gr.on(begins, make, [shown, visit, name, prompt, seed, steps, width, height, clock], **how)
+        name.change(switch, [shown, visit, name, clock], trigger_mode="always_last", **how)
+        stop.click(
+            end, [visit, clock], js=_NOW, concurrency_limit=None, api_visibility="private", show_progress="hidden"
+        )
     return blocks.queue(max_size=16, default_concurrency_limit=1)
+
+
+@dataclass
+class _Visit:
+    """A visitor. stopped: when the button was pressed last, by the clock of the browser; what began before ends."""
+
+    stopped: float = 0
 
 
 def figures_of(pair: Pair, machine: str, device: str) -> str:
@@ -237,10 +298,31 @@ def _time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _number(label: str, value: int) -> Any:
+def _bounds(limits: Limits, facts: Facts) -> dict[str, tuple[int, int]]:
+    """Return field -> least and largest value."""
+    side = facts.unit, min(limits.pixels, max(_LARGEST, isqrt(limits.pixels)))
+    return {"seed": (0, _LARGEST_SEED), "steps": (1, limits.steps), "width": side, "height": side}
+
+
+def _number(name: str, value: int, bounds: Mapping[str, tuple[int, int]], step: int = 1) -> Any:
     import gradio as gr
 
-    return gr.Number(value, label=label, precision=0, min_width=80)
+    least, most = bounds[name]
+    how: dict[str, Any] = {"minimum": least, "maximum": most, "step": step, "precision": 0, "min_width": 80}
+    field: Any = gr.Number(min(value, most), label=name.title(), **how)
+    field.preprocess = lambda value: value  # gradio's would round it
+    return field
+
+
+def _require_bounds(bounds: Mapping[str, tuple[int, int]], *values: Any) -> None:
+    """Raise ValueError for a field that is not empty and no whole number, or out of its bounds."""
+    for (name, (least, most)), value in zip(bounds.items(), values, strict=True):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{name} is {str(value)[:40]}, expected a whole number")
+        if value is not None and not least <= value <= most:
+            raise ValueError(
+                f"{name} is {value}, {least} at least" if value < least else f"{name} is {value}, {most} at most"
+            )
 
 
 def _sentence(error: BaseException) -> str:
@@ -260,21 +342,6 @@ def _larger(image: Tensor) -> Image.Image:
     picture = as_picture(image)
     factor = ceil(min(_SHOWN / min(picture.size), max(1, _LARGEST / max(picture.size))))
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-
-
-class _Alone:
-    """An ASGI application whose pages may ask no other server."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def answer(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"content-security-policy", _POLICY.encode())]
-            await send(message)
-
-        await self.app(scope, receive, answer)
 
 
 @contextmanager

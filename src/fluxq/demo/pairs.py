@@ -152,12 +152,14 @@ class Pairs:
         width: int | None = None,
         height: int | None = None,
         tell: Tell = lambda side, step, steps: None,
+        stops: Callable[[], bool] = lambda: False,
     ) -> Pair:
         """Return both images of a request, made or kept; what is None is as the checkpoint has it, a seed drawn.
 
-        name: of a checkpoint. tell: takes news of each step, in another thread.
+        name: of a checkpoint. tell: takes news of each step, in another thread. stops: whether to stop after it.
 
-        Raises `Refused`, a ValueError, for a request that cannot work, and what making an image raises.
+        Raises `Refused`, a ValueError, for a request that cannot work, RuntimeError for one that was stopped, and what
+        making an image raises.
         """
         try:
             request = ImageRequest(prompt=prompt, seed=seed, num_inference_steps=steps, width=width, height=height)
@@ -167,29 +169,35 @@ class Pairs:
             raise Refused(f"there is no checkpoint {name!r}", "model")
         with self._lock:
             (order,) = orders_of(request, self.facts[name], self.limits, {}, self._numbers.__next__)
-            original = self._side(replace(order, number=next(self._numbers), model=self._originals[name]), tell)
-            return Pair(order, original, self._side(order, tell))
+            original = replace(order, number=next(self._numbers), model=self._originals[name])
+            sides = [self._side(each, tell, stops) for each in (original, order)]
+            return Pair(order, *sides)
 
-    def _side(self, order: Order, tell: Tell) -> Side:
+    def _side(self, order: Order, tell: Tell, stops: Callable[[], bool]) -> Side:
         key = order.model, order.prompt, order.seed, repr(sorted(order.call.items()))
         if key not in self._sides:
-            self._sides[key] = self._made(order, tell)
+            self._sides[key] = self._made(order, tell, stops)
             if len(self._sides) > _KEPT:
                 self._sides.popitem(last=False)
         self._sides.move_to_end(key)
         return self._sides[key]
 
-    def _made(self, order: Order, tell: Tell) -> Side:
+    def _made(self, order: Order, tell: Tell, stops: Callable[[], bool]) -> Side:
         quanta: list[Quantum] = []
         side = order.model if order.model in self.facts else SIXTEEN_BIT
 
+        def go_on() -> None:
+            if self._ends or stops():
+                raise RuntimeError("the demo is ending" if self._ends else "stopped")
+
         def take(quantum: Quantum) -> None:
             quantum.check()
-            if self._ends:
-                raise RuntimeError("the demo is ending")
+            if quantum.picture is None:  # a finished one is kept
+                go_on()
             quanta.append(quantum)
             tell(side, quantum.steps, order.steps)
 
+        go_on()
         self._worker.run([replace(order, is_kept=True)], take, lambda: False)
         image, latents = self._worker.take(order.number)
         seconds = sum(each.seconds - each.loading for each in quanta)

@@ -1,0 +1,79 @@
+"""The door of the page: what of gradio's server is open, by whose name, and what pages may ask.
+
+Open is what the page needs, a table; the rest of gradio (uploads, proxies, an API, its monitor) is not there. On a
+loopback address the name that a browser asks by has to be of this machine: else a page elsewhere, whose name was made
+to lead here, could ask too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from fluxq.serve.server import is_loopback
+
+_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Door:
+    """An ASGI application that lets to another what the page needs.
+
+    folder: of the images that are shown. hosts: names that it is asked by; none: all.
+    """
+
+    def __init__(self, app: Any, folder: str, hosts: Collection[str]) -> None:
+        self.app, self.hosts = app, hosts
+        self._open = tuple(re.compile(each.replace("FOLDER", re.escape(_slashed(folder)))) for each in _OPEN)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"content-security-policy", _POLICY.encode())]
+            await send(message)
+
+        if scope["type"] != "http":  # its start and end
+            await self.app(scope, receive, send)
+        elif self.hosts and _host(scope) not in self.hosts:
+            await _refuse(answer, 421, f"this page is at {', '.join(self.hosts)}; --host gives it another address")
+        elif not any(each.fullmatch(_slashed(f"{scope['method']} {scope['path']}")) for each in self._open):
+            await _refuse(answer, 404, "there is nothing here")
+        else:
+            await self.app(scope, receive, answer)
+
+
+def hosts_of(host: str) -> tuple[str, ...]:
+    """Return the names by which a server at an address is asked; none: all, because other machines have their own."""
+    if not is_loopback(host):
+        return ()
+    return tuple(dict.fromkeys((*_LOCAL, f"[{host}]" if ":" in host else host)))
+
+
+def _host(scope: Any) -> str:
+    """Return the name in a request, without the port; "" for none, and for several."""
+    names = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+    return re.sub(r":\d+\Z", "", names[0]) if len(names) == 1 else ""
+
+
+def _slashed(path: str) -> str:
+    """Return a path of Windows as browsers write it."""
+    return path.replace("\\", "/")
+
+
+async def _refuse(send: Any, status: int, line: str) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": f"{line}\n".encode()})
+
+
+# Method and path, as regular expressions. FOLDER: that of the images that are shown.
+_OPEN = (
+    r"(GET|HEAD) /",
+    r"GET /(theme\.css|manifest\.json|favicon\.ico)",
+    r"GET /(assets|static)/.+",
+    r"GET /gradio_api/(app_id|heartbeat/\w+)",
+    r"POST /gradio_api/queue/join",
+    r"GET /gradio_api/queue/data",
+    r"(GET|HEAD) /gradio_api/file=FOLDER/\w+/[\w.-]+",
+)
