@@ -84,7 +84,7 @@ def begin(port: int) -> None:
     """Begin an image of many steps, as the page does."""
     config = json.loads(answer(port, "/")[1].split(b"window.gradio_config = ")[1].split(b";</script>")[0])
     index = next(each["id"] for each in config["dependencies"] if len(each["inputs"]) == 9)
-    data = [None, None, "tiny-int8", "x", 0, 100, 128, 128, time.time() * 1000]
+    data = [None, None, "tiny-int8", "x", 0, 100, 192, 192, time.time() * 1000]
     body = json.dumps({"data": data, "fn_index": index, "session_hash": "abc"}).encode()
     status, said = answer(port, "/gradio_api/queue/join", "POST", body, Content_Type="application/json")
     assert status == 200, said
