@@ -84,7 +84,7 @@ def begin(port: int) -> None:
     """Begin an image of many steps, as the page does."""
     config = json.loads(answer(port, "/")[1].split(b"window.gradio_config = ")[1].split(b";</script>")[0])
     index = next(each["id"] for each in config["dependencies"] if len(each["inputs"]) == 9)
-    data = [None, None, "tiny-int8", "x", 0, 100, 128, 128, time.time() * 1000]
+    data = [None, None, "tiny-int8", "x", 0, 100, 192, 192, time.time() * 1000]
     body = json.dumps({"data": data, "fn_index": index, "session_hash": "abc"}).encode()
     status, said = answer(port, "/gradio_api/queue/join", "POST", body, Content_Type="application/json")
     assert status == 200, said
@@ -97,7 +97,8 @@ def test_ctrl_c_ends_it_in_a_line(plain_checkpoint, state: str) -> None:
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "fluxq", "demo", str(plain_checkpoint("int8")), "--device", "cpu"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--port", str(port)], **pipes) as process:
+    process = subprocess.Popen([*command, "--port", str(port)], **pipes)
+    try:
         connection = _when_it_listens(port)
         if state != "loading":
             connection.close()
@@ -110,8 +111,10 @@ def test_ctrl_c_ends_it_in_a_line(plain_checkpoint, state: str) -> None:
             begin(port)
             time.sleep(2)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=60)[1]
         connection.close()
+    finally:
+        process.kill()
     assert process.returncode == 130 and said.strip().startswith("interrupted;") and len(said.split("\n")) <= 3, said
 
 
