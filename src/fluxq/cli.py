@@ -55,7 +55,7 @@ _SECTIONS = {
     "Work with other programs": exchanging.COMMANDS,
     "Look up": looking_up.COMMANDS,
 }
-_WITHOUT_OUTPUT = ("plan", "inspect", "verify", "families", "env")
+_WITHOUT_OUTPUT = ("plan", "inspect", "verify", "families", "env", "demo")
 for _command in (command for commands in _SECTIONS.values() for command in commands):
     cli.add_command(_command)
 

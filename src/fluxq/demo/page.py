@@ -89,7 +89,7 @@ class Demo:
         return f"{address_of(self._socket)}/"
 
     def run(self) -> None:
-        """Serve the page; a signal that has ended it comes again afterwards, for whoever handles it."""
+        """Serve the page until a signal ends it; raise KeyboardInterrupt where that was Ctrl-C."""
         import uvicorn
 
         place = os.path.realpath(tempfile.gettempdir())
@@ -105,8 +105,8 @@ class Demo:
                 asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
             finally:
                 self._socket.close()
-        for each in self._uvicorn.signals:
-            signal.raise_signal(each)
+        if self._uvicorn.is_interrupted:
+            raise KeyboardInterrupt
 
     def end(self) -> None:
         """Let it end as a signal does."""
@@ -121,10 +121,10 @@ class _Server(Uvicorn):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.signals: list[int] = []
+        self.is_interrupted = False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.signals = [sig]
+        self.is_interrupted = sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: Any = None) -> None:
