@@ -473,11 +473,10 @@ def main(tables: bool, output: Path, only: tuple[str, ...], **counts: Any) -> No
 
 
 def measure(file: Path, only: Sequence[str], *, seconds: float, bodies: int, sound: int) -> None:
-    """Measure, part by part; parts of the same code that the file holds are kept."""
+    """Measure, part by part; parts of the same code that the file holds are kept, and those that are not asked for."""
     report = read_json(file) if file.is_file() else {}
-    if report.get("sources") != sources():
-        machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions("fastapi", "uvicorn")}
-        report = {"commit": commit(), "sources": sources(), **machine}
+    report |= {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions("fastapi", "uvicorn")}
+    code, of = {"commit": commit(), "sources": sources()}, report.setdefault("measured", {})
     with tempfile.TemporaryDirectory() as work:
         folder, damaged, loras = _inputs(Path(work))
         measures = {
@@ -487,8 +486,8 @@ def measure(file: Path, only: Sequence[str], *, seconds: float, bodies: int, sou
             "joined": lambda: joined(folder),
             "shadows": lambda: shadows(folder, damaged, sound),
         }
-        for name in only or [name for name in PARTS if name not in report]:
-            report[name] = measures[name]()
+        for name in only or [name for name in PARTS if of.get(name, {}).get("sources") != code["sources"]]:
+            report[name], of[name] = measures[name](), code
             click.echo(json.dumps({name: report[name]}, indent=2))
             write_json(file, report)
 
@@ -563,8 +562,19 @@ def table_of(report: dict[str, Any]) -> str:
         lines.append(f"| {name} | {fast['p50']:.2f} ({fast['p5']:.2f} to {fast['max']:.2f}) | {bytes_} |")
     status = ", ".join(f"{code} {count}" for code, count in row["status"].items() if code != "None")
     loaded = f"{row['requests']} requests in {row['seconds']:g} s: {status}, {row['left_early']} left early."
-    about = f"Commit {report['commit']}, {report['cores']} cores of {report['cpu']}, the embedded pipeline in int8."
+    commits = commits_of(report["measured"])
+    about = f"{commits}, {report['cores']} cores of {report['cpu']}, the embedded pipeline in int8."
     return "\n".join([*lines, "", loaded, about, "", *goals_in_words(goals(report))])
+
+
+def commits_of(measured: dict[str, dict[str, str]]) -> str:
+    """Return the commit of all parts, or of each where they differ."""
+    parts: dict[str, list[str]] = {}
+    for name in PARTS:
+        parts.setdefault(measured[name]["commit"], []).append(name)
+    if len(parts) == 1:
+        return f"Commit {next(iter(parts))}"
+    return "Commits " + ", ".join(f"{each} ({', '.join(names)})" for each, names in parts.items())
 
 
 def write_style(path: Path) -> None:

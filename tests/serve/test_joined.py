@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 from served import ask, running, until
 from torch import nn
@@ -91,6 +92,32 @@ def test_who_ends_first_keeps_nobody_waiting_and_an_error_is_that_of_all_who_sha
     for ((made, _),) in together(denoiser, [[of(-1.0)], [of(2.0)]]):
         assert str(made) == "a time below zero"
     assert denoiser(**of(1.0))[0].tolist() == [[2.0] * 3]  # in no meeting
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_in_joined_calls_of_int8_no_bit_depends_on_the_others(size: int, plain_checkpoint: Any) -> None:
+    pipe: Any = DiffusionPipeline.from_pretrained(plain_checkpoint("int8"), dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    calls: list[list[dict[str, Any]]] = []
+    alone: list[Any] = []
+    plain = pipe.transformer.forward
+
+    def forward(**arguments: Any) -> Any:
+        calls[-1].append(arguments)
+        alone.append(plain(**arguments)[0])
+        return (alone[-1],)
+
+    pipe.transformer.forward = forward
+    for seed in range(4):
+        calls.append([])
+        noise = torch.Generator().manual_seed(seed)
+        call = {"width": size, "height": size, "num_inference_steps": 4, "max_sequence_length": 8}
+        pipe(f"a {seed}", **call, guidance_scale=1.0, generator=noise)
+    pipe.transformer.forward = plain
+    meet(pipe.transformer)
+    made = [one for each in together(pipe.transformer, calls) for one in each]
+    assert [shared for _, shared in made] == [4] * 16
+    assert all(torch.equal(one, other) for (one, _), other in zip(made, alone, strict=True))
 
 
 @pytest.mark.slow

@@ -6,15 +6,19 @@ decoders, runs one thread at a time, as without joining.
 
 Arguments allow it where tensors have the same shapes but for their rows, and all else is equal. Tensors without rows,
 as position ids are, have to be equal too.
+
+Sums of integers do not depend on the number of rows, sums in floating point do: a product picks its order of summation
+by its shape. So beside layers of int8 all other Linears compute each image of a joined call alone, and its bytes stay.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 _here = threading.local()
@@ -39,9 +43,9 @@ class Meeting:
         self._serve()
         self._turn.release()
 
-    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a denoiser together with the others, who are on their way to it."""
-        call = _Call(plain, inspect.signature(plain).bind(*args, **kwargs).arguments)
+    def call(self, denoiser: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a denoiser, by its own `plain`, together with the others, who are on their way to it."""
+        call = _Call(denoiser, plain, inspect.signature(plain).bind(*args, **kwargs).arguments)
         self._calls.append(call)
         self._serve()
         self._turn.wait_for(lambda: call.is_made)
@@ -66,7 +70,7 @@ def meet(denoiser: Any) -> None:
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         meeting = getattr(_here, "meeting", None)
-        return plain(*args, **kwargs) if meeting is None else meeting.call(plain, args, kwargs)
+        return plain(*args, **kwargs) if meeting is None else meeting.call(denoiser, plain, args, kwargs)
 
     denoiser.forward = forward
 
@@ -81,6 +85,7 @@ def shared_by() -> int:
 class _Call:
     """A call of a denoiser. arguments: by name. shared: number of calls that were made as one."""
 
+    denoiser: Any
     plain: Callable[..., Any]
     arguments: Mapping[str, Any]
     is_made: bool = False
@@ -149,7 +154,10 @@ def _make(group: Sequence[_Call]) -> None:
         for name, value in first.arguments.items()
     }
     try:
-        with torch.no_grad():  # whoever comes last makes it, be it one that is finished
+        with (
+            torch.no_grad(),
+            _apart(first.denoiser, len(group)),
+        ):  # whoever comes last makes it, be it one that is finished
             result = first.plain(**arguments)
         for index, each in enumerate(group):
             each.result = _rows_of(result, slice(index * rows, (index + 1) * rows)) if group[1:] else result
@@ -158,6 +166,46 @@ def _make(group: Sequence[_Call]) -> None:
             each.error = error
     for each in group:
         each.is_made, each.shared = True, len(group)
+
+
+@contextmanager
+def _apart(denoiser: Any, images: int) -> Iterator[None]:
+    """Let Linears that sum in floating point compute each image alone, in a denoiser whose others sum integers."""
+    layers = _inexact(denoiser) if images > 1 else []
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(_one_by_one, layer.forward, images)
+    try:
+        yield
+    finally:
+        for layer, plain in zip(layers, before, strict=True):
+            del layer.forward
+            if plain is not None:
+                layer.forward = plain
+
+
+def _inexact(denoiser: Any) -> list[Any]:
+    """Return the Linears that do not sum integers; none where no layer does."""
+    from torch import nn
+
+    linears = [module for module in denoiser.modules() if isinstance(module, nn.Linear)]
+    inexact = [layer for layer in linears if not _sums_integers(layer)]
+    return inexact if len(inexact) < len(linears) else []
+
+
+def _sums_integers(layer: Any) -> bool:
+    """Tell whether nothing but integers is summed: not where a 16-bit branch or a rotation takes part."""
+    scheme = getattr(layer, "scheme", None)
+    if scheme is None or scheme.formats != ("int8", "int8"):
+        return False
+    return not (scheme.rank or scheme.deflate or scheme.hadamard)
+
+
+def _one_by_one(plain: Callable[..., Any], images: int, x: Any) -> Any:
+    """Call a layer for each image; an input without rows for all of them goes as it is."""
+    import torch
+
+    return plain(x) if len(x) % images else torch.cat([plain(each) for each in x.chunk(images)])
 
 
 def _together(values: Sequence[Any]) -> Any:
