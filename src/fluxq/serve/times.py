@@ -21,7 +21,6 @@ PAYS = 0.95  # share of its own time that a step in a joined call may take
 _KEPT = 15  # measurements of one kind and size
 _SIZES = 64  # of one kind; clients choose sizes
 _UNKNOWN = 1.0  # second, of a quantum of which nothing like it was measured
-_UNKNOWN_GROWTH = 1.5  # of one size: rather too long than too short
 _GUIDED = 2  # calls of the denoiser in a step
 
 
@@ -106,8 +105,11 @@ def _at(by_size: dict[int, deque[float]], pixels: int) -> float:
 
 
 def _growth(largest: list[tuple[int, float]]) -> float:
-    """Return the power of the pixels with which seconds grow, by the two largest sizes: 1 to 2, as attention has it."""
+    """Return the power of the pixels with which seconds grow, by the two largest sizes: 1 to 2, as attention has it.
+
+    1 for one size: more would refuse images that are soon made.
+    """
     (pixels, seconds), (more, longer) = largest[0], largest[-1]
     if pixels == more or min(seconds, longer) <= 0:
-        return _UNKNOWN_GROWTH
+        return 1.0
     return min(2.0, max(1.0, math.log(longer / seconds) / math.log(more / pixels)))
