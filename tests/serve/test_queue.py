@@ -135,6 +135,7 @@ def test_times_are_medians_of_their_size_and_lie_between_those_of_others(order) 
     measured(times, order(4), 9.0, 9.0, 9.0)
     assert times.remaining(order(28)) == pytest.approx(0.5 + 27 * 0.1 + 0.2)
     assert times.remaining(order(28), 1) == pytest.approx(27 * 0.1 + 0.2) and times.remaining(order(28), 28) == 0.2
+    assert times.quantum(order(4, size=48), 1) == pytest.approx(9 * 0.1)  # as the pixels
     measured(times, order(4, size=32), 0.5, 0.4, 0.2)
     between = times.quantum(order(4, size=24), 1)
     assert 0.1 < between < 0.4 and times.quantum(order(4, size=8), 1) == 0.1
