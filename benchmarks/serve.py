@@ -475,8 +475,8 @@ def main(tables: bool, output: Path, only: tuple[str, ...], **counts: Any) -> No
 def measure(file: Path, only: Sequence[str], *, seconds: float, bodies: int, sound: int) -> None:
     """Measure, part by part; parts of the same code that the file holds are kept, and those that are not asked for."""
     report = read_json(file) if file.is_file() else {}
-    report |= {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions("fastapi", "uvicorn")}
-    code, of = {"commit": commit(), "sources": sources()}, report.setdefault("measured", {})
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions("fastapi", "uvicorn")}
+    code, of = {"commit": commit(), "sources": sources(), **machine}, report.setdefault("measured", {})
     with tempfile.TemporaryDirectory() as work:
         folder, damaged, loras = _inputs(Path(work))
         measures = {
@@ -550,6 +550,7 @@ def table_of(report: dict[str, Any]) -> str:
     for name, each in plain["single"].items():
         ours, theirs = (f"{1000 * each[side]:.0f} ms" for side in ("fluxq serve", "plain loop"))
         lines.append(f"| {name} | {ours} | {theirs} | {each['more_ms']:.1f} ms, {each['ratio'] - 1:+.1%} |")
+    lines += ["", "Times are medians; the share is the median of requests by turns."]
     lines += ["", "| twice as many as can be made | made a second | p50 | p95 | refused |", "|---|---|---|---|---|"]
     for name, each in plain["overload"].items():
         p50, p95 = (f"{each['seconds'][at]:.1f} s" for at in ("p50", "p95"))
@@ -562,12 +563,13 @@ def table_of(report: dict[str, Any]) -> str:
         lines.append(f"| {name} | {fast['p50']:.2f} ({fast['p5']:.2f} to {fast['max']:.2f}) | {bytes_} |")
     status = ", ".join(f"{code} {count}" for code, count in row["status"].items() if code != "None")
     loaded = f"{row['requests']} requests in {row['seconds']:g} s: {status}, {row['left_early']} left early."
-    commits = commits_of(report["measured"])
-    about = f"{commits}, {report['cores']} cores of {report['cpu']}, the embedded pipeline in int8."
+    measured = report["measured"]
+    machine = f"{measured['load']['cores']} cores of {measured['load']['cpu']}"
+    about = f"{commits_of(measured)}, {machine}, the embedded pipeline in int8."
     return "\n".join([*lines, "", loaded, about, "", *goals_in_words(goals(report))])
 
 
-def commits_of(measured: dict[str, dict[str, str]]) -> str:
+def commits_of(measured: dict[str, dict[str, Any]]) -> str:
     """Return the commit of all parts, or of each where they differ."""
     parts: dict[str, list[str]] = {}
     for name in PARTS:

@@ -77,6 +77,9 @@ def test_a_loopback_address_is_asked_by_this_machines_names(demo: Demo) -> None:
         for path, method in (("/", "GET"), ("/gradio_api/queue/join", "POST")):
             status, said = answer(port, path, method, Host=host)
             assert status == 421 and said.count(b"\n") == 1 and b"localhost, 127.0.0.1, [::1]" in said, host
+    assert answer(port, "/", Origin=f"http://localhost:{port}")[0] == 200
+    for page in ("http://evil.example", "https://localhost.evil.example:7860", "null"):
+        assert answer(port, "/gradio_api/queue/join", "POST", Origin=page)[0] == 421, page
     assert hosts_of("0.0.0.0") == () and hosts_of("127.0.0.2")[-1] == "127.0.0.2" and hosts_of("::1")[-1] == "[::1]"
 
 

@@ -92,6 +92,8 @@ def test_a_small_card_is_told_of_the_page_and_of_models_that_fit(small, monkeypa
         assert str(caught.value).endswith("; smaller models fit: --model 'Z-Image-Turbo' or 'SANA1.5-4.8B'"), gpu
     with pytest.raises(ValueError, match=r"\(docs/cards\.md\)$"):
         advise(Wish("4060", "quality", 4e9))
+    of_another = Wish("4060", "quality", target="nunchaku")  # which reads FLUX.1 alone
+    assert advising._smaller(of_another, advising._device(of_another)) == ""
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 from fluxq.serve.server import is_loopback
 
-_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
+_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'"
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -35,7 +35,7 @@ class Door:
 
         if scope["type"] != "http":  # its start and end
             await self.app(scope, receive, send)
-        elif self.hosts and _host(scope) not in self.hosts:
+        elif self.hosts and not {*_hosts(scope)} <= {*self.hosts}:
             await _refuse(answer, 421, f"this page is at {', '.join(self.hosts)}; --host gives it another address")
         elif not any(each.fullmatch(_slashed(f"{scope['method']} {scope['path']}")) for each in self._open):
             await _refuse(answer, 404, "there is nothing here")
@@ -50,10 +50,12 @@ def hosts_of(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_LOCAL, f"[{host}]" if ":" in host else host)))
 
 
-def _host(scope: Any) -> str:
-    """Return the name in a request, without the port; "" for none, and for several."""
-    names = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
-    return re.sub(r":\d+\Z", "", names[0]) if len(names) == 1 else ""
+def _hosts(scope: Any) -> list[str]:
+    """Return the names that a request says, without ports: its host, "" for none, and the page that it comes from."""
+    headers = [(name, value.decode("latin-1").lower()) for name, value in scope["headers"]]
+    hosts = [value for name, value in headers if name == b"host"]
+    pages = [value.removeprefix("http://") for name, value in headers if name == b"origin"]
+    return [re.sub(r":\d+\Z", "", each) for each in [*(hosts or [""]), *pages]]
 
 
 def _slashed(path: str) -> str:

@@ -125,7 +125,12 @@ def _fitting(found: Iterable[Advice]) -> list[Advice]:
 
 
 def _smaller(wish: Wish, device: Device) -> str:
-    """Return the end of a sentence that names smaller models, which fit as they were asked for; "" without any."""
+    """Return the end of a sentence that names smaller models, which fit as they were asked for; "" without any.
+
+    Not for other programs, of which each reads its own models.
+    """
+    if wish.target != OWN:
+        return ""
     others = (name for name in SMALLER if name != wish.model)
     names = [name for name in others if _fitting(_found(replace(wish, model=name), device))]
     return f"; smaller models fit: --model {' or '.join(map(repr, names))}" if names else ""

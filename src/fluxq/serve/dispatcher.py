@@ -263,7 +263,7 @@ class Dispatcher:
             gone = now - self._died if self._died else 0.0
             return max(self._restart - gone, _LATER * gone)
         if self._running and all(each.is_cancelled for each in self._running):
-            step = max(self.times.quantum(each.order, each.steps) for each in self._running)
+            step = sum(self.times.quantum(each.order, each.steps) for each in self._running)
             return max(0.0, self._since + step - now)
         return 0.0
 
@@ -363,7 +363,7 @@ class Dispatcher:
         orders, failed = [_without_sources(each) for each in group], list[Order]()
         for each in group:
             each.has_begun = True
-        async with self._worker, self._runs(group), aclosing(self.hands.run(orders)) as quanta:
+        async with self._worker, self._runs(running.values()), aclosing(self.hands.run(orders)) as quanta:
             async for quantum in quanta:
                 self._since = time.monotonic()
                 each = running[quantum.number]
@@ -382,9 +382,9 @@ class Dispatcher:
             self.memory = await self._ask("memory")
 
     @asynccontextmanager
-    async def _runs(self, group: Collection[Entry]) -> AsyncIterator[None]:
-        """Take note of what the worker makes while the block lasts."""
-        self._running, self._since = group, time.monotonic()
+    async def _runs(self, running: Collection[Entry]) -> AsyncIterator[None]:
+        """Take note of what the worker makes while the block lasts. running: loses what is finished."""
+        self._running, self._since = running, time.monotonic()
         try:
             yield
         finally:
@@ -483,8 +483,8 @@ class Dispatcher:
         """Answer what the worker was making, start another one, and go on with what waits."""
         logger.warning("%s; it is started again", error)
         self.is_ready = False
-        self._died = time.monotonic()
-        self._restart = self._starting + sum(self._loads.get(name, 0.0) for name in self.memory)
+        seconds = self._starting + sum(self._loads.get(name, 0.0) for name in self.memory)
+        self._died, self._restart = time.monotonic(), seconds
         self.metrics.worker_died()
         self._waiting.clear()
         for entry in self.queue:
@@ -496,14 +496,16 @@ class Dispatcher:
             try:
                 async with self._worker:  # of whom somebody may be asking something
                     await self._start_worker()
-                for name, facts in self.facts.items():
-                    await self._ask("know", name, self._folders.get(name), facts.digest)
+                for name in {**self._folders, **self.facts}:  # also one that is being added
+                    facts = self.facts.get(name)
+                    await self._ask("know", name, self._folders.get(name), facts and facts.digest)
                 for name in [name for name in self.memory if name in self.names]:
                     await self._load_again(name)
                 self.memory = await self._ask("memory")
                 self.is_ready = True
             except Exception as problem:  # whatever keeps it from starting may pass
                 logger.warning("no worker: %s; the next try in %g s", first_line(problem), _RETRIES)
+                self._died, self._restart = time.monotonic(), _RETRIES + seconds
                 for entry in self.queue:
                     self._fail(entry, Unavailable("the worker cannot be started", _RETRIES))
                 if self._ending.is_set():

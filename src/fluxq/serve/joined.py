@@ -8,7 +8,7 @@ Arguments allow it where tensors have the same shapes but for their rows, and al
 as position ids are, have to be equal too.
 
 Sums of integers do not depend on the number of rows, sums in floating point do: a product picks its order of summation
-by its shape. So beside layers of int8 all other Linears compute each image of a joined call alone, and its bytes stay.
+by its shape. So beside layers of int8 all other Linears and convolutions compute each image of a joined call alone.
 """
 
 from __future__ import annotations
@@ -154,10 +154,8 @@ def _make(group: Sequence[_Call]) -> None:
         for name, value in first.arguments.items()
     }
     try:
-        with (
-            torch.no_grad(),
-            _apart(first.denoiser, len(group)),
-        ):  # whoever comes last makes it, be it one that is finished
+        # no_grad, because whoever comes last makes it, be it one that is finished
+        with torch.no_grad(), _apart(first.denoiser, len(group)):
             result = first.plain(**arguments)
         for index, each in enumerate(group):
             each.result = _rows_of(result, slice(index * rows, (index + 1) * rows)) if group[1:] else result
@@ -170,7 +168,7 @@ def _make(group: Sequence[_Call]) -> None:
 
 @contextmanager
 def _apart(denoiser: Any, images: int) -> Iterator[None]:
-    """Let Linears that sum in floating point compute each image alone, in a denoiser whose others sum integers."""
+    """Let layers that sum in floating point compute each image alone, in a denoiser whose others sum integers."""
     layers = _inexact(denoiser) if images > 1 else []
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -185,12 +183,12 @@ def _apart(denoiser: Any, images: int) -> Iterator[None]:
 
 
 def _inexact(denoiser: Any) -> list[Any]:
-    """Return the Linears that do not sum integers; none where no layer does."""
+    """Return the Linears and convolutions that do not sum integers; none where no layer does."""
     from torch import nn
 
-    linears = [module for module in denoiser.modules() if isinstance(module, nn.Linear)]
-    inexact = [layer for layer in linears if not _sums_integers(layer)]
-    return inexact if len(inexact) < len(linears) else []
+    layers = [module for module in denoiser.modules() if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))]
+    inexact = [layer for layer in layers if not _sums_integers(layer)]
+    return inexact if len(inexact) < len(layers) else []
 
 
 def _sums_integers(layer: Any) -> bool:
@@ -202,7 +200,7 @@ def _sums_integers(layer: Any) -> bool:
 
 
 def _one_by_one(plain: Callable[..., Any], images: int, x: Any) -> Any:
-    """Call a layer for each image; an input without rows for all of them goes as it is."""
+    """Call a layer for each image, whose rows come first in x; an input without rows for all of them goes as it is."""
     import torch
 
     return plain(x) if len(x) % images else torch.cat([plain(each) for each in x.chunk(images)])

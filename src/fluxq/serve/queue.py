@@ -69,7 +69,7 @@ class Queue:
 
     remaining: (order, finished steps) to predicted seconds.
     delay: predicted seconds until the worker goes on with these images: it is started, or is in the middle of a step of
-    one that nobody waits for.
+    one that nobody waits for (a shadow's is not foretold).
     loading: of a checkpoint, predicted seconds until it is in memory; the first image that needs it waits for it.
     longest: images at most. patience: seconds that an image may wait, as predicted. begun: images at most whose state
     a worker holds. servers: that share it.
@@ -164,7 +164,8 @@ class Queue:
 
     def backlog(self) -> float:
         """Return the predicted seconds until all that is in the queue is finished."""
-        return self.delay() + sum(self._left(each) for each in self._entries if not each.is_cancelled)
+        left = [self._left(each) for each in self._entries if not each.is_cancelled]
+        return self.delay() * bool(self._entries) + sum(left)
 
     def _left(self, entry: Entry) -> float:
         return self.remaining(entry.order, entry.steps)

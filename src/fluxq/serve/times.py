@@ -16,7 +16,7 @@ from typing import Any
 
 from fluxq.serve.orders import Order, Quantum
 
-JOINED = 4  # images at most whose calls are joined, and that are in the making then
+JOINED = 4  # images at most whose calls are joined; with --join a worker holds the states of so many
 PAYS = 0.95  # share of its own time that a step in a joined call may take
 _KEPT = 15  # measurements of one kind and size
 _SIZES = 64  # of one kind; clients choose sizes
