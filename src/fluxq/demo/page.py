@@ -211,10 +211,11 @@ def page(pairs: Pairs) -> Any:
             shown: tuple[Any, ...] | None,
             visit: _Visit,
             name: str,
-            *asked: Any,
+            prompt: str,
+            *numbers_and_time: Any,
             progress: Any = gr.Progress(),  # noqa: B008
         ) -> tuple[Any, ...]:
-            prompt, *numbers, at = asked
+            *numbers, at = numbers_and_time
             try:
                 _require_bounds(bounds, *numbers)
                 pair = pairs.make(name, prompt, *numbers, tell=_telling(progress), stops=lambda: visit.stopped >= at)

@@ -156,7 +156,8 @@ class Pairs:
     ) -> Pair:
         """Return both images of a request, made or kept; what is None is as the checkpoint has it, a seed drawn.
 
-        name: of a checkpoint. tell: takes news of each step, in another thread. stops: whether to stop after it.
+        name: of a checkpoint. tell: takes news of each step, in another thread. stops: whether nobody wants it any
+        more; asked before the first step and after each.
 
         Raises `Refused`, a ValueError, for a request that cannot work, RuntimeError for one that was stopped, and what
         making an image raises.
@@ -186,18 +187,18 @@ class Pairs:
         quanta: list[Quantum] = []
         side = order.model if order.model in self.facts else SIXTEEN_BIT
 
-        def go_on() -> None:
+        def require_wanted() -> None:
             if self._ends or stops():
                 raise RuntimeError("the demo is ending" if self._ends else "stopped")
 
         def take(quantum: Quantum) -> None:
             quantum.check()
             if quantum.picture is None:  # a finished one is kept
-                go_on()
+                require_wanted()
             quanta.append(quantum)
             tell(side, quantum.steps, order.steps)
 
-        go_on()
+        require_wanted()
         self._worker.run([replace(order, is_kept=True)], take, lambda: False)
         image, latents = self._worker.take(order.number)
         seconds = sum(each.seconds - each.loading for each in quanta)
