@@ -28,7 +28,7 @@ from fluxq.jobs.requirements import base_recipe
 from fluxq.jobs.search import AutoOptions, Search, search_of
 from fluxq.jobs.trials import Bench
 from fluxq.kernels.linear import in_place_of
-from fluxq.quantize.record import read_record, write_record
+from fluxq.quantize.record import Record, read_record, write_record
 from fluxq.quantize.verify import verify
 from fluxq.recipes.budget import total
 from fluxq.recipes.recipe import load_recipe
@@ -91,6 +91,10 @@ def weights_of(folder: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors")
 
 
+def groups_of(record: Record) -> set[str]:
+    return {group.group for group in record.components[0].groups}
+
+
 def test_every_tensor_is_that_of_the_checkpoint_whose_format_was_chosen(mixed, unchecked, tmp_path) -> None:
     assert set(mixed.options.values()) >= {"nvfp4", "int8"}
     result = {"units": [{**each, "option": MENU[index % 3]} for index, each in enumerate(mixed.result["units"])]}
@@ -109,6 +113,8 @@ def test_every_tensor_is_that_of_the_checkpoint_whose_format_was_chosen(mixed, u
     for name, tensor in expected.items():
         assert (tensor.dtype, fingerprint_of(tensor)) == (written[name].dtype, fingerprint_of(written[name])), name
     assert any(name.endswith("svdquant_lora_a") for name in written)
+    groups = groups_of(record)
+    assert groups and groups < groups_of(read_record(Path(mixed.folders[0]))), "some are whole, some are mixed"
     schemes = {f"transformer.{layer.name}": layer.scheme for layer in record.components[0].layers}
     assert all(schemes[layer].startswith(option) for layer, option in mixed.options.items())
     assert not any(result.findings for result in verify(tmp_path / "mixed"))
@@ -156,7 +162,7 @@ def test_it_is_whole_and_says_where_its_layers_are_from(mixed) -> None:
     schemes = {f"transformer.{layer.name}": layer.scheme for layer in record.components[0].layers}
     assert all(schemes[layer].startswith(option) for layer, option in mixed.options.items())
     assert record.check is not None and record.check.finite
-    assert {group.group for group in record.components[0].groups} < {g.group for g in first.components[0].groups}
+    assert groups_of(record) <= groups_of(first)
     assert "fitted in the checkpoint `tiny-int8`" in (mixed.folder / "README.md").read_text()
     checkpoints = dict(zip(MENU, mixed.folders, strict=False))
     assert mixed.result["checkpoints"] == checkpoints
