@@ -126,10 +126,16 @@ def find_device(name: str) -> Device:
 
 
 def is_called(device: Device, name: str) -> bool:
-    """Tell whether a GPU's name, as "H100 80GB HBM3" of its driver, begins with this row's and with no longer one."""
-    named = {_letters(key): row for key, row in DEVICES.items()}
-    begun = [spelt for spelt in named if _letters(name).startswith(spelt)]
-    return bool(begun) and named[max(begun, key=len)].name == device.name
+    """Tell whether a GPU's name, as "H100 80GB HBM3" of its driver, is this row's, whatever memory either says."""
+    called = _without_memory(name)
+    begun = [key for key in DEVICES if called.startswith(_without_memory(key))]
+    longest = max(map(_without_memory, begun), key=len, default="")
+    rows = [DEVICES[key].name for key in begun if _without_memory(key) == longest]
+    return device.name in rows and not re.match("ti|super|laptop|maxq", called.removeprefix(longest))
+
+
+def _without_memory(name: str) -> str:
+    return _letters(re.sub(r"\b\d+ ?gb\b", "", name.lower()))
 
 
 def _letters(name: str) -> str:

@@ -9,15 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
 pytest.importorskip("gradio", reason="needs gradio, of the extra `demo`")
 from fluxq.demo.door import hosts_of
 from fluxq.demo.page import Demo, DemoOptions
+from fluxq.serve.server import bound
 
 UPLOAD = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--x--\r\n'
 
@@ -56,8 +56,8 @@ def test_only_what_the_page_needs_is_open(demo: Demo) -> None:
         "/gradio_api/openapi.json",
         "/gradio_api/proxy=http://127.0.0.1/",
         "/gradio_api/file=http://127.0.0.1/",
-        f"/gradio_api/file={Path(__file__)}",
-        f"/gradio_api/queue/../file={Path(__file__)}",
+        f"/gradio_api/file={quote(__file__)}",
+        f"/gradio_api/queue/../file={quote(__file__)}",
         "/gradio_api/run/predict",
         "/gradio_api/component_server",
         "/gradio_api/queue/join/",
@@ -77,10 +77,17 @@ def test_a_loopback_address_is_asked_by_this_machines_names(demo: Demo) -> None:
         for path, method in (("/", "GET"), ("/gradio_api/queue/join", "POST")):
             status, said = answer(port, path, method, Host=host)
             assert status == 421 and said.count(b"\n") == 1 and b"localhost, 127.0.0.1, [::1]" in said, host
-    assert answer(port, "/", Origin=f"http://localhost:{port}")[0] == 200
-    for page in ("http://evil.example", "https://localhost.evil.example:7860", "null"):
+    assert answer(port, "/", Origin=f"http://127.0.0.1:{port}")[0] == 200
+    for page in ("http://evil.example", "https://localhost.evil.example:7860", "null", "http://127.0.0.1:3000"):
         assert answer(port, "/gradio_api/queue/join", "POST", Origin=page)[0] == 421, page
-    assert hosts_of("0.0.0.0") == () and hosts_of("127.0.0.2")[-1] == "127.0.0.2" and hosts_of("::1")[-1] == "[::1]"
+
+
+def test_what_other_machines_reach_has_names_of_its_own_and_loopback_those_of_this_machine() -> None:
+    assert hosts_of("0.0.0.0") == hosts_of("::", "localhost") == ()
+    assert hosts_of("127.0.0.2")[-1] == "127.0.0.2" and hosts_of("::1")[-1] == "[::1]"
+    assert hosts_of("127.0.1.1", "VM")[-2:] == ("127.0.1.1", "vm") and hosts_of("::ffff:127.0.0.1")
+    with bound("LOCALHOST", 0) as taken:
+        assert "localhost" in hosts_of(taken.getsockname()[0], "LOCALHOST")
 
 
 def begin(port: int) -> None:

@@ -11,6 +11,9 @@ from tests.house.test_house import our_modules
 
 NAMED_ELSEWHERE = {  # module -> dialects that it names, outside comments and docstrings
     "fluxq.commands.exchanging": set(WRITERS) - {"compressed_tensors"},  # --help must not import the table
+    # What `fluxq recipe new` exports to; which shipped recipes keep their codes there.
+    "fluxq.commands.writing_recipes": set(WRITERS) - {"compressed_tensors", "fp8_blocks"},
+    "fluxq.jobs.advising": set(WRITERS) - {"compressed_tensors", "fp8_blocks"},
     # A recipe's `compat` is limited to what nunchaku's or ComfyUI's file can hold.
     "fluxq.recipes.recipe": {"nunchaku", "comfy"},
     # Which layers ComfyUI has by itself.

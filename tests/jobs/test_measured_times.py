@@ -121,3 +121,7 @@ def test_times_mean_nothing_without_a_budget_of_time(tmp_path) -> None:
 def test_a_driver_calls_cards_by_longer_names() -> None:
     assert is_called(find_device("h100"), "NVIDIA H100 80GB HBM3") and is_called(find_device("h200"), "NVIDIA H200")
     assert not is_called(find_device("h200"), "NVIDIA H100 80GB HBM3") and not is_called(find_device("b200"), "the CPU")
+    assert is_called(find_device("3080 12GB"), "NVIDIA GeForce RTX 3080")
+    assert is_called(find_device("4060ti"), "NVIDIA GeForce RTX 4060 Ti")
+    for other in ("RTX 3080 Ti", "RTX 3080 Laptop GPU", "RTX 3080 SUPER"):
+        assert not is_called(find_device("3080"), f"NVIDIA GeForce {other}")

@@ -123,6 +123,19 @@ def test_as_many_images_begin_as_are_joined(trial, monkeypatch: pytest.MonkeyPat
     assert trial(Proving(), play, joins=True) == 7 > trial(Hands(), play)
 
 
+def test_a_model_whose_joined_calls_fail_makes_images_alone(trial) -> None:
+    class Failing(Hands):
+        async def ask(self, method: str, *arguments: Any) -> Any:
+            if method == "prove_joined":
+                raise RuntimeError("out of memory")
+            return await super().ask(method, *arguments)
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        assert dispatcher.facts["A"].joined is None and await make()
+
+    trial(Failing(), play, joins=True)
+
+
 def test_a_worker_that_ended_before_an_image_came_costs_it_nothing(trial) -> None:
     hands = Hands()
 
@@ -157,6 +170,74 @@ def test_a_restart_that_is_late_is_foretold_to_take_longer_still(trial) -> None:
         assert dispatcher.queue.delay() == 0 and dispatcher._starting >= 0.3
 
     trial(hands, play)
+
+
+def test_a_short_image_passes_a_long_one_that_has_loaded_its_model(trial) -> None:
+    hands, order = Hands(loads=7.0), []
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        hands.memory.remove("B")
+        dispatcher.memory.pop("B")
+
+        async def made(name: str, steps: int) -> None:
+            call = {**CALL, "num_inference_steps": steps}
+            await dispatcher.submit([Order(dispatcher.next_number(), "B", "p", 1, call)]).images()
+            order.append(name)
+
+        long = asyncio.create_task(made("long", 300))
+        while not any(entry.steps for entry in dispatcher.queue):
+            await asyncio.sleep(0.001)
+        await asyncio.gather(long, made("short", 3))
+
+    trial(hands, play, "A", "B")
+    assert order == ["short", "long"]
+
+
+def test_a_worker_that_ended_while_nothing_was_made_is_started_for_whoever_asks(trial) -> None:
+    hands = Hands()
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        hands.dead = True
+        with pytest.raises(WorkerDied):
+            await dispatcher.add("X", "/x")
+        while hands.dead or not dispatcher.is_ready:
+            await asyncio.sleep(0.001)
+        await dispatcher.add("X", "/x")
+        assert {*dispatcher.memory} == {"A", "X"}
+        hands.dead = True
+        await dispatcher.remove("X")  # with the worker
+        await make()
+        assert {*dispatcher.memory} == {"A"}
+
+    trial(hands, play)
+
+
+def test_what_an_admin_asks_during_a_restart_keeps_no_model_from_returning(trial) -> None:
+    class Halting(Hands):
+        halts, may_start = False, asyncio.Event()
+
+        async def start(self) -> None:
+            if self.halts:
+                await self.may_start.wait()
+            await super().start()
+
+    hands = Halting(loads=7.0)
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        dispatcher._loads = {"A": 7.0, "B": 7.0}
+        hands.dead = hands.halts = True
+        images = asyncio.create_task(make())
+        while dispatcher.is_ready:
+            await asyncio.sleep(0.001)
+        removing = asyncio.create_task(dispatcher.remove("C"))
+        await asyncio.sleep(0.01)
+        hands.may_start.set()
+        await removing
+        assert dispatcher._loading("A") == 0  # once, by the restart
+        await images
+        assert dispatcher.is_ready and {*dispatcher.memory} == {"A", "B"} == {*hands.memory}
+
+    trial(hands, play, "A", "B", "C")
 
 
 def test_an_image_that_ends_the_worker_at_once_is_tried_twice(trial) -> None:
@@ -242,6 +323,9 @@ def test_a_step_that_nobody_waits_for_is_waited_for_by_the_next(trial) -> None:
         assert 4 < dispatcher.queue.backlog() <= 5
         with pytest.raises(Full, match=r"wait is [45]\.\d s, and 3 s at most"):
             dispatcher.submit([Order(0, "A", "p", 1, CALL)])
+        dispatcher.memory.clear()
+        dispatcher._loads["A"] = 60.0  # it was still loading
+        assert dispatcher._delay() > 60
         while len(dispatcher.queue):
             await asyncio.sleep(0.001)
         assert dispatcher.queue.backlog() == 0 and dispatcher.submit([Order(0, "A", "p", 1, CALL)])

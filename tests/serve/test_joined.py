@@ -15,6 +15,8 @@ from served import ask, running, until
 from torch import nn
 
 from fluxq.serve.joined import Meeting, meet, shared_by
+from fluxq.serve.orders import Order
+from fluxq.serve.worker import Settings, Worker, _Making
 
 pytest.importorskip("fastapi")
 
@@ -118,6 +120,24 @@ def test_in_joined_calls_of_int8_no_bit_depends_on_the_others(size: int, plain_c
     made = [one for each in together(pipe.transformer, calls) for one in each]
     assert [shared for _, shared in made] == [4] * 16
     assert all(torch.equal(one, other) for (one, _), other in zip(made, alone, strict=True))
+
+
+def test_joined_calls_that_fail_leave_nothing_in_the_making(plain_checkpoint: Any, monkeypatch: Any) -> None:
+    worker = Worker(Settings({"X": str(plain_checkpoint("int8"))}, "cpu", joins=True))
+    call = {**worker.load("X").defaults, "num_inference_steps": 1}
+    plain = _Making._make
+
+    def make(self: _Making) -> Any:
+        if self._meeting is not None:
+            raise RuntimeError("out of memory")
+        return plain(self)
+
+    monkeypatch.setattr(_Making, "_make", make)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        worker.prove_joined([Order(seed, "X", str(seed), seed, call) for seed in range(3)])
+    assert not worker._kept
+    worker.unload("X")  # Busy while it makes images
+    assert not worker.loaded
 
 
 @pytest.mark.slow

@@ -157,6 +157,11 @@ def test_calls_are_joined_where_that_pays_and_tried_once(order) -> None:
         times.add(large, beside(quantum(2, 0.1 * count), count))
     assert [times.joined(small, count) for count in (8, 4, 3, 2, 1)] == [3, 3, 3, 2, 1]
     assert times.joined(large, 8) == 1 and times.quantum(large, 1) == 0.1
+    huge = order(4, size=128)
+    times.add(huge, beside(quantum(2, 9.0), 4))
+    assert times.joined(huge, 4) == 1  # until it is known alone too
+    times.add(huge, quantum(2, 3.0))
+    assert times.joined(huge, 4) == 4
     times.add(large, beside(quantum(1, 9.0), 2))
     times.add(large, beside(quantum(2, 9.0), 1))  # called alone, and waited for the others
     assert times.remaining(large) == pytest.approx(0.5 + 3 * 0.1 + 0.2)

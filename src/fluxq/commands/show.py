@@ -267,7 +267,7 @@ def chosen(result: dict[str, Any], places: Mapping[str, str], options: JobOption
         echo(f"next: fluxq eval {shlex.quote(places['checkpoint'])}")
     if "card" in result:
         fit(result["card"])
-    if options is not None and not result.get("checkpoints"):
+    if options is not None and not result.get("checkpoints") and "card" not in result:
         echo(f"next: {_quantizing(replace(options, recipe=places['output'], profile=None))}")
 
 

@@ -35,7 +35,7 @@ class Door:
 
         if scope["type"] != "http":  # its start and end
             await self.app(scope, receive, send)
-        elif self.hosts and not {*_hosts(scope)} <= {*self.hosts}:
+        elif self.hosts and not _is_from_here(scope, self.hosts):
             await _refuse(answer, 421, f"this page is at {', '.join(self.hosts)}; --host gives it another address")
         elif not any(each.fullmatch(_slashed(f"{scope['method']} {scope['path']}")) for each in self._open):
             await _refuse(answer, 404, "there is nothing here")
@@ -43,19 +43,23 @@ class Door:
             await self.app(scope, receive, answer)
 
 
-def hosts_of(host: str) -> tuple[str, ...]:
-    """Return the names by which a server at an address is asked; none: all, because other machines have their own."""
-    if not is_loopback(host):
+def hosts_of(address: str, name: str = "") -> tuple[str, ...]:
+    """Return the names by which a server at an address is asked; none: all, because other machines have their own.
+
+    name: the one that it was given.
+    """
+    if not is_loopback(address):
         return ()
-    return tuple(dict.fromkeys((*_LOCAL, f"[{host}]" if ":" in host else host)))
+    names = (*_LOCAL, *(f"[{each}]" if ":" in each else each for each in (address, name.lower()) if each))
+    return tuple(dict.fromkeys(names))
 
 
-def _hosts(scope: Any) -> list[str]:
-    """Return the names that a request says, without ports: its host, "" for none, and the page that it comes from."""
+def _is_from_here(scope: Any, hosts: Collection[str]) -> bool:
+    """Tell whether a request asks by one of these names, and comes from no page but this one."""
     headers = [(name, value.decode("latin-1").lower()) for name, value in scope["headers"]]
-    hosts = [value for name, value in headers if name == b"host"]
-    pages = [value.removeprefix("http://") for name, value in headers if name == b"origin"]
-    return [re.sub(r":\d+\Z", "", each) for each in [*(hosts or [""]), *pages]]
+    asked = {value for name, value in headers if name == b"host"} or {""}
+    pages = {value.partition("://")[2] for name, value in headers if name == b"origin"}
+    return {re.sub(r":\d+\Z", "", each) for each in asked} <= {*hosts} and pages <= asked
 
 
 def _slashed(path: str) -> str:

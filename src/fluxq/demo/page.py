@@ -29,7 +29,7 @@ from fluxq.eval.images.generate import as_picture
 from fluxq.serve.api import Limits
 from fluxq.serve.app import UNTRACED
 from fluxq.serve.orders import Facts
-from fluxq.serve.server import Uvicorn, address_of, bound, is_loopback
+from fluxq.serve.server import Uvicorn, address_of, bound
 
 _SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
 _ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
@@ -65,8 +65,9 @@ class Demo:
 
     def __init__(self, options: DemoOptions) -> None:
         """Raise ValueError, FileNotFoundError or OSError for what cannot work; see `Pairs`."""
-        self._host, self._socket = options.host, bound(options.host, options.port)
-        if not is_loopback(options.host):
+        self._socket = bound(options.host, options.port)
+        self._hosts = hosts_of(self._socket.getsockname()[0], options.host)
+        if not self._hosts:
             logger.warning("--host %s: whoever reaches this address can make images; there are no keys", options.host)
         try:
             limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=float("inf"))
@@ -98,7 +99,7 @@ class Demo:
             tempfile.TemporaryDirectory(prefix="fluxq-demo-", dir=place) as folder,
             _settings(GRADIO_TEMP_DIR=folder),
         ):
-            app = Door(application(self.pairs), folder, hosts_of(self._host))
+            app = Door(application(self.pairs), folder, self._hosts)
             how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
             self._uvicorn = _Server(uvicorn.Config(app, **how))
             self._uvicorn.pairs = self.pairs

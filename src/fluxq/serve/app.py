@@ -25,7 +25,7 @@ from fluxq.serve.api import EditRequest, ImageRequest, Limits, VideoRequest
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.elastic import Setting
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Busy, Facts, NotLoaded, Order, Refused, Source, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Failed, NotLoaded, Order, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.videos import MEDIA_TYPE, Videos
 
@@ -406,4 +406,5 @@ def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 400, api.error_of(str(error), _INVALID, getattr(error, "param", None)), {}
     if isinstance(error, Busy):
         return 409, api.error_of(str(error), _INVALID, code="busy"), {}
-    return 500, api.error_of("the image could not be made", "server_error", code=type(error).__name__), {}
+    code = error.code if isinstance(error, Failed) else type(error).__name__
+    return 500, api.error_of("the image could not be made", "server_error", code=code), {}

@@ -122,6 +122,8 @@ class Dispatcher:
         self._loads: dict[str, float] = {}  # checkpoint -> seconds that it took to load
         self._starting = 0.0  # seconds that the worker took to start
         self._died, self._restart = 0.0, 0.0  # when it ended; seconds until the next one goes on, as foretold then
+        self._returning: Collection[str] = ()  # checkpoints that a new worker loads again
+        self._is_dead = False  # it ended while it was asked something
         self._running: Collection[Entry] = ()
         self._since = -math.inf  # when their quantum began
         self.facts: dict[str, Facts] = {}
@@ -246,14 +248,21 @@ class Dispatcher:
         self.times.forget(name)
         self.shadows.forget(name)
         self.metrics.forget(name)
-        await self._ask("unload", name, True)
-        self.memory = await self._ask("memory")
+        with suppress(WorkerDied):  # with which it went
+            await self._ask("unload", name, True)
+            self.memory = await self._ask("memory")
 
     async def _load(self, name: str) -> Facts:
-        began = time.monotonic()
-        facts = await self._ask("load", name)
-        self._loads[name] = time.monotonic() - began
+        facts = await self._timed_load(name)
         await self._warm_up(facts)
+        return facts
+
+    async def _timed_load(self, name: str) -> Facts:
+        """Load a checkpoint, and keep how long that took."""
+        async with self._between_steps():
+            began = time.monotonic()
+            facts = await self.hands.ask("load", name)
+            self._loads[name] = time.monotonic() - began
         return facts
 
     def _delay(self) -> float:
@@ -264,11 +273,13 @@ class Dispatcher:
             return max(self._restart - gone, _LATER * gone)
         if self._running and all(each.is_cancelled for each in self._running):
             step = sum(self.times.quantum(each.order, each.steps) for each in self._running)
-            return max(0.0, self._since + step - now)
+            loading = max(self._loading(each.order.model) for each in self._running)
+            return max(0.0, self._since + loading + step - now)
         return 0.0
 
     def _loading(self, model: str) -> float:
-        return 0.0 if model in self.memory else self._loads.get(model, 0.0)
+        is_there = model in self.memory or model in self._returning  # which `_delay` counts
+        return 0.0 if is_there else self._loads.get(model, 0.0)
 
     async def _warm_up(self, facts: Facts) -> None:
         """Make a small part of an image twice: first calls compile and allocate, later ones are measured."""
@@ -282,10 +293,20 @@ class Dispatcher:
                         self.times.add(order, quantum)
         if self.joins and not facts.is_alone:
             orders = [Order(self.next_number(), facts.name, str(seed), seed, call) for seed in range(JOINED)]
-            facts = replace(facts, joined=await self._ask("prove_joined", orders))
+            facts = replace(facts, joined=await self._proved(facts.name, orders))
         self.facts[facts.name] = facts
         self.shadows.of(facts.name, facts.gates)
         self.memory = await self._ask("memory")
+
+    async def _proved(self, name: str, orders: Sequence[Order]) -> float | None:
+        """Return how near images of joined calls are, in dB; None where they cannot be made."""
+        try:
+            return await self._ask("prove_joined", orders)
+        except WorkerDied:
+            raise
+        except Exception as error:  # of memory, say: alone they can
+            logger.warning("calls of %s are not joined: %s", name, first_line(error))
+            return None
 
     async def _run(self) -> None:
         while (len(self.queue) or not self._ending.is_set()) and not self._has_given_up:
@@ -301,6 +322,8 @@ class Dispatcher:
         try:
             if entry is not None:
                 await self._turn(entry)
+            elif self._is_dead:
+                raise WorkerDied("the worker ended")
             elif self._waiting:
                 await self._shadow(*self._waiting[0])
             else:
@@ -374,8 +397,8 @@ class Dispatcher:
                     failed.append(each.order)
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
-                elif self._asking or not self._goes_on(running.values()):
-                    self.hands.pause()
+                elif self._asking or each.order.model not in self.memory or not self._goes_on(running.values()):
+                    self.hands.pause()  # also to learn what loading this one's model has unloaded
         for order in failed:
             await self._ask("drop", order.number)
         if entry.order.model not in self.memory:
@@ -483,7 +506,8 @@ class Dispatcher:
         """Answer what the worker was making, start another one, and go on with what waits."""
         logger.warning("%s; it is started again", error)
         self.is_ready = False
-        seconds = self._starting + sum(self._loads.get(name, 0.0) for name in self.memory)
+        self._returning = [*self.memory]  # which an admin's question changes meanwhile
+        seconds = self._starting + sum(self._loads.get(name, 0.0) for name in self._returning)
         self._died, self._restart = time.monotonic(), seconds
         self.metrics.worker_died()
         self._waiting.clear()
@@ -499,10 +523,11 @@ class Dispatcher:
                 for name in {**self._folders, **self.facts}:  # also one that is being added
                     facts = self.facts.get(name)
                     await self._ask("know", name, self._folders.get(name), facts and facts.digest)
-                for name in [name for name in self.memory if name in self.names]:
-                    await self._load_again(name)
+                for name in self._returning:
+                    if name in self.names:
+                        await self._load_again(name)
                 self.memory = await self._ask("memory")
-                self.is_ready = True
+                self._returning, self._is_dead, self.is_ready = (), False, True
             except Exception as problem:  # whatever keeps it from starting may pass
                 logger.warning("no worker: %s; the next try in %g s", first_line(problem), _RETRIES)
                 self._died, self._restart = time.monotonic(), _RETRIES + seconds
@@ -515,19 +540,27 @@ class Dispatcher:
 
     async def _load_again(self, name: str) -> None:
         """Load a model; one that cannot be is tried again when somebody asks for it."""
-        began = time.monotonic()
         try:
-            await self._ask("load", name)
-            self._loads[name] = time.monotonic() - began
+            await self._timed_load(name)
         except (ValueError, OSError) as error:
             logger.warning("%s cannot be loaded: %s", name, first_line(error))
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Ask the worker between two steps."""
+        async with self._between_steps():
+            return await self.hands.ask(method, *arguments)
+
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """Have the worker to oneself while the block lasts; an end of it wakes the loop, which starts another."""
         self._asking += 1
         try:
             async with self._worker:
-                return await self.hands.ask(method, *arguments)
+                yield
+        except WorkerDied:
+            self._is_dead = True
+            self._awake.set()
+            raise
         finally:
             self._asking -= 1
 

@@ -174,5 +174,13 @@ class NotFinite(RuntimeError):
     """An image whose values are not finite, which would be a black one."""
 
 
+class Failed(RuntimeError):
+    """An image that another server could not make. code: name of the error there."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 class WorkerDied(RuntimeError):
     """The worker's process ended; what it was making is lost."""

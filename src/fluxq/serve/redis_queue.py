@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from fluxq.base.console import first_line, logger
 from fluxq.serve import api
 from fluxq.serve.dispatcher import Dispatcher, Job, Made, Unavailable
-from fluxq.serve.orders import Facts, Order, Picture, Refused
+from fluxq.serve.orders import Facts, Failed, Order, Picture, Refused
 from fluxq.serve.queue import AGEING, Entry, Queue
 from fluxq.serve.redis_store import (
     AWAY,
@@ -50,10 +50,6 @@ _RECHECK = 5.0  # seconds after which a request's images are looked for without 
 _TIDY = 60.0  # seconds after which what is too old is looked for
 _Answer = TypeVar("_Answer")
 _STEP = ("image", "step", "steps", "position", "remaining_ms")  # what news tell of a step
-
-
-class Failed(RuntimeError):
-    """An image that another server could not make."""
 
 
 @dataclass(frozen=True)

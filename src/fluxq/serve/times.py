@@ -63,12 +63,17 @@ class Times:
     def joined(self, order: Order, images: int) -> int:
         """Return how many of so many images, all of an order's kind and size, to make in joined calls; 1 for alone.
 
-        Most where that was not measured, or takes less than PAYS of the time; so what does not pay is tried once.
+        Most where that was not measured, or takes less than PAYS of the time; so what does not pay is tried once. One
+        where only joined steps were measured: predictions are of images alone.
         """
         alone = self._at_size(order, "step")
         for count in range(min(images, JOINED), 1, -1):
             together = self._at_size(order, f"step of {count}")
-            if alone is None or together is None or together < PAYS * count * alone:
+            if together is None:
+                return count
+            if alone is None:
+                return 1
+            if together < PAYS * count * alone:
                 return count
         return 1
 

@@ -2,9 +2,9 @@
 
 Each image is a call of a stock pipeline in a thread of its own, which stops after every step until it is told to go on.
 So images take turns at the granularity of a step, whatever the pipeline, and each is the one that the pipeline makes
-alone, bit for bit: nothing but the turn is shared. A shallow copy of the pipeline, with a scheduler of its own, is what
-an image changes. Where a denoiser remembers its last step (lists of steps, kept steps, step caches), one image is
-finished before the next begins.
+alone, bit for bit: nothing but the turn is shared, unless denoiser calls are joined. A shallow copy of the pipeline,
+with a scheduler of its own, is what an image changes. Where a denoiser remembers its last step (lists of steps, kept
+steps, step caches), one image is finished before the next begins.
 """
 
 from __future__ import annotations
@@ -127,10 +127,11 @@ class Worker:
                 each.go_on(tell, pauses, start, loading, meeting)
             for each in makings:
                 each.wait()
-        for each in makings:
-            if each.is_done:
-                del self._making[each.order.number]
-                tell(self._last(each))
+        done = [each for each in makings if each.is_done]
+        for each in done:
+            del self._making[each.order.number]
+        for each in done:  # `tell` may raise
+            tell(self._last(each))
 
     def _last(self, making: _Making) -> Quantum:
         """Return the last quantum of an image, with what was measured of a shadow."""
@@ -151,10 +152,14 @@ class Worker:
         from fluxq.eval.metrics.fidelity import sqnr
 
         latents: list[list[Tensor]] = []
-        for groups in ([[order] for order in orders], [orders]):
-            for group in groups:
-                self.run([replace(order, is_kept=True) for order in group], Quantum.check, lambda: False)
-            latents.append([self._kept.pop(order.number)[1] for order in orders])
+        try:
+            for groups in ([[order] for order in orders], [orders]):
+                for group in groups:
+                    self.run([replace(order, is_kept=True) for order in group], Quantum.check, lambda: False)
+                latents.append([self._kept.pop(order.number)[1] for order in orders])
+        finally:
+            for order in orders:
+                self._kept.pop(order.number, None)
         return min(float(sqnr([one], [other])[0]) for one, other in zip(*latents, strict=True))
 
     def take(self, number: int) -> tuple[Tensor, Tensor]:
