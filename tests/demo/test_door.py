@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -24,12 +25,17 @@ UPLOAD = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"
 
 @pytest.fixture(scope="module")
 def demo(plain_checkpoint) -> Iterator[Demo]:
-    one = Demo(DemoOptions([str(plain_checkpoint("int8"))], port=0, device="cpu"))
+    one, before = Demo(DemoOptions([str(plain_checkpoint("int8"))], port=0, device="cpu")), environment()
     thread = threading.Thread(target=one.run)
     thread.start()
     yield one
     one.end()
     thread.join()
+    assert environment() == before
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def answer(port: int, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> tuple[int, bytes]:

@@ -32,7 +32,7 @@ from fluxq.serve.orders import Facts
 from fluxq.serve.server import Uvicorn, address_of, bound
 
 _SHOWN = 512  # pixels of the shorter side up to which images are shown in larger pixels
-_ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False"}
+_ENVIRONMENT = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "True"}  # gradio sets the second too
 _FONTS: Any = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
 _LARGEST = 4096  # pixels of a side in larger pixels, and of one that is asked for where the limit is no larger square
 _LARGEST_SEED = (1 << 53) - 1  # browsers hold larger ones inexactly
