@@ -50,7 +50,7 @@ components:
     weights: {four_over_six: false}
     activations: {four_over_six: false}
     transforms: [center, hadamard]
-    low_rank: {rank: 4}
+    low_rank: {rank: 1}
     rounding: {method: rtn, scales: amax}
 calibration: {count: 2, steps: 1}
 gate: {db_per_percent: 0}
