@@ -40,7 +40,7 @@ FAR = 1.2  # a reading is told from another by so much more error
 # the shipped recipes fit it, they had at most: nvfp4 1.49, nvfp4-max 1.39, int4 1.54, int4-svd 1.36, mxfp4 1.75,
 # mxfp4-max 1.77 (medians 1.11 to 1.48).
 _MARGIN = 2.0
-_OF_A_LINE = 5.0  # the same for one row or column: fitted ones had up to 4.1
+_OF_A_LINE = 4.0  # the same for one row or column: fitted ones had up to 3.4
 _LINES = {"rows": _OF_A_LINE, "columns": _OF_A_LINE, "blocks of 16": 7.0}
 _PLAIN = 1.06  # of the error of rounding to nearest has what was rounded so and damaged: fitted codes mostly 1.15
 _SURELY_PLAIN = 1.01  # ours, and other rules of rounding; codes that fitting hardly moved had 1.026

@@ -352,7 +352,7 @@ def _larger(image: Tensor) -> Image.Image:
 
 @contextmanager
 def _no_lost_interrupt() -> Iterator[None]:
-    """Raise Ctrl-C's KeyboardInterrupt at the end of the block where a library has caught it: many an import does."""
+    """Raise Ctrl-C's KeyboardInterrupt at the end of the block where something in it has caught the exception."""
     came, before = list[int](), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
