@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported: before torch and diffusers
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, as in shared.py for this one
@@ -14,6 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 from pathlib import Path
 
 import pytest
+
+# What a shell without job control starts in the background ignores Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -95,19 +94,6 @@ def test_what_other_machines_reach_has_names_of_its_own_and_loopback_those_of_th
     assert hosts_of("127.0.1.1", "VM")[-2:] == ("127.0.1.1", "vm") and hosts_of("::ffff:127.0.0.1")
     with bound("LOCALHOST", 0) as taken:
         assert "localhost" in hosts_of(taken.getsockname()[0], "LOCALHOST")
-
-
-def test_ctrl_c_that_a_library_catches_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-
-    def loading(*_: Any, **__: Any) -> None:
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("fluxq.demo.page.Pairs", loading)
-    with pytest.raises(KeyboardInterrupt):
-        Demo(DemoOptions(["x"], port=0, device="cpu"))
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def begin(port: int) -> None:

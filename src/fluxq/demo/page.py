@@ -12,7 +12,6 @@ import contextvars
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,16 +71,15 @@ class Demo:
             logger.warning("--host %s: whoever reaches this address can make images; there are no keys", options.host)
         try:
             limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=float("inf"))
-            with _no_lost_interrupt():
-                self.pairs = Pairs(
-                    options.outputs,
-                    options.model,
-                    device=options.device,
-                    dtype=options.dtype,
-                    max_memory=options.max_memory,
-                    limits=limits,
-                    allow_unrecorded=options.allow_unrecorded,
-                )
+            self.pairs = Pairs(
+                options.outputs,
+                options.model,
+                device=options.device,
+                dtype=options.dtype,
+                max_memory=options.max_memory,
+                limits=limits,
+                allow_unrecorded=options.allow_unrecorded,
+            )
         except BaseException:
             self._socket.close()
             raise
@@ -101,8 +99,7 @@ class Demo:
             tempfile.TemporaryDirectory(prefix="fluxq-demo-", dir=place) as folder,
             _settings(GRADIO_TEMP_DIR=folder),
         ):
-            with _no_lost_interrupt():
-                app = Door(application(self.pairs), folder, self._hosts)
+            app = Door(application(self.pairs), folder, self._hosts)
             how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
             self._uvicorn = _Server(uvicorn.Config(app, **how))
             self._uvicorn.pairs = self.pairs
@@ -348,27 +345,6 @@ def _larger(image: Tensor) -> Image.Image:
     picture = as_picture(image)
     factor = ceil(min(_SHOWN / min(picture.size), max(1, _LARGEST / max(picture.size))))
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-
-
-@contextmanager
-def _no_lost_interrupt() -> Iterator[None]:
-    """Raise Ctrl-C's KeyboardInterrupt at the end of the block where something in it has caught the exception."""
-    came, before = list[int](), signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-
-    def note(number: int, frame: Any) -> None:
-        came.append(number)
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
 
 
 @contextmanager
