@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluxq.quantize.exchange.proof import Against
+from fluxq.quantize.exchange.proof import Against, Factors, largest_factor
 from fluxq.recipes.family import Modulation, Producer
 
 _NEAR = 0.1  # rms: factors, each of which was estimated from a row or column of rounded weights, are the same
@@ -29,6 +29,7 @@ _FOLDED = 0.05  # relative: a bias that was folded and rounded once or twice
 _STRAY = 4.0  # of that, one number may be off by so much, of its own size and the rms of all
 _SIGMAS, _RMS = 6.0, 2.0  # of what rounding explains: one number, and all
 _KNOWN = 0.25  # relative squared error that a column's best factor leaves; above it the factor is not judged
+_TWICE = 3.0  # more squared error than that of rounding: twice the error
 _UNSURE = 2.0  # a column's log factor is uncertain by this many times the root of that error
 
 
@@ -119,7 +120,8 @@ def _factors_left(
             not_taken += [] if taken_back else [window]
         missing = "its columns carry factors, and nothing before it in its block carries their inverses"
         for name in names:
-            if name in columns and name not in found and _any_factors(columns[name], not_taken, k):
+            own = linears[name].against.factors
+            if own is not None and name not in found and _any_factors(own, not_taken, k):
                 found[name] = missing
         if makers:
             columns |= dict.fromkeys(names, whole)
@@ -336,10 +338,13 @@ def _windows(reader: Linear) -> tuple[slice, ...]:
     return reader.windows or (slice(0, reader.shape[1]),)
 
 
-def _any_factors(by: Tensor, windows: list[slice], k: int) -> bool:
-    """Return whether channels (k,) in some windows have factors that estimates of 1 are not; in all of x, whatever."""
-    if windows == [slice(0, k)]:
-        return True
+def _any_factors(factors: Factors, windows: list[slice], k: int) -> bool:
+    """Return whether columns (k,) in some windows have factors that estimates of 1 are not; in all of x, whatever."""
+    by = factors.columns
+    if by is None or windows == [slice(0, k)]:
+        return by is not None
+    if factors.few:
+        return any((by[window] != 1).any() for window in windows)
     off = (torch.cat([by[window] for window in windows]) - 1).abs() if windows else torch.zeros(1)
     return bool((off > _NEAR).float().mean() > _FEW or (off > _FAR).any())
 
@@ -356,18 +361,29 @@ def _parts(vector: Tensor, size: int) -> list[slice]:
 def _carries(against: Against, factors: Tensor, window: slice) -> bool:
     """Return whether these factors of columns remove more than half of the error that the best ones would.
 
-    And no column's best factor may differ from them by more than its uncertainty.
+    Or those that are not near 1 do, and rounding explains what then is left: the error of each column, and the one
+    factor that all the others are off by. No column's best factor may differ from them by more than its uncertainty.
     """
     if against.products is None or not torch.isfinite(factors).all():
         return False
     own, both, base = against.products[:, window].double()
     best = both / own.clamp(min=1e-30)
     least, without, with_them = (
-        float((by.square() * own - 2 * by * both + base).sum()) for by in (best, torch.ones_like(own), factors.double())
+        by.square() * own - 2 * by * both + base for by in (best, torch.ones_like(own), factors.double())
     )
-    if not with_them - least < (without - least) / 2:
-        return False
-    left = (base - both * best).clamp(min=0) / base.clamp(min=1e-30)
+    gained, lacking = without - least, with_them - least
+    far, rounded = (factors - 1).abs() > _NEAR, lacking <= _TWICE * least
+    if against.factors is not None and against.factors.columns is not None and against.factors.few:
+        few = against.factors.columns[window] != 1
+        far |= few
+        if not rounded[few].all():
+            return False
+    if not lacking.sum() < gained.sum() / 2:
+        common = (both * factors)[~far].sum() / (own * factors.square())[~far].sum().clamp(min=1e-30)
+        is_even = not against.scaled and not (common - 1).abs() > largest_factor(against.bound)
+        if not (is_even and rounded.all() and lacking[far].sum() < gained[far].sum() / 2):
+            return False
+    left = least.clamp(min=0) / base.clamp(min=1e-30)
     ratio = (factors.double() / torch.where(best == 0, 1e-30, best)).clamp(min=1e-30)
     off = (ratio.log().abs() - _UNSURE * left.sqrt())[(base > 0) & (left < _KNOWN)]
     return not len(off) or bool((off > _NEAR).double().mean() <= _FEW and off.max() <= _FAR)

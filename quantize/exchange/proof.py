@@ -58,6 +58,7 @@ _GAINED = 0.97  # of the error, at most, is left by factors that are no coincide
 _OF_BF16 = 2**-8
 _FOLDED = 0.3  # the most error that factors of rows or columns leave
 _SAME_FACTOR = 0.02
+_ENOUGH = 32  # numbers, of which a factor is no coincidence
 _TURNS = 4  # of rows and columns, in which their factors are found
 
 
@@ -78,13 +79,15 @@ class Factors:
     """Factors that would make the rows or columns of a layer right, or both. left: the error that then remains.
 
     rows (N,), columns (K,): None where these need none. sure: rows (N,) that rounding does not explain without a
-    factor, be it that of 16 bit or of codes which a layer in 16 bit was before.
+    factor, be it that of 16 bit or of codes which a layer in 16 bit was before. few: only columns that rounding does
+    not explain have factors; those of the others are 1.
     """
 
     left: float
     rows: Tensor | None = None
     columns: Tensor | None = None
     sure: Tensor | None = None
+    few: bool = False
 
     @property
     def axes(self) -> str:
@@ -104,12 +107,14 @@ class Factors:
 class Strays:
     """Rows, columns or blocks that rounding does not explain, though it explains the layer.
 
-    words: how many and the first. lost: a factor for each would do. rows: a mask (N,), where they are whole rows.
+    words: how many and the first. lost: a factor for each would do. rows, columns: a mask (N,) or (K,), where they are
+    whole ones.
     """
 
     words: str
     lost: bool = False
     rows: Tensor | None = None
+    columns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -395,6 +400,8 @@ def _against(
             if sure is not None and rows is None and factors.rows is not None:
                 sure = sure & _are_multiples(read, truth, factors.rows)  # of codes that show in what is left
             factors = replace(factors, sure=sure)
+        if factors is None and plausible and wrong and wrong.columns is not None:
+            factors = _few_columns(wrong.columns, read, truth, bound, rows, plain)
     strays = wrong if plausible and factors is None else None
     is_right = plausible and factors is None and not wrong
     if factors is not None and factors.rows is not None and factors.columns is not None:
@@ -413,6 +420,17 @@ def _explains(factors: Factors, gained: float, read: Tensor, truth: Tensor, boun
     else:
         most = max(bound, min(rows.bound(truth[rows.at], by if by.ndim < 2 else by[rows.at]), _FOLDED))
     return factors.left <= most and not _strays(read * by, truth, most, rows, by)
+
+
+def _few_columns(
+    wrong: Tensor, read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, plain: float | None
+) -> Factors | None:
+    """Explain columns (K,) that are further off by a factor each; None where that leaves anything to explain."""
+    both, own = (read * truth).sum(0), read.square().sum(0)
+    by = torch.where(wrong, both / own.clamp(min=1e-30), 1.0)
+    if len(read) < _ENOUGH or not (by > 0).all() or _strays(read * by, truth, bound, rows, by, plain):
+        return None
+    return Factors(_relative(read * by, truth), columns=by, few=True)
 
 
 def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float, float]:
@@ -465,7 +483,7 @@ def _strays(
             ours, base = (matrix.movedim(int(name == "columns"), 0)[at] for matrix in (read, truth))
             factor = (ours * base).sum(1, keepdim=True) / ours.square().sum(1, keepdim=True).clamp(min=1e-30)
             cured = ((ours * factor - base).norm(dim=1) < (ours - base).norm(dim=1) / 2) | (ours == 0).all(1)
-            return Strays(words, float(cured.float().mean()) > 0.5, wrong if name == "rows" else None)
+            return Strays(words, float(cured.float().mean()) > 0.5, **{name: wrong})
     return None
 
 
@@ -563,10 +581,11 @@ def _factors_of(read: Tensor, truth: Tensor, axis: int) -> Factors | None:
 
     None where they have too few numbers each for a factor to be no coincidence.
     """
-    if read.shape[axis] < 32:
+    if read.shape[axis] < _ENOUGH:
         return None
     by = (read * truth).sum(axis, keepdim=True) / read.square().sum(axis, keepdim=True).clamp(min=1e-30)
-    return Factors(_relative(read * by, truth), **{"rows" if axis else "columns": by.flatten()})
+    rows, columns = (by.flatten(), None) if axis else (None, by.flatten())
+    return Factors(_relative(read * by, truth), rows, columns)
 
 
 def _factors_of_both(read: Tensor, truth: Tensor, powers_of_two: bool) -> Factors | None:

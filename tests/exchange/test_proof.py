@@ -206,6 +206,43 @@ def test_folded_factors_are_told_from_one_factor_that_rounding_may_have(base, tm
     assert report.is_sound, [fault for fault in report.faults if fault.is_error]
 
 
+ONE_COLUMN: dict[str, tuple[Callable[[Tensor], Tensor] | None, set[str]]] = {
+    "taken back": (lambda q: q, set()),
+    "not taken back": (None, {"to_q", "to_k", "to_v"}),
+    "another column of q too": (lambda q: torch.cat([q[:, :1] * 1.5, q[:, 1:]], 1), {"to_q"}),
+    "all of q too": (lambda q: q * 1.03, {"to_q"}),
+}
+
+
+@pytest.mark.parametrize("by", [0.6, 1.5])
+@pytest.mark.parametrize("case", ONE_COLUMN)
+def test_a_factor_of_one_column_is_folding_where_it_is_taken_back(case: str, by: float, base, tmp_path) -> None:
+    """It is little of the whole layer, and so of the error that any factors would take away."""
+    state, factors = dict(base_state()), torch.ones(128)
+    column = int(sum(state[name].float().square().sum(0) for name in READERS).argmin())
+    factors[column] = by
+    state |= {name: (state[name].float() * factors).bfloat16() for name in READERS}
+    change_q, wrong = ONE_COLUMN[case]
+    if change_q is not None:
+        state |= folded_modulation(state, "transformer_blocks.0.norm1.linear", factors)
+        state[READERS[0]] = change_q(state[READERS[0]].float()).bfloat16()
+    report = inspect_path(made(tmp_path, "modelopt", NVFP4, state=state), base)[""]
+    assert {fault.layer.rpartition(".")[2] for fault in report.faults if fault.is_error} == wrong, report.faults
+
+
+@pytest.mark.parametrize(("scheme", "axis", "by"), [(NVFP4, 0, 1.25), (FP8, 0, 1.07), (FP8, 1, 1.08)])
+def test_a_lost_scale_is_found_in_what_reads_two_values(scheme: str, axis: int, by: float, base, tmp_path) -> None:
+    """One row or column of less than the mean size, where noise of the other axis takes more of the error away."""
+    name, state = "single_transformer_blocks.0.proj_out", dict(base_state())
+    weight = state[f"{name}.weight"].float()
+    at = int(weight.norm(dim=1).argmin()) if axis == 0 else 300
+    weight.select(axis, at).mul_(by)
+    report = inspect_path(
+        made(tmp_path, "modelopt", scheme, state=state | {f"{name}.weight": weight.bfloat16()}), base
+    )[""]
+    assert [(fault.kind, fault.layer) for fault in report.faults if fault.is_error] == [("lost scale", name)]
+
+
 def as_codes(weight: Tensor, most: int) -> Tensor:
     """Rounded to integers up to `most` with a scale for each row, and in 16 bit again."""
     scale = weight.float().abs().amax(1, keepdim=True) / most
