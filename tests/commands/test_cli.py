@@ -87,7 +87,7 @@ def test_help_names_what_may_be_given(fluxq):
 def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monkeypatch):
     asked = []
 
-    def write_recipe(wish, output):
+    def write_recipe(wish, output, on_start):
         asked.append(wish)
         return advising.Advice("int8", "speed", False, Holding(16e9, 14e9, 12e9, "transformer"))
 
@@ -103,6 +103,20 @@ def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monke
     monkeypatch.setattr("click.prompt", lambda *_, **__: next(answers))
     assert fluxq("recipe", "new").code == 0
     assert asked[1:] == [advising.Wish("5070", "speed", 12e9)] and next(answers, None) is None
+
+
+def test_a_recipe_that_cannot_be_written_is_a_failure_of_the_work_and_one_that_is_there_of_the_request(
+    fluxq, monkeypatch
+):
+    def write_text(*_):
+        raise OSError("Input/output error")
+
+    words = ("recipe", "new", "--gpu", "4070", "--model", "SANA-0.6B", "-o", "mine.yaml", "--want")
+    with monkeypatch.context() as patched:
+        patched.setattr(advising, "write_text", write_text)
+        assert_refused(fluxq(*words, "quality"), 1, "Input/output error")
+    assert fluxq(*words, "quality").code == fluxq(*words, "quality").code == 0
+    assert_refused(fluxq(*words, "speed"), 2, "mine.yaml")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def new(
 
         wants = "speed" if want == "speed" else "quality"
         wish = advising.Wish(gpu, wants, memory, target or advising.OWN, model or _MODEL)
-        advice = advising.write_recipe(wish, output)
+        advice = advising.write_recipe(wish, output, session.start_work)
         hub_id = advising.hub_id_of(wish.model)
         session.print({"output": str(output), **advice.describe()}, lambda: show.advised(output, advice, hub_id))
 

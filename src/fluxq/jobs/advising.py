@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -144,10 +144,11 @@ def _timed(advice: Advice, wish: Wish, device: Device) -> Advice:
     return replace(advice, milliseconds=_milliseconds(wish.model, advice.recipe, device, advice.prefer))
 
 
-def write_recipe(wish: Wish, target: Path) -> Advice:
+def write_recipe(wish: Wish, target: Path, on_start: Callable[[], None] = lambda: None) -> Advice:
     """Write the recipe of a wish as a commented file, the schema for editors beside it; return the advice.
 
-    ValueError for a place where something else stands than that file, and as `advise` has it.
+    on_start: called when all is checked and writing begins. ValueError for a place where something else stands than
+    that file, and as `advise` has it.
     """
     if target.suffix != ".yaml":
         raise ValueError(f"--output {target}: name a .yaml file")
@@ -156,14 +157,23 @@ def write_recipe(wish: Wish, target: Path) -> Advice:
         output.require({}, overwrite=False)
     advice = advise(wish)
     text = recipe_text(wish, advice)
+    _is_written(output, text)
+    on_start()
     with sole_writer(output.place):
-        if not (target.is_file() and target.read_bytes() == text.encode()):  # else it is done before
-            output.require({}, overwrite=False)
+        if not _is_written(output, text):
             write_text(output.place, text)
         for name in (output.place.name, SCHEMA):
             clear_parts(output.place.parent, name)
         _lay_schema(output.place.parent)
     return advice
+
+
+def _is_written(output: Output, text: str) -> bool:
+    """Tell whether the file holds this text; ValueError where it holds another, or cannot be written."""
+    if output.place.is_file() and output.place.read_bytes() == text.encode():
+        return True
+    output.require({}, overwrite=False)
+    return False
 
 
 def recipe_text(wish: Wish, advice: Advice) -> str:
