@@ -400,8 +400,10 @@ def _against(
             if sure is not None and rows is None and factors.rows is not None:
                 sure = sure & _are_multiples(read, truth, factors.rows)  # of codes that show in what is left
             factors = replace(factors, sure=sure)
-        if factors is None and plausible and wrong and wrong.columns is not None:
-            factors = _few_columns(wrong.columns, read, truth, bound, rows, plain)
+        if factors is None and plausible and wrong and wrong.columns is not None and columns is not None:
+            by = torch.where(wrong.columns, columns.by, 1.0)
+            if (by > 0).all() and not _strays(read * by, truth, bound, rows, by, plain):
+                factors = Factors(_relative(read * by, truth), columns=by, few=True)
     strays = wrong if plausible and factors is None else None
     is_right = plausible and factors is None and not wrong
     if factors is not None and factors.rows is not None and factors.columns is not None:
@@ -420,17 +422,6 @@ def _explains(factors: Factors, gained: float, read: Tensor, truth: Tensor, boun
     else:
         most = max(bound, min(rows.bound(truth[rows.at], by if by.ndim < 2 else by[rows.at]), _FOLDED))
     return factors.left <= most and not _strays(read * by, truth, most, rows, by)
-
-
-def _few_columns(
-    wrong: Tensor, read: Tensor, truth: Tensor, bound: float, rows: _Rows | None, plain: float | None
-) -> Factors | None:
-    """Explain columns (K,) that are further off by a factor each; None where that leaves anything to explain."""
-    both, own = (read * truth).sum(0), read.square().sum(0)
-    by = torch.where(wrong, both / own.clamp(min=1e-30), 1.0)
-    if len(read) < _ENOUGH or not (by > 0).all() or _strays(read * by, truth, bound, rows, by, plain):
-        return None
-    return Factors(_relative(read * by, truth), columns=by, few=True)
 
 
 def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float, float]:
@@ -595,7 +586,7 @@ def _factors_of_both(read: Tensor, truth: Tensor, powers_of_two: bool) -> Factor
     rows have the factor 1, or with too few rows or columns. powers_of_two: for the rows, as scales of blocks take them
     in.
     """
-    if min(read.shape) < 32:
+    if min(read.shape) < _ENOUGH:
         return None
     sizes = truth.norm(dim=1, keepdim=True) / read.norm(dim=1, keepdim=True).clamp(min=1e-30)
 

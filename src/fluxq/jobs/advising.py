@@ -157,10 +157,10 @@ def write_recipe(wish: Wish, target: Path, on_start: Callable[[], None] = lambda
         output.require({}, overwrite=False)
     advice = advise(wish)
     text = recipe_text(wish, advice)
-    _is_written(output, text)
+    _require_place(output, text)
     on_start()
     with sole_writer(output.place):
-        if not _is_written(output, text):
+        if not _require_place(output, text):
             write_text(output.place, text)
         for name in (output.place.name, SCHEMA):
             clear_parts(output.place.parent, name)
@@ -168,8 +168,8 @@ def write_recipe(wish: Wish, target: Path, on_start: Callable[[], None] = lambda
     return advice
 
 
-def _is_written(output: Output, text: str) -> bool:
-    """Tell whether the file holds this text; ValueError where it holds another, or cannot be written."""
+def _require_place(output: Output, text: str) -> bool:
+    """Refuse a place that holds another text or cannot be written; tell whether it holds this one already."""
     if output.place.is_file() and output.place.read_bytes() == text.encode():
         return True
     output.require({}, overwrite=False)
