@@ -486,8 +486,11 @@ def _verdict(name: str, against: Against) -> Iterator[Fault]:
     elif not against.plausible:
         left = max(0.0, 1 - against.cosine**2) ** 0.5  # once all of the layer takes one factor
         if against.factors is not None:
-            axes, left = against.factors.axes, against.factors.left
-            what = f"error {against.error:.3g}, and {left:.3g} once each of its {axes} takes a factor"
+            factors, left = against.factors, against.factors.left
+            once = f"once each of its {factors.axes} takes a factor"
+            if factors.few and factors.columns is not None:
+                once = f"with a factor for {int((factors.columns != 1).sum())} of its columns"
+            what = f"error {against.error:.3g}, and {left:.3g} {once}"
             yield Fault("folded factors", name, what)
         elif against.scaled and left <= against.bound and against.cosine > 0:
             what = f"{against.factor:.4g} times what was read comes nearest to the base"

@@ -400,8 +400,9 @@ def _against(
             if sure is not None and rows is None and factors.rows is not None:
                 sure = sure & _are_multiples(read, truth, factors.rows)  # of codes that show in what is left
             factors = replace(factors, sure=sure)
-        if factors is None and plausible and wrong and wrong.columns is not None and columns is not None:
-            by = torch.where(wrong.columns, columns.by, 1.0)
+        own = None if columns is None else columns.columns
+        if factors is None and plausible and wrong and wrong.columns is not None and own is not None:
+            by = torch.where(wrong.columns, own, 1.0)
             if (by > 0).all() and not _strays(read * by, truth, bound, rows, by, plain):
                 factors = Factors(_relative(read * by, truth), columns=by, few=True)
     strays = wrong if plausible and factors is None else None

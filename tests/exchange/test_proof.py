@@ -211,6 +211,7 @@ ONE_COLUMN: dict[str, tuple[Callable[[Tensor], Tensor] | None, set[str]]] = {
     "not taken back": (None, {"to_q", "to_k", "to_v"}),
     "another column of q too": (lambda q: torch.cat([q[:, :1] * 1.5, q[:, 1:]], 1), {"to_q"}),
     "all of q too": (lambda q: q * 1.03, {"to_q"}),
+    "a column of q lost too": (lambda q: torch.cat([q[:, :1] * 0, q[:, 1:]], 1), {"to_q"}),
 }
 
 
@@ -228,6 +229,8 @@ def test_a_factor_of_one_column_is_folding_where_it_is_taken_back(case: str, by:
         state[READERS[0]] = change_q(state[READERS[0]].float()).bfloat16()
     report = inspect_path(made(tmp_path, "modelopt", NVFP4, state=state), base)[""]
     assert {fault.layer.rpartition(".")[2] for fault in report.faults if fault.is_error} == wrong, report.faults
+    if case == "taken back":
+        assert any(fault.what.endswith(" with a factor for 1 of its columns") for fault in report.faults), report.faults
 
 
 @pytest.mark.parametrize(("scheme", "axis", "by"), [(NVFP4, 0, 1.25), (FP8, 0, 1.07), (FP8, 1, 1.08)])

@@ -169,7 +169,7 @@ def write_recipe(wish: Wish, target: Path, on_start: Callable[[], None] = lambda
 
 
 def _require_place(output: Output, text: str) -> bool:
-    """Refuse a place that holds another text or cannot be written; tell whether it holds this one already."""
+    """Tell whether the place holds this text; ValueError where it holds another, or nothing can be written to it."""
     if output.place.is_file() and output.place.read_bytes() == text.encode():
         return True
     output.require({}, overwrite=False)
