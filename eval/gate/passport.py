@@ -137,11 +137,20 @@ class Passport(_Part):
 
 @dataclass(frozen=True)
 class Nearness:
-    """Distance of another run of the named images. sqnr: in dB, infinite for the same bits. finding: of the rule."""
+    """Distance of another run of the named images.
+
+    sqnr: in dB, infinite for the same bits. finding: of the rule. farthest: of an image, in dB beyond its floor.
+    """
 
     verdict: Verdict
     sqnr: tuple[float, ...]
     finding: Finding | None
+    farthest: float = 0.0
+
+    @property
+    def is_by_image(self) -> bool:
+        """True where no image is too far by itself, though their mean over other images would be uncertain."""
+        return self.verdict == "within the floor" and self.finding is not None and self.finding.verdict == "cannot tell"
 
     @property
     def same(self) -> int:
@@ -167,7 +176,9 @@ def floor_of(images: Sequence[NamedImage], again: Sequence[NamedImage]) -> tuple
 def nearness(passport: Passport, images: Sequence[NamedImage]) -> Nearness:
     """Judge another run of a passport's images by the rule of the gate for latents.
 
-    An image without a second run of its own has the mean distance of those that have one.
+    An image without a second run of its own has the mean distance of those that have one. Images that are each as near
+    as their mean has to be are within the floor, however they scatter: most are the same bits on another CPU, a few are
+    not, and of such a mixture an interval says nothing.
     """
     values = tuple(one.sqnr(other) for one, other in zip(passport.images, images, strict=True))
     if all(value == math.inf for value in values):
@@ -177,8 +188,12 @@ def nearness(passport: Passport, images: Sequence[NamedImage]) -> Nearness:
     usual = rule.same - fmean(map(rule.distance, floor)) if floor else math.inf
     floor += [usual] * (len(values) - len(floor))
     finding = judge(rule, values, floor, range(len(values)), (len(values),))
+    farthest = max(rule.distance(one) - rule.distance(own) for one, own in zip(values, floor, strict=True))
     verdicts: dict[str, Verdict] = {"equivalent": "within the floor", "worse": "not", "cannot tell": "cannot tell"}
-    return Nearness(verdicts[finding.verdict], values, finding)
+    verdict = verdicts[finding.verdict]
+    if verdict == "cannot tell" and farthest <= finding.limit:
+        verdict = "within the floor"
+    return Nearness(verdict, values, finding, farthest)
 
 
 def write_passport(folder: Path, passport: Passport) -> None:

@@ -267,6 +267,7 @@ def sentence_of(passport: Passport, near: Nearness) -> str:
     same = f"{near.same} of {count} images are the same bits, " if near.same else ""
     beyond = {"worse": f"at least {finding.low:.2f}", "equivalent": f"at most {finding.high:.2f}"}
     said = beyond.get(finding.verdict, f"{finding.low:.2f} to {finding.high:.2f}")
+    said = f"each at most {near.farthest:.2f}" if near.is_by_image else said
     return (
         f"{same}latents are {mean:.1f} dB (SQNR) from the passport's, its own second run was {floor:.1f} dB: "
         f"{said} dB farther, {finding.limit:.2f} dB are allowed"
