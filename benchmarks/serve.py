@@ -549,7 +549,7 @@ def table_of(report: dict[str, Any]) -> str:
     lines = ["| single request | `fluxq serve` | plain loop | more |", "|---|---|---|---|"]
     for name, each in plain["single"].items():
         ours, theirs = (f"{1000 * each[side]:.0f} ms" for side in ("fluxq serve", "plain loop"))
-        share, low, high = (each["ratios"][at] - 1 for at in ("p50", "p5", "p95"))
+        share, low, high = (ratio - 1 for ratio in (each["ratio"], each["ratios"]["p5"], each["ratios"]["p95"]))
         more = f"{each['more_ms']:.1f} ms, {share:+.1%} ({low:+.0%} to {high:+.0%})"
         lines.append(f"| {name} | {ours} | {theirs} | {more} |")
     lines += ["", "Times are medians; the share is the median of requests by turns, with its 5th and 95th percentile."]
