@@ -64,7 +64,7 @@ IMAGES, BATCH = 64, 16
 SAME, DRAWINGS, SERIES = 50, 20, 200
 MOST_WORSE, LEAST_FOUND = 1, 0.95
 QUIET = 0.01  # spread of times up to which a machine counts as quiet: 30 pairs of it tell 2 % from the allowed 1 %
-MOST_SETS = 100  # sets of pairs that are timed for each quiet one that is wanted: 25 minutes where none is
+MOST_SETS = 100  # sets of pairs that are timed for each quiet one that is wanted: 25 minutes a row where none is
 
 
 @click.command()

@@ -191,8 +191,9 @@ def figure(text: str, name: str) -> float:
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return median, 5th, 95th percentile and maximum."""
     ordered = sorted(values)
-    places = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: round(ordered[min(len(ordered) - 1, int(at * len(ordered)))], 4) for name, at in places.items()}
+    p5, p95 = (ordered[int(at * len(ordered))] for at in (0.05, 0.95))
+    found = {"p5": p5, "p50": statistics.median(ordered), "p95": p95, "max": ordered[-1]}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def capacity(port: int, adapted: float = ADAPTED) -> float:
