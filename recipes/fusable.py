@@ -74,9 +74,9 @@ class Stream:
     name: str
     norm: str
     qkv: str
-    q_norm: str
-    k_norm: str
     down: str
+    q_norm: str = "attn.norm_q"
+    k_norm: str = "attn.norm_k"
     modulation: tuple[str, ...] = ()
     out: str = ""
     second_norm: str = ""
@@ -107,10 +107,10 @@ class FusableBlock:
 
     block: str
     model: str
-    attention: str
     attentions: Mapping[str, str]
     streams: tuple[Stream, ...]
     passed_over: Mapping[str, str]
+    attention: str = "attn"
     per_head: bool = True
     rotary: bool = True
     fp32_modulation: bool = False
@@ -118,6 +118,29 @@ class FusableBlock:
     contiguous: bool = False
 
 
+# The streams of an MMDiT block as most families name their modules.
+IMAGE = Stream(
+    name="image",
+    modulation=("norm1.silu", "norm1.linear"),
+    norm="norm1.norm",
+    qkv="attn.to_q",
+    out="attn.to_out.0",
+    second_norm="norm2",
+    up="ff.net.0.proj",
+    down="ff.net.2",
+)
+TEXT = Stream(
+    name="text",
+    modulation=("norm1_context.silu", "norm1_context.linear"),
+    norm="norm1_context.norm",
+    qkv="attn.add_q_proj",
+    q_norm="attn.norm_added_q",
+    k_norm="attn.norm_added_k",
+    out="attn.to_add_out",
+    second_norm="norm2_context",
+    up="ff_context.net.0.proj",
+    down="ff_context.net.2",
+)
 NORM = "LayerNorm"
 HEADS = {"attn.norm_q": "RMSNorm", "attn.norm_k": "RMSNorm"}
 TEXT_HEADS = {"attn.norm_added_q": "RMSNorm", "attn.norm_added_k": "RMSNorm"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fluxq.recipes.family import (
     EMBEDDER,
     FF,
@@ -14,43 +16,16 @@ from fluxq.recipes.family import (
     both_at_once,
     image_and_text,
 )
-from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
+from fluxq.recipes.fusable import HEADS, IMAGE, NORM, TEXT, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
 
 _BLOCKS = (
     FusableBlock(
         block="transformer_blocks.*",
         model="FluxTransformerBlock",
-        attention="attn",
         attentions={"attn": "FluxAttnProcessor"},
         contiguous=True,
-        streams=(
-            Stream(
-                name="text",
-                modulation=("norm1_context.silu", "norm1_context.linear"),
-                norm="norm1_context.norm",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="norm2_context",
-                up="ff_context.net.0.proj",
-                down="ff_context.net.2",
-                clipped=True,
-            ),
-            Stream(
-                name="image",
-                modulation=("norm1.silu", "norm1.linear"),
-                norm="norm1.norm",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="norm2",
-                up="ff.net.0.proj",
-                down="ff.net.2",
-            ),
-        ),
+        streams=(replace(TEXT, clipped=True), IMAGE),
         passed_over={
             "norm1": "AdaLayerNormZero",
             "norm1.norm": NORM,
@@ -69,7 +44,6 @@ _BLOCKS = (
     FusableBlock(
         block="single_transformer_blocks.*",
         model="FluxSingleTransformerBlock",
-        attention="attn",
         attentions={"attn": "FluxAttnProcessor"},
         streams=(
             Stream(
@@ -77,8 +51,6 @@ _BLOCKS = (
                 modulation=("norm.silu", "norm.linear"),
                 norm="norm.norm",
                 qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
                 down="proj_out",
                 clipped=True,
             ),

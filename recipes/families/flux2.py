@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fluxq.recipes.family import (
     EMBEDDER,
     FINAL,
@@ -13,41 +15,25 @@ from fluxq.recipes.family import (
     both_at_once,
     image_and_text,
 )
-from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream
+from fluxq.recipes.fusable import HEADS, IMAGE, NORM, TEXT, TEXT_HEADS, FusableBlock, Stream
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
 
 _BLOCKS = (
     FusableBlock(
         block="transformer_blocks.*",
         model="Flux2TransformerBlock",
-        attention="attn",
         attentions={"attn": "Flux2AttnProcessor"},
         streams=(
-            Stream(
-                name="text",
+            replace(
+                TEXT,
+                modulation=(),
                 norm="norm1_context",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="norm2_context",
                 up="ff_context.linear_in",
                 act="silu_mul",
                 down="ff_context.linear_out",
                 clipped=True,
             ),
-            Stream(
-                name="image",
-                norm="norm1",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="norm2",
-                up="ff.linear_in",
-                act="silu_mul",
-                down="ff.linear_out",
-            ),
+            replace(IMAGE, modulation=(), norm="norm1", up="ff.linear_in", act="silu_mul", down="ff.linear_out"),
         ),
         passed_over={
             "norm1": NORM,
@@ -69,15 +55,12 @@ _BLOCKS = (
     FusableBlock(
         block="single_transformer_blocks.*",
         model="Flux2SingleTransformerBlock",
-        attention="attn",
         attentions={"attn": "Flux2ParallelSelfAttnProcessor"},
         streams=(
             Stream(
                 name="both",
                 norm="norm",
                 qkv="attn.to_qkv_mlp_proj",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
                 act="silu_mul",
                 down="attn.to_out",
                 clipped=True,

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fluxq.recipes.family import EMBEDDER, FINAL, Family, Published, Workload, image_and_text
-from fluxq.recipes.fusable import HEADS, NORM, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
+from fluxq.recipes.fusable import HEADS, IMAGE, NORM, TEXT, TEXT_HEADS, FusableBlock, feed_forward_classes
 from fluxq.recipes.keymap_rows import SAME_NAMES
 
 _BLOCKS = (
     FusableBlock(
         block="transformer_blocks.*",
         model="QwenImageTransformerBlock",
-        attention="attn",
         attentions={"attn": "QwenDoubleStreamAttnProcessor2_0"},
         contiguous=True,
         streams=(
-            Stream(
-                name="text",
+            replace(
+                TEXT,
                 modulation=("txt_mod",),
                 norm="txt_norm1",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
                 second_norm="txt_norm2",
                 up="txt_mlp.net.0.proj",
                 down="txt_mlp.net.2",
                 clipped=True,
             ),
-            Stream(
-                name="image",
+            replace(
+                IMAGE,
                 modulation=("img_mod",),
                 norm="img_norm1",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
                 second_norm="img_norm2",
                 up="img_mlp.net.0.proj",
                 down="img_mlp.net.2",

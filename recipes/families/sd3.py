@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fluxq.recipes.family import (
     EMBEDDER,
     FF,
@@ -14,7 +16,7 @@ from fluxq.recipes.family import (
     image_and_text,
     normed,
 )
-from fluxq.recipes.fusable import NORM, FusableBlock, OwnAttention, Stream, feed_forward_classes
+from fluxq.recipes.fusable import IMAGE, NORM, TEXT, FusableBlock, OwnAttention, feed_forward_classes
 from fluxq.recipes.keymap_rows import ADDED_QKV, SWAPPED_FINAL, TO_QKV, Rule, below, rows
 
 _MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}
@@ -23,36 +25,15 @@ _BLOCKS = (
     FusableBlock(
         block="transformer_blocks.*",
         model="JointTransformerBlock",
-        attention="attn",
         attentions={"attn": "JointAttnProcessor2_0", "attn2": "JointAttnProcessor2_0"},
         rotary=False,
         dispatched=False,
         streams=(
-            Stream(
-                name="image",
-                modulation=("norm1.silu", "norm1.linear"),
-                norm="norm1.norm",
-                qkv="attn.to_q",
-                q_norm="attn.norm_q",
-                k_norm="attn.norm_k",
-                out="attn.to_out.0",
-                second_norm="norm2",
-                up="ff.net.0.proj",
-                down="ff.net.2",
+            replace(
+                IMAGE,
                 own_attention=OwnAttention("attn2", "attn2.to_q", "attn2.norm_q", "attn2.norm_k", "attn2.to_out.0"),
             ),
-            Stream(
-                name="text",
-                modulation=("norm1_context.silu", "norm1_context.linear"),
-                norm="norm1_context.norm",
-                qkv="attn.add_q_proj",
-                q_norm="attn.norm_added_q",
-                k_norm="attn.norm_added_k",
-                out="attn.to_add_out",
-                second_norm="norm2_context",
-                up="ff_context.net.0.proj",
-                down="ff_context.net.2",
-            ),
+            TEXT,
         ),
         passed_over={
             "norm1": "AdaLayerNormZero|SD35AdaLayerNormZeroX",
