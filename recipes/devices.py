@@ -16,6 +16,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fluxq.recipes.formats import FORMATS, Format
 
@@ -34,6 +35,11 @@ class Efficiency:
 
     def __str__(self) -> str:
         return f"{self.fraction:.2f} ({self.measured or 'assumed: ' + self.why})"
+
+
+def _timed(fraction: float, tflops: float, thread: int) -> Efficiency:
+    """Return an efficiency that a user measured in a product of 4096^3."""
+    return Efficiency(fraction, f"{tflops} TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#{thread}")
 
 
 # FlashAttention-3 reached .60 of an H100's peak (4096 tokens, heads of 128: pytorch/benchmark#2391) to .75 (the best
@@ -143,25 +149,11 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|rtx|amd|radeon|instinct|\brx|apple", "", name.lower())
 
 
-# TFLOP/s by arithmetic for each of fp32 outside the matrix units, as the architectures' white papers have it.
-# GeForce cards halve bf16 and fp8, whose sums are fp32; block-scaled formats have instructions that are not halved.
-_TURING = {"bf16": 1, "fp32": 1}  # bf16: assumed, torch widens it
-_GEFORCE_30 = {"bf16": 2, "int8": 8}
-_GEFORCE_40 = {"bf16": 2, "fp8": 4, "int8": 8}
-_GEFORCE_50 = {"bf16": 2, "fp8": 4, "int8": 8, "mxfp8": 8, "mxfp4": 16, "nvfp4": 16}
-_RDNA_4 = {"bf16": 4, "fp8": 8, "int8": 8}
-
-
-def _peaks(fp32: float, rates: Mapping[str, int]) -> dict[str, float]:
-    return {arithmetic: fp32 * rate for arithmetic, rate in rates.items()}
-
-
 _ADA = {
-    "bf16": Efficiency(0.917, "151.5 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#78"),
+    "bf16": _timed(0.917, 151.5, 78),
     "fp8": Efficiency(0.90, why="as bf16, whose sums halve its rate too"),
     "int8": Efficiency(0.662, why="as on an RTX 5090"),
 }
-_AMPERE_INT8 = Efficiency(0.662, why="as on an RTX 5090")
 _BLACKWELL = {
     # bf16 and nvfp4: total time of the three measured shapes of FLUX's size (17, 25 and 52 million weights);
     # cards clock higher than the white paper counts on.
@@ -174,17 +166,78 @@ _BLACKWELL = {
 }
 
 
-def _like_4090(bf16: Efficiency) -> dict[str, Efficiency]:
-    return {"bf16": bf16} | _guessed(_ADA, "as on an RTX 4090")
-
-
-def _like_5090(fraction: float, measured: str) -> dict[str, Efficiency]:
-    return {"bf16": Efficiency(fraction, measured)} | _guessed(_BLACKWELL, "as on an RTX 5090")
-
-
 def _guessed(like: Mapping[str, Efficiency], why: str) -> dict[str, Efficiency]:
     """Return the efficiencies of the same architecture's largest card, but for bf16, of which a card has its own."""
     return {name: Efficiency(efficiency.fraction, why=why) for name, efficiency in like.items() if name != "bf16"}
+
+
+class _Line(NamedTuple):
+    """Cards of one architecture.
+
+    rates: TFLOP/s by arithmetic for each of fp32 outside the matrix units, as the white paper has them. GeForce cards
+        halve bf16 and fp8, whose sums are fp32; block-scaled formats have instructions that are not halved.
+    matmul: efficiencies but for bf16, of which a card has its own.
+    paper: source of cards with a column in the white paper.
+    per_core: source of the rates of others, besides their product page.
+    """
+
+    chip: str
+    rates: Mapping[str, int]
+    matmul: Mapping[str, Efficiency]
+    paper: str
+    per_core: str
+
+
+_REFERENCE = Efficiency(0.80, why="no figure found for torch")
+_AMPERE_INT8 = Efficiency(0.662, why="as on an RTX 5090")
+_RTX_20 = _Line(
+    "sm_75",
+    {"bf16": 1, "fp32": 1},  # bf16: assumed, torch widens it
+    {"fp32": _REFERENCE},
+    "",
+    "two FLOPs a clock and core",
+)
+_RTX_30 = _Line(
+    "sm_86",
+    {"bf16": 2, "int8": 8},
+    {"int8": _AMPERE_INT8},
+    "NVIDIA Ampere GA102 GPU architecture white paper, dense figures",
+    "rates per core of the GA102 white paper",
+)
+_RTX_40 = _Line(
+    "sm_89",
+    {"bf16": 2, "fp8": 4, "int8": 8},
+    _guessed(_ADA, "as on an RTX 4090"),
+    "NVIDIA Ada GPU architecture white paper, dense figures",
+    "rates per core of the Ada white paper",
+)
+_RTX_50 = _Line(
+    "sm_120",
+    {"bf16": 2, "fp8": 4, "int8": 8, "mxfp8": 8, "mxfp4": 16, "nvfp4": 16},
+    _guessed(_BLACKWELL, "as on an RTX 5090"),
+    "NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
+    "rates per core of the RTX Blackwell white paper",
+)
+
+
+def _card(
+    line: _Line,
+    name: str,
+    *,
+    memory: float,
+    bandwidth: float,
+    fp32: float,
+    bf16: Efficiency,
+    page: tuple[int, float] | None = None,
+) -> Device:
+    """Return a row whose peaks follow from that of fp32.
+
+    bf16: its efficiency.
+    page: cores and GHz of the product page, for a card without a column in the white paper.
+    """
+    peaks = {arithmetic: fp32 * rate for arithmetic, rate in line.rates.items()}
+    source = f"NVIDIA product page ({page[0]} cores, {page[1]} GHz), {line.per_core}" if page else line.paper
+    return Device(name, line.chip, memory, bandwidth, peaks, {"bf16": bf16, **line.matmul}, fp32, source)
 
 
 # One source for bf16 and fp8, so that their ratio is that of one machine and one shape. int8 sums are exact, fp8's here
@@ -214,26 +267,15 @@ _H100 = Device(
         0.306, "605 TFLOP/s, Triton, 4k tokens, heads of 128 on an H100: the FlashAttention-3 paper"
     ),
 )
+_LIKE_3060 = Efficiency(0.953, why="as on an RTX 3060")
+_LIKE_4090 = Efficiency(0.917, why="as on an RTX 4090")
+_LIKE_A40 = {
+    "bf16": Efficiency(0.77, why="as on an A40, 115 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#185"),
+    "int8": _AMPERE_INT8,
+}
 _OF_A_STEP = "at the shapes of a step of FLUX.1-dev on an H200: benchmarks/h200_rates.json"
-_RTX_3080 = Device(
-    name="RTX 3080 10GB",
-    chip="sm_86",
-    memory=10,
-    bandwidth=760,
-    peaks=_peaks(29.77, _GEFORCE_30),
-    matmul={"bf16": Efficiency(0.953, why="as on an RTX 3060"), "int8": _AMPERE_INT8},
-    scalar_peak=29.77,
-    source="NVIDIA Ampere GA102 GPU architecture white paper, dense figures",
-)
-_RTX_4060_TI = Device(
-    name="RTX 4060 Ti 16GB",
-    chip="sm_89",
-    memory=16,
-    bandwidth=288,
-    peaks=_peaks(22.06, _GEFORCE_40),
-    matmul=_like_4090(Efficiency(1.014, "44.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#130")),
-    scalar_peak=22.06,
-    source="NVIDIA product page (4352 cores, 2.535 GHz), rates per core of the Ada white paper",
+_RTX_4060_TI = _card(
+    _RTX_40, "RTX 4060 Ti 16GB", memory=16, bandwidth=288, fp32=22.06, bf16=_timed(1.014, 44.7, 130), page=(4352, 2.535)
 )
 
 DEVICES = {
@@ -294,7 +336,7 @@ DEVICES = {
         peaks={"bf16": 165.2, "fp8": 330.3, "int8": 660.6},  # fp8: half of its rate with fp16 sums
         matmul=_ADA,
         scalar_peak=82.6,
-        source="NVIDIA Ada GPU architecture white paper, dense figures",
+        source=_RTX_40.paper,
     ),
     "rtx5090": Device(
         name="RTX 5090",
@@ -306,65 +348,32 @@ DEVICES = {
         peaks={"bf16": 209.5, "fp8": 419, "int8": 838, "mxfp8": 838, "mxfp4": 1676, "nvfp4": 1676},
         matmul=_BLACKWELL,
         scalar_peak=104.8,
-        source="NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
+        source=_RTX_50.paper,
     ),
     # Cards that people own. Where the white paper has no column for one, its peaks are cores times clock of the product
     # page times the white paper's rates per core.
-    "rtx3060": Device(
-        name="RTX 3060 12GB",
-        chip="sm_86",
+    "rtx3060": _card(
+        _RTX_30,
+        "RTX 3060 12GB",
         memory=12,
         bandwidth=360,
-        peaks=_peaks(12.74, _GEFORCE_30),
-        matmul={
-            "bf16": Efficiency(0.953, "24.3 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#131"),
-            "int8": _AMPERE_INT8,
-        },
-        scalar_peak=12.74,
-        source="NVIDIA product page (3584 cores, 1.777 GHz), rates per core of the GA102 white paper",
+        fp32=12.74,
+        bf16=_timed(0.953, 24.3, 131),
+        page=(3584, 1.777),
     ),
-    "rtx3070": Device(
-        name="RTX 3070",
-        chip="sm_86",
-        memory=8,
-        bandwidth=448,
-        peaks=_peaks(20.31, _GEFORCE_30),
-        matmul={"bf16": Efficiency(0.953, why="as on an RTX 3060"), "int8": _AMPERE_INT8},
-        scalar_peak=20.31,
-        source="NVIDIA product page (5888 cores, 1.725 GHz), rates per core of the GA102 white paper",
+    "rtx3070": _card(_RTX_30, "RTX 3070", memory=8, bandwidth=448, fp32=20.31, bf16=_LIKE_3060, page=(5888, 1.725)),
+    "rtx3080": _card(_RTX_30, "RTX 3080 10GB", memory=10, bandwidth=760, fp32=29.77, bf16=_LIKE_3060),
+    "rtx3080-12gb": _card(
+        _RTX_30, "RTX 3080 12GB", memory=12, bandwidth=912, fp32=30.64, bf16=_LIKE_3060, page=(8960, 1.71)
     ),
-    "rtx3080": _RTX_3080,
-    "rtx3080-12gb": replace(
-        _RTX_3080,
-        name="RTX 3080 12GB",
-        memory=12,
-        bandwidth=912,
-        peaks=_peaks(30.64, _GEFORCE_30),
-        scalar_peak=30.64,
-        source="NVIDIA product page (8960 cores, 1.71 GHz), rates per core of the GA102 white paper",
-    ),
-    "rtx3090": Device(
-        name="RTX 3090",
-        chip="sm_86",
-        memory=24,
-        bandwidth=936,
-        peaks=_peaks(35.58, _GEFORCE_30),
-        matmul={"bf16": Efficiency(0.953, why="as on an RTX 3060"), "int8": _AMPERE_INT8},
-        scalar_peak=35.58,
-        source="NVIDIA Ampere GA102 GPU architecture white paper, dense figures",
-    ),
+    "rtx3090": _card(_RTX_30, "RTX 3090", memory=24, bandwidth=936, fp32=35.58, bf16=_LIKE_3060),
     "a10": Device(
         name="A10",
         chip="sm_86",
         memory=24,
         bandwidth=600,
         peaks={"bf16": 125, "int8": 250},
-        matmul={
-            "bf16": Efficiency(
-                0.77, why="as on an A40, 115 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#185"
-            ),
-            "int8": Efficiency(0.662, why="as on an RTX 5090"),
-        },
+        matmul=_LIKE_A40,
         scalar_peak=31.2,
         source="NVIDIA A10 data sheet, sparse figures halved",
     ),
@@ -374,68 +383,28 @@ DEVICES = {
         memory=48,
         bandwidth=768,
         peaks={"bf16": 154.8, "int8": 309.7},
-        matmul={
-            "bf16": Efficiency(
-                0.77, why="as on an A40, 115 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#185"
-            ),
-            "int8": Efficiency(0.662, why="as on an RTX 5090"),
-        },
+        matmul=_LIKE_A40,
         scalar_peak=38.7,
         source="NVIDIA RTX A6000 data sheet, sparse figures halved",
     ),
     # No kernel was compiled for Turing: torch decodes every weight and multiplies in fp32. It has no bf16 either.
-    "rtx2080": Device(
-        name="RTX 2080",
-        chip="sm_75",
-        memory=8,
-        bandwidth=448,
-        peaks=_peaks(10.07, _TURING),
-        matmul=dict.fromkeys(_TURING, Efficiency(0.80, why="no figure found for torch")),
-        scalar_peak=10.07,
-        source="NVIDIA product page (2944 cores, 1.71 GHz), two FLOPs a clock and core",
+    "rtx2080": _card(_RTX_20, "RTX 2080", memory=8, bandwidth=448, fp32=10.07, bf16=_REFERENCE, page=(2944, 1.71)),
+    "rtx2080ti": _card(
+        _RTX_20, "RTX 2080 Ti", memory=11, bandwidth=616, fp32=13.45, bf16=_REFERENCE, page=(4352, 1.545)
     ),
-    "rtx2080ti": Device(
-        name="RTX 2080 Ti",
-        chip="sm_75",
-        memory=11,
-        bandwidth=616,
-        peaks=_peaks(13.45, _TURING),
-        matmul=dict.fromkeys(_TURING, Efficiency(0.80, why="no figure found for torch")),
-        scalar_peak=13.45,
-        source="NVIDIA product page (4352 cores, 1.545 GHz), two FLOPs a clock and core",
-    ),
-    "rtx4060": Device(
-        name="RTX 4060",
-        chip="sm_89",
+    "rtx4060": _card(
+        _RTX_40,
+        "RTX 4060",
         memory=8,
         bandwidth=272,
-        peaks=_peaks(15.11, _GEFORCE_40),
-        matmul=_like_4090(Efficiency(1.014, why="as on an RTX 4060 Ti")),
-        scalar_peak=15.11,
-        source="NVIDIA product page (3072 cores, 2.46 GHz), rates per core of the Ada white paper",
+        fp32=15.11,
+        bf16=Efficiency(1.014, why="as on an RTX 4060 Ti"),
+        page=(3072, 2.46),
     ),
     "rtx4060ti": _RTX_4060_TI,
     "rtx4060ti-8gb": replace(_RTX_4060_TI, name="RTX 4060 Ti 8GB", memory=8),
-    "rtx4070": Device(
-        name="RTX 4070",
-        chip="sm_89",
-        memory=12,
-        bandwidth=504,
-        peaks=_peaks(29.15, _GEFORCE_40),
-        matmul=_like_4090(Efficiency(0.917, why="as on an RTX 4090")),
-        scalar_peak=29.15,
-        source="NVIDIA product page (5888 cores, 2.475 GHz), rates per core of the Ada white paper",
-    ),
-    "rtx4080": Device(
-        name="RTX 4080",
-        chip="sm_89",
-        memory=16,
-        bandwidth=717,
-        peaks=_peaks(48.74, _GEFORCE_40),
-        matmul=_like_4090(Efficiency(0.917, why="as on an RTX 4090")),
-        scalar_peak=48.74,
-        source="NVIDIA Ada GPU architecture white paper, dense figures",
-    ),
+    "rtx4070": _card(_RTX_40, "RTX 4070", memory=12, bandwidth=504, fp32=29.15, bf16=_LIKE_4090, page=(5888, 2.475)),
+    "rtx4080": _card(_RTX_40, "RTX 4080", memory=16, bandwidth=717, fp32=48.74, bf16=_LIKE_4090),
     "l4": Device(
         name="L4",
         chip="sm_89",
@@ -443,7 +412,7 @@ DEVICES = {
         bandwidth=300,
         peaks={"bf16": 121, "fp8": 242, "int8": 242},
         matmul={  # 72 W hold it back
-            "bf16": Efficiency(0.454, "54.9 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#120"),
+            "bf16": _timed(0.454, 54.9, 120),
             "fp8": Efficiency(0.454, why="as bf16"),
             "int8": Efficiency(0.454, why="as bf16"),
         },
@@ -464,46 +433,22 @@ DEVICES = {
         scalar_peak=91.6,
         source="NVIDIA L40S data sheet, sparse figures halved",
     ),
-    "rtx5060ti": Device(
-        name="RTX 5060 Ti 16GB",
-        chip="sm_120",
+    "rtx5060ti": _card(
+        _RTX_50,
+        "RTX 5060 Ti 16GB",
         memory=16,
         bandwidth=448,
-        peaks=_peaks(23.7, _GEFORCE_50),
-        matmul=_like_5090(1.006, "47.7 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#136"),
-        scalar_peak=23.7,
-        source="NVIDIA product page (4608 cores, 2.572 GHz), rates per core of the RTX Blackwell white paper",
+        fp32=23.7,
+        bf16=_timed(1.006, 47.7, 136),
+        page=(4608, 2.572),
     ),
-    "rtx5070": Device(
-        name="RTX 5070",
-        chip="sm_120",
-        memory=12,
-        bandwidth=672,
-        peaks=_peaks(30.87, _GEFORCE_50),
-        matmul=_like_5090(1.039, "64.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#194"),
-        scalar_peak=30.87,
-        source="NVIDIA product page (6144 cores, 2.512 GHz), rates per core of the RTX Blackwell white paper",
+    "rtx5070": _card(
+        _RTX_50, "RTX 5070", memory=12, bandwidth=672, fp32=30.87, bf16=_timed(1.039, 64.1, 194), page=(6144, 2.512)
     ),
-    "rtx5070ti": Device(
-        name="RTX 5070 Ti",
-        chip="sm_120",
-        memory=16,
-        bandwidth=896,
-        peaks=_peaks(43.94, _GEFORCE_50),
-        matmul=_like_5090(0.889, "78.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#172"),
-        scalar_peak=43.94,
-        source="NVIDIA product page (8960 cores, 2.452 GHz), rates per core of the RTX Blackwell white paper",
+    "rtx5070ti": _card(
+        _RTX_50, "RTX 5070 Ti", memory=16, bandwidth=896, fp32=43.94, bf16=_timed(0.889, 78.1, 172), page=(8960, 2.452)
     ),
-    "rtx5080": Device(
-        name="RTX 5080",
-        chip="sm_120",
-        memory=16,
-        bandwidth=960,
-        peaks=_peaks(56.28, _GEFORCE_50),
-        matmul=_like_5090(0.809, "91.1 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#104"),
-        scalar_peak=56.28,
-        source="NVIDIA RTX Blackwell GPU architecture white paper, dense figures",
-    ),
+    "rtx5080": _card(_RTX_50, "RTX 5080", memory=16, bandwidth=960, fp32=56.28, bf16=_timed(0.809, 91.1, 104)),
     # No kernel was compiled for RDNA 3: torch decodes every weight and multiplies in fp32.
     "rx7900xt": Device(
         name="RX 7900 XT",
@@ -512,8 +457,8 @@ DEVICES = {
         bandwidth=800,
         peaks={"bf16": 103, "fp32": 51.6},
         matmul={
-            "bf16": Efficiency(0.746, "76.9 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#152"),
-            "fp32": Efficiency(0.388, "20.0 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#152"),
+            "bf16": _timed(0.746, 76.9, 152),
+            "fp32": _timed(0.388, 20.0, 152),
         },
         scalar_peak=51.6,
         source="AMD product page; 512 FLOPs a clock and compute unit in bf16 (AMD GPUOpen, WMMA on RDNA 3)",
@@ -525,8 +470,8 @@ DEVICES = {
         bandwidth=960,
         peaks={"bf16": 122.8, "fp32": 61.4},
         matmul={
-            "bf16": Efficiency(0.809, "99.4 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#58"),
-            "fp32": Efficiency(0.437, "26.8 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#58"),
+            "bf16": _timed(0.809, 99.4, 58),
+            "fp32": _timed(0.437, 26.8, 58),
         },
         scalar_peak=61.4,
         source="AMD product page; 512 FLOPs a clock and compute unit in bf16 (AMD GPUOpen, WMMA on RDNA 3)",
@@ -536,8 +481,8 @@ DEVICES = {
         chip="gfx1201",
         memory=16,
         bandwidth=640,
-        peaks=_peaks(36.1, _RDNA_4),
-        matmul=dict.fromkeys(_RDNA_4, Efficiency(0.684, why="as an RX 9070 XT in bf16")),
+        peaks={"bf16": 144.4, "fp8": 288.8, "int8": 288.8},
+        matmul=dict.fromkeys(("bf16", "fp8", "int8"), Efficiency(0.684, why="as an RX 9070 XT in bf16")),
         scalar_peak=36.1,
         source="AMD product page, dense matrix figures: 1024 FLOPs a clock and compute unit in bf16, 2048 in 8 bits",
     ),
@@ -546,9 +491,9 @@ DEVICES = {
         chip="gfx1201",
         memory=16,
         bandwidth=640,
-        peaks=_peaks(48.7, _RDNA_4),
+        peaks={"bf16": 194.8, "fp8": 389.6, "int8": 389.6},
         matmul={
-            "bf16": Efficiency(0.684, "133 TFLOP/s at 4096^3: zzc0721/torch-performance-test-data#173"),
+            "bf16": _timed(0.684, 133, 173),
             "fp8": Efficiency(0.684, why="as bf16"),
             "int8": Efficiency(0.684, why="as bf16"),
         },
@@ -561,7 +506,7 @@ DEVICES = {
         memory=32,
         bandwidth=120,
         peaks={"bf16": 2.3, "fp32": 2.3},  # bf16: assumed, torch widens it
-        matmul=dict.fromkeys(("bf16", "fp32"), Efficiency(0.80, why="no figure found for torch")),
+        matmul=dict.fromkeys(("bf16", "fp32"), _REFERENCE),
         scalar_peak=1.4,
         source="fp32 as measured on its SME units (arXiv 2409.18779), Apple's specifications for memory and bandwidth",
     ),
