@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fluxq.base.console import bytes_of, did_you_mean, first_fault, path_near
@@ -49,6 +49,16 @@ _RANK_SCHEMA: dict[str, Any] = {
 _SIZE_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}
 
 
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Return the validator of a field that a function raises ValueError for, or does not."""
+
+    def checked(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(checked)
+
+
 class Operand(Strict):
     """A number format for weights or activations: `{format: int4, group_size: 128}`.
 
@@ -72,6 +82,14 @@ class Operand(Strict):
     def row(self) -> Format:
         """The format row, with the operand's group size."""
         return find_format(self.format).with_group_size(self.group_size)
+
+
+def _require_of_tokens(operand: Operand) -> None:
+    """Raise ValueError for a format of activations whose scales tokens would have to share."""
+    row = operand.row
+    if row.spans_rows:
+        instead = for_tokens(row).name
+        raise ValueError(f"{row.name} has scales for blocks of rows, which tokens do not share: take {instead}")
 
 
 class Rounding(Strict):
@@ -147,7 +165,7 @@ class Override(Strict):
     role: str | None = None
     match: str | list[str] | None = None
     weights: Operand | None = None
-    activations: Operand | None = None
+    activations: Annotated[Operand, _checked(_require_of_tokens)] | None = None
     reason: str
 
     @model_validator(mode="after")
@@ -157,11 +175,6 @@ class Override(Strict):
         if self.weights is None and self.activations is not None:
             raise ValueError("activations cannot be quantized where the weights stay in 16 bit")
         return self
-
-    @field_validator("activations")
-    @classmethod
-    def _of_tokens(cls, value: Operand | None) -> Operand | None:
-        return _for_tokens(value)
 
     @property
     def patterns(self) -> list[str]:
@@ -178,7 +191,7 @@ class Component(Strict):
     """
 
     weights: Operand
-    activations: Operand | None = None
+    activations: Annotated[Operand, _checked(_require_of_tokens)] | None = None
     transforms: list[Transform] = []
     hadamard: Rotation | None = None
     low_rank: LowRank | None = None
@@ -235,25 +248,12 @@ class Component(Strict):
             raise ValueError(f"expected one of {words}, or patterns as in {{fp8: [blocks.*.attn]}}, got {why}")
         return value
 
-    @field_validator("activations")
-    @classmethod
-    def _of_tokens(cls, value: Operand | None) -> Operand | None:
-        return _for_tokens(value)
-
     @field_validator("modulation")
     @classmethod
     def _plain_modulation(cls, value: Operand | None) -> Operand | None:
         if value is not None and value.four_over_six:
             raise ValueError("modulation is rounded plainly: leave out four_over_six")
         return value
-
-
-def _for_tokens(value: Operand | None) -> Operand | None:
-    """Return a format of activations; ValueError where tokens would have to share its scales."""
-    if value is not None and value.row.spans_rows:
-        instead = for_tokens(value.row).name
-        raise ValueError(f"{value.row.name} has scales for blocks of rows, which tokens do not share: take {instead}")
-    return value
 
 
 class Calibration(Strict):
@@ -276,14 +276,8 @@ class Gate(Strict):
     """
 
     db_per_percent: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    gpu: str = "b200"
+    gpu: Annotated[str, _checked(find_device)] = "b200"
     tokens: int = Field(default=4608, ge=1)
-
-    @field_validator("gpu")
-    @classmethod
-    def _known_gpu(cls, value: str) -> str:
-        find_device(value)
-        return value
 
 
 class Auto(Strict):
@@ -303,9 +297,9 @@ class Auto(Strict):
     size: int | None = Field(default=None, gt=0, json_schema_extra=_SIZE_SCHEMA)
     vram: int | None = Field(default=None, gt=0, json_schema_extra=_SIZE_SCHEMA)
     ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    gate: str | None = None
-    gpu: str | None = None
-    menu: list[str] = []
+    gate: Annotated[str, _checked(lambda gate: parse_gate(gate))] | None = None
+    gpu: Annotated[str, _checked(find_device)] | None = None
+    menu: Annotated[list[str], _checked(lambda names: [find_format(name) for name in names if name != "16bit"])] = []
     dialect: str | None = None
     measure: Literal["velocity", "adjoint"] | None = None
     count: int = Field(default=8, ge=1, le=10_000)
@@ -319,28 +313,6 @@ class Auto(Strict):
         if isinstance(value, str) and not bytes_of(value):
             raise ValueError("write a size with its unit, as in 9GB or 800MB")
         return bytes_of(value) if isinstance(value, str) else value
-
-    @field_validator("gpu")
-    @classmethod
-    def _known_gpu(cls, value: str | None) -> str | None:
-        if value is not None:
-            find_device(value)
-        return value
-
-    @field_validator("gate")
-    @classmethod
-    def _readable_gate(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_gate(value)
-        return value
-
-    @field_validator("menu")
-    @classmethod
-    def _known_formats(cls, value: list[str]) -> list[str]:
-        for name in value:
-            if name != "16bit":
-                find_format(name)
-        return value
 
     @model_validator(mode="after")
     def _one_budget(self) -> Auto:
@@ -375,15 +347,8 @@ class Recipe(Strict):
     compat: Compat = "portable"
     steps: Steps | None = None
     gate: Gate = Gate()
-    gates: list[str] = []
+    gates: Annotated[list[str], _checked(lambda gates: [parse_gate(gate) for gate in gates])] = []
     auto: Auto | None = None
-
-    @field_validator("gates")
-    @classmethod
-    def _readable_gates(cls, value: list[str]) -> list[str]:
-        for gate in value:
-            parse_gate(gate)
-        return value
 
     @model_validator(mode="after")
     def _fits_compat(self) -> Recipe:
