@@ -23,10 +23,10 @@ Maker = Literal["norm", "attention", "activation", "concatenation", "outside", "
 EMBEDDER = "embeds the timestep, text or patches: few weights, and every token depends on them"
 FINAL = "last projection: its error goes to the image undamped"
 SHARED = "modulates every block: few weights, and their error reaches all blocks"
-QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 _ADDED_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 FF = ("ff.net.0.proj", "ff.net.2")
-TEXT_FF = ("ff_context.net.0.proj", "ff_context.net.2")
+_TEXT_FF = ("ff_context.net.0.proj", "ff_context.net.2")
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,8 @@ def gated(role: str, block: str, down: str, up: str, chunk: int = 0) -> InputGro
 
 def image_and_text(
     block: str,
-    image_ff: tuple[str, str],
-    text_ff: tuple[str, str],
+    image_ff: tuple[str, str] = FF,
+    text_ff: tuple[str, str] = _TEXT_FF,
     modulation: tuple[str, str] = ("", ""),
     gate_first: bool = False,
 ) -> tuple[InputGroup, ...]:
@@ -279,7 +279,7 @@ def image_and_text(
         return gated(role, block, ff[1], ff[0], 1) if gate_first else activated(role, block, ff[1])
 
     return (
-        normed("qkv", block, QKV, image, 0),
+        normed("qkv", block, _QKV, image, 0),
         normed("text_qkv", block, _ADDED_QKV, text, 0),
         attended("attn_out", block, "attn.to_out.0", *values),
         attended("text_attn_out", block, "attn.to_add_out", *values),
@@ -293,8 +293,8 @@ def image_and_text(
 
 def both_at_once(
     block: str,
-    members: tuple[str, ...],
-    down: str,
+    members: tuple[str, ...] = (*_QKV, "proj_mlp"),
+    down: str = "proj_out",
     modulation: str = "",
     producers: tuple[Producer, ...] = (Producer("attn.to_v"),),
 ) -> tuple[InputGroup, ...]:

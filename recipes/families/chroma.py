@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fluxq.recipes.family import (
-    EMBEDDER,
-    FF,
-    FINAL,
-    QKV,
-    SHARED,
-    TEXT_FF,
-    Family,
-    Published,
-    Workload,
-    both_at_once,
-    image_and_text,
-)
+from fluxq.recipes.family import EMBEDDER, FINAL, SHARED, Family, Published, Workload, both_at_once, image_and_text
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, bfl_double, rows
 
 _ORIGINALS = rows(
@@ -44,8 +32,8 @@ CHROMA = Family(
     model="ChromaTransformer2DModel",
     groups=(
         # FLUX.1 with one network that makes the modulation of all blocks: nothing to fold into.
-        *image_and_text("transformer_blocks.*", FF, TEXT_FF),
-        *both_at_once("single_transformer_blocks.*", (*QKV, "proj_mlp"), "proj_out"),
+        *image_and_text("transformer_blocks.*"),
+        *both_at_once("single_transformer_blocks.*"),
     ),
     keep={
         "x_embedder": EMBEDDER,

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fluxq.recipes.family import (
-    EMBEDDER,
-    FF,
-    FINAL,
-    QKV,
-    TEXT_FF,
-    Family,
-    Published,
-    Workload,
-    both_at_once,
-    image_and_text,
-)
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, Published, Workload, both_at_once, image_and_text
 from fluxq.recipes.fusable import HEADS, IMAGE, NORM, TEXT, TEXT_HEADS, FusableBlock, Stream, feed_forward_classes
 from fluxq.recipes.keymap_rows import BFL_ENDS, BFL_SINGLE, SWAPPED_FINAL, bfl_double, rows
 
@@ -89,8 +78,8 @@ FLUX = Family(
     name="flux",
     model="FluxTransformer2DModel",
     groups=(
-        *image_and_text("transformer_blocks.*", FF, TEXT_FF, ("norm1.linear", "norm1_context.linear")),
-        *both_at_once("single_transformer_blocks.*", (*QKV, "proj_mlp"), "proj_out", "norm.linear"),
+        *image_and_text("transformer_blocks.*", modulation=("norm1.linear", "norm1_context.linear")),
+        *both_at_once("single_transformer_blocks.*", modulation="norm.linear"),
     ),
     keep={
         "x_embedder": EMBEDDER,

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from fluxq.recipes.family import (
-    EMBEDDER,
-    FF,
-    FINAL,
-    QKV,
-    TEXT_FF,
-    Family,
-    Published,
-    Workload,
-    both_at_once,
-    image_and_text,
-)
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, Published, Workload, both_at_once, image_and_text
 from fluxq.recipes.keymap_rows import ADDED_QKV, SWAPPED_FINAL, TO_QKV, below, rows
 
 _REFINER = "txt_in.individual_token_refiner.blocks.*", "context_embedder.token_refiner.refiner_blocks.*"
@@ -69,9 +58,9 @@ HUNYUAN_VIDEO = Family(
     name="hunyuan_video",
     model="HunyuanVideoTransformer3DModel",
     groups=(
-        *image_and_text("transformer_blocks.*", FF, TEXT_FF, ("norm1.linear", "norm1_context.linear")),
+        *image_and_text("transformer_blocks.*", modulation=("norm1.linear", "norm1_context.linear")),
         # The attention puts image and text together again before q, k and v: another tensor, the same values.
-        *both_at_once("single_transformer_blocks.*", (*QKV, "proj_mlp"), "proj_out", "norm.linear"),
+        *both_at_once("single_transformer_blocks.*", modulation="norm.linear"),
     ),
     keep={
         "context_embedder.**": EMBEDDER,

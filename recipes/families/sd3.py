@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fluxq.recipes.family import (
-    EMBEDDER,
-    FF,
-    FINAL,
-    TEXT_FF,
-    Family,
-    Published,
-    Workload,
-    attended,
-    image_and_text,
-    normed,
-)
+from fluxq.recipes.family import EMBEDDER, FINAL, Family, Published, Workload, attended, image_and_text, normed
 from fluxq.recipes.fusable import IMAGE, NORM, TEXT, FusableBlock, OwnAttention, feed_forward_classes
 from fluxq.recipes.keymap_rows import ADDED_QKV, SWAPPED_FINAL, TO_QKV, Rule, below, rows
 
@@ -100,7 +89,7 @@ SD3 = Family(
     name="sd3",
     model="SD3Transformer2DModel",
     groups=(
-        *image_and_text("transformer_blocks.*", FF, TEXT_FF, ("norm1.linear", "norm1_context.linear")),
+        *image_and_text("transformer_blocks.*", modulation=("norm1.linear", "norm1_context.linear")),
         # A second attention, over the image alone, in the first blocks of SD3.5 medium.
         normed("qkv", "transformer_blocks.*", ("attn2.to_q", "attn2.to_k", "attn2.to_v"), "norm1.linear", 6),
         attended("attn_out", "transformer_blocks.*", "attn2.to_out.0", "attn2.to_v"),
