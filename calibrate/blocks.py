@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -329,12 +329,10 @@ def _watched(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
     def hook(group: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda module, args: see(group, channels_last(module, args[0]))
 
-    handles = [layer.register_forward_pre_hook(hook(group)) for group, layer in layers.items()]
-    try:
+    with ExitStack() as stack:
+        for group, layer in layers.items():
+            stack.enter_context(layer.register_forward_pre_hook(hook(group)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Outputs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -253,18 +253,14 @@ class _CallRecorder:
 
 @contextmanager
 def _attached(recorders: Sequence[_CallRecorder]) -> Iterator[None]:
-    handles = []
-    for recorder in recorders:
-        handles.append(recorder.model.register_forward_pre_hook(recorder.enter, with_kwargs=True))
-        handles.append(recorder.model.register_forward_hook(recorder.leave))
-        handles += [
-            recorder.model.get_submodule(name).register_forward_hook(recorder.passed(name)) for name in recorder.blocks
-        ]
-    try:
+    with ExitStack() as stack:
+        for recorder in recorders:
+            model = recorder.model
+            stack.enter_context(model.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+            stack.enter_context(model.register_forward_hook(recorder.leave))
+            for name in recorder.blocks:
+                stack.enter_context(model.get_submodule(name).register_forward_hook(recorder.passed(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -358,15 +358,13 @@ class _Gathering:
         """Return statistics of the layers' inputs while the pipeline makes these batches."""
         seen = self.trajectory.steps_seen
         recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
-        handles = [layer.register_forward_pre_hook(recorder.hook(name)) for name, layer in self.layers.items()]
         sigmas: tuple[float, ...] = ()
-        try:
+        with ExitStack() as stack:
+            for name, layer in self.layers.items():
+                stack.enter_context(layer.register_forward_pre_hook(recorder.hook(name)))
             for batch in share:
                 for _ in run_pipeline(self.pipe, batch, self.call, batch_size=len(batch), on_step=recorder.at_step):
                     sigmas = sigmas or tuple(noise_levels(self.pipe)[step] for step in seen)
-        finally:
-            for handle in handles:
-                handle.remove()
         items = tuple(_row(prompt).described(seed) for batch in share for prompt, seed in batch)
         trajectory = replace(self.trajectory, items=items, sigmas=sigmas)
         return Statistics(recorder.sums, asdict(trajectory), trajectory.digest)

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -187,21 +187,13 @@ def measure_errors(
     digests = {name: sampling.digests[name] for name in menu.components}
     trajectory = trajectory_of(pipe, digests, items, sampling.call, measurement.steps)
     units = {unit: [names, menu.options.get(unit, ())] for unit, names in menu.units.items()}
-    with _folder(folder) as place:
+    with ExitStack() as stack:
+        place = folder or Path(stack.enter_context(TemporaryDirectory()))
         parts = _parts(measurement, place, sha256_json([measure, asdict(trajectory), units]), ranks)
     error, residuals = measurement.joined(parts)
     trajectory = replace(trajectory, sigmas=tuple(parts[0]["sigmas"].tolist()))
     kept = json.loads(json.dumps(asdict(trajectory)))
     return ErrorTable(tuple(menu.units), options, error, residuals, measure, kept)
-
-
-@contextmanager
-def _folder(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with TemporaryDirectory() as place:
-        yield Path(place)
 
 
 def _parts(measurement: _Measurement, folder: Path, digest: str, ranks: Ranks) -> list[dict[str, Tensor]]:

@@ -157,11 +157,8 @@ def _few_modules() -> Iterator[None]:
         if next(counted) > _MOST_MODULES:
             raise ValueError(f"its numbers ask for more than {_MOST_MODULES} modules")
 
-    hook = register_module_module_registration_hook(add)
-    try:
+    with register_module_module_registration_hook(add):
         yield
-    finally:
-        hook.remove()
 
 
 def filed_shape(library: str, shape: tuple[int, ...]) -> tuple[int, ...]:

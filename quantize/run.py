@@ -92,11 +92,6 @@ class GroupOutcome:
     rounded: OutputSqnr | None
     fitted: OutputSqnr | None
 
-    @classmethod
-    def of(cls, group: FittedGroup) -> Self:
-        """Return the outcome of a group, which is the group without its tensors."""
-        return cls(tuple(group.layers), group.stages, group.rounded, group.fitted)
-
 
 @dataclass
 class Outcome:
@@ -326,7 +321,7 @@ class _Fitter:
                 name: sqnr(self.source[f"{name}.weight"].flatten(1), layer.collapsed()[0])
                 for name, layer in layers.items()
             },
-            {name: GroupOutcome.of(group) for name, group in fitted.items()},
+            {name: GroupOutcome(tuple(g.layers), g.stages, g.rounded, g.fitted) for name, g in fitted.items()},
         )
         return tensors, outcome
 

@@ -17,7 +17,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.wrappers import uncompiled, uncompiled_path
 from fluxq.kernels.linear import is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta
-from fluxq.recipes.all_families import FAMILIES, family_of
+from fluxq.recipes.all_families import BY_CLASS, family_of
 from fluxq.recipes.computing import Attention, Attentions, attention_by, gathered
 from fluxq.recipes.family import Family, matches
 from fluxq.recipes.generic import ModuleTree
@@ -65,7 +65,7 @@ def tree_of(model: nn.Module) -> ModuleTree:
 def model_family(model: nn.Module) -> Family:
     """Return the family of a model in memory; ValueError for an unknown one, or one too hard to tell."""
     model_class = type(model)
-    if _has_row(model_class.__name__) or not _is_denoiser(model_class):
+    if model_class.__name__ in BY_CLASS or not _is_denoiser(model_class):
         return family_of(model_class.__name__)
     if model not in _families:
         _families[model] = family_of(model_class.__name__, tree_of(model))
@@ -74,8 +74,8 @@ def model_family(model: nn.Module) -> Family:
 
 def attention_of(model: nn.Module) -> Attentions:
     """Return the arithmetic of a model's self-attention, by the backends of its processors."""
-    kind = type(uncompiled(model)).__name__
-    rows = next((family.self_attention for family in FAMILIES.values() if family.model == kind), ()) or ("**",)
+    family = BY_CLASS.get(type(uncompiled(model)).__name__)
+    rows = family.self_attention if family and family.self_attention else ("**",)
     words: dict[str, Attention] = {}
     for name, module in model.named_modules():
         processor, path = getattr(module, "processor", None), uncompiled_path(name)
@@ -87,14 +87,14 @@ def attention_of(model: nn.Module) -> Attentions:
 def component_family(folder: ModelFolder, component: str) -> Family:
     """Return the family of a component on disk; ValueError for an unknown one, or one too hard to tell."""
     class_name = folder.components[component]
-    if _has_row(class_name) or not _is_denoiser(model_class_of(library_of(folder, component), class_name)):
+    if class_name in BY_CLASS or not _is_denoiser(model_class_of(library_of(folder, component), class_name)):
         return family_of(class_name)
     return family_of(class_name, tree_of(model_on_meta(folder, component)))
 
 
 def denoisers_of(folder: ModelFolder) -> tuple[str, ...]:
     """List the components that a pipeline calls at every step: by a row for transformers, else by class and name."""
-    kinds = {family.model: family.kind for family in FAMILIES.values()}
+    kinds = {name: family.kind for name, family in BY_CLASS.items()}
     return tuple(
         name
         for name, class_name in folder.components.items()
@@ -121,10 +121,6 @@ def _is_called_denoiser(folder: ModelFolder, component: str) -> bool:
 
 def _has_name_of_denoiser(component: str) -> bool:
     return component == "unet" or component.startswith("transformer")
-
-
-def _has_row(class_name: str) -> bool:
-    return any(family.model == class_name for family in FAMILIES.values())
 
 
 def _is_denoiser(model_class: type) -> bool:

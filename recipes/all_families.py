@@ -42,14 +42,12 @@ def family_of(model_class: str, tree: ModuleTree | None = None) -> Family:
     For another class a family is made from the structure `tree` of its model. Raises ValueError that says how to add a
     row: without a tree, and for a structure that says too little.
     """
-    for family in FAMILIES.values():
-        if family.model == model_class:
-            return family
+    if model_class in BY_CLASS:
+        return BY_CLASS[model_class]
     if tree is not None:
         return generic_family(model_class, tree)
-    classes = ", ".join(family.model for family in FAMILIES.values())
     raise ValueError(
-        f"unknown model family: {model_class} has no row in recipes/all_families.py (known: {classes}); "
+        f"unknown model family: {model_class} has no row in recipes/all_families.py (known: {', '.join(BY_CLASS)}); "
         "CONTRIBUTING.md, 'Adding a model family', shows how to add one"
     )
 
@@ -99,6 +97,7 @@ _DENOISERS = (
     UNET,
 )
 FAMILIES = {row.name: row for row in (*_DENOISERS, *TEXT_ENCODERS, *VAES)}
+BY_CLASS = {row.model: row for row in FAMILIES.values()}
 
 # Published models are listed in this order; those of all other families follow in the order of FAMILIES.
 _LISTED_FIRST = (FLUX, FLUX2, CHROMA, SD3, PIXART, QWEN_IMAGE, Z_IMAGE, WAN, LTX, HUNYUAN_VIDEO, HIDREAM)

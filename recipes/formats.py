@@ -168,10 +168,6 @@ class Format:
                 f"{self.unit}; exclude this layer in the recipe or give it a per-row format (fp8, int8)"
             )
 
-    def scale_count(self, rows: int, k: int) -> int:
-        """Return the number of block scales stored for a (rows, k) matrix."""
-        return math.prod(self.scale_shape(rows, k))
-
     def scale_shape(self, rows: int, k: int) -> tuple[int, ...]:
         """Return the shape of the block scales of a (rows, k) matrix: (N, G), (N,) of a row each, () of all."""
         n, group = self.block
@@ -181,7 +177,7 @@ class Format:
 
     def stored_bits(self, rows: int, k: int) -> int:
         """Return the bits stored for a (rows, k) matrix: codes, block scales and the global scale."""
-        scales = self.scale_count(rows, k) * SCALE_BITS[self.scale]
+        scales = math.prod(self.scale_shape(rows, k)) * SCALE_BITS[self.scale]
         return rows * k * self.element.bits + scales + (32 if self.two_level else 0)
 
 

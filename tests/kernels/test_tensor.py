@@ -299,7 +299,7 @@ def test_stored_tensors_have_the_promised_shapes_dtypes_and_bits(row, n, k):
     stored_bytes = sum(t.numel() * t.element_size() for t in q.tensors().values())
     assert 8 * stored_bytes == row.stored_bits(n, k)
     assert q.bits_per_weight == 8 * stored_bytes / (n * k)
-    assert q.scale.numel() == row.scale_count(n, k)
+    assert q.scale.numel() == math.prod(row.scale_shape(n, k))
     assert (q.shape, q.format, q.dequantize().shape) == ((n, k), row, (n, k))
 
 
