@@ -15,6 +15,7 @@ number of parameters with the published one. Imports no torch.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from fluxq.base.console import did_you_mean
 from fluxq.recipes.families.chroma import CHROMA
@@ -102,6 +103,6 @@ BY_CLASS = {row.model: row for row in FAMILIES.values()}
 # Published models are listed in this order; those of all other families follow in the order of FAMILIES.
 _LISTED_FIRST = (FLUX, FLUX2, CHROMA, SD3, PIXART, QWEN_IMAGE, Z_IMAGE, WAN, LTX, HUNYUAN_VIDEO, HIDREAM)
 _LISTED = {row.name: row for row in (*_LISTED_FIRST, *FAMILIES.values())}.values()
-PUBLISHED = tuple(model for family in _LISTED for model in family.published)
+PUBLISHED = tuple(replace(model, family=family.name) for family in _LISTED for model in family.published)
 # Published model -> its pipelines in diffusers' layout on the Hugging Face hub.
 HUB_IDS = {model: repos for family in _LISTED for model, repos in family.pipelines.items()}

@@ -152,6 +152,7 @@ class Published:
     """Name a published model, or the part of it that a family describes, and its configuration.
 
     name: as people write it.
+    family: name of the row that lists it, in PUBLISHED.
     also: models with the same configuration.
     count: how many of it a pipeline has.
     size: fields of `CallSize` that differ from the family's usual size.
@@ -161,13 +162,13 @@ class Published:
     """
 
     name: str
-    family: str
     config: Mapping[str, Any]
     also: tuple[str, ...] = ()
     count: int = 1
     size: Mapping[str, Any] = field(default_factory=dict)
     vae: Mapping[str, Any] | None = None
     beside: tuple[str, ...] = ()
+    family: str = ""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ CHROMA = Family(
     published=(
         Published(
             "Chroma1-HD",
-            "chroma",
             {"num_layers": 19, "num_single_layers": 38},
             also=("Chroma1-Base",),
             beside=("T5-XXL", "FLUX.1 VAE"),

@@ -103,19 +103,12 @@ FLUX = Family(
     embedded_timestep=lambda t, dtype: t.to(dtype) / 1000 * 1000,
     published=(
         Published(
-            "FLUX.1-dev",
-            "flux",
-            {"guidance_embeds": True},
-            also=("FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"),
-            beside=_BESIDE,
+            "FLUX.1-dev", {"guidance_embeds": True}, also=("FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"), beside=_BESIDE
         ),
-        Published("FLUX.1-schnell", "flux", {"guidance_embeds": False}, beside=_BESIDE),
-        Published(
-            "FLUX.1-Fill-dev", "flux", {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}, beside=_BESIDE
-        ),
+        Published("FLUX.1-schnell", {"guidance_embeds": False}, beside=_BESIDE),
+        Published("FLUX.1-Fill-dev", {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}, beside=_BESIDE),
         Published(
             "FLUX.1-Depth-dev",
-            "flux",
             {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},
             also=("FLUX.1-Canny-dev",),
             beside=_BESIDE,

@@ -142,13 +142,11 @@ FLUX2 = Family(
     published=(
         Published(
             "FLUX.2-dev",
-            "flux2",
             {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48},
             beside=("Mistral-Small-3.2-24B", "AutoencoderKLFlux2"),
         ),
         Published(
             "FLUX.2-klein-4B",
-            "flux2",
             {
                 "num_layers": 5,
                 "num_single_layers": 20,
@@ -160,7 +158,6 @@ FLUX2 = Family(
         ),
         Published(
             "FLUX.2-klein-9B",
-            "flux2",
             {
                 "num_layers": 8,
                 "num_single_layers": 24,

@@ -78,7 +78,6 @@ HIDREAM = Family(
     published=(
         Published(
             "HiDream-I1-Full",
-            "hidream",
             {
                 "patch_size": 2,
                 "in_channels": 16,

@@ -79,11 +79,9 @@ HUNYUAN_VIDEO = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("HunyuanVideo", "hunyuan_video", {"guidance_embeds": True}, beside=_BESIDE),
+        Published("HunyuanVideo", {"guidance_embeds": True}, beside=_BESIDE),
         Published(
-            "HunyuanVideo-I2V",
-            "hunyuan_video",
-            {"in_channels": 33, "guidance_embeds": False, "image_condition_type": "latent_concat"},
+            "HunyuanVideo-I2V", {"in_channels": 33, "guidance_embeds": False, "image_condition_type": "latent_concat"}
         ),
     ),
     hub_owner="hunyuanvideo-community",

@@ -56,16 +56,10 @@ LTX = Family(
     originals=_ORIGINALS,
     published=(
         Published(
-            "LTX-Video-2B",
-            "ltx",
-            {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048},
-            beside=_BESIDE,
+            "LTX-Video-2B", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}, beside=_BESIDE
         ),
         Published(
-            "LTX-Video-13B",
-            "ltx",
-            {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096},
-            beside=_BESIDE,
+            "LTX-Video-13B", {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}, beside=_BESIDE
         ),
     ),
     hub_ids={

@@ -63,9 +63,7 @@ PIXART = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published(
-            "PixArt-Sigma-XL-2", "pixart", {"sample_size": 128, "caption_channels": 4096}, beside=("T5-XXL", "SDXL VAE")
-        ),
+        Published("PixArt-Sigma-XL-2", {"sample_size": 128, "caption_channels": 4096}, beside=("T5-XXL", "SDXL VAE")),
     ),
     hub_ids={
         "PixArt-Sigma-XL-2": ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",),

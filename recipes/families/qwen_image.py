@@ -78,14 +78,12 @@ QWEN_IMAGE = Family(
     published=(
         Published(
             "Qwen-Image",
-            "qwen_image",
             {"num_layers": 60},
             also=("Qwen-Image-Edit", "Qwen-Image-Edit-2509"),
             beside=("Qwen2.5-VL-7B", "AutoencoderKLQwenImage"),
         ),
         Published(
             "Qwen-Image-Edit-2511",
-            "qwen_image",
             {"num_layers": 60, "zero_cond_t": True},
             beside=("Qwen2.5-VL-7B", "AutoencoderKLQwenImage"),
         ),

@@ -86,12 +86,12 @@ SANA = Family(
     ),
     originals=_ORIGINALS,
     published=(
-        Published("SANA-0.6B", "sana", _SANA_0_6B, beside=_BESIDE),
-        Published("SANA-1.6B", "sana", _SANA_1_6B, beside=_BESIDE),
-        Published("SANA1.5-1.6B", "sana", {**_SANA_1_6B, **_QK_NORM}, beside=_BESIDE),
-        Published("SANA1.5-4.8B", "sana", {**_SANA_1_6B, **_QK_NORM, "num_layers": 60}, beside=_BESIDE),
-        Published("SANA-Sprint-0.6B", "sana", {**_SANA_0_6B, **_QK_NORM, "guidance_embeds": True}, beside=_BESIDE),
-        Published("SANA-Sprint-1.6B", "sana", {**_SANA_1_6B, **_QK_NORM, "guidance_embeds": True}, beside=_BESIDE),
+        Published("SANA-0.6B", _SANA_0_6B, beside=_BESIDE),
+        Published("SANA-1.6B", _SANA_1_6B, beside=_BESIDE),
+        Published("SANA1.5-1.6B", {**_SANA_1_6B, **_QK_NORM}, beside=_BESIDE),
+        Published("SANA1.5-4.8B", {**_SANA_1_6B, **_QK_NORM, "num_layers": 60}, beside=_BESIDE),
+        Published("SANA-Sprint-0.6B", {**_SANA_0_6B, **_QK_NORM, "guidance_embeds": True}, beside=_BESIDE),
+        Published("SANA-Sprint-1.6B", {**_SANA_1_6B, **_QK_NORM, "guidance_embeds": True}, beside=_BESIDE),
     ),
     hub_ids={
         "SANA-0.6B": ("Efficient-Large-Model/Sana_600M_1024px_diffusers",),

@@ -115,21 +115,14 @@ SD3 = Family(
     originals=_ORIGINALS,
     embedded_timestep=lambda t, dtype: t.to(dtype),
     published=(
-        Published("Stable Diffusion 3 medium", "sd3", {**_MEDIUM, "pos_embed_max_size": 192}, beside=_BESIDE),
+        Published("Stable Diffusion 3 medium", {**_MEDIUM, "pos_embed_max_size": 192}, beside=_BESIDE),
         Published(
             "Stable Diffusion 3.5 medium",
-            "sd3",
-            {
-                **_MEDIUM,
-                "pos_embed_max_size": 384,
-                "qk_norm": "rms_norm",
-                "dual_attention_layers": [*range(13)],
-            },
+            {**_MEDIUM, "pos_embed_max_size": 384, "qk_norm": "rms_norm", "dual_attention_layers": [*range(13)]},
             beside=_BESIDE,
         ),
         Published(
             "Stable Diffusion 3.5 large",
-            "sd3",
             {
                 "num_layers": 38,
                 "num_attention_heads": 38,

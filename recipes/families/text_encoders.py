@@ -49,7 +49,7 @@ def _encoder(
     keep: Mapping[str, str] | None = None,
 ) -> Family:
     """Describe a class of transformers. published: name of a model -> its configuration."""
-    rows = tuple(Published(called, name, config) for called, config in published.items())
+    rows = tuple(Published(called, config) for called, config in published.items())
     return Family(name, model, groups, dict(keep or {}), library="transformers", kind="text_encoder", published=rows)
 
 

@@ -136,7 +136,6 @@ UNET = Family(
     published=(
         Published(
             "Stable Diffusion XL",
-            "unet",
             _config(
                 (320, 640, 1280),
                 (False, True, True),
@@ -154,7 +153,6 @@ UNET = Family(
         ),
         Published(
             "Stable Diffusion 1.5",
-            "unet",
             _config((320, 640, 1280, 1280), (True, True, True, False), sample_size=64, cross_attention_dim=768),
             also=("SD1.5",),
             beside=("CLIP-L", "SDXL VAE"),

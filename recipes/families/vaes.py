@@ -42,8 +42,8 @@ VAES = (
             "post_quant_conv": _LATENTS,
         },
         published=(
-            Published("FLUX.1 VAE", "kl", _config(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)),
-            Published("SDXL VAE", "kl", _config(latent_channels=4)),
+            Published("FLUX.1 VAE", _config(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)),
+            Published("SDXL VAE", _config(latent_channels=4)),
         ),
     ),
 )

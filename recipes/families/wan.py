@@ -113,27 +113,15 @@ WAN = Family(
     ),
     originals=_ORIGINALS,
     published=(
+        Published("Wan2.1-T2V-1.3B", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, beside=_BESIDE),
+        Published("Wan2.1-T2V-14B", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, beside=_BESIDE),
+        Published("Wan2.1-I2V-14B", _I2V),
         Published(
-            "Wan2.1-T2V-1.3B", "wan", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, beside=_BESIDE
+            "Wan2.2-T2V-A14B", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, count=2, beside=_BESIDE
         ),
-        Published(
-            "Wan2.1-T2V-14B",
-            "wan",
-            {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-            beside=_BESIDE,
-        ),
-        Published("Wan2.1-I2V-14B", "wan", _I2V),
-        Published(
-            "Wan2.2-T2V-A14B",
-            "wan",
-            {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-            count=2,
-            beside=_BESIDE,
-        ),
-        Published("Wan2.2-I2V-A14B", "wan", {"in_channels": 36}, count=2, beside=_BESIDE),
+        Published("Wan2.2-I2V-A14B", {"in_channels": 36}, count=2, beside=_BESIDE),
         Published(
             "Wan2.2-TI2V-5B",
-            "wan",
             {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48},
             size={"height": 704, "width": 1280, "frames": 121},
             vae={"scale_factor_spatial": 16},

@@ -65,8 +65,6 @@ Z_IMAGE = Family(
         ),
     ),
     originals=_ORIGINALS,
-    published=(
-        Published("Z-Image-Turbo", "z_image", {"n_layers": 30, "dim": 3840}, beside=("Qwen3-4B", "FLUX.1 VAE")),
-    ),
+    published=(Published("Z-Image-Turbo", {"n_layers": 30, "dim": 3840}, beside=("Qwen3-4B", "FLUX.1 VAE")),),
     hub_owner="Tongyi-MAI",
 )
