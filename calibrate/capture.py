@@ -273,7 +273,6 @@ def capture_statistics(
     }
     seen = spread(sampling.steps, number_of_steps(pipe, call))
     trajectory = trajectory_of(pipe, sampling.digests, items, call, seen)
-    gathering = _Gathering(pipe, layers, trajectory, call)
     every = list(batches(items, batch_size, call))
     count = min(_SHARES, len(every))
     shares = [every[len(every) * i // count : len(every) * (i + 1) // count] for i in range(count)]
@@ -281,7 +280,8 @@ def capture_statistics(
     files = [folder / f"{sha256_json([what, index])[:16]}.safetensors" for index in range(count)]
     missing = ranks.agree([i for i, file in enumerate(files) if not _is_gathered(file)] if ranks.leads else [])
     for index in progress(ranks.share(missing), "Calibrating"):
-        gathering.of(shares[index]).save(files[index], place_in_work(files[index]))
+        share = _gathered(shares[index], pipe, layers, trajectory, call)
+        share.save(files[index], place_in_work(files[index]))
     ranks.meet()
     sums: dict[str, GroupSums] = {}
     sigmas: tuple[float, ...] = ()
@@ -345,29 +345,26 @@ def noise_levels(pipe: Any) -> tuple[float, ...]:
     return (*map(float, times), 0.0)
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """Statistics of a share of the images at a time. layers: group -> the Linear whose input is observed."""
-
-    pipe: Any
-    layers: Mapping[str, nn.Module]
-    trajectory: Trajectory
-    call: Mapping[str, Any]
-
-    def of(self, share: Sequence[Sequence[Item]]) -> Statistics:
-        """Return statistics of the layers' inputs while the pipeline makes these batches."""
-        seen = self.trajectory.steps_seen
-        recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
-        sigmas: tuple[float, ...] = ()
-        with ExitStack() as stack:
-            for name, layer in self.layers.items():
-                stack.enter_context(layer.register_forward_pre_hook(recorder.hook(name)))
-            for batch in share:
-                for _ in run_pipeline(self.pipe, batch, self.call, batch_size=len(batch), on_step=recorder.at_step):
-                    sigmas = sigmas or tuple(noise_levels(self.pipe)[step] for step in seen)
-        items = tuple(_row(prompt).described(seed) for batch in share for prompt, seed in batch)
-        trajectory = replace(self.trajectory, items=items, sigmas=sigmas)
-        return Statistics(recorder.sums, asdict(trajectory), trajectory.digest)
+def _gathered(
+    share: Sequence[Sequence[Item]],
+    pipe: Any,
+    layers: Mapping[str, nn.Module],
+    trajectory: Trajectory,
+    call: Mapping[str, Any],
+) -> Statistics:
+    """Return statistics of the layers' inputs while the pipeline makes these batches of images."""
+    seen = trajectory.steps_seen
+    recorder = _Recorder({step: index * min(_BINS, len(seen)) // len(seen) for index, step in enumerate(seen)})
+    sigmas: tuple[float, ...] = ()
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(layer.register_forward_pre_hook(recorder.hook(name)))
+        for batch in share:
+            for _ in run_pipeline(pipe, batch, call, batch_size=len(batch), on_step=recorder.at_step):
+                sigmas = sigmas or tuple(noise_levels(pipe)[step] for step in seen)
+    items = tuple(_row(prompt).described(seed) for batch in share for prompt, seed in batch)
+    trajectory = replace(trajectory, items=items, sigmas=sigmas)
+    return Statistics(recorder.sums, asdict(trajectory), trajectory.digest)
 
 
 class _Recorder:

@@ -89,7 +89,7 @@ def obey(rank: int, name: str, arguments: list[str], kill: Any) -> dict[str, lis
     with pytest.MonkeyPatch.context() as patch, Path(f"{name}.{rank}.out").open("w") as said:
         note(patch, made, run, "finish", "blocks", finished)
         note(patch, made, calls, "_capture_batch", "batches", lambda *given: given[4].name)
-        note(patch, made, capture._Gathering, "of", "shares", lambda _, share: str(len(share)))
+        note(patch, made, capture, "_gathered", "shares", lambda share, *_: str(len(share)))
         with contextlib.redirect_stdout(said):
             cli.main(list(arguments), standalone_mode=False)
     return made
