@@ -156,7 +156,6 @@ class Dataset:
     split: str
     column: str
     count: int | None
-    license: str
     about: str
 
 
@@ -619,57 +618,51 @@ ARGUMENTS: dict[str, tuple[str, Callable[[object, str, Path], str | int | float 
 # Ids, files and columns as programs that read these sets use them; licences as the sets or their readers state them.
 DATASETS = {
     "MJHQ-30K": Dataset(
-        "playgroundai/MJHQ-30K",
+        "playgroundai/MJHQ-30K",  # Playground v2.5 Community License
         "meta_data.json",  # the rest is gigabytes of pictures
         "test",
         "prompt",
         30_000,
-        "Playground v2.5 Community License",
         "3000 prompts of each of 10 categories, with pictures that FID can be taken to",
     ),
     "sDCI": Dataset(
-        "mit-han-lab/svdquant-datasets",
+        "mit-han-lab/svdquant-datasets",  # no licence stated
         "sDCI.yaml",
         "train",
         "prompt",
         None,
-        "not stated",
         "summaries of densely captioned images",
     ),
     "COCO-2014": Dataset(
-        "yerevann/coco-karpathy",
+        "yerevann/coco-karpathy",  # CC BY 4.0
         None,
         "test",
         "sentences",
         5_000,
-        "CC BY 4.0",
         "captions of val2014 pictures in Karpathy's test split, the first of each picture",
     ),
     "MLPerf-COCO-2014": Dataset(
         None,
-        "captions_source.tsv",
+        "captions_source.tsv",  # CC BY 4.0
         "validation",
         "caption",
         5_000,
-        "CC BY 4.0",
         "captions of val2014 pictures, in text_to_image/coco2014/captions of the GitHub repository mlcommons/inference",
     ),
     "DrawBench": Dataset(
-        "sayakpaul/drawbench",
+        "sayakpaul/drawbench",  # Apache-2.0
         None,
         "train",
         "Prompts",
         200,
-        "Apache-2.0",
         "hard prompts of 11 kinds (Saharia et al. 2022)",
     ),
     "PartiPrompts": Dataset(
-        "nateraw/parti-prompts",
+        "nateraw/parti-prompts",  # Apache-2.0
         "PartiPrompts.tsv",
         "train",
         "Prompt",
         1_632,
-        "Apache-2.0",
         "prompts of 12 kinds and 11 challenges (Yu et al. 2022)",
     ),
 }
