@@ -219,8 +219,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "families: the last norm is not kept": Fault(
         "recipes/families/flux.py",
-        '        "norm_out.linear": FINAL,\n',
-        "",
+        'FINAL: ("norm_out.linear", "proj_out")',
+        'FINAL: ("proj_out",)',
         _in("recipes/test_families.py", "test_every_linear_is_either_located_or_kept[flux-tiny_config]"),
     ),
     "patterns: a star crosses a dot": Fault(

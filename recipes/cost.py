@@ -685,17 +685,7 @@ NATIVE = {
 }
 
 # Chip -> 8-bit format of all other schemes: the faster one, on GeForce cards int8.
-EIGHT_BIT = {
-    "sm_80": "int8",
-    "sm_86": "int8",
-    "sm_89": "int8",
-    "sm_90": "fp8",
-    "sm_100": "fp8",
-    "sm_120": "int8",
-    "gfx942": "int8",
-    "gfx950": "fp8",
-    "gfx1201": "int8",
-}
+EIGHT_BIT = {chip: "fp8" if chip in ("sm_90", "sm_100", "gfx950") else "int8" for chip in NATIVE}
 
 # Chips for which there is no kernel, and why.
 REFERENCE = {

@@ -178,7 +178,7 @@ class Family:
     model: class name, of `library`.
     kind: part in a pipeline; only a transformer runs at every denoising step, so only its activations are worth
         quantizing.
-    keep: pattern -> reason, Linears that stay in 16 bit whatever a recipe says about roles.
+    keep: reason -> patterns of Linears that stay in 16 bit whatever a recipe says about roles.
     fusable: blocks that have a fused form.
     self_attention: paths of the modules whose q, k and v come from the same tokens and go through diffusers' attention
         dispatcher, without a mask, so that another attention can take its place.
@@ -196,7 +196,7 @@ class Family:
     name: str
     model: str
     groups: tuple[InputGroup, ...]
-    keep: dict[str, str]
+    keep: dict[str, tuple[str, ...]]
     library: Literal["diffusers", "transformers"] = "diffusers"
     kind: Kind = "transformer"
     fusable: tuple[FusableBlock, ...] = ()
@@ -241,7 +241,7 @@ class Family:
 
     def kept(self, path: str) -> str | None:
         """Return the reason why the Linear at `path` stays in 16 bit, or None."""
-        return next((reason for pattern, reason in self.keep.items() if matches(pattern, path)), None)
+        return next((why for why, patterns in self.keep.items() if any(matches(p, path) for p in patterns)), None)
 
 
 def normed(role: str, block: str, members: tuple[str, ...], modulation: str = "", chunk: int = 0) -> InputGroup:

@@ -73,22 +73,26 @@ def read_structure(model_class: str, tree: ModuleTree) -> Structure:
     for path, members in blocks.items():
         stacks.setdefault(in_every_block(path), {})[path] = members
     groups: list[InputGroup] = []
-    keep: dict[str, str] = {}
+    keep: dict[str, list[str]] = {}
     for pattern, stack in stacks.items():
         unfit = _unfit(stack)
-        keep.update(
-            {f"{block}.{name}": unfit[name] for block, members in stack.items() for name in members if name in unfit}
-        )
+        for block, members in stack.items():
+            for name in members:
+                if name in unfit:
+                    keep.setdefault(unfit[name], []).append(f"{block}.{name}")
         roles = [_roles(tree.modules, block, members) for block, members in stack.items()]
         groups += _groups(pattern, list(stack.values()), roles, unfit.keys())
     inside = {linear.name for members in blocks.values() for linear in members.values()}
-    keep.update({linear.name: _why_outside(linear.name) for linear in tree.linears if linear.name not in inside})
+    for linear in tree.linears:
+        if linear.name not in inside:
+            keep.setdefault(_why_outside(linear.name), []).append(linear.name)
     certainty, reasons = _judge(tree, stacks, groups)
     note = (
         f"{model_class} has no row in recipes/all_families.py; its structure was read instead, with a certainty of "
         f"{certainty:.0%}: {'; '.join(reasons)}. Look at `fluxq plan`, or add a row as CONTRIBUTING.md shows"
     )
-    family = Family(GENERIC, model_class, tuple(groups), keep, notes=(note,))
+    kept = {reason: tuple(names) for reason, names in keep.items()}
+    family = Family(GENERIC, model_class, tuple(groups), kept, notes=(note,))
     return Structure(family, certainty, reasons)
 
 

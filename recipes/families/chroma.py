@@ -36,10 +36,9 @@ CHROMA = Family(
         *both_at_once("single_transformer_blocks.*"),
     ),
     keep={
-        "x_embedder": EMBEDDER,
-        "context_embedder": EMBEDDER,
-        "distilled_guidance_layer.**": SHARED,
-        "proj_out": FINAL,
+        EMBEDDER: ("x_embedder", "context_embedder"),
+        SHARED: ("distilled_guidance_layer.**",),
+        FINAL: ("proj_out",),
     },
     workload=Workload(
         size=(1024, 1024, 1),

@@ -82,11 +82,8 @@ FLUX = Family(
         *both_at_once("single_transformer_blocks.*", modulation="norm.linear"),
     ),
     keep={
-        "x_embedder": EMBEDDER,
-        "context_embedder": EMBEDDER,
-        "time_text_embed.**": EMBEDDER,
-        "norm_out.linear": FINAL,
-        "proj_out": FINAL,
+        EMBEDDER: ("x_embedder", "context_embedder", "time_text_embed.**"),
+        FINAL: ("norm_out.linear", "proj_out"),
     },
     self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     fusable=_BLOCKS,

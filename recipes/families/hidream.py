@@ -49,11 +49,8 @@ HIDREAM = Family(
         InputGroup("modulation", "single_stream_blocks.*.block", ("adaLN_modulation.1",)),
     ),
     keep={
-        "t_embedder.**": EMBEDDER,
-        "p_embedder.**": EMBEDDER,
-        "x_embedder.**": EMBEDDER,
-        "caption_projection.**": EMBEDDER,
-        "final_layer.**": FINAL,
+        EMBEDDER: ("t_embedder.**", "p_embedder.**", "x_embedder.**", "caption_projection.**"),
+        FINAL: ("final_layer.**",),
     },
     workload=Workload(
         size=(1024, 1024, 1),

@@ -63,10 +63,8 @@ HUNYUAN_VIDEO = Family(
         *both_at_once("single_transformer_blocks.*", modulation="norm.linear"),
     ),
     keep={
-        "context_embedder.**": EMBEDDER,
-        "time_text_embed.**": EMBEDDER,
-        "norm_out.linear": FINAL,
-        "proj_out": FINAL,
+        EMBEDDER: ("context_embedder.**", "time_text_embed.**"),
+        FINAL: ("norm_out.linear", "proj_out"),
     },
     workload=Workload(
         size=(720, 1280, 129),

@@ -36,11 +36,9 @@ LTX = Family(
         *feed_forward("transformer_blocks.*", *FF),
     ),
     keep={
-        "proj_in": EMBEDDER,
-        "time_embed.emb.**": EMBEDDER,
-        "time_embed.linear": SHARED,
-        "caption_projection.**": EMBEDDER,
-        "proj_out": FINAL,
+        EMBEDDER: ("proj_in", "time_embed.emb.**", "caption_projection.**"),
+        SHARED: ("time_embed.linear",),
+        FINAL: ("proj_out",),
     },
     self_attention=("transformer_blocks.*.attn1",),
     workload=Workload(

@@ -46,10 +46,9 @@ PIXART = Family(
         *feed_forward("transformer_blocks.*", *FF),
     ),
     keep={
-        "adaln_single.emb.**": EMBEDDER,
-        "adaln_single.linear": SHARED,
-        "caption_projection.**": EMBEDDER,
-        "proj_out": FINAL,
+        EMBEDDER: ("adaln_single.emb.**", "caption_projection.**"),
+        SHARED: ("adaln_single.linear",),
+        FINAL: ("proj_out",),
     },
     workload=Workload(
         size=(1024, 1024, 1),

@@ -60,11 +60,8 @@ QWEN_IMAGE = Family(
         ("img_mod.1", "txt_mod.1"),
     ),
     keep={
-        "img_in": EMBEDDER,
-        "txt_in": EMBEDDER,
-        "time_text_embed.**": EMBEDDER,
-        "norm_out.linear": FINAL,
-        "proj_out": FINAL,
+        EMBEDDER: ("img_in", "txt_in", "time_text_embed.**"),
+        FINAL: ("norm_out.linear", "proj_out"),
     },
     self_attention=("transformer_blocks.*.attn",),
     fusable=_BLOCKS,

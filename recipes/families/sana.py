@@ -66,10 +66,8 @@ SANA = Family(
         *feed_forward("transformer_blocks.*", "ff.conv_inverted", "ff.conv_point"),
     ),
     keep={
-        "patch_embed.proj": EMBEDDER,
-        "time_embed.**": EMBEDDER,
-        "caption_projection.**": EMBEDDER,
-        "proj_out": FINAL,
+        EMBEDDER: ("patch_embed.proj", "time_embed.**", "caption_projection.**"),
+        FINAL: ("proj_out",),
     },
     workload=Workload(
         size=(1024, 1024, 1),

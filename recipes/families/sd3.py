@@ -95,10 +95,8 @@ SD3 = Family(
         attended("attn_out", "transformer_blocks.*", "attn2.to_out.0", "attn2.to_v"),
     ),
     keep={
-        "context_embedder": EMBEDDER,
-        "time_text_embed.**": EMBEDDER,
-        "norm_out.linear": FINAL,
-        "proj_out": FINAL,
+        EMBEDDER: ("context_embedder", "time_text_embed.**"),
+        FINAL: ("norm_out.linear", "proj_out"),
     },
     fusable=_BLOCKS,
     workload=Workload(

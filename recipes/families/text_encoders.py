@@ -46,7 +46,7 @@ def _encoder(
     model: str,
     groups: tuple[InputGroup, ...],
     published: Mapping[str, Mapping[str, Any]],
-    keep: Mapping[str, str] | None = None,
+    keep: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Family:
     """Describe a class of transformers. published: name of a model -> its configuration."""
     rows = tuple(Published(called, config) for called, config in published.items())
@@ -105,7 +105,7 @@ TEXT_ENCODERS = (
                 "projection_dim": 1280,
             },
         },
-        keep={"text_projection": "projects the pooled prompt: one row per image and few weights"},
+        keep={"projects the pooled prompt: one row per image and few weights": ("text_projection",)},
     ),
     _encoder(
         "qwen2_5_vl",
@@ -118,7 +118,7 @@ TEXT_ENCODERS = (
                 "tie_word_embeddings": False,
             },
         },
-        keep={"model.visual.**": _VISION, "lm_head": _LM_HEAD},
+        keep={_VISION: ("model.visual.**",), _LM_HEAD: ("lm_head",)},
     ),
     _encoder("qwen3", "Qwen3Model", _language_model("layers.*"), {"Qwen3-4B": _QWEN3_4B}),
     _encoder(
@@ -129,7 +129,7 @@ TEXT_ENCODERS = (
             "Qwen3-4B for causal LM": _QWEN3_4B,
             "Qwen3-8B for causal LM": {**_decoder_config(4096, 12288, 36, 32, 8, 151936), "head_dim": 128},
         },
-        keep={"lm_head": _LM_HEAD},
+        keep={_LM_HEAD: ("lm_head",)},
     ),
     _encoder(
         "llama",
@@ -142,7 +142,7 @@ TEXT_ENCODERS = (
         "LlamaForCausalLM",
         _language_model("model.layers.*"),
         {"Llama-3.1-8B": _decoder_config(*_LLAMA3_8B, 128256)},
-        keep={"lm_head": _LM_HEAD},
+        keep={_LM_HEAD: ("lm_head",)},
     ),
     _encoder(
         "gemma2",
@@ -168,7 +168,7 @@ TEXT_ENCODERS = (
                 },
             },
         },
-        keep={"model.vision_tower.**": _VISION, "lm_head": _LM_HEAD},
+        keep={_VISION: ("model.vision_tower.**",), _LM_HEAD: ("lm_head",)},
     ),
     _encoder(
         "mistral3",
@@ -194,6 +194,6 @@ TEXT_ENCODERS = (
                 "tie_word_embeddings": False,
             },
         },
-        keep={"model.vision_tower.**": _VISION, "model.multi_modal_projector.**": _VISION, "lm_head": _LM_HEAD},
+        keep={_VISION: ("model.vision_tower.**", "model.multi_modal_projector.**"), _LM_HEAD: ("lm_head",)},
     ),
 )

@@ -102,12 +102,10 @@ UNET = Family(
         *_block("up_blocks.*.attentions.*.transformer_blocks.*"),
     ),
     keep={
-        "time_embedding.**": EMBEDDER,
-        "add_embedding.**": EMBEDDER,
-        "**.time_emb_proj": "adds the timestep to every pixel of a residual block: few weights",
-        "**.conv_shortcut": "carries what a block does not change past it: few weights",
-        "**.attentions.*.proj_in": _ENDS,
-        "**.attentions.*.proj_out": _ENDS,
+        EMBEDDER: ("time_embedding.**", "add_embedding.**"),
+        "adds the timestep to every pixel of a residual block: few weights": ("**.time_emb_proj",),
+        "carries what a block does not change past it: few weights": ("**.conv_shortcut",),
+        _ENDS: ("**.attentions.*.proj_in", "**.attentions.*.proj_out"),
     },
     workload=Workload(
         size=(1024, 1024, 1),

@@ -37,9 +37,8 @@ VAES = (
             *_image_attention("decoder.mid_block.attentions.*"),
         ),
         keep={
-            "**.conv_shortcut": "carries what a block does not change past it: few weights",
-            "quant_conv": _LATENTS,
-            "post_quant_conv": _LATENTS,
+            "carries what a block does not change past it: few weights": ("**.conv_shortcut",),
+            _LATENTS: ("quant_conv", "post_quant_conv"),
         },
         published=(
             Published("FLUX.1 VAE", _config(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)),

@@ -98,7 +98,10 @@ WAN = Family(
         InputGroup("image_kv", "blocks.*", ("attn2.add_k_proj", "attn2.add_v_proj"), joined=True),
         *feed_forward("blocks.*", "ffn.net.0.proj", "ffn.net.2"),
     ),
-    keep={"condition_embedder.**": EMBEDDER, "proj_out": FINAL},
+    keep={
+        EMBEDDER: ("condition_embedder.**",),
+        FINAL: ("proj_out",),
+    },
     self_attention=("blocks.*.attn1",),
     fusable=_BLOCKS,
     workload=Workload(

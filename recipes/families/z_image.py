@@ -46,11 +46,8 @@ Z_IMAGE = Family(
         InputGroup("modulation", "noise_refiner.*", ("adaLN_modulation.0",)),
     ),
     keep={
-        "all_x_embedder.**": EMBEDDER,
-        "cap_embedder.**": EMBEDDER,
-        "siglip_embedder.**": EMBEDDER,
-        "t_embedder.**": EMBEDDER,
-        "all_final_layer.**": FINAL,
+        EMBEDDER: ("all_x_embedder.**", "cap_embedder.**", "siglip_embedder.**", "t_embedder.**"),
+        FINAL: ("all_final_layer.**",),
     },
     workload=Workload(
         size=(1024, 1024, 1),
