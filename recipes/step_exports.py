@@ -14,22 +14,12 @@ import re
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from fluxq.base.untrusted_yaml import require_modest
 from fluxq.recipes.step_list import MOST_STEPS, StepList
-
-
-class StepExport(NamedTuple):
-    """A program that takes lists of steps.
-
-    settings: function that returns what the program reads. use: lines of Python that read it from FILE.
-    """
-
-    settings: Callable[[StepList], dict[str, Any]]
-    use: tuple[str, ...]
 
 
 def cache_dit(steps: StepList) -> dict[str, Any]:
@@ -100,10 +90,10 @@ def _mask_in(file: Path) -> Any:
         ) from None
 
 
-# option of `fluxq export --format` -> who reads it
-STEP_EXPORTS = {
-    "cache-dit": StepExport(cache_dit, ('cache_dit.enable_cache(pipe, **cache_dit.load_configs("FILE"))',)),
-    "taylorseer": StepExport(
+# option of `fluxq export --format` -> what the program reads, and lines of Python that read it from FILE
+STEP_EXPORTS: dict[str, tuple[Callable[[StepList], dict[str, Any]], tuple[str, ...]]] = {
+    "cache-dit": (cache_dit, ('cache_dit.enable_cache(pipe, **cache_dit.load_configs("FILE"))',)),
+    "taylorseer": (
         taylorseer,
         (
             'config = diffusers.TaylorSeerCacheConfig(**yaml.safe_load(open("FILE")))',
