@@ -97,42 +97,33 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in order and their source. arguments: of each prompt's call; empty where no row has any."""
+    """Prompts in order, with the arguments of their calls, and their source."""
 
     source: str
-    prompts: tuple[str, ...]
-    arguments: tuple[Arguments, ...] = ()
-
-    @classmethod
-    def of(cls, source: str, rows: Sequence[PromptRow]) -> PromptSet:
-        """Return the set of these rows."""
-        arguments = tuple(row.arguments for row in rows) if any(row.arguments for row in rows) else ()
-        return cls(source, tuple(row.prompt for row in rows), arguments)
+    rows: tuple[PromptRow, ...]
 
     @property
-    def rows(self) -> tuple[PromptRow, ...]:
-        """Prompts with their arguments."""
-        if not self.arguments:
-            return tuple(map(PromptRow, self.prompts))
-        return tuple(map(PromptRow, self.prompts, self.arguments))
+    def prompts(self) -> tuple[str, ...]:
+        """Texts alone."""
+        return tuple(row.prompt for row in self.rows)
 
     @property
     def digest(self) -> str:
         """SHA-256 of the texts in order, with arguments where there are any."""
-        if not self.arguments:
+        if not any(row.arguments for row in self.rows):
             return sha256_json(self.prompts)
         return sha256_json([row.described(0) for row in self.rows])
 
     @property
     def duplicates(self) -> int:
         """Number of rows that repeat an earlier row of the set."""
-        return len(self.prompts) - len(set(self.rows))
+        return len(self.rows) - len(set(self.rows))
 
     @property
     def alike(self) -> PromptSet:
         """The rows whose images can be compared in one tensor: the first, and those that can share a call with it."""
-        kept = [row for row in self.rows[1:] if self.rows[0].shares_call_with(row)]
-        return PromptSet.of(self.source, [self.rows[0], *kept])
+        first, *rows = self.rows
+        return PromptSet(self.source, (first, *(row for row in rows if first.shares_call_with(row))))
 
     def items(self, count: int, seed: int) -> list[tuple[PromptRow, int]]:
         """Return `count` pairs (row, seed + i); a shorter set starts over, and each repeat gets noise of its own."""
@@ -185,9 +176,9 @@ def load_prompts(
         raise ValueError(f"{where}: holds no prompts")
     if shuffle is not None:
         random.Random(shuffle).shuffle(rows)
-    prompts = PromptSet.of(label, rows)
+    prompts = PromptSet(label, tuple(rows))
     if prompts.duplicates:
-        logger.warning("%s: %d of %d prompts occur more than once", source, prompts.duplicates, len(prompts.prompts))
+        logger.warning("%s: %d of %d prompts occur more than once", source, prompts.duplicates, len(rows))
     return prompts
 
 

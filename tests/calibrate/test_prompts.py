@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
@@ -13,7 +14,7 @@ import pytest
 
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.calibrate import prompts
-from fluxq.calibrate.prompts import COLUMNS, DATASETS, READERS, PromptSet, load_prompts
+from fluxq.calibrate.prompts import COLUMNS, DATASETS, READERS, PromptRow, PromptSet, load_prompts
 
 TEXTS = ("a red three, on black", 'a "quoted" ünïcode circle', "a blue square")
 
@@ -208,7 +209,7 @@ def test_a_dataset_is_read_from_its_column(model, monkeypatch):
     table = datasets.Dataset.from_dict({"id": [0, 1, 2], "Caption": list(TEXTS)})
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
     found = load_prompts("someone/prompts", model)
-    assert found == PromptSet("someone/prompts", TEXTS)
+    assert found == texts("someone/prompts", TEXTS)
 
 
 @pytest.mark.parametrize("name", ["COCO-2014", "yerevann/coco-karpathy", "coco-2014"])
@@ -218,7 +219,7 @@ def test_a_known_dataset_is_read_from_its_split_and_column(model, monkeypatch, n
     table = datasets.Dataset.from_dict({"caption": ["no"] * 3, "sentences": [[text, "no"] for text in TEXTS]})
     asked = []
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: asked.append((name, split)) or table)
-    assert load_prompts(name, model) == PromptSet("COCO-2014", TEXTS)
+    assert load_prompts(name, model) == texts("COCO-2014", TEXTS)
     assert asked == [("yerevann/coco-karpathy", "test")]
     wrong = datasets.Dataset.from_dict({"caption": list(TEXTS)})
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: wrong)
@@ -245,7 +246,7 @@ def test_of_a_known_dataset_only_the_file_with_prompts_is_fetched(model, monkeyp
         return str(path)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert load_prompts("MJHQ-30K", model) == PromptSet("MJHQ-30K", TEXTS)
+    assert load_prompts("MJHQ-30K", model) == texts("MJHQ-30K", TEXTS)
     assert asked == [(("playgroundai/MJHQ-30K", "meta_data.json"), {"repo_type": "dataset"})]
 
 
@@ -281,7 +282,7 @@ def test_a_folder_that_datasets_saved(tmp_path, model):
 
     table = datasets.Dataset.from_dict({"Prompts": list(TEXTS)})
     table.save_to_disk(tmp_path / "saved")
-    assert load_prompts(str(tmp_path / "saved"), model) == PromptSet("saved", TEXTS)
+    assert load_prompts(str(tmp_path / "saved"), model) == texts("saved", TEXTS)
     datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "one")
     assert load_prompts(str(tmp_path / "one"), model).prompts == TEXTS
     datasets.DatasetDict({"test": table, "train": table}).save_to_disk(tmp_path / "two")
@@ -322,14 +323,14 @@ def test_default_is_the_model_s_own_set_or_the_bundled_one(model):
     bundled = load_prompts("default", model)
     assert bundled.source == "bundled" and len(bundled.prompts) == len(set(bundled.prompts)) == 64
     (model.path / "fluxq_prompts.txt").write_text("a\nb\n")
-    assert load_prompts("default", model) == PromptSet("model/fluxq_prompts.txt", ("a", "b"))
+    assert load_prompts("default", model) == texts("model/fluxq_prompts.txt", ("a", "b"))
     assert load_prompts("default", resolve_model("tiny")).source == "tiny/fluxq_prompts.txt"
 
 
 def test_digest_depends_on_texts_and_order_but_not_on_the_source():
-    one = PromptSet("a", TEXTS)
-    assert one.digest == PromptSet("b", TEXTS).digest
-    assert one.digest != PromptSet("a", TEXTS[::-1]).digest != PromptSet("a", TEXTS[:2]).digest
+    one = texts("a", TEXTS)
+    assert one.digest == texts("b", TEXTS).digest
+    assert one.digest != texts("a", TEXTS[::-1]).digest != texts("a", TEXTS[:2]).digest
 
 
 def test_a_fifo_is_refused_before_anything_is_asked_for_it(tmp_path, model) -> None:
@@ -418,3 +419,8 @@ def test_text_is_refused_before_its_memory_is_spent(tmp_path, model, monkeypatch
     monkeypatch.setattr(prompts, "_MAX_VALUES_OF_YAML", 2_000)
     write(tmp_path / name, text)
     assert refused(tmp_path, name, model, 8 << 20) == f"{tmp_path / name}{said}"
+
+
+def texts(source: str, prompts: Sequence[str]) -> PromptSet:
+    """A set of prompts without arguments."""
+    return PromptSet(source, tuple(map(PromptRow, prompts)))

@@ -1,11 +1,12 @@
 """Every protocol is whole: what it asks for exists, is fixed, and is refused where it would say nothing."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
+from fluxq.calibrate.prompts import DATASETS, PromptRow, PromptSet, load_prompts
 from fluxq.eval.images.protocols import PROTOCOLS, items_of
 from fluxq.eval.metrics.distribution import RESIZES
 from fluxq.eval.metrics.metrics import METRICS
@@ -105,11 +106,11 @@ def test_mlperf_s_windows_are_two_sided():
 def test_departures_are_named(tmp_path):
     model = flux(tmp_path, guidance=True)
     row = PROTOCOLS["paper"]
-    prompts = PromptSet("MJHQ-30K", ("a",))
+    prompts = texts("MJHQ-30K", ("a",))
     call = {"num_inference_steps": 50, "guidance_scale": 3.5, "height": 1024}
     assert row.departures(model, prompts, 5000, 1, call) == []
-    assert row.departures(model, PromptSet("meta_data.json", ("a",)), 5000, 1, call) == []
-    found = row.departures(model, PromptSet("mine.txt", ("a",)), 256, 1, {**call, "num_inference_steps": 8})
+    assert row.departures(model, texts("meta_data.json", ("a",)), 5000, 1, call) == []
+    found = row.departures(model, texts("mine.txt", ("a",)), 256, 1, {**call, "num_inference_steps": 8})
     assert found == [
         f"{what}: the numbers do not compare with published ones"
         for what in (
@@ -119,7 +120,7 @@ def test_departures_are_named(tmp_path):
         )
     ]
     assert PROTOCOLS["smoke"].departures(model, prompts, 1, 1, {}) == []
-    [one] = PROTOCOLS["drawbench"].departures(resolve_model("tiny"), PromptSet("DrawBench", ("a",)), 200, 1, {})
+    [one] = PROTOCOLS["drawbench"].departures(resolve_model("tiny"), texts("DrawBench", ("a",)), 200, 1, {})
     assert one.startswith("the protocol fixes no steps and guidance for tiny")
 
 
@@ -141,3 +142,8 @@ def test_items_give_every_image_a_seed_of_its_own():
 def test_items_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         items_of(*arguments)
+
+
+def texts(source: str, prompts: Sequence[str]) -> PromptSet:
+    """A set of prompts without arguments."""
+    return PromptSet(source, tuple(map(PromptRow, prompts)))
