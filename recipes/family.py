@@ -114,7 +114,7 @@ class InputGroup:
 class Workload:
     """State the input that a family's pipeline feeds its denoiser.
 
-    size: height, width and frames by default.
+    size: height, width and frames of a call that says nothing of them.
     text, extra_text: tokens that a prompt is padded to, and those of a second encoder.
     prompts: texts of that length that a block reads side by side.
     patch: latents that a token spans on a side, None where the configuration has it.
@@ -130,9 +130,9 @@ class Workload:
         alone has, or counts in its own way.
     """
 
-    size: tuple[int, int, int]
     text: int
     attention: tuple[tuple[str, str, str], ...]
+    size: tuple[int, int, int] = (1024, 1024, 1)
     extra_text: int = 0
     prompts: int = 1
     patch: int | None = None

@@ -41,7 +41,6 @@ CHROMA = Family(
         FINAL: ("proj_out",),
     },
     workload=Workload(
-        size=(1024, 1024, 1),
         text=512,
         patch=2,  # as for FLUX.1
         attention=(

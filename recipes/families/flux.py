@@ -88,7 +88,6 @@ FLUX = Family(
     self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     fusable=_BLOCKS,
     workload=Workload(
-        size=(1024, 1024, 1),
         text=512,
         patch=2,  # the pipeline packs 2 x 2 latents, the configuration says 1
         attention=(

@@ -128,7 +128,6 @@ FLUX2 = Family(
     self_attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     fusable=_BLOCKS,
     workload=Workload(
-        size=(1024, 1024, 1),
         text=512,
         patch=2,  # as for FLUX.1
         gated=True,

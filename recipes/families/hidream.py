@@ -53,7 +53,6 @@ HIDREAM = Family(
         FINAL: ("final_layer.**",),
     },
     workload=Workload(
-        size=(1024, 1024, 1),
         text=128,
         prompts=3,  # T5's, the last layer of Llama, and another one of Llama for each block
         gated=True,

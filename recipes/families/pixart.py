@@ -51,7 +51,6 @@ PIXART = Family(
         FINAL: ("proj_out",),
     },
     workload=Workload(
-        size=(1024, 1024, 1),
         sized=True,
         text=300,  # of PixArt-Sigma; 120 of PixArt-alpha
         normalised=False,

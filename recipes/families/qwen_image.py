@@ -65,11 +65,7 @@ QWEN_IMAGE = Family(
     },
     self_attention=("transformer_blocks.*.attn",),
     fusable=_BLOCKS,
-    workload=Workload(
-        size=(1024, 1024, 1),
-        text=512,
-        attention=(("transformer_blocks.*.attn.to_q", "both", "both"),),
-    ),
+    workload=Workload(text=512, attention=(("transformer_blocks.*.attn.to_q", "both", "both"),)),
     originals=SAME_NAMES,
     embedded_timestep=lambda t, dtype: t.to(dtype) / 1000,
     published=(

@@ -70,7 +70,6 @@ SANA = Family(
         FINAL: ("proj_out",),
     },
     workload=Workload(
-        size=(1024, 1024, 1),
         text=300,
         vae_factor=32,
         normalised=False,

@@ -100,7 +100,6 @@ SD3 = Family(
     },
     fusable=_BLOCKS,
     workload=Workload(
-        size=(1024, 1024, 1),
         sized=True,
         text=256,
         extra_text=77,

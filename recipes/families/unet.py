@@ -108,7 +108,6 @@ UNET = Family(
         _ENDS: ("**.attentions.*.proj_in", "**.attentions.*.proj_out"),
     },
     workload=Workload(
-        size=(1024, 1024, 1),
         text=77,
         patch=1,
         sized=True,

@@ -50,7 +50,6 @@ Z_IMAGE = Family(
         FINAL: ("all_final_layer.**",),
     },
     workload=Workload(
-        size=(1024, 1024, 1),
         text=512,
         patch=2,  # the configuration lists several
         gated=True,
