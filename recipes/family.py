@@ -96,11 +96,6 @@ class InputGroup:
     producers: tuple[Producer, ...] = ()
 
     @property
-    def normalised(self) -> bool:
-        """Tell whether each token was normalised, so that no token is far larger than the others."""
-        return self.made_by == "norm"
-
-    @property
     def split(self) -> bool:
         """Tell whether the input is two tensors side by side, attention and feed-forward, of different statistics."""
         return self.made_by == "concatenation"

@@ -437,10 +437,10 @@ def test_every_modulation_that_a_row_names_is_one(family):
 
 def test_marks_follow_from_what_makes_the_input(family):
     for group in family.groups:
-        assert group.normalised == (group.made_by == "norm") and group.split == (group.made_by == "concatenation")
-        assert group.normalised or group.modulation is None
+        assert group.split == (group.made_by == "concatenation")
+        assert group.made_by == "norm" or group.modulation is None
         is_routed = group.role == "expert_up"  # the router reads its input too
-        assert (group.modulation is not None) == (group.normalised and family.name in FOLDABLE and not is_routed)
+        assert (group.modulation is not None) == (group.made_by == "norm" and family.name in FOLDABLE and not is_routed)
     assert [group.role for group in family.groups if group.split] == ["mixed_out"] * (family.name in MIXED)
 
 
