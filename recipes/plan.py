@@ -333,7 +333,7 @@ def make_plan(
     notes = [*family.notes, *_absent_roles(family, recipe)]
     layers = []
     for linear in linears:
-        layer = _located(family, linear)
+        layer = located(family, linear)
         layer = _decide(layer, family, recipe, static_inputs)
         if layer.scheme is not None:
             pattern = next((p for p in recipe.exclude if matches(p, layer.name)), None)
@@ -423,10 +423,11 @@ def require_matches(patterns: Iterable[str], names: Sequence[str], what: str = "
             )
 
 
-def _located(family: Family, linear: LinearShape) -> LayerPlan:
-    place = family.locate(linear.name)
+def located(family: Family | None, linear: LinearShape) -> LayerPlan:
+    """Return a Linear in 16 bit, with its role and input group. family: None for a class without a row."""
+    place = family.locate(linear.name) if family else None
     if place is None:
-        role = KEPT_ROLE if family.kept(linear.name) else UNKNOWN_ROLE
+        role = KEPT_ROLE if family and family.kept(linear.name) else UNKNOWN_ROLE
         return LayerPlan(linear.name, linear.n, linear.k, role, "", False, None, "")
     group, block = place
     name = f"{block}.{group.members[0]}"  # the first member names the group
@@ -439,7 +440,7 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
     """Return the scheme and the reason, before include and exclude."""
     override = override_for(layer, recipe.overrides)
     if override is not None:
-        scheme = _scheme(override.weights, override.activations, static_inputs and layer.is_observed)
+        scheme = scheme_of(override.weights, override.activations, static_inputs and layer.is_observed)
         return rotated_by(replace(layer, scheme=scheme, reason=override.reason), recipe)
     if layer.role == KEPT_ROLE:
         return replace(layer, reason=f"16 bit: {family.kept(layer.name)}")
@@ -452,7 +453,7 @@ def _decide(layer: LayerPlan, family: Family, recipe: Component, static_inputs: 
     else:
         reason = f"{layer.role}: the recipe's main format"
     weights, activations = _operands(layer, recipe)
-    scheme = _scheme(weights, activations, static_inputs)
+    scheme = scheme_of(weights, activations, static_inputs)
     return rotated_by(replace(layer, scheme=scheme, reason="; ".join([reason, *_instead(layer, recipe)])), recipe)
 
 
@@ -688,7 +689,8 @@ def _is_plain(recipe: Component) -> bool:
     return not fitted and not two_scales
 
 
-def _scheme(weights: Operand | None, activations: Operand | None, static_inputs: bool) -> Scheme | None:
+def scheme_of(weights: Operand | None, activations: Operand | None, static_inputs: bool) -> Scheme | None:
+    """Return the scheme of a recipe's operands, without what is tried; None for weights in 16 bit."""
     if weights is None:
         return None
     row = activations.row if activations else None

@@ -94,13 +94,10 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if row.name in comfy_int4.FORMATS:
         return comfy_int4.decode(row, held, shape, said)
     regular = _regular(row, said, shape[1])
-    done = held.bias(shape[0])
-    found = _READERS[row.name](held, shape, said)
+    found, done = _READERS[row.name](held, shape, said), {}
     if "pre_quant_scale" in held:
         done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (shape[1],))
-    if "input_scale" in held:
-        done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
-    held.finish()
+    done |= comfy_int4.rest(held, shape[0])
     if regular and "pre_quant_scale" in done:
         raise ValueError("comfy: the layer has convrot and pre_quant_scale, and no reader says which comes first")
     if regular and regular not in REGULAR_HADAMARDS and isinstance(found, dict):

@@ -60,10 +60,8 @@ def encode_svdquant(layer: QuantTensors) -> tuple[dict[str, Tensor], tuple[str, 
     if not torch.equal(smooth.float(), factors):
         notes += ("weight_smooth_factor is the reciprocal of pre_quant_scale in 16 bit, within 2^-8",)
     rank = layer.scheme.rank
-    down, up = (
-        torch.zeros(k, padded(max(rank, 1), RANKS), dtype=dtype),
-        torch.zeros(n, padded(max(rank, 1), RANKS), dtype=dtype),
-    )
+    filled = padded(max(rank, 1), RANKS)
+    down, up = torch.zeros(k, filled, dtype=dtype), torch.zeros(n, filled, dtype=dtype)
     if rank:
         down[:, :rank], up[:, :rank] = own["svdquant_lora_a"].T.to(dtype), own["svdquant_lora_b"].to(dtype)
     done = {"weight": own["weight"].view(torch.int8), "weight_smooth_factor": smooth}
@@ -130,7 +128,7 @@ def _read_svdquant(row: Row, held: Tensors, shape: tuple[int, int], entry: Mappi
     unsigned = _is_unsigned(row, entry)
     codes, scale, down, up = _svdquant_in_rows(held, shape, entry.get("layout"))
     smooth = held.scale(_named(held, "smooth_factor"), FLOATS, (k,))
-    done = _rest(held, n)
+    done = rest(held, n)
     _require_computable(entry, smooth, down, up)
     weight = (unpack(codes, _INT4).reshape(n, -1, _GROUP) * scale.float().unsqueeze(-1)).reshape(n, k) / smooth.float()
     if unsigned:
@@ -143,11 +141,9 @@ def _read_svdquant(row: Row, held: Tensors, shape: tuple[int, int], entry: Mappi
     done |= {"weight": codes, "weight_scale": scale.bfloat16()}
     if (smooth != 1).any():
         done["pre_quant_scale"] = (1 / smooth.float()).to(smooth.dtype)
-    rank = down.shape[1]
-    if rank:
+    if down.shape[1]:
         done |= {"svdquant_lora_a": down.T.contiguous(), "svdquant_lora_b": up.contiguous()}
-    _, done = without_idle_ranks(replace(row.scheme(), rank=rank), done)
-    return replace(native(row, shape, done), notes=(_UNSIGNED,) if unsigned else ())
+    return replace(native(row, shape, without_idle_ranks(done)), notes=(_UNSIGNED,) if unsigned else ())
 
 
 def _is_unsigned(row: Row, entry: Mapping[str, Any]) -> bool:
@@ -205,18 +201,15 @@ def _require_computable(entry: Mapping[str, Any], smooth: Tensor, down: Tensor, 
 
 def _read_convrot(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     n, k = shape
-    size, group, kind = (
-        _rotated(row, entry, k),
-        entry.get("quant_group_size", _GROUP),
-        entry.get("linear_dtype", "int4"),
-    )
+    size = _rotated(row, entry, k)
+    group, kind = entry.get("quant_group_size", _GROUP), entry.get("linear_dtype", "int4")
     if type(group) is not int or group != _GROUP or k % group:
         raise ValueError(f"comfy: convrot_w4a4 has quant_group_size 64 dividing K, not {group!r} with K = {k}")
     if kind not in ("int4", "int8"):
         raise ValueError(f"comfy: linear_dtype is {kind!r}, convrot_w4a4 has int4 and int8")
     codes = held.take("weight", _BYTES, (n, k // 2)).contiguous().view(torch.uint8)
     scale = held.scale("weight_scale", FLOATS, (n,), (n, 1)).float().reshape(n)
-    done = _rest(held, n)
+    done = rest(held, n)
     if size not in REGULAR_HADAMARDS:
         weight = unpack(codes, _INT4).float() * scale.unsqueeze(1)
         return Plain(rotate(weight, size, regular=True), done.get("bias"), _other_size(size))
@@ -225,7 +218,8 @@ def _read_convrot(row: Row, held: Tensors, shape: tuple[int, int], entry: Mappin
         note = () if row.activations is None else (_BY_BLOCKS,)
         return replace(native(row, shape, done, regular=size), coarser=_BY_ROWS, notes=note)
     done |= {"weight": unpack(codes, _INT4).to(torch.int8), "weight_scale": scale}
-    layer = native(_as_int8(row), shape, done, regular=size)
+    as_int8 = replace(row, weights="int8", activations=row.activations and "int8")
+    layer = native(as_int8, shape, done, regular=size)
     return replace(layer, coarser=_BY_ROWS, notes=(_FINER if kind == "int4" and row.activations else _HELD_IN_INT8,))
 
 
@@ -247,13 +241,13 @@ def _read_asym(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[s
             raise ValueError(
                 f"comfy: {name} is up to {float(tensor.abs().max()):.3g}, which no weight is; get the file again"
             )
-    done = _rest(held, n)
+    done = rest(held, n)
     has_6_bits = packed.shape[1] != k // 2
     if has_6_bits and (codebook is not None or offset is not None or k % 32 or group % 16):
         raise ValueError(
             f"comfy: 6-bit codes have neither codebook nor correction, K in 32s and groups in 16s, not K = {k}"
         )
-    codes = _nibbles(packed[:, : k // 2])
+    codes = unpack(packed[:, : k // 2], ELEMENTS["e2m1"])  # uint8: from 0 to 15
     if has_6_bits:
         upper = packed[:, k // 2 :].unsqueeze(-1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
         codes = codes | upper.reshape(n, k) << 4
@@ -286,8 +280,8 @@ def _group_size(entry: Mapping[str, Any]) -> int:
     return group
 
 
-def _rest(held: Tensors, n: int) -> dict[str, Tensor]:
-    """Bias, and an input_scale that no reader of these formats takes; ValueError for whatever is left."""
+def rest(held: Tensors, n: int) -> dict[str, Tensor]:
+    """Bias and input_scale, those that are there; ValueError for whatever else is left."""
     done = held.bias(n)
     if "input_scale" in held:
         done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
@@ -298,15 +292,6 @@ def _rest(held: Tensors, n: int) -> dict[str, Tensor]:
 def _named(held: Tensors, name: str) -> str:
     """The name of a tensor of svdquant_w4a4: comfy-kitchen's, or that of comfy-quants."""
     return name if name in held and f"weight_{name}" not in held else f"weight_{name}"
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Codes (N, K) from 0 to 15, uint8, of bytes (N, K/2)."""
-    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
-
-
-def _as_int8(row: Row) -> Row:
-    return replace(row, weights="int8", activations=row.activations and "int8")
 
 
 def _halved(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import Stored
-from fluxq.kernels.encode import unpack
+from fluxq.kernels.encode import spread, unpack
 from fluxq.quantize.exchange.containers import Contents, Writer, write_component
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Decoded, Encoded, Plain, QuantTensors, Read
-from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, over_blocks, scaled
+from fluxq.quantize.exchange.layouts import BLOCK, as_bytes, crop, scaled
 from fluxq.quantize.exchange.marks import FileLayer, Headers, by_config, by_tensor, codes_of, matrix_shape
 from fluxq.quantize.exchange.rows import FLOATS, Row, Tensors, named_row, native, row_for
 from fluxq.recipes.formats import ELEMENTS, INT4_GROUP_SIZES, find_format
@@ -42,10 +42,7 @@ _INT4 = ELEMENTS["int4"]
 
 
 def encode(layer: QuantTensors) -> Encoded:
-    """Tensors and entry of a layer, {"format": …, "weights": …, "input_activations": …} of a config group.
-
-    ValueError that says why there is no format for it.
-    """
+    """Tensors and entry of a layer, {"format": …, "weights": …, "input_activations": …} of a config group."""
     row, notes = row_for(layer, ROWS, "compressed-tensors")
     tensors = dict(layer.tensors)
     weight, scale = tensors.pop("weight"), tensors["weight_scale"]
@@ -115,7 +112,8 @@ def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) 
         raise ValueError(f"compressed-tensors: blocks of {said['block_structure']!r} are not read, 128 by 128 are")
     if tuple(scale.shape) == of_blocks and (named or of_blocks not in ((1, 1), (shape[0], 1))):
         if codes.dtype == torch.int8:
-            return Plain(over_blocks(codes, scale), None, f"it is int8 in blocks of {BLOCK} by {BLOCK}")
+            wide = spread(scale, find_format("fp8_128x128"), *shape)
+            return Plain(scaled(codes.float(), wide), None, f"it is int8 in blocks of {BLOCK} by {BLOCK}")
         return "fp8_128x128", {"weight": codes, "weight_scale": scale}
     if named:
         raise ValueError(f"compressed-tensors: weight_scale is {(*scale.shape,)}, expected {of_blocks} of blocks")

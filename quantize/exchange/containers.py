@@ -11,11 +11,10 @@ from typing import Any
 from fluxq.base import FLUXQ_VERSION
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import EXPORT_FILE, JOB, VERSION
+from fluxq.base.output import JOB, VERSION
 from fluxq.base.tensors import Stored, join_weights
 from fluxq.quantize.checkpoint import PLAN_FILE, copy_rest, join_shards
 from fluxq.quantize.exchange.native import NativeComponent
-from fluxq.quantize.record import hash_files
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,6 @@ class Writer:
     is_pipeline: bool = False
     is_file: bool = False
     beside: tuple[str, ...] = ()
-
-
-def record(made: Path, dialect: str, job: str, known: Mapping[Path, str]) -> None:
-    """Write what an exported folder was written by, and the SHA-256 of its files: `--overwrite` replaces nothing else.
-
-    known: of files that were hashed before.
-    """
-    said = {VERSION: FLUXQ_VERSION, "format": dialect, "job": job, "files": hash_files(made, known)}
-    write_json(made / EXPORT_FILE, said)
 
 
 def file_writer(metadata: Callable[[Contents], Mapping[str, str]]) -> Writer:

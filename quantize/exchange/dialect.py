@@ -78,7 +78,8 @@ class Dialect:
         matrix. has_nibbles: 4-bit codes are two to a byte. needs_input_scale: `decode` refuses nvfp4 without.
         bias_shift: what its kernels add behind GELU and take from the bias.
     Writing
-        encode: None where files are only read. writer: of its container. takes_dtype: `encode` asks for the model's.
+        encode: None where files are only read; ValueError that says why there is no format for a layer. writer: of its
+        container. takes_dtype: `encode` asks for the model's.
         ranks: all low-rank pairs of a file have one rank, a multiple of this; 0: each its own. units: Linears of a file
         that has blocks of its own, arranged as `arrange` says. unreadable: why no program reads a side layer's format
         beside those of main layers, (format, main formats, whether it is a modulation). note: on a layer of a class of

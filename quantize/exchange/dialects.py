@@ -6,7 +6,7 @@ A file's is told by the marks of dialects, and by names, dtypes and shapes where
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,12 @@ from fluxq.quantize.exchange import (
 )
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.layer import Decoded, QuantTensors
-from fluxq.quantize.exchange.layouts import padded
+from fluxq.quantize.exchange.layouts import padded_tiles
 from fluxq.quantize.exchange.marks import NATIVE, PLAIN, Headers, by_config, has_codes
+from fluxq.quantize.exchange.rows import Row, row_for
 from fluxq.recipes.computing import QUANT_METHOD
 from fluxq.recipes.formats import Scheme
+from fluxq.recipes.keymaps import original_names
 
 # Of two marks in one file that of the dialect further on is the surer one.
 _MODULES = (bfl, modelopt, legacy, comfy, bnb, fp8_blocks, compressed_tensors, torchao, nunchaku, nunchaku_file, gguf)
@@ -60,52 +62,39 @@ def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tu
     ]
     if not quantized:
         return PLAIN, ("no tensor has codes",), (), ()
-    original = any(map(_PACKED.search, model.groups))
-    scaled = [(stored["weight_scale"].shape, stored) for stored in quantized if "weight_scale" in stored]
-    by_rows = any(len(shape) == 1 and shape[0] > 1 for shape, _ in scaled)
-    scales = _scales_of(quantized, scaled, original)
-    words = f"no mark; {_TOLD.get(scales)}"
+    is_original = any(map(_PACKED.search, model.groups))
+    scales = _scales_of(quantized, is_original)
+    said, *dialects = _UNMARKED[scales]
+    words = f"no mark; {said}"
     if scales == "none":
         others = sorted({suffix for parts in model.groups.values() for suffix in parts} - {"weight", "bias"})
         known = f": {others}" if others else ""
         words = f"8-bit floats, and nothing that is known as their scale{known}: a plain cast"
     among = ("tiles", "matrix") if scales == "undecided" else ()
     against = (UNDECIDED,) if among else ()
-    return _like(scales, by_rows, original), (words,), against, tuple(_like(s, by_rows, original) for s in among)
+    return dialects[is_original], (words,), against, tuple(_UNMARKED[each][1 + is_original] for each in among)
 
 
-def _scales_of(
-    quantized: list[dict[str, Stored]], scaled: list[tuple[tuple[int, ...], dict[str, Stored]]], original: bool
-) -> str:
-    """The scales of layers, as `_like` takes them. scaled: the layers with scales, and their shapes."""
+def _scales_of(quantized: list[dict[str, Stored]], is_original: bool) -> str:
+    """The scales of layers, a key of `_UNMARKED`."""
+    scaled = [(stored["weight_scale"].shape, stored) for stored in quantized if "weight_scale" in stored]
     if not scaled:
         return "none"
     tiles = matrix = False
     for scale, stored in scaled:
         weight = stored.get("weight")
         if "weight_scale_2" in stored and weight and len(scale) == len(weight.shape) == 2:
-            rows, groups = weight.shape[0], weight.shape[1] // 8
-            tiles |= scale != (rows, groups)
-            matrix |= scale != (padded(rows, 128), padded(groups, 4))
+            blocks = weight.shape[0], weight.shape[1] // 8
+            tiles |= scale != blocks
+            matrix |= scale != padded_tiles(*blocks)
     if tiles != matrix:
         return "tiles" if tiles else "matrix"
     columns = any(s["weight"].shape and shape == (s["weight"].shape[0], 1) for shape, s in scaled if "weight" in s)
-    if columns and not original:
+    if columns and not is_original:
         return "column"
-    return "undecided" if any("weight_scale_2" in stored for stored in quantized) else "one level"
-
-
-def _like(scales: str, by_rows: bool, original: bool) -> str:
-    """The dialect of a file without a mark.
-
-    scales: "none"; "tiles" or "matrix", by the shapes of block scales; "column" (N, 1); "one level"; "undecided".
-    by_rows: some layer has one scale for each row. original: modules go by the names that models are published under.
-    """
-    if scales in ("none", "tiles", "column"):
-        return {"none": "legacy", "tiles": "comfy", "column": "compressed_tensors"}[scales]
-    if not original:
-        return "modelopt"
-    return "bfl" if scales == "matrix" or (scales == "one level" and by_rows) else "comfy"
+    if any("weight_scale_2" in stored for stored in quantized):
+        return "undecided"
+    return "rows" if any(len(shape) == 1 and shape[0] > 1 for shape, _ in scaled) else "one level"
 
 
 def other_program(model: Headers) -> str:
@@ -128,6 +117,43 @@ def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
         if hit:
             found.setdefault(hit["module"], {})[hit["suffix"]] = name
     return found
+
+
+# --- limits on the formats of a plan, before there is a checkpoint
+
+
+def misfit(scheme: Scheme, shape: tuple[int, int], dialect: str, rows: Sequence[Row] = (), main: str = "") -> str:
+    """Return the reason why no format of the dialect, or none of `rows`, holds a layer; empty if one does.
+
+    main: the dialect's format of the main layers beside which it would be written.
+    """
+    try:
+        row, _ = row_for(QuantTensors({}, shape, scheme), rows or DIALECTS[dialect].rows, dialect)
+    except ValueError as error:
+        return str(error)
+    return "" if main and row.beside == main else row.unread
+
+
+def misfit_beside(scheme: Scheme, main: Scheme, shape: tuple[int, int], dialect: str) -> str:
+    """Return the reason why no reader of the dialect takes a layer beside main layers; empty if one does.
+
+    Both schemes are ones that the dialect holds.
+    """
+    rules = DIALECTS[dialect]
+    if rules.unreadable is None:
+        return ""
+    name, main_name = (row_for(QuantTensors({}, shape, each), rules.rows, dialect)[0].name for each in (scheme, main))
+    return rules.unreadable(name, {main_name}, False)
+
+
+def joined_modules(dialect: str, family: str, modules: Collection[str]) -> list[tuple[str, ...]]:
+    """Return the Linears that share a tensor, and so a format, in the dialect's files; not those that stand alone.
+
+    modules: all of the model.
+    """
+    if DIALECTS[dialect].names != "original":
+        return []
+    return [joined.parts for joined in original_names(family, modules) if len(joined.parts) > 1]
 
 
 # --- our own checkpoints, and models in 16 bit
@@ -169,12 +195,14 @@ _OTHERS = (  # programs whose layers are not read here, by what follows a layer'
 )
 UNDECIDED = "nothing in the file says the order of nibbles and block scales; `--base` proves them"
 SIGNS = {name for dialect in DIALECTS.values() for name in dialect.signs}
-_TOLD = {
-    "tiles": "block scales have the shapes of padded tiles",
-    "matrix": "block scales have the shapes of the weights",
-    "column": "scales have the shape of a column",
-    "one level": "by names and shapes alone",
-    "undecided": "by names alone",
+_UNMARKED = {  # scales -> what tells them, the dialect under diffusers' names, that under the published ones
+    "none": ("", "legacy", "legacy"),
+    "tiles": ("block scales have the shapes of padded tiles", "comfy", "comfy"),
+    "matrix": ("block scales have the shapes of the weights", "modelopt", "bfl"),
+    "column": ("scales have the shape of a column", "compressed_tensors", ""),
+    "rows": ("by names and shapes alone", "modelopt", "bfl"),  # some layer has one for each row
+    "one level": ("by names and shapes alone", "modelopt", "comfy"),
+    "undecided": ("by names alone", "modelopt", "comfy"),
 }
 _SUFFIXES = (
     *("weight", "bias", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "pre_quant_mean"),

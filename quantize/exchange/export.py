@@ -11,7 +11,6 @@ written in 16 bit. A main layer makes the export fail, or with `requantize` is r
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,25 +24,26 @@ from torch import Tensor
 
 from fluxq.base import FLUXQ_VERSION
 from fluxq.base.console import progress
+from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder
-from fluxq.base.output import Output, contents, job_digest, remove, writing
+from fluxq.base.output import EXPORT_FILE, VERSION, Output, contents, job_digest, remove, writing
 from fluxq.base.tensors import Stored, TensorFile, save_weights
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.checkpoint import MAX_SHARD_BYTES, library_of
-from fluxq.quantize.exchange.containers import Contents, record
+from fluxq.quantize.exchange.containers import Contents
 from fluxq.quantize.exchange.dialect import Unit, Units
-from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
-from fluxq.quantize.exchange.layer import Encoded, QuantTensors, all_equal, join
+from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS, misfit
+from fluxq.quantize.exchange.layer import Encoded, QuantTensors, all_equal, join, stacked
 from fluxq.quantize.exchange.layouts import in_order, padded
-from fluxq.quantize.exchange.limits import misfit
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.rows import Row, row_for
+from fluxq.quantize.record import hash_files
 from fluxq.quantize.structure import denoisers_of
 from fluxq.recipes.computing import quantization_of
 from fluxq.recipes.family import compact
 from fluxq.recipes.formats import Scheme, find_format
 from fluxq.recipes.keymaps import Joined, original_names
-from fluxq.recipes.plan import MODULATION_ROLE
+from fluxq.recipes.plan import MODULATION_ROLE, scheme_of
 from fluxq.recipes.recipe import Recipe, load_recipe, shipped_recipes
 from fluxq.recipes.step_policy import POLICY
 
@@ -57,14 +57,13 @@ class Choice:
 
     schemes: that it may be written in, of which it takes the one that adds the least error; none for 16 bit. why: it
     does not move as it is, and is rounded again; empty where its codes move. is_side: modulation, or one of another
-    format than most. most: the error that rounding it again may add; with more it is written in 16 bit.
+    format than most; where rounding it again adds more than MOST_ADDED, it is written in 16 bit.
     """
 
     unit: Unit
     schemes: tuple[Scheme, ...] = ()
     why: str = ""
     is_side: bool = False
-    most: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,8 @@ class PlannedExport:
             if not writer.is_file:
                 sources = {made / name: (self.checkpoint.path / name, found) for name, found in self.read.items()}
                 copied = {file: found for file, (source, found) in sources.items() if _is_copy(file, source)}
-                record(made, self.dialect, self.job, copied | hashes)
+                said = {VERSION: FLUXQ_VERSION, "format": self.dialect, "job": self.job}
+                write_json(made / EXPORT_FILE, said | {"files": hash_files(made, copied | hashes)})
             files = sorted(path for path in made.rglob("*") if path.is_file())
             done.nbytes = sum(path.stat().st_size for path in files)
             done.files = [path.relative_to(made).as_posix() for path in files]
@@ -185,7 +185,7 @@ def plan_export(
         raise ValueError(f"{dialect} is one file, whatever its size; shards are for formats that are folders")
     names = _components(checkpoint, dialect, component)
     stay = {(row.weights, row.activations) for row in DIALECTS[dialect].rows if row.factors_stay}
-    sources = (NativeComponent(checkpoint, name, lambda scheme: _formats(scheme) in stay) for name in names)
+    sources = (NativeComponent(checkpoint, name, lambda scheme: scheme.formats in stay) for name in names)
     plans = [plan_of(source, dialect, requantize, side_layers) for source in sources]
     if writer.is_pipeline:
         plans += [plan_of(NativeComponent(checkpoint, name), "") for name in _other_quantized(checkpoint, names)]
@@ -233,7 +233,7 @@ class ComponentPlan:
             if choice.schemes and choice.why:
                 tried = [_rounded(layers, choice, scheme) for scheme in choice.schemes]
                 layer, changed = min(tried, key=lambda one: one[1].added_error)
-                if changed.added_error > choice.most:
+                if choice.is_side and changed.added_error > MOST_ADDED:
                     why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
                     layer, choice = None, replace(choice, schemes=(), why=why)
                 else:
@@ -262,10 +262,12 @@ class ComponentPlan:
                 keep({name: in_order(torch.cat([source.tensor(member) for member in members]), order)})
         for maker, folds in source.folds.items():
             done.folded[maker] = [reader for fold in folds for reader in fold.vectors.readers]
+        runtime = source.quantization.get("runtime", {})
+        said = source.quantization | {"list": runtime.get("steps")}
         for key, words in _NOT_CARRIED.items():
-            if self.dialect and (source.quantization | _listed(source.quantization)).get(key):
+            if self.dialect and said.get(key):
                 notes[words] += len(self.choices)
-        if rules is not None and POLICY in source.quantization.get("runtime", {}):
+        if rules is not None and POLICY in runtime:
             notes[rules.steps] += len(self.choices)
         done.notes, done.formats = dict(notes), dict(formats)
         in_16_bit = [name for name in source.linears if name not in entries]
@@ -336,7 +338,7 @@ def _choice(
         return why  # its 16-bit parts would have to be rounded too
     has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
     is_side = has_16_bit and all(
-        _is_modulation(source, name) or _formats(source.schemes[name]) != main for name in unit.parts
+        _is_modulation(source, name) or source.schemes[name].formats != main for name in unit.parts
     )
     if is_side and side_layers == "16bit":
         return Choice(unit, (), why or "--side-layers 16bit asks for it", is_side)
@@ -348,7 +350,7 @@ def _choice(
     small = [scheme for scheme in nearest if scheme.weights.element.bits == 8]
     if is_side and small:
         alike = (scheme for scheme in small if (scheme.activations is None) == (small[0].activations is None))
-        return Choice(unit, tuple(alike), why, is_side, MOST_ADDED)
+        return Choice(unit, tuple(alike), why, is_side)
     if nearest and not is_side:
         return Choice(unit, nearest[:1], why)
     return Choice(unit, (), why, is_side) if has_16_bit else why
@@ -418,17 +420,13 @@ def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
     sizes: Counter[tuple[str, str | None]] = Counter()
     for name, (n, k) in source.shapes.items():
         weight = 0 if _is_modulation(source, name) else n * k
-        sizes[_formats(source.schemes[name])] += weight
+        sizes[source.schemes[name].formats] += weight
     return sizes.most_common(1)[0][0]
 
 
 def _is_modulation(source: NativeComponent, name: str) -> bool:
     found = source.family.locate(name)
     return found is not None and found[0].role == MODULATION_ROLE
-
-
-def _formats(scheme: Scheme) -> tuple[str, str | None]:
-    return scheme.weights.name, scheme.activations.name if scheme.activations else None
 
 
 def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme, ...]:
@@ -449,7 +447,7 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
         and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
     ]
     for row in sorted(rows, key=partial(_distance, own=own)):
-        same_input = own.static_input and own.activations is not None and row.activations == own.activations.name
+        same_input = own.static_input and row.activations == own.formats[1]
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
         if own.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
@@ -471,10 +469,9 @@ def _distance(row: Row, own: Scheme) -> tuple[Any, ...]:
 
 def _rounded(layers: Sequence[QuantTensors], choice: Choice, scheme: Scheme) -> tuple[QuantTensors, Changed]:
     """One layer of all parts, rounded from what their codes stand for."""
-    weight, bias = _collapsed(layers)
-    dtype = next((layer.tensors["bias"].dtype for layer in layers if "bias" in layer.tensors), torch.bfloat16)
+    weight, bias = stacked([layer.collapsed() for layer in layers])
     made = QuantizedTensor.quantize(weight, scheme.weights, name=choice.unit.name)
-    tensors = made.tensors() | ({} if bias is None else {"bias": bias.to(dtype)})
+    tensors = made.tensors() | ({} if bias is None else {"bias": bias.to(layers[0].dtype)})
     if scheme.static_input:
         tensors["input_scale"] = layers[0].tensors["input_scale"]
     changed = _changed(choice, layers, tensors, made.dequantize(), weight, str(scheme))
@@ -485,7 +482,7 @@ def _dequantized(
     source: NativeComponent, layers: Sequence[QuantTensors], choice: Choice
 ) -> tuple[dict[str, Tensor], Changed]:
     """Weight and bias of a unit in 16 bit; a 1x1 convolution's has its own shape."""
-    weight, bias = _collapsed(layers)
+    weight, bias = stacked([layer.collapsed() for layer in layers])
     rounded = weight.to(source.dtype)
     is_pixelwise = any(name in source.pixelwise for name in choice.unit.parts)
     tensors = {"weight": rounded.reshape(*rounded.shape, 1, 1) if is_pixelwise else rounded}
@@ -493,13 +490,6 @@ def _dequantized(
         tensors["bias"] = bias.to(source.dtype)
     tensors = {name: in_order(tensor, choice.unit.order) for name, tensor in tensors.items()}
     return tensors, _changed(choice, layers, tensors, rounded.float(), weight, "16bit")
-
-
-def _collapsed(layers: Sequence[QuantTensors]) -> tuple[Tensor, Tensor | None]:
-    """Weight (N, K) in fp32, and bias, of layers behind one another: what they compute but for the rounding of x."""
-    pairs = [layer.collapsed() for layer in layers]
-    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
-    return torch.cat(weights), torch.cat([bias.float() for bias in biases]) if len(biases) == len(pairs) else None
 
 
 def _changed(
@@ -604,26 +594,16 @@ def _recipes_that_fit(dialect: str, main: tuple[str, str | None]) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def _listed(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `_NOT_CARRIED` calls the lists of steps of a checkpoint."""
-    return {"list": quantization.get("runtime", {}).get("steps")}
-
-
 def _schemes_of(recipe: Recipe) -> list[Scheme]:
     """Return the schemes that a recipe gives a denoiser's core and modulation, without what it tries."""
     part = recipe.components["transformer"]
-    rotation = part.hadamard
-    turned = {"hadamard": rotation.size, "regular": rotation.is_regular} if rotation else {}
-    pairs = [(part.weights, part.activations, turned), (part.modulation, None, {})]
-    static = recipe.has_static_scales(part)
-    return [
-        Scheme(weights.row, x.row if x else None, static_input=bool(static and x and x.row.has_tensor_scale), **more)
-        for weights, x, more in pairs
-        if weights is not None
-    ]
+    core = scheme_of(part.weights, part.activations, recipe.has_static_scales(part))
+    if core is not None and part.hadamard is not None:
+        core = replace(core, hadamard=part.hadamard.size, regular=part.hadamard.is_regular)
+    return [scheme for scheme in (core, scheme_of(part.modulation, None, False)) if scheme is not None]
 
 
-_NOT_CARRIED = {
+_NOT_CARRIED = {  # keys of quantization_config, and the list of steps in its `runtime`
     "attention": "attention is computed in 16 bit there, here in 8",
     "steps": "every step is computed with these codes there, here some are kept in 16 bit",
     "list": "every step is computed there, here some are skipped by the checkpoint's list",

@@ -297,10 +297,11 @@ def _identify(model: ModelFile) -> tuple[Family | None, str]:
     return FAMILIES[found], names
 
 
-def class_names(config: Mapping[str, Any]) -> list[Any]:
+def class_names(config: Mapping[str, Any]) -> list[str]:
     """Return the class names that a config.json gives, as diffusers and transformers write them."""
     listed = config.get("architectures")
-    return [config.get("_class_name"), *(listed if isinstance(listed, list) else ())]
+    said = [config.get("_class_name"), *(listed if isinstance(listed, list) else ())]
+    return [name for name in said if isinstance(name, str) and name]
 
 
 def _mapped(family: str, modules: list[str], tensors: list[str]) -> int:

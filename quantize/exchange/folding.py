@@ -40,8 +40,8 @@ class Linear:
     block: that it stands in, "" for none. x: what it reads, the same for all that read it. base: reads the base's
     weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most. modules: of diffusers
     that it holds. modulated_by: module that makes shift and scale of x, and which chunks of it; None where no row says.
-    windows: parts of x that different Linears make; empty for one. producers: modules of diffusers whose outputs
-    attention or a gated unit makes x of, and which of their rows.
+    windows: parts of x that different Linears make. producers: modules of diffusers whose outputs attention or a gated
+    unit makes x of, and which of their rows.
     """
 
     against: Against
@@ -50,10 +50,10 @@ class Linear:
     x: str
     base: Callable[[], Tensor]
     cast: float
-    modules: tuple[str, ...] = ()
-    modulated_by: tuple[str, Modulation] | None = None
-    windows: tuple[slice, ...] = ()
-    producers: tuple[tuple[str, Producer], ...] = ()
+    modules: tuple[str, ...]
+    modulated_by: tuple[str, Modulation] | None
+    windows: tuple[slice, ...]
+    producers: tuple[tuple[str, Producer], ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _factors_left(
         first, k = linears[names[0]], linears[names[0]].shape[1]
         known = _modulation_of(first, linears)
         whole, not_taken, makers = torch.ones(k, dtype=torch.float32), [], set[str]()
-        for window in _windows(first):
+        for window in first.windows:
             if first.modulated_by is not None:
                 parts = [(known[0], *known[1])] if known is not None and known[0] in rows else []
             else:
@@ -176,7 +176,7 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
             parts = [(part, one) for pair in chunks[name] for part, one in zip(pair, (0, 1), strict=True)]
         else:
             readers = (linears[reader] for reader in columns if linears[reader].block == linears[name].block)
-            sizes = {window.stop - window.start for each in readers for window in _windows(each)}
+            sizes = {window.stop - window.start for each in readers for window in each.windows}
             parts = [(part, one) for size in sizes for part in _parts(own, size) for one in (0, 1)]
         for part, one in parts:
             if _is_scaled(own[part], base[part], by[part], one):
@@ -314,7 +314,7 @@ def _take_mean(
             by, unsure = one / (1 + plain[known[1][1]]), cast * (one - 1).abs() / one.abs()
         elif factors is not None:
             by, unsure = factors, unsure + _NEAR
-        for window in _windows(reader):
+        for window in reader.windows:
             for part in _parts(theirs, window.stop - window.start) if known is None else [known[1][0]]:
                 if not has_strays(theirs[part], plain[part], cast):
                     continue
@@ -332,10 +332,6 @@ def _take_mean(
                     taken[name][fits] = True
                     means = {reader.x: (mean, uncertain)}
     return means
-
-
-def _windows(reader: Linear) -> tuple[slice, ...]:
-    return reader.windows or (slice(0, reader.shape[1]),)
 
 
 def _any_factors(factors: Factors, windows: list[slice], k: int) -> bool:

@@ -134,7 +134,6 @@ DIALECT = Dialect(
     methods=("fp8",),
     suffixes=("weight_scale_inv", "activation_scale"),
     entry=_entry,
-    row_of=lambda layer: ROWS[0],
     rows=ROWS,
     encode=encode,
     writer=pipeline_writer(config),

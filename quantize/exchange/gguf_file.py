@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluxq.base.tensors import Stored
+from fluxq.base.tensors import DTYPES, Stored
 
 MAGIC = b"GGUF"
 _LONGEST_HEADER = 1 << 26  # bytes; vocabularies of text encoders take some millions
@@ -55,8 +55,8 @@ class GGUFFile:
             stream.seek(stored.begin)
             if stream.readinto(data.numpy().data) != stored.nbytes:
                 raise ValueError(f"{name} ends too early")
-        if stored.dtype in _NUMBERS:
-            return data.view(_NUMBERS[stored.dtype]).reshape(stored.shape)
+        if stored.dtype in DTYPES:
+            return data.view(getattr(torch, DTYPES[stored.dtype][0])).reshape(stored.shape)
         return data.reshape(prod(stored.shape[:-1]), -1)
 
 
@@ -174,10 +174,6 @@ def _damage(path: Path) -> Iterator[None]:
 
 _TEXT, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_NUMBERS = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
-}
 _UNREAD = {
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M"},
     **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
@@ -198,4 +194,4 @@ BLOCKS = {
     20: ("IQ4_NL", 32, 18),
     23: ("IQ4_XS", 256, 136),
 }
-TYPES = {kind: (name, 1, _NUMBERS[name].itemsize) for kind, name in _PLAIN.items()} | BLOCKS
+TYPES = {kind: (name, 1, DTYPES[name][1]) for kind, name in _PLAIN.items()} | BLOCKS

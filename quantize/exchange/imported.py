@@ -8,7 +8,7 @@ the base where one was given. A layer's SQNR is that of the rows that were compa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import log10
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from fluxq.base.devices import versions
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile
-from fluxq.kernels.linear import linear_size, linears_of
 from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.exchange.dialects import DIALECTS
 from fluxq.quantize.record import (
@@ -31,10 +30,12 @@ from fluxq.quantize.record import (
     RecordedRecipe,
     hash_files,
 )
-from fluxq.quantize.structure import model_family
+from fluxq.quantize.structure import model_family, shapes_of
 from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.formats import Scheme
-from fluxq.recipes.plan import GENERIC, KEPT_ROLE, UNKNOWN_ROLE, LayerPlan, Plan
+from fluxq.recipes.plan import GENERIC, Plan, located
+
+_KEPT = "16 bit in the file"
 
 
 @dataclass
@@ -158,15 +159,11 @@ def _described(
         family = model_family(model)
     except ValueError:  # a text encoder without a row
         family = None
-    layers = []
-    for name, module in linears_of(model).items():
-        located = family.locate(name) if family else None
-        role = located[0].role if located else KEPT_ROLE if family and family.kept(name) else UNKNOWN_ROLE
-        n, k = linear_size(module)
-        layers.append(
-            LayerPlan(name, n, k, role, "", False, schemes.get(name), reasons.get(name, "16 bit in the file"))
-        )
-    plan = Plan(family.name if family else GENERIC, component, tuple(layers))
+    layers = tuple(
+        replace(located(family, each), scheme=schemes.get(each.name), reason=reasons.get(each.name, _KEPT))
+        for each in shapes_of(model)
+    )
+    plan = Plan(family.name if family else GENERIC, component, layers)
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
     return RecordedComponent(
         component=component,

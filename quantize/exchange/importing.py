@@ -150,7 +150,7 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
     if base is not None and (base / "model_index.json").is_file():
         folder = ModelFolder(base.name, base)
         require_safe(folder)
-        wanted = _class_name(model.config) or (model.family.model if model.family else None)
+        wanted = next(iter(class_names(model.config)), model.family.model if model.family else None)
         found = [name for name, class_name in folder.components.items() if class_name == wanted]
         if len(found) != 1:
             what = f"{len(found)} of its components are a {wanted}" if wanted else "no family has its names"
@@ -167,17 +167,12 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
         config = json_object(model.metadata[key], f"{model.path}: `{key}` in the header")
         require_harmless_values(config, f"{model.path}: `{key}` in the header")
         config["_class_name"] = model.family.model
-    class_name = _class_name(config)
+    class_name = next(iter(class_names(config)), None)
     if class_name is None:
         raise ValueError(f"{model.path}: does not say the model's configuration; give the 16-bit model as --base")
     library = "diffusers" if hasattr(importlib.import_module("diffusers"), class_name) else "transformers"
     config.pop("quantization_config", None)
     return _Target(component, library, class_name, config, None)
-
-
-def _class_name(config: Mapping[str, Any]) -> str | None:
-    said = next(filter(None, class_names(config)), None)
-    return said if isinstance(said, str) else None
 
 
 def _of_pipeline(folder: ModelFolder, component: str) -> _Target:

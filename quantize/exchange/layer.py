@@ -60,7 +60,8 @@ class QuantTensors:
         for name in tensors.keys() & BY_ROWS:
             tensor = tensors[name]
             if tensor.ndim:
-                tensors[name] = _taken(tensor, lines_of(name, rows, self.scheme))
+                raw = as_bytes(tensor) if tensor.element_size() == 1 else tensor
+                tensors[name] = raw[lines_of(name, rows, self.scheme)].view(tensor.dtype)
         return replace(self, tensors=tensors)
 
 
@@ -81,6 +82,13 @@ class Plain:
         return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
 
 
+def stacked(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, in fp32, of `collapsed` layers behind one another; no bias where one has none."""
+    weights, biases = [weight for weight, _ in parts], [bias.float() for _, bias in parts if bias is not None]
+    bias = torch.cat(biases) if len(biases) == len(parts) else None
+    return (torch.cat(weights) if len(weights) > 1 else weights[0]), bias
+
+
 class CrossedBlocks(ValueError):
     """Rows of a weight leave the blocks whose scales they share, so that no layer holds their codes."""
 
@@ -98,10 +106,6 @@ def lines_of(name: str, rows: Tensor, scheme: Scheme) -> Tensor:
     if not torch.equal(blocks[place // unit] * unit + place % unit, rows):
         raise CrossedBlocks(f"its parts begin within blocks of {unit} rows, which share scales")
     return blocks
-
-
-def _taken(tensor: Tensor, lines: Tensor) -> Tensor:
-    return (as_bytes(tensor) if tensor.element_size() == 1 else tensor)[lines].view(tensor.dtype)
 
 
 Decoded = QuantTensors | Plain
@@ -150,9 +154,8 @@ def join(layers: Sequence[QuantTensors]) -> QuantTensors:
     if not all(all_equal([layer.beside.get(name) for layer in layers]) for layer in layers for name in layer.beside):
         raise ValueError("cannot join layers whose input_scale differ; quantize them as one group")
     joined |= joined_pairs(layers, 0)
-    rank = joined["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in joined else 0
     shape = sum(layer.shape[0] for layer in layers), first.shape[1]
-    return QuantTensors(joined, shape, replace(first.scheme, rank=rank), first.beside)
+    return QuantTensors(joined, shape, replace(first.scheme, rank=rank_of(joined)), first.beside)
 
 
 def joined_pairs(layers: Sequence[QuantTensors], axis: Literal[0, 1]) -> dict[str, Tensor]:
@@ -180,11 +183,7 @@ def split(layer: QuantTensors, sizes: Sequence[int]) -> list[QuantTensors]:
         raise ValueError(f"cannot split {layer.shape[0]} rows into {'+'.join(map(str, sizes))}")
     parts, at = [], 0
     for size in sizes:
-        rows = torch.arange(at, at + size)
-        tensors = {
-            name: _taken(tensor, lines_of(name, rows, layer.scheme)) if tensor.ndim and name in BY_ROWS else tensor
-            for name, tensor in layer.tensors.items()
-        }
+        tensors = dict(layer.reordered(torch.arange(at, at + size)).tensors)
         if "weight_scale_2" in tensors and tensors["weight_scale_2"].ndim:
             distinct = tensors["weight_scale_2"].unique()
             if len(distinct) != 1:
@@ -192,22 +191,28 @@ def split(layer: QuantTensors, sizes: Sequence[int]) -> list[QuantTensors]:
                     "weight_scale_2 has several values, where one layer has one; split the fused layer first"
                 )
             tensors["weight_scale_2"] = distinct[0].clone()
-        scheme, tensors = without_idle_ranks(layer.scheme, tensors)
+        tensors = without_idle_ranks(tensors)
+        scheme = replace(layer.scheme, rank=rank_of(tensors))
         parts.append(replace(layer, tensors=tensors, shape=(size, layer.shape[1]), scheme=scheme))
         at += size
     return parts
 
 
-def without_idle_ranks(scheme: Scheme, tensors: dict[str, Tensor]) -> tuple[Scheme, dict[str, Tensor]]:
+def rank_of(tensors: Mapping[str, Tensor]) -> int:
+    """Rank of the low-rank pair among a layer's tensors, 0 where there is none."""
+    return len(tensors.get(LOW_RANK[0], ()))
+
+
+def without_idle_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same without directions of the low-rank pair that add nothing: columns of B, or rows of A, of zeros."""
-    if not scheme.rank:
-        return scheme, tensors
+    if not rank_of(tensors):
+        return tensors
     a, b = (tensors[name] for name in LOW_RANK)
     used = (a != 0).any(dim=1) & (b != 0).any(dim=0)
     rest = {name: tensor for name, tensor in tensors.items() if name not in LOW_RANK}
     if used.any():
         rest |= {LOW_RANK[0]: a[used].contiguous(), LOW_RANK[1]: b[:, used].contiguous()}
-    return replace(scheme, rank=int(used.sum())), rest
+    return rest
 
 
 def all_equal(tensors: Sequence[Tensor | None]) -> bool:

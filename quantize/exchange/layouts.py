@@ -2,7 +2,6 @@
 
     nibbles     two 4-bit codes to a byte, the even column low (ours) or high (ComfyUI): swap_nibbles is its own inverse
     padding     zeros behind the last row and column, up to multiples: pad, crop
-    blocks      one scale for 128 rows by 128 columns: over_blocks
     rows        of a scale and a shift, the one first or the other: in_order
     swizzle     block scales in the 128 x 4 tiles that tcgen05 and cuBLAS read: block_scales, unblock_scales
 
@@ -47,8 +46,7 @@ def crop(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 def block_scales(scale: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
     """Swizzled block scales of one byte each (rows, G); shape: by default that of the padded matrix, (128 x, 4 x)."""
-    rows, groups = scale.shape
-    return swizzle_scales(scale.contiguous()).reshape(shape or (padded(rows, 128), padded(groups, 4)))
+    return swizzle_scales(scale.contiguous()).reshape(shape or padded_tiles(*scale.shape))
 
 
 def unblock_scales(blocked: Tensor, rows: int, groups: int) -> Tensor:
@@ -79,12 +77,6 @@ def scaled(values: Tensor, scale: Tensor) -> Tensor:
     """Return the product, in fp32, of what codes stand for and their scales; LostScales as `require_kept`."""
     require_kept(values, scale)
     return values * scale
-
-
-def over_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """Codes (N, K) times the scale of their block, fp32; scale: (⌈N/128⌉, ⌈K/128⌉). Errors as `scaled`."""
-    n, k = codes.shape
-    return scaled(codes.float(), scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k])
 
 
 def padded(size: int, multiple: int) -> int:

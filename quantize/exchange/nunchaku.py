@@ -149,7 +149,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if "bias" in held:
         done["bias"] = untile(held.take("bias", _HALVES, (n,)), _VECTOR, (n,))
     held.finish()
-    _, done = without_idle_ranks(replace(row.scheme(), rank=r), done)
+    done = without_idle_ranks(done)
     precise = done["weight_scale"]
     if row.weights == "int4":
         done["weight_scale"] = precise.bfloat16()

@@ -21,7 +21,7 @@ from fluxq.kernels.linear import LOW_RANK
 from fluxq.quantize.exchange import nunchaku
 from fluxq.quantize.exchange.containers import file_writer
 from fluxq.quantize.exchange.dialect import Dialect, OwnLinear, Unit, Units
-from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, all_equal, joined_pairs
+from fluxq.quantize.exchange.layer import Decoded, Plain, QuantTensors, all_equal, joined_pairs, rank_of
 from fluxq.quantize.exchange.layouts import concatenated
 from fluxq.quantize.exchange.marks import FLOATS, FileLayer, Headers, by_tensor
 from fluxq.quantize.exchange.native import NativeComponent
@@ -127,8 +127,7 @@ def side_by_side(first: Decoded, rest: Decoded) -> Decoded:
         )
     pair = joined_pairs((first, rest), 1)
     biases = [layer.tensors["bias"] for layer in (first, rest) if "bias" in layer.tensors]
-    rank = pair[LOW_RANK[0]].shape[0] if pair else 0
-    scheme = replace(schemes[0], rank=rank, smooth="pre_quant_scale" in tensors)
+    scheme = replace(schemes[0], rank=rank_of(pair), smooth="pre_quant_scale" in tensors)
     shape = rest.shape[0], first.shape[1] + rest.shape[1]
     return QuantTensors(tensors | pair | _sum(biases), shape, scheme, rest.beside)
 

@@ -27,7 +27,7 @@ from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.kernels.transforms import rotate
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.files import ModelFile
-from fluxq.quantize.exchange.layer import Decoded, QuantTensors
+from fluxq.quantize.exchange.layer import Decoded, QuantTensors, stacked
 from fluxq.quantize.exchange.layouts import block_scales, in_order, padded, padded_tiles, swap_nibbles, unblock_scales
 from fluxq.quantize.exchange.marks import CODES, GLOBAL_SCALES, FileLayer
 from fluxq.quantize.exchange.rows import FLOATS
@@ -175,11 +175,8 @@ class _Rows:
             try:
                 parts = [self._window(tensors, shape, repairs) for tensors, shape in self.windows]
                 whole = [part for part in parts if part is not None]
-                biases = [bias for _, bias in whole if bias is not None]
                 if len(whole) == len(parts):
-                    bias = torch.cat(biases).float() if len(biases) == len(parts) else None
-                    weights = [weight for weight, _ in whole]
-                    self.read[repairs] = (torch.cat(weights) if len(weights) > 1 else weights[0]), bias
+                    self.read[repairs] = stacked(whole)
             except ValueError:
                 pass
         return self.read[repairs]
@@ -228,11 +225,6 @@ class _Rows:
         """True if a low-rank branch stands beside the codes."""
         return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
 
-    @property
-    def have_row_scales(self) -> bool:
-        """True if each row has one fp32 scale."""
-        return isinstance(self.found, QuantTensors) and self.found.scheme.weights.has_row_scale
-
     def explains_codes(self, read: Tensor, truth: Tensor) -> bool:
         """Tell whether rounding explains the difference to the base after division by the smoothing factors.
 
@@ -255,10 +247,8 @@ class _Rows:
         by = self.smoothing(by)
         if not isinstance(self.found, QuantTensors):
             return _cast(truth / by, self.layer) * by
-        weights, rotation = (
-            self.found.coarser or self.found.scheme.weights,
-            (self.found.scheme.hadamard, self.found.scheme.regular),
-        )
+        scheme = self.found.scheme
+        weights, rotation = self.found.coarser or scheme.weights, (scheme.hadamard, scheme.regular)
         one = None if weights.block[0] else self.found.tensors["weight_scale"]  # which need not be this weight's own
         turned = rotate(truth / by, *rotation)
         return rotate(QuantizedTensor.quantize(turned, weights, tensor_scale=one).dequantize(), *rotation) * by
@@ -393,7 +383,9 @@ def _against(
         ways = sorted(either, key=lambda each: each.left)
         factors = next((each for each in ways if _explains(each, gained, read, truth, bound, rows)), None)
         if factors is None and gained:
-            both = _factors_of_both(read, truth, powers_of_two=rows is None or not rows.have_row_scales)
+            found = rows.found if rows is not None else None
+            takes_any = isinstance(found, QuantTensors) and found.scheme.weights.has_row_scale
+            both = _factors_of_both(read, truth, powers_of_two=not takes_any)
             factors = both if both is not None and _explains(both, gained, read, truth, bound, rows) else None
         if factors is not None:
             sure = wrong.rows if wrong and factors.columns is None else None
@@ -592,7 +584,7 @@ def _factors_of_both(read: Tensor, truth: Tensor, powers_of_two: bool) -> Factor
     sizes = truth.norm(dim=1, keepdim=True) / read.norm(dim=1, keepdim=True).clamp(min=1e-30)
 
     def near(by: Tensor) -> Tensor:
-        return _power_of_two(by) if powers_of_two else by
+        return by.clamp(min=1e-30).log2().round().exp2() if powers_of_two else by
 
     rows = near(sizes / sizes.median().clamp(min=1e-30))
     columns = torch.ones(1, read.shape[1], dtype=torch.float32)
@@ -609,10 +601,6 @@ def _factors_of_both(read: Tensor, truth: Tensor, powers_of_two: bool) -> Factor
     if (rows == 1).all():
         return None
     return Factors(_relative(read * rows * columns, truth), rows.flatten(), columns.flatten())
-
-
-def _power_of_two(values: Tensor) -> Tensor:
-    return values.clamp(min=1e-30).log2().round().exp2()
 
 
 def orders_of(joined: Joined, n: int, k: int) -> dict[str, Tensor]:

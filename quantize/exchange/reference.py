@@ -40,12 +40,12 @@ class Base:
     def rows(self, shape: tuple[int, int], joined: Joined) -> tuple[Tensor | None, dict[str, Tensor], str]:
         """(W (N, K) = shape as a file should hold its rows, other orders of them, why there is none)."""
         n, k = shape
+        if not joined.parts:
+            return None, {}, "nothing of diffusers' model is in it"
         try:
-            weight = torch.cat([self.part(part, k) for part in joined.parts]) if joined.parts else None
+            weight = torch.cat([self.part(part, k) for part in joined.parts])
         except ValueError as error:
             return None, {}, str(error)
-        if weight is None:
-            return None, {}, "nothing of diffusers' model is in it"
         if weight.ndim != 2 or tuple(weight.shape) != (n, k):
             size = "×".join(map(str, weight.shape))
             turned = " transposed" if tuple(weight.shape) == (k, n) else ""

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fluxq.kernels.encode import spread
 from fluxq.kernels.tensor import stored_shapes
-from fluxq.quantize.exchange.layer import Names, QuantTensors
+from fluxq.quantize.exchange.layer import Names, QuantTensors, rank_of
 from fluxq.quantize.exchange.layouts import as_bytes, require_kept
 from fluxq.recipes.formats import Format, Scheme, find_format
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_WIDE = "16-bit"  # activations that are not rounded
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
         theirs = "".join(f", its {name} {_scales(find_format(name))}" for name in near)
         why = f"; {own.name} has {_scales(own)}{theirs}" if near else ""
         raise ValueError(f"{dialect} has no format for {own.name} weights; it holds {', '.join(held)}{why}")
-    activations = scheme.activations.name if scheme.activations else None
+    activations = scheme.formats[1]
     exact = [row for row in same if row.activations == activations]
     near = [row for row in same if activations in row.also]
     if not exact and not near:
-        ways = " or ".join(dict.fromkeys(_words(row.activations) for row in same))
+        ways = " or ".join(dict.fromkeys(row.activations or _WIDE for row in same))
         raise ValueError(f"{dialect} computes {scheme.weights.name} weights with {ways} activations, not as {scheme}")
     why = ""
     for row in exact + near:
@@ -83,10 +84,9 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
 
 def _otherwise(scheme: Scheme, row: Row) -> tuple[str, ...]:
     """List what a reader of the row computes otherwise than a scheme that it holds."""
-    activations = scheme.activations.name if scheme.activations else None
-    notes = []
-    if row.activations != activations:
-        notes.append(f"x is computed in {_words(row.activations)} there, the scheme {scheme} has {_words(activations)}")
+    notes, own = [], scheme.formats[1]
+    if row.activations != own:
+        notes.append(f"x is computed in {row.activations or _WIDE} there, the scheme {scheme} has {own or _WIDE}")
     if scheme.static_input and row.input_scale == "none":
         notes.append(f"x takes its scale at run time there, the calibrated one of the scheme {scheme} is left out")
     return tuple(notes)
@@ -94,10 +94,11 @@ def _otherwise(scheme: Scheme, row: Row) -> tuple[str, ...]:
 
 def _misfit(layer: QuantTensors, row: Row) -> str:
     scheme = layer.scheme
+    matrix = "the regular" if scheme.regular else "Sylvester's"
     for has, words in (
         (scheme.center, "subtracts a mean from x"),
         (scheme.deflate, "takes directions out of x"),
-        (scheme.hadamard and not (row.regular and scheme.regular), f"rotates x by {_matrix(scheme)}"),
+        (scheme.hadamard and not (row.regular and scheme.regular), f"rotates x by {matrix} Hadamard matrix"),
         (scheme.four_over_six, "chooses between two scales for each block of x"),
         (scheme.smooth and not row.smooth, "multiplies x by factors"),
         (scheme.rank and not row.low_rank, "has a low-rank branch"),
@@ -117,14 +118,6 @@ def _misfit(layer: QuantTensors, row: Row) -> str:
     return ""
 
 
-def _matrix(scheme: Scheme) -> str:
-    return "the regular Hadamard matrix" if scheme.regular else "Sylvester's Hadamard matrix"
-
-
-def _words(activations: str | None) -> str:
-    return activations or "16-bit"
-
-
 def _scales(weights: Format) -> str:
     rows, columns = weights.block
     if weights.spans_rows:
@@ -132,10 +125,10 @@ def _scales(weights: Format) -> str:
     return "one scale" if not rows else f"a scale for each {columns} of a row" if columns else "a scale for each row"
 
 
-def named_row(rows: Sequence[Row], name: Any, dialect: str, activations: str | None = "") -> Row:
-    """The row that a file names; activations: to choose among rows of one name. ValueError if there is none."""
+def named_row(rows: Sequence[Row], name: Any, dialect: str) -> Row:
+    """The first row of the name that a file gives; ValueError if there is none."""
     for row in rows:
-        if row.name == name and activations in ("", row.activations):
+        if row.name == name:
             return row
     known = ", ".join(dict.fromkeys(row.name for row in rows))
     raise ValueError(f"{dialect}: format {name!r} is none that is read here; known are {known}")
@@ -208,9 +201,8 @@ def native(
     if row.input_scale == "none" and "input_scale" in tensors:
         beside = {**beside, "input_scale": tensors["input_scale"]}
         tensors = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
-    rank = tensors["svdquant_lora_a"].shape[0] if "svdquant_lora_a" in tensors else 0
-    scheme = row.scheme(static_input="input_scale" in tensors, smooth="pre_quant_scale" in tensors, rank=rank)
-    scheme = replace(scheme, hadamard=regular, regular=regular > 0)
+    scheme = row.scheme(static_input="input_scale" in tensors, smooth="pre_quant_scale" in tensors)
+    scheme = replace(scheme, rank=rank_of(tensors), hadamard=regular, regular=regular > 0)
     scheme.weights.check_shape(*shape, f"a {row.name} layer")
     for name, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
         held = tensors[name]

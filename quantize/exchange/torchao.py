@@ -35,10 +35,7 @@ _PREFIX = "_weight_"
 
 
 def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
-    """Tensors and entry (the header's JSON object) of a layer; dtype: that the loaded model computes in.
-
-    ValueError that says why torchao has no tensor for it.
-    """
+    """Tensors and entry (the header's JSON object) of a layer; dtype: that the loaded model computes in."""
     row, notes = row_for(layer, ROWS, "torchao")
     tensors, (n, k) = dict(layer.tensors), layer.shape
     bias = {"bias": tensors["bias"]} if "bias" in tensors else {}

@@ -6,7 +6,7 @@ import pytest
 
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
-from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
+from fluxq.quantize.exchange.dialects import joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import list_linears
 from fluxq.recipes.formats import Scheme
 

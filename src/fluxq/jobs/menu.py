@@ -27,8 +27,7 @@ from fluxq.jobs import memory
 from fluxq.jobs.fitted import Fitted, tied_layers
 from fluxq.jobs.job import Job
 from fluxq.jobs.making import model_costs
-from fluxq.quantize.exchange.dialects import DIALECTS
-from fluxq.quantize.exchange.limits import joined_modules, misfit, misfit_beside
+from fluxq.quantize.exchange.dialects import DIALECTS, joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
 from fluxq.recipes.computing import Attention, Attentions, gathered

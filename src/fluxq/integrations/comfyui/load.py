@@ -243,7 +243,7 @@ def _known(kind: str) -> bool:
 
 def _is_native(layer: QuantLinear) -> bool:
     """Tell whether ComfyUI itself has a layer's format, as `fluxq export --format comfy` would write it."""
-    from fluxq.quantize.exchange.limits import misfit  # late: loading needs no dialects
+    from fluxq.quantize.exchange.dialects import misfit  # late: loading needs no dialects
 
     is_of_kitchen = layer.scheme.weights.element.name == "int4"  # comfy-kitchen decodes it, ComfyUI loads none
     return not is_of_kitchen and not misfit(layer.scheme, (layer.out_features, layer.in_features), "comfy")
