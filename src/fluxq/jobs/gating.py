@@ -22,7 +22,7 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.commits import PREFIX, CommitSource, commit_of
 from fluxq.eval.gate.decide import RULES, Finding, Rule, judge, looks_of, together
 from fluxq.eval.gate.endpoints import NEARER, EndpointSource, endpoint_of
-from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
+from fluxq.eval.gate.pictures import Pictures, is_picture_folder, read_pictures
 from fluxq.eval.gate.result import (
     JUNIT_BEGIN,
     MARKDOWN_BEGIN,
@@ -35,7 +35,7 @@ from fluxq.eval.gate.result import (
     unseen_share,
     with_speed,
 )
-from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
+from fluxq.eval.gate.sources import PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
 from fluxq.eval.history.results import row_of_gate
 from fluxq.eval.history.rows import append, commit_at, current_commit, require_history
@@ -112,7 +112,7 @@ def gate_of(options: GateOptions) -> Gate:
     sources = opener.sources(texts)
     a, b, floor = sources[0], sources[1], sources[2] if options.floor else sources[0].again()
     if floor == a:
-        if isinstance(a, PictureSource):
+        if isinstance(a, Pictures):
             raise ValueError(f"--floor {options.floor}: these are A's own images; give those of a second run")
         floor = a.again()
     if floor is None and not options.margins:
@@ -337,17 +337,17 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
                     f"{other.name} lacks {count} of the {len(one.items or ())} images of {one.name}, the first of them "
                     f"{prompt!r} with seed {seed}: make both from one list"
                 )
-    _require_one_size([source for source in given if isinstance(source, PictureSource)])
+    _require_one_size([source for source in given if isinstance(source, Pictures)])
     items = first[: options.images or len(first)]
     _require_prompts(items, given[0].name)
     return items
 
 
-def _require_one_size(sources: Sequence[PictureSource]) -> None:
+def _require_one_size(sources: Sequence[Pictures]) -> None:
     """Raise ValueError where folders have images of one item in other sizes."""
     for source in sources[1:]:
-        for item, size in source.pictures.sizes.items():
-            if size != (expected := sources[0].pictures.sizes[item]):
+        for item, size in source.sizes.items():
+            if size != (expected := sources[0].sizes[item]):
                 (prompt, seed), sizes = item, (expected, size)
                 shown = " and ".join(f"{width} x {height}" for width, height in sizes)
                 raise ValueError(f"images of {prompt!r}, seed {seed}, are {shown} pixels: make both at one size")
@@ -506,7 +506,7 @@ class _Opener:
             return commit_of(text, self.options.setup, self.options.command, self.options.work)
         place = Path(text).expanduser()
         if place.is_dir() and is_picture_folder(place):
-            return PictureSource(read_pictures(place))
+            return read_pictures(place)
         if place.is_dir() and not (place / "model_index.json").is_file():
             raise ValueError(f"{text}: neither a pipeline (model_index.json) nor a folder of images (prompts.jsonl)")
         return self._pipeline(resolve_model(text))
