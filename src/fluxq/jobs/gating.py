@@ -187,7 +187,7 @@ def _last_look(gate: Gate) -> _Look:
             break
         look = _look(gate, count, looks)
     if look.identical:
-        same = {key: replace(each, verdict="equivalent", more=None) for key, each in look.findings.items()}
+        same = {key: replace(each, verdict="equivalent", more_images=None) for key, each in look.findings.items()}
         return replace(look, findings=same)
     return look
 

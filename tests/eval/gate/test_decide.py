@@ -51,7 +51,7 @@ def test_a_mean_at_the_limit_cannot_be_told_and_the_number_that_would_grows_with
     near, wide = ([47.0 + 0.4 + deviation * value for value in draw(0, 1)] for deviation in (4, 8))
     few, many = (judge(PSNR, values, floor, range(64), looks_of(64)) for values in (near, wide))
     assert few.verdict == many.verdict == "cannot tell"
-    assert few.more and many.more and many.more > 3 * few.more
+    assert few.more_images and many.more_images and many.more_images > 3 * few.more_images
 
 
 def test_the_rate_of_false_alarms_over_all_looks_is_as_stated() -> None:
