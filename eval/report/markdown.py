@@ -175,11 +175,11 @@ def _gate(gate: GateOutcome) -> str:
 def _caches(report: Report) -> list[str]:
     rows = [
         (
-            *(row.run.name, share(row.run.computed), stated(psnr_of(row.run), ".2f")),
-            *(row.fewer.name, share(row.fewer.computed), stated(psnr_of(row.fewer), ".2f")),
-            stated(row.difference, ".2f", sign="+"),
+            *(run.name, share(run.computed), stated(psnr_of(run), ".2f")),
+            *(fewer.name, share(fewer.computed), stated(psnr_of(fewer), ".2f")),
+            stated(difference, ".2f", sign="+"),
         )
-        for row in caches(report)
+        for run, fewer, difference in caches(report)
     ]
     return [f"## {CACHES_TITLE}", "", *_table(CACHES_HEAD, rows), "", CACHES_NOTE, ""] if rows else []
 
