@@ -84,12 +84,6 @@ class GateResult(Strict):
 EXIT_CODES = {"equivalent": 0, "worse": 1, "no-op": 1, "cannot tell": 3}
 
 
-def with_speed(verdict: GateVerdict, speed: GateSpeed | None) -> GateVerdict:
-    """Return the verdict of images and speed together: the graver one."""
-    verdicts: set[GateVerdict] = {verdict, speed.verdict if speed else verdict}
-    return max(verdicts, key=("equivalent", "cannot tell", "worse", "no-op").index)
-
-
 def unseen_share(images: int) -> float:
     """Return the share of images that may be faulty where none of so many was, with error 5 % (Clopper & Pearson)."""
     return 1 - 0.05 ** (1 / images)

@@ -33,7 +33,6 @@ from fluxq.eval.gate.result import (
     numbers,
     sentences,
     unseen_share,
-    with_speed,
 )
 from fluxq.eval.gate.sources import PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
@@ -183,7 +182,7 @@ def _last_look(gate: Gate) -> _Look:
     looks = looks_of(len(gate.items))
     look = _look(gate, looks[0], looks)
     for count in looks[1:]:
-        if together(look.findings) == "worse":
+        if together(each.verdict for each in look.findings.values()) == "worse":
             break
         look = _look(gate, count, looks)
     if look.identical:
@@ -220,10 +219,11 @@ def _result_of(gate: Gate, last: _Look, speed: GateSpeed | None, seconds: float)
         for key, finding in last.findings.items()
     }
     is_no_op = last.identical and gate.options.expect_change
+    judged = [*last.findings.values(), *([speed] if speed else [])]
     return GateResult(
         fluxq=FLUXQ_VERSION,
         created=utc_now(),
-        verdict=with_speed("no-op" if is_no_op else together(last.findings), speed),
+        verdict="no-op" if is_no_op else together(each.verdict for each in judged),
         reasons=(*_reasons(metrics, last, is_no_op), *([speed.sentence] if speed else [])),
         a=_named(gate.a),
         b=_named(gate.b),
