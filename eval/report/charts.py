@@ -132,7 +132,7 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
     if not rows:
         return None
     noun = "image" if timed[0].frames is None else "video"
-    stages = [STEPS, *(name for name in ("text encoders", "VAE") if any(row["stage"] == name for row in rows))]
+    stages = [name for name in _STAGES if any(row["stage"] == name for row in rows)]
     chart = (
         alt.Chart(alt.Data(values=rows))
         .mark_bar()
@@ -631,13 +631,12 @@ def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
     """Return times of text encoders and VAE; the rest of end to end is the steps, the scheduler and the call."""
     if END not in row.stages:
         return []
-    whole = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
+    whole = {name: row.stages[name].p50 for name in _STAGES[1:] if name in row.stages}
     whole[STEPS] = max(0.0, row.stages[END].p50 - sum(whole.values()))
     parts = {name: seconds / row.batch for name, seconds in whole.items()}
     side = f"{row.label}, {row.mode}"
-    order = [STEPS, "text encoders", "VAE"]
     return [
-        {"side": side, "stage": name, "order": order.index(name), "seconds": s, "time": duration(s)}
+        {"side": side, "stage": name, "order": _STAGES.index(name), "seconds": s, "time": duration(s)}
         for name, s in parts.items()
     ]
 
@@ -706,6 +705,7 @@ _PLANS = {FRONT: "var(--c1)", MIXED: "var(--quiet)", RAN: "var(--c0)", CHOSEN: "
 _OF_RUNS = ("text", "commit", "time", "verdict")
 _PIECES = 40  # of a line that is straight in energy
 STEPS = "steps and the rest"
+_STAGES = (STEPS, "text encoders", "VAE")
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 
 # key -> title, axis, digits, (run, whether of its 16-bit side) -> cost; None where it was not measured
