@@ -58,7 +58,7 @@ class Rule:
 class Finding:
     """Result of one metric at one look.
 
-    images: number of them.
+    images: number that were looked at.
     difference, low, high: mean of x, in the metric's unit, and one-sided limits of it, beyond `limit` of what is beyond
         it.
     limit: of the mean.
