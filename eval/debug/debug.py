@@ -123,9 +123,9 @@ def debug_pipelines(
             patch = make_patch(reference, quantized, layers, damages, recipe, search.growth, error)
         except ValueError as refused:
             why_not = str(refused)
-    measured = {name: _traced(name, traces, steps) | {"fault": faults.get(name, "")} for name in traces.order}
     rows = [
-        _row(name, locate(quantized, name)[0], (name,), layers, damages, **traced) for name, traced in measured.items()
+        _row(name, locate(quantized, name)[0], (name,), layers, damages, **_traced(name, traces, steps, faults))
+        for name in traces.order
     ]
     rows = _ranked(rows, list(faults))
     divergence = _first_divergence(traces, steps)
@@ -163,10 +163,9 @@ class _Traces:
     sigmas: tuple[float, ...]
     floor_error: float
     resolution: float
-    local: Powers
+    local: Local
     free: Powers
     floor: Powers
-    kernel_errors: dict[str, float]
     health: Health
 
 
@@ -198,10 +197,9 @@ def _trace(
         sigmas=sigmas,
         floor_error=squared_error(other, latents),
         resolution=(torch.finfo(reference.dtype).eps / 4) ** 2,  # about what rounding a result once adds
-        local=local.powers,
+        local=local,
         free=ours.against(outputs),
         floor=again.against(outputs),
-        kernel_errors=local.kernel_errors,
         health=health,
     )
 
@@ -223,7 +221,7 @@ def _faults(
 
     for name, step in _first_not_finite(traces, steps):
         add(name, f"at step {step} NaN or infinity comes out of it, from an input that is finite")
-    for name, error in traces.kernel_errors.items():
+    for name, error in traces.local.kernel_errors.items():
         if not error <= KERNEL_TOLERANCE:
             off = f"{error:.1%} off" if math.isfinite(error) else "not finite like"
             add(name, f"its kernel is {off} the torch reference on the same input, which is no quantization error")
@@ -270,12 +268,13 @@ def _first_divergence(traces: _Traces, steps: Sequence[int]) -> str | None:
     return None
 
 
-def _traced(name: str, traces: _Traces, steps: Sequence[int]) -> dict[str, Any]:
+def _traced(name: str, traces: _Traces, steps: Sequence[int], faults: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "local_sqnr_db": traces.local.sqnr_db(name, steps),
+        "local_sqnr_db": traces.local.powers.sqnr_db(name, steps),
         "free_sqnr_db": traces.free.sqnr_db(name, steps),
-        "kernel_error": number(traces.kernel_errors.get(name)),
+        "kernel_error": number(traces.local.kernel_errors.get(name)),
         "health": traces.health.of(name, steps),
+        "fault": faults.get(name, ""),
     }
 
 

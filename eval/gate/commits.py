@@ -42,7 +42,7 @@ class CommitSource:
 
     project: folder in a repository. rev: as given. commit: its full id. prefix: project in the repository, "" for its
     top. setup: command that is run in the worktree before, or None. command: one with `{prompts}` and `{out}`.
-    run: 0; another number for another run, kept apart. has_latents, items, machine: as `Source` has them.
+    run: 0; another number for another run, kept apart. has_latents, items, machine: see `sources`.
     """
 
     project: Path = field(compare=False)  # its folder is the commit's, whatever it is called
@@ -94,7 +94,7 @@ class CommitSource:
             for pictures in made
             for row in pictures.rows
         )
-        return Pictures(self.folder, rows).of(items)
+        return Pictures(self.folder, rows).make(items)
 
     @property
     def _key(self) -> str:
@@ -113,7 +113,7 @@ class CommitSource:
         try:
             if not (part / PROMPTS_FILE).is_file():
                 raise FileNotFoundError(f"wrote no {PROMPTS_FILE} into {{out}}")
-            read_pictures(part).of(items)
+            read_pictures(part).make(items)
         except (ValueError, FileNotFoundError) as error:
             raise RuntimeError(f"{self.name}: `{self.command}` ended well, but {self._with_tail(error)}") from None
         os.replace(part, self.folder / name)

@@ -18,7 +18,7 @@ beyond all of the floor's: a mean hides one broken image of many.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -58,25 +58,26 @@ class Rule:
 class Finding:
     """Result of one metric at one look.
 
-    mean, low, high: of x, in the metric's unit; `low` and `high` are one-sided limits, beyond `limit` of what is beyond
-    it.
+    images: number that were looked at.
+    difference, low, high: mean of x, in the metric's unit, and one-sided limits of it, beyond `limit` of what is beyond
+        it.
     limit: of the mean.
     floor, distance: mean d(A, A2), of the worse mode where there are two, and mean d(A, B).
     modes: of the floor, None for one.
+    more_images: about how many more would decide; None where it is decided, or where no number can be given.
     outliers: images, by their index, that are far beyond all of the floor's.
-    more: about how many more images would decide; None where it is decided, or where no number can be given.
     """
 
     verdict: Verdict
-    n: int
-    mean: float
+    images: int
+    difference: float
     low: float
     high: float
     limit: float
     floor: float
     distance: float
     modes: Modes | None = None
-    more: int | None = None
+    more_images: int | None = None
     outliers: tuple[int, ...] = ()
 
 
@@ -89,15 +90,15 @@ def looks_of(images: int) -> tuple[int, ...]:
     return (*looks, images)
 
 
-def spent_at(look: int, looks: Sequence[int], alpha: float = ALPHA) -> float:
-    """Return the part of alpha that a look spends. look: one of `looks`, in images."""
+def spent_at(look: int, looks: Sequence[int]) -> float:
+    """Return the part of ALPHA that a look spends. look: one of `looks`, in images."""
     index = looks.index(look)
     before = looks[index - 1] if index else 0
-    return _spent(look / looks[-1], alpha) - _spent(before / looks[-1], alpha)
+    return _spent(look / looks[-1]) - _spent(before / looks[-1])
 
 
-def _spent(share: float, alpha: float) -> float:
-    return alpha * math.log(1 + (math.e - 1) * share)
+def _spent(share: float) -> float:
+    return ALPHA * math.log(1 + (math.e - 1) * share)
 
 
 def judge(
@@ -156,10 +157,9 @@ def _farthest(own: Sequence[float], rule: Rule) -> Sequence[float]:
     return [farthest] * len(own) if len(own) < ENOUGH_IMAGES and farthest - min(own) > rule.margin else own
 
 
-def together(findings: Mapping[str, Finding]) -> Verdict:
-    """Return the verdict of several metrics: worse where one is, equivalent where all are."""
-    verdicts = {finding.verdict for finding in findings.values()}
-    return "worse" if "worse" in verdicts else "cannot tell" if "cannot tell" in verdicts else "equivalent"
+def together(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict on several metrics, and on speed: worse where one is, equivalent where all are."""
+    return max(verdicts, key=("equivalent", "cannot tell", "worse").index)
 
 
 # Metric -> its rule. Margins: docs/gate.md says where they come from.

@@ -59,7 +59,7 @@ class EndpointSource:
     """A server that makes images.
 
     base: address up to `/v1`. model: name that is sent. call: arguments of a pipeline's call, as options name them.
-    run: 0; another number for another run, kept apart. has_latents, items, machine: as `Source` has them.
+    run: 0; another number for another run, kept apart. has_latents, items, machine: see `sources`.
     """
 
     base: str
@@ -94,7 +94,8 @@ class EndpointSource:
         listing = self.folder / PROMPTS_FILE
         with sole_writer(listing):
             _drop_torn_line(listing)
-            made = {(row.prompt, row.seed) for row in read_pictures(self.folder).rows} if _has_rows(listing) else set()
+            has_rows = listing.is_file() and listing.stat().st_size > 0
+            made = set(read_pictures(self.folder).items) if has_rows else set()
             missing = [item for item in items if item not in made]
             for prompt, seed in progress(missing, f"Asking: {self.name}", len(missing)):
                 name = f"{sha256_json([prompt, seed])[:16]}.png"
@@ -102,7 +103,7 @@ class EndpointSource:
                     self.ask(prompt, seed).save(part, format="PNG")
                 with listing.open("a", encoding="utf-8") as file:
                     file.write(line_of(prompt, seed, name))
-        return read_pictures(self.folder).of(items)
+        return read_pictures(self.folder).make(items)
 
     def require_seeds(self, prompt: str, seed: int) -> None:
         """Raise ValueError where the server ignores the seed, or is another one than that of the kept images.
@@ -358,10 +359,6 @@ def _read_json(content: bytes, base: str) -> dict[str, Any]:
 
 def _size(image: torch.Tensor) -> str:
     return f"{image.shape[-1]} x {image.shape[-2]}"
-
-
-def _has_rows(listing: Path) -> bool:
-    return listing.is_file() and listing.stat().st_size > 0
 
 
 def _drop_torn_line(listing: Path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 LEAST_SHARE = 0.1  # of images in the smaller mode
 LEAST_IMAGES = 2
@@ -18,8 +18,7 @@ ENOUGH_IMAGES = 16  # of fewer, one in six normal draws looks like two modes
 APART = 5.0  # distance of the modes' means, in standard deviations within
 
 
-@dataclass(frozen=True)
-class Modes:
+class Modes(NamedTuple):
     """Two modes of distances. better, worse: mean of each. share: of images in the worse one."""
 
     better: float

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fluxq.base.console import first_fault
 from fluxq.base.files import read_json, sha256_json, write_json
-from fluxq.base.output import PASSPORT_FILE
+from fluxq.base.output import PASSPORT_FILE, with_seal
 from fluxq.calibrate.prompts import PromptRow
 from fluxq.eval.gate.decide import RULES, Finding, judge
 from fluxq.eval.images.generate import Images
@@ -37,7 +37,6 @@ KIND, SCHEMA_VERSION = "fluxq passport", 1
 NAMED = 8  # images at most
 SKETCH = 1024  # numbers
 FINEST = 144.0  # dB: half a step of fp32
-_SEAL = "sha256"
 _MOST_IN_CALL, _MOST_THREADS = 64, 4096
 
 Verdict = Literal["bit for bit", "within the floor", "not", "cannot tell"]
@@ -198,15 +197,14 @@ def nearness(passport: Passport, images: Sequence[NamedImage]) -> Nearness:
 
 def write_passport(folder: Path, passport: Passport) -> None:
     """Write the passport of a checkpoint folder, in place of the one that is there."""
-    content = passport.model_dump(mode="json")
-    write_json(folder / PASSPORT_FILE, {**content, _SEAL: sha256_json(content)})
+    write_json(folder / PASSPORT_FILE, with_seal(passport.model_dump(mode="json")))
 
 
 def read_passport(file: Path) -> Passport:
     """Read a passport; ValueError naming the file where it is damaged, or of another version of fluxq."""
     content = read_json(file)
     cure = "copy it again, or let `fluxq eval` write a new one"
-    seal = content.pop(_SEAL, None)
+    seal = content.pop("sha256", None)
     if content.get("kind") != KIND or seal is None:
         raise ValueError(f"{file}: no passport of fluxq; {cure}")
     if seal != sha256_json(content):

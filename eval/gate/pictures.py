@@ -42,12 +42,17 @@ class PictureLine(BaseModel):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images of an image folder, as metrics want them (see `generate.Generated`), without latents."""
+    """Image folder: a source of a gate, and its images as metrics want them (see `generate.Generated`)."""
 
     folder: Path
     rows: tuple[PictureLine, ...]
     latents: None = None
     frames: None = None
+    has_latents: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
 
     @property
     def items(self) -> tuple[tuple[str, int], ...]:
@@ -72,13 +77,19 @@ class Pictures:
         """Names of the devices that made them; None where nobody says."""
         return ", ".join(sorted({row.machine for row in self.rows if row.machine})) or None
 
-    def of(self, items: Sequence[tuple[str, int]]) -> Pictures:
+    def make(self, items: Sequence[tuple[str, int]]) -> Pictures:
         """Return the images of these (prompt, seed); ValueError naming one that is not there."""
         by_item = {(row.prompt, row.seed): row for row in self.rows}
         for prompt, seed in items:
             if (prompt, seed) not in by_item:
                 raise ValueError(f"{self.folder}: no image of {prompt!r} with seed {seed}; its {PROMPTS_FILE} lacks it")
         return Pictures(self.folder, tuple(by_item[item] for item in items))
+
+    def again(self) -> None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "images", "count": len(self.rows)}
 
 
 def is_picture_folder(folder: Path) -> bool:
@@ -136,7 +147,7 @@ def _row(line: bytes, where: str) -> PictureLine:
         ) from None
 
 
-def line_of(prompt: str, seed: int, image: str, machine: str | None = None, **more: Any) -> str:
+def line_of(prompt: str, seed: int, image: str, machine: str | None = None) -> str:
     """Return a line of `prompts.jsonl`, with its end."""
     row: dict[str, Any] = {"prompt": prompt, "seed": seed, "image": image}
-    return json.dumps(row | ({"machine": machine} if machine else {}) | more, ensure_ascii=False) + "\n"
+    return json.dumps(row | ({"machine": machine} if machine else {}), ensure_ascii=False) + "\n"

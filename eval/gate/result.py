@@ -19,12 +19,7 @@ GateVerdict = Literal["equivalent", "worse", "cannot tell", "no-op"]
 
 
 class MetricResult(Strict):
-    """Result of one metric, in its unit. Distances are from A, see `decide`.
-
-    floor, distance: of A's second run, and of B. difference, low, high: B's distance beyond the floor's, and one-sided
-    limits of it. limit: of the difference. images: number when it was decided. None for a number that there is not.
-    outliers: indices of images that are far beyond all of the floor's.
-    """
+    """A `Finding` and its rule's numbers, in the metric's unit. None for a number that there is not."""
 
     name: str
     unit: str
@@ -45,24 +40,8 @@ class MetricResult(Strict):
     @classmethod
     def of(cls, name: str, unit: str, rule: Rule, finding: Finding) -> MetricResult:
         """Return what a finding says."""
-        modes = finding.modes
-        return cls(
-            name=name,
-            unit=unit,
-            verdict=finding.verdict,
-            images=finding.n,
-            floor=number(finding.floor),
-            distance=number(finding.distance),
-            difference=number(finding.mean),
-            low=number(finding.low),
-            high=number(finding.high),
-            limit=finding.limit,
-            margin=rule.margin,
-            c=rule.c,
-            modes=None if modes is None else (modes.better, modes.worse, modes.share),
-            more_images=finding.more,
-            outliers=finding.outliers,
-        )
+        found = {key: number(each) if isinstance(each, float) else each for key, each in vars(finding).items()}
+        return cls(name=name, unit=unit, margin=rule.margin, c=rule.c, **found)
 
 
 class GateResult(Strict):
@@ -105,15 +84,9 @@ class GateResult(Strict):
 EXIT_CODES = {"equivalent": 0, "worse": 1, "no-op": 1, "cannot tell": 3}
 
 
-def with_speed(verdict: GateVerdict, speed: GateSpeed | None) -> GateVerdict:
-    """Return the verdict of images and speed together: the graver one."""
-    verdicts: set[GateVerdict] = {verdict, speed.verdict if speed else verdict}
-    return max(verdicts, key=("equivalent", "cannot tell", "worse", "no-op").index)
-
-
-def unseen_share(images: int, alpha: float = 0.05) -> float:
-    """Return the share of images that may be faulty where none of so many was, with error alpha (Clopper & Pearson)."""
-    return 1 - alpha ** (1 / images)
+def unseen_share(images: int) -> float:
+    """Return the share of images that may be faulty where none of so many was, with error 5 % (Clopper & Pearson)."""
+    return 1 - 0.05 ** (1 / images)
 
 
 def sentences(key: str, metric: MetricResult) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import comb
 from typing import Any
 
 from fluxq.base.files import sha256_json
@@ -11,9 +10,8 @@ from fluxq.eval.gate.result import GateResult
 from fluxq.eval.gate.speed import GateSpeed
 from fluxq.eval.history.rows import Commit, HistoryRow, Point
 from fluxq.eval.metrics.figures import plain_shape
-from fluxq.eval.metrics.schema import Speed, SpeedRow
+from fluxq.eval.metrics.schema import Speed, SpeedRow, number
 
-_ALPHA = 0.05  # error of the limits of a median
 STAGES = ("end to end", "denoiser step")  # of a bench, that a history keeps
 
 
@@ -112,9 +110,7 @@ def _median(row: SpeedRow, stage: str) -> Point:
 
 def median_limits(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return limits of a median of at least 95 %, two of the values; None for fewer than six."""
-    n, below, rank = len(values), 0.0, 0
-    while rank < n // 2 and below + comb(n, rank) / 2**n <= _ALPHA / 2:
-        below += comb(n, rank) / 2**n
-        rank += 1
-    ordered = sorted(values)
-    return (None, None) if rank == 0 else (ordered[rank - 1], ordered[n - rank])
+    from scipy.stats import quantile_test
+
+    low, high = quantile_test(values, p=0.5).confidence_interval(0.95)
+    return number(float(low)), number(float(high))

@@ -21,7 +21,6 @@ from fluxq.eval.report.markdown import metric_table, summary_table, verdict_line
 from fluxq.quantize.record import (
     Check,
     Layer,
-    Lora,
     Origin,
     Record,
     RecordedComponent,
@@ -116,7 +115,11 @@ def _recipe_lines(record: Record) -> list[str]:
             f"- {len(part.layers)} layers in {part.format}, fitted in the checkpoint `{code(part.checkpoint)}`"
             for part in record.mixed
         ),
-        *(f"- fused LoRA: {_lora(lora)}, SHA-256 `{lora.sha256[:16]}`" for lora in record.loras),
+        *(
+            f"- fused LoRA: `{code(PurePath(lora.file).name)}` at weight {lora.weight:g} in `{lora.component}`, "
+            f"SHA-256 `{lora.sha256[:16]}`"
+            for lora in record.loras
+        ),
         *([f"- prompts: {escaped(prompts.source)}, SHA-256 `{prompts.digest[:16]}`"] if prompts else []),
         f"- calibration: {_calibration(record.trajectory)}",
     ]
@@ -254,10 +257,6 @@ def _steps_lines(steps: Steps | None) -> list[str]:
     if steps and steps.compute:
         lines.append(f"- computed: {100 * steps.compute:g}% of the steps of a call, by `fluxq.skip_steps(pipe)`")
     return lines
-
-
-def _lora(lora: Lora) -> str:
-    return f"`{code(PurePath(lora.file).name)}` at weight {lora.weight:g} in `{lora.component}`"
 
 
 def _base(model: RecordedModel) -> str:

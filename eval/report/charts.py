@@ -132,7 +132,7 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
     if not rows:
         return None
     noun = "image" if timed[0].frames is None else "video"
-    stages = [STEPS, *(name for name in ("text encoders", "VAE") if any(row["stage"] == name for row in rows))]
+    stages = [name for name in _STAGES if any(row["stage"] == name for row in rows)]
     chart = (
         alt.Chart(alt.Data(values=rows))
         .mark_bar()
@@ -184,17 +184,13 @@ def front_chart(found: Mapping[str, Any], index: int = 0) -> Drawing:
     ]
     x = alt.X(f"{unit}:Q", title=unit, scale=alt.Scale(zero=False))
     y = alt.Y("dB:Q", title="SQNR of the final latents, dB", scale=alt.Scale(zero=False))
-    colours = alt.Scale(
-        domain=[FRONT, MIXED, RAN, CHOSEN], range=["var(--c1)", "var(--quiet)", "var(--c0)", "var(--c2)"]
-    )
+    of_lines, of_plans = (_colour(each, list(_PLANS), list(_PLANS.values())) for each in ("line:N", "plan:N"))
     line = alt.Chart(alt.Data(values=lines)).mark_line(strokeWidth=1.5)
     dots = alt.Chart(alt.Data(values=plans)).mark_point(filled=True, opacity=1)
-    chart = line.encode(
-        x=x, y=y, color=alt.Color("line:N", title=None, scale=colours), tooltip=[_tip("line"), _tip("text")]
-    ) + dots.encode(
+    chart = line.encode(x=x, y=y, color=of_lines, tooltip=[_tip("line"), _tip("text")]) + dots.encode(
         x=x,
         y=y,
-        color=alt.Color("plan:N", title=None, scale=colours),
+        color=of_plans,
         size=alt.condition(f"datum.plan === '{CHOSEN}'", alt.value(130), alt.value(50)),
         tooltip=[_tip("plan"), _tip("proposed by"), _tip("text")],
     )
@@ -224,16 +220,15 @@ def past_chart(series: Any, index: int = 0) -> Drawing:
     axis = alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", values=list(names), labelAngle=-60, grid=False)
     x = alt.X("run:Q", title=None, axis=axis, scale=alt.Scale(domain=[0.5, len(rows) + 0.5], nice=False))
     y, upward = f"{series.name}{f', {series.unit}' * bool(series.unit)}", alt.Scale(zero=False)
+    value, low, limit_at = (alt.Y(f"{name}:Q", title=None, scale=upward) for name in ("value", "low", "limit"))
     base = alt.Chart(alt.Data(values=rows)).encode(x=x)
     layers = [
         base.transform_filter("isValid(datum.low) && isValid(datum.high)")
         .mark_rule(color="var(--before)", strokeWidth=1.5)
-        .encode(y=alt.Y("low:Q", title=None, scale=upward), y2="high:Q"),
-        base.mark_line(color="var(--accent)", strokeWidth=1, opacity=0.5).encode(
-            y=alt.Y("value:Q", title=None, scale=upward)
-        ),
+        .encode(y=low, y2="high:Q"),
+        base.mark_line(color="var(--accent)", strokeWidth=1, opacity=0.5).encode(y=value),
         base.mark_point(filled=True, color="var(--accent)", size=40, opacity=1).encode(
-            y=alt.Y("value:Q", title=None, scale=upward), tooltip=[_tip(name) for name in _OF_RUNS]
+            y=value, tooltip=[_tip(name) for name in _OF_RUNS]
         ),
     ]
     changes = [{"run": change + 0.5} for change in series.changes]
@@ -243,7 +238,7 @@ def past_chart(series: Any, index: int = 0) -> Drawing:
     limit = series.points[-1].limit
     if limit is not None:
         allowed = alt.Chart(alt.Data(values=[{"limit": limit}])).mark_rule(color="var(--quiet)", strokeDash=[2, 3])
-        layers.append(allowed.encode(y=alt.Y("limit:Q", title=None, scale=upward)))
+        layers.append(allowed.encode(y=limit_at))
     text = f"{y} of {len(rows)} runs" + "".join(f"; {sentence}" for sentence in series.said) + "."
     note = f"{limit:.4g} are allowed, the dotted line." if limit is not None else ""
     return _drawing(f"past-{index}", y, text, alt.layer(*layers), note=note)
@@ -511,12 +506,7 @@ def _curve_chart(key: str, axis: str, curves: Sequence[_Along], *, wide: bool = 
     dashes = [*([1, 0] for _ in names), [5, 4]][: len(shown)]
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X(f"{number}:Q", title=axis, axis=alt.Axis(tickMinStep=1, format="d")),
-        color=alt.Color(
-            "run:N",
-            title=None,
-            scale=alt.Scale(domain=shown, range=colours),
-            legend=alt.Legend(symbolType="stroke", symbolOpacity=1, symbolSize=260),
-        ),
+        color=_colour("run:N", shown, colours, legend=alt.Legend(symbolType="stroke", symbolOpacity=1, symbolSize=260)),
     )
     title, scale = f"{first.unit or 'value'}, {first.better} is better", alt.Scale(zero=False)
     y = alt.Y("value:Q", title=title, scale=scale)
@@ -641,13 +631,12 @@ def _stage_rows(row: SpeedRow) -> list[dict[str, Any]]:
     """Return times of text encoders and VAE; the rest of end to end is the steps, the scheduler and the call."""
     if END not in row.stages:
         return []
-    whole = {name: row.stages[name].p50 for name in ("text encoders", "VAE") if name in row.stages}
+    whole = {name: row.stages[name].p50 for name in _STAGES[1:] if name in row.stages}
     whole[STEPS] = max(0.0, row.stages[END].p50 - sum(whole.values()))
     parts = {name: seconds / row.batch for name, seconds in whole.items()}
     side = f"{row.label}, {row.mode}"
-    order = [STEPS, "text encoders", "VAE"]
     return [
-        {"side": side, "stage": name, "order": order.index(name), "seconds": s, "time": duration(s)}
+        {"side": side, "stage": name, "order": _STAGES.index(name), "seconds": s, "time": duration(s)}
         for name, s in parts.items()
     ]
 
@@ -698,8 +687,9 @@ def _vegalite() -> str:
     return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 
-def _colour(field: str, names: Sequence[str], **how: Any) -> alt.Color:
-    return alt.Color(field, title=None, scale=alt.Scale(domain=names, range=_palette(len(names))), **how)
+def _colour(field: str, names: Sequence[str], colours: Sequence[str] = (), **how: Any) -> alt.Color:
+    scale = alt.Scale(domain=names, range=colours or _palette(len(names)))
+    return alt.Color(field, title=None, scale=scale, **how)
 
 
 def _palette(count: int) -> list[str]:
@@ -711,9 +701,11 @@ def _tip(name: str) -> alt.Tooltip:
 
 
 FRONT, MIXED, RAN, CHOSEN = "front, predicted", "mixing at random", "ran, measured", "chosen, measured"
+_PLANS = {FRONT: "var(--c1)", MIXED: "var(--quiet)", RAN: "var(--c0)", CHOSEN: "var(--c2)"}
 _OF_RUNS = ("text", "commit", "time", "verdict")
 _PIECES = 40  # of a line that is straight in energy
 STEPS = "steps and the rest"
+_STAGES = (STEPS, "text encoders", "VAE")
 ONLY, RESTORED = "only this quantized", "gone when kept in 16 bit"
 
 # key -> title, axis, digits, (run, whether of its 16-bit side) -> cost; None where it was not measured

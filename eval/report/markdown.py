@@ -175,24 +175,22 @@ def _gate(gate: GateOutcome) -> str:
 def _caches(report: Report) -> list[str]:
     rows = [
         (
-            *(row.run.name, share(row.run.computed), stated(psnr_of(row.run), ".2f")),
-            *(row.fewer.name, share(row.fewer.computed), stated(psnr_of(row.fewer), ".2f")),
-            stated(row.difference, ".2f", sign="+"),
+            *(run.name, share(run.computed), stated(psnr_of(run), ".2f")),
+            *(fewer.name, share(fewer.computed), stated(psnr_of(fewer), ".2f")),
+            stated(difference, ".2f", sign="+"),
         )
-        for row in caches(report)
+        for run, fewer, difference in caches(report)
     ]
     return [f"## {CACHES_TITLE}", "", *_table(CACHES_HEAD, rows), "", CACHES_NOTE, ""] if rows else []
 
 
 def _comparisons(report: Report) -> list[str]:
-    if not report.comparisons:
-        return []
     rows = [
         (each.first, each.second, stated(each.difference, ".2f", sign="+"), f"{each.p:.2g}", f"{each.p_holm:.2g}")
         for each in report.comparisons
     ]
     head = ("first", "second", "PSNR, first − second, dB", "p", "p, Holm")
-    return [f"## Runs compared {report.noun} by {report.noun}", "", *_table(head, rows), ""]
+    return [f"## Runs compared {report.noun} by {report.noun}", "", *_table(head, rows), ""] if rows else []
 
 
 def _drift(runs: Sequence[Run]) -> list[str]:
@@ -203,10 +201,8 @@ def _drift(runs: Sequence[Run]) -> list[str]:
             floor = figure(curve.floor[-1], curve.digits) if curve.floor else NONE
             picked = [figure(curve.values[i], curve.digits) for i in (0, middle, -1)]
             rows.append((run.name, f"{curve.name}{f', {curve.unit}' if curve.unit else ''}", *picked, floor))
-    if not rows:
-        return []
     head = ("run", "curve", "first step", "middle", "last step", "noise floor, last")
-    return ["## Along the denoising steps", "", *_table(head, rows), ""]
+    return ["## Along the denoising steps", "", *_table(head, rows), ""] if rows else []
 
 
 def _speed(name: str, speed: Speed) -> list[str]:

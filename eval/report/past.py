@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from fluxq.base.files import write_text
-from fluxq.base.output import seal
 from fluxq.eval.history.changes import change_points
 from fluxq.eval.history.rows import HistoryRow, Point
-from fluxq.eval.report.charts import Drawing, javascript, past_chart
-from fluxq.eval.report.report import environment
+from fluxq.eval.report.charts import Drawing, past_chart
+from fluxq.eval.report.report import write_page
 
 _DIGITS = 8  # of a commit
 
@@ -75,18 +73,10 @@ def series_of(rows: Sequence[HistoryRow]) -> list[Series]:
 
 def write_past(target: Path, rows: Sequence[HistoryRow], job: str = "") -> Path:
     """Write the page of a history, an .html file, atomically; returns it. job: that the page says it was written by."""
-    series = series_of(rows)
     groups: dict[tuple[str, str, str], list[tuple[Series, Drawing]]] = {}
-    for index, each in enumerate(series):
+    for index, each in enumerate(series_of(rows)):
         key = each.subject, each.machine, each.rows[0].setting
         groups.setdefault(key, []).append((each, past_chart(each, index)))
-    templates = environment()
-    templates.filters["label"] = label
-    body = templates.get_template("past.html").render(
-        groups=groups,
-        rows=sorted(rows, key=lambda row: (row.time, row.created), reverse=True),
-        specs={chart.key: chart.spec for charts in groups.values() for _, chart in charts},
-        script=javascript(),
-    )
-    write_text(target, seal(body, ".html", job))
-    return target
+    charts = [chart for pairs in groups.values() for _, chart in pairs]
+    newest_first = sorted(rows, key=lambda row: (row.time, row.created), reverse=True)
+    return write_page(target, "past.html", job, charts, groups=groups, rows=newest_first, label=label)

@@ -11,7 +11,6 @@ import itertools
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from fluxq.eval.metrics.statistics import clustered_interval, holm, p_value
 from fluxq.eval.metrics.verdict import with_verdicts
 from fluxq.eval.report.advice import advice
 from fluxq.eval.report.charts import (
+    Drawing,
     alike,
     cost_charts,
     damage_charts,
@@ -64,6 +64,14 @@ def write_report(target: Path, report: Report, job: str = "") -> Path:
     write_text(target.with_suffix(".json"), report.model_dump_json(indent=2) + "\n")
     write_text(target.with_suffix(".md"), seal(markdown(report), ".md"))
     write_text(target, seal(render(report), ".html", job))
+    return target
+
+
+def write_page(target: Path, template: str, job: str, charts: Sequence[Drawing], **values: Any) -> Path:
+    """Write another page with its charts, an .html file, atomically; returns it. values: what the template names."""
+    specs = {chart.key: chart.spec for chart in charts}
+    body = environment().get_template(template).render(specs=specs, script=javascript(), **values)
+    write_text(target, seal(body, ".html", job))
     return target
 
 
@@ -189,26 +197,6 @@ def _joined(tables: Iterable[dict[str, str]]) -> dict[str, str]:
 # values of the template besides the report
 
 
-@dataclass(frozen=True)
-class Shot:
-    """One run's picture of an item. picture: None where this run's wall does not hold it."""
-
-    run: Run
-    gain: int
-    picture: Picture | None
-    image: Image
-
-
-@dataclass(frozen=True)
-class PictureRow:
-    """One item: the 16-bit picture beside every run's. frames: those of a video that are shown."""
-
-    item: Item
-    reference: str
-    shots: tuple[Shot, ...]
-    frames: tuple[int, ...]
-
-
 def _page(report: Report) -> dict[str, Any]:
     runs = report.runs
     kept = _pictures_kept(runs)
@@ -268,7 +256,7 @@ def _bytes(picture: Picture) -> int:
     return sum(map(len, (picture.reference, picture.quantized, picture.difference, picture.motion or "")))
 
 
-def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[PictureRow], int]]:
+def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[dict[str, Any]], int]]:
     """Return the groups of all runs' walls: a row for each item, with the pictures of all runs that have it.
 
     Of each group its title, its rows, and how many of them are seen at once, the rest when asked for.
@@ -283,23 +271,27 @@ def _picture_groups(report: Report, kept: int) -> list[tuple[str, list[PictureRo
     shown = []
     for name, indices in groups.items():
         rows = [row for index in indices for row in _picture_rows(report, walls, index)]
-        rows.sort(key=lambda row: sum(shot.picture is None for shot in row.shots))  # whole rows first
+        rows.sort(key=lambda row: sum(shot["picture"] is None for shot in row["shots"]))  # whole rows first
         if rows:
             shown.append((PICTURE_GROUPS.get(name, name), rows, 0 if shown else _SHOWN_ROWS))
     return shown
 
 
-def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[PictureRow]:
-    """Return one row; several of a video of which runs show different frames, each with its own worst one."""
-    shots = tuple(
-        Shot(run, run.wall.gain if run.wall else 1, walls[run.name].get(index), run.images[index])
-        for run in report.runs
-    )
-    shown = {shot.picture.frames: shot.picture.reference for shot in reversed(shots) if shot.picture is not None}
+def _picture_rows(report: Report, walls: Mapping[str, Mapping[int, Picture]], index: int) -> list[dict[str, Any]]:
+    """Return an item with its 16-bit picture and a shot of every run, whose picture may be None.
+
+    Several rows of a video of which runs show different frames, each with its own worst one.
+    """
+    shots = []
+    for run in report.runs:
+        picture, gain = walls[run.name].get(index), run.wall.gain if run.wall else 1
+        shots.append({"run": run, "gain": gain, "picture": picture, "image": run.images[index]})
+    pictures = [shot["picture"] for shot in reversed(shots) if shot["picture"] is not None]
+    shown = {picture.frames: picture.reference for picture in pictures}
     rows = []
     for frames, reference in shown.items():
-        pictured = [shot for shot in shots if len(shown) == 1 or (shot.picture and shot.picture.frames == frames)]
-        rows.append(PictureRow(report.items[index], reference, tuple(pictured), frames))
+        pictured = [shot for shot in shots if len(shown) == 1 or (shot["picture"] and shot["picture"].frames == frames)]
+        rows.append({"item": report.items[index], "reference": reference, "shots": pictured, "frames": frames})
     return rows
 
 

@@ -129,23 +129,14 @@ def _margin_text(metric: Metric) -> str:
     return f"{'change ' if metric.margin.on == 'change' else ''}{metric.margin.describe(metric.unit)}"
 
 
-@dataclass(frozen=True)
-class CachedRow:
-    """A run that leaves out part of the steps, and the one of fewer steps.
+def caches(report: Report) -> list[tuple[Run, Run, Estimate | None]]:
+    """Return each run that leaves steps out, the one of fewer steps that computes no less, and their difference.
 
-    difference: of the PSNR of each image, first minus second, in dB; None where it was not compared.
+    It is of the PSNR of each image, first minus second, in dB; None where it was not compared.
     """
-
-    run: Run
-    fewer: Run
-    difference: Estimate | None
-
-
-def caches(report: Report) -> list[CachedRow]:
-    """Return a row for each run beside fewer steps at equal or the next greater compute."""
     runs = {run.name: run for run in report.runs}
     return [
-        CachedRow(run, runs[run.fewer], _difference(report, run.name, run.fewer))
+        (run, runs[run.fewer], _difference(report, run.name, run.fewer))
         for run in report.runs
         if run.fewer in runs and run.fewer is not None
     ]

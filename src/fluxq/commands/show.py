@@ -370,9 +370,9 @@ def evaluated(page: Path, report: Report) -> None:
         echo(f"  {'; '.join(facts(run))}")
         for gate in run.gates:
             echo(f"  gate {'passed' if gate.passed else 'MISSED'}: {judged(gate)}")
-    for row in caches(report):
-        than = "not compared" if row.difference is None else f"{stated(row.difference, '.2f', 'dB', '+')} of PSNR"
-        echo(f"{row.run.name} against {row.fewer.name}: {than}")
+    for run, fewer, difference in caches(report):
+        than = "not compared" if difference is None else f"{stated(difference, '.2f', 'dB', '+')} of PSNR"
+        echo(f"{run.name} against {fewer.name}: {than}")
     for timed in report.timed:
         echo(f"{timed.name}: timed, its quality was not measured: {command_for(timed)}")
     for warning in report.warnings:

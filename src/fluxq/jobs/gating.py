@@ -22,7 +22,7 @@ from fluxq.calibrate.prompts import load_prompts
 from fluxq.eval.gate.commits import PREFIX, CommitSource, commit_of
 from fluxq.eval.gate.decide import RULES, Finding, Rule, judge, looks_of, together
 from fluxq.eval.gate.endpoints import NEARER, EndpointSource, endpoint_of
-from fluxq.eval.gate.pictures import is_picture_folder, read_pictures
+from fluxq.eval.gate.pictures import Pictures, is_picture_folder, read_pictures
 from fluxq.eval.gate.result import (
     JUNIT_BEGIN,
     MARKDOWN_BEGIN,
@@ -33,9 +33,8 @@ from fluxq.eval.gate.result import (
     numbers,
     sentences,
     unseen_share,
-    with_speed,
 )
-from fluxq.eval.gate.sources import PictureSource, PipelineSource, Source
+from fluxq.eval.gate.sources import PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
 from fluxq.eval.history.results import row_of_gate
 from fluxq.eval.history.rows import append, commit_at, current_commit, require_history
@@ -112,7 +111,7 @@ def gate_of(options: GateOptions) -> Gate:
     sources = opener.sources(texts)
     a, b, floor = sources[0], sources[1], sources[2] if options.floor else sources[0].again()
     if floor == a:
-        if isinstance(a, PictureSource):
+        if isinstance(a, Pictures):
             raise ValueError(f"--floor {options.floor}: these are A's own images; give those of a second run")
         floor = a.again()
     if floor is None and not options.margins:
@@ -183,11 +182,11 @@ def _last_look(gate: Gate) -> _Look:
     looks = looks_of(len(gate.items))
     look = _look(gate, looks[0], looks)
     for count in looks[1:]:
-        if together(look.findings) == "worse":
+        if together(each.verdict for each in look.findings.values()) == "worse":
             break
         look = _look(gate, count, looks)
     if look.identical:
-        same = {key: replace(each, verdict="equivalent", more=None) for key, each in look.findings.items()}
+        same = {key: replace(each, verdict="equivalent", more_images=None) for key, each in look.findings.items()}
         return replace(look, findings=same)
     return look
 
@@ -220,10 +219,11 @@ def _result_of(gate: Gate, last: _Look, speed: GateSpeed | None, seconds: float)
         for key, finding in last.findings.items()
     }
     is_no_op = last.identical and gate.options.expect_change
+    judged = [*last.findings.values(), *([speed] if speed else [])]
     return GateResult(
         fluxq=FLUXQ_VERSION,
         created=utc_now(),
-        verdict=with_speed("no-op" if is_no_op else together(last.findings), speed),
+        verdict="no-op" if is_no_op else together(each.verdict for each in judged),
         reasons=(*_reasons(metrics, last, is_no_op), *([speed.sentence] if speed else [])),
         a=_named(gate.a),
         b=_named(gate.b),
@@ -337,17 +337,17 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
                     f"{other.name} lacks {count} of the {len(one.items or ())} images of {one.name}, the first of them "
                     f"{prompt!r} with seed {seed}: make both from one list"
                 )
-    _require_one_size([source for source in given if isinstance(source, PictureSource)])
+    _require_one_size([source for source in given if isinstance(source, Pictures)])
     items = first[: options.images or len(first)]
     _require_prompts(items, given[0].name)
     return items
 
 
-def _require_one_size(sources: Sequence[PictureSource]) -> None:
+def _require_one_size(sources: Sequence[Pictures]) -> None:
     """Raise ValueError where folders have images of one item in other sizes."""
     for source in sources[1:]:
-        for item, size in source.pictures.sizes.items():
-            if size != (expected := sources[0].pictures.sizes[item]):
+        for item, size in source.sizes.items():
+            if size != (expected := sources[0].sizes[item]):
                 (prompt, seed), sizes = item, (expected, size)
                 shown = " and ".join(f"{width} x {height}" for width, height in sizes)
                 raise ValueError(f"images of {prompt!r}, seed {seed}, are {shown} pixels: make both at one size")
@@ -506,7 +506,7 @@ class _Opener:
             return commit_of(text, self.options.setup, self.options.command, self.options.work)
         place = Path(text).expanduser()
         if place.is_dir() and is_picture_folder(place):
-            return PictureSource(read_pictures(place))
+            return read_pictures(place)
         if place.is_dir() and not (place / "model_index.json").is_file():
             raise ValueError(f"{text}: neither a pipeline (model_index.json) nor a folder of images (prompts.jsonl)")
         return self._pipeline(resolve_model(text))

@@ -25,7 +25,7 @@ ROW = {"prompt": "a", "seed": 0, "image": "0.png"}
 
 def test_images_come_in_the_order_asked_for(tmp_path: Path) -> None:
     pictures = read_pictures(write(tmp_path / "x", ROW, {**ROW, "seed": 1, "image": "1.png", "machine": "M"}))
-    images = pictures.of([("a", 1), ("a", 0)]).images
+    images = pictures.make([("a", 1), ("a", 0)]).images
     assert [int(image[0, 0, 0]) for image in images] == [1, 0] and images[0].shape == (3, 3, 4)
     assert images[0].dtype == torch.uint8 and pictures.machine == "M" and pictures.finite.all()
 
@@ -64,4 +64,4 @@ def test_a_file_that_is_no_picture_is_named(tmp_path: Path, content: bytes, why:
 
 def test_an_image_that_was_not_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no image of 'b' with seed 3"):
-        read_pictures(write(tmp_path / "x", ROW)).of([("b", 3)])
+        read_pictures(write(tmp_path / "x", ROW)).make([("b", 3)])
