@@ -38,6 +38,7 @@ from fluxq.eval.metrics.plugins import (
     open_plugin,
     scores,
 )
+from fluxq.eval.metrics.schema import Figure
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
 
@@ -92,14 +93,13 @@ class MetricRow:
     only_video: bool = False
     by_frame: bool = False
 
-    def called(self, is_video: bool) -> str:
-        """Return its name in a report."""
-        return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
-
-    def how_measured(self, how: str | None, is_video: bool) -> str:
-        """Return how the metric was measured, in words. how: words that replace the row's."""
-        how = how or self.how
-        return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
+    def figure(self, is_video: bool, how: str | None = None) -> Figure:
+        """Return what a report says of it. how: words that replace the row's."""
+        name, how = self.name, how or self.how
+        if is_video:
+            name = self.of_video or name.replace("images", "videos")
+            how = how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame
+        return Figure(name=name, unit=self.unit, digits=self.digits, better=self.better, how=how)
 
     def measure(self, sample: Sample) -> Measured:
         """Take the metric; raise Unmeasured with the reason and a cure if that is impossible."""

@@ -232,10 +232,6 @@ class Entry:
         return summarize([each.stages[stage] for each in self.rounds])
 
     @property
-    def stages(self) -> tuple[str, ...]:
-        return tuple(self.rounds[0].stages) if self.rounds else ()
-
-    @property
     def slowdowns(self) -> frozenset[str]:
         return frozenset(reason for each in self.rounds for reason in each.slowdowns)
 
@@ -620,7 +616,7 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
     }
     if not entry.rounds:
         return SpeedRow(**fields)
-    stages = {stage: entry.times(stage) for stage in entry.stages}
+    stages = {stage: entry.times(stage) for stage in entry.rounds[0].stages}
     joules = [each.joules for each in entry.rounds if each.joules]
     device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
     sequences = entry.rounds[0].sequences
