@@ -640,10 +640,10 @@ def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
     if peaks:
         row = min(peaks, key=lambda each: each.peak_bytes or 0)
         needed, basis = row.peak_bytes or 0, f"peak of {plain_shape(row)}, {row.mode}"
-    fits = {gigabytes: needed + CONTEXT <= gigabytes * GIB for gigabytes in CARDS if needed}
     return [
-        Card(side=opened.name, gigabytes=gigabytes, needed=needed, fits=each, basis=basis)
-        for gigabytes, each in fits.items()
+        Card(side=opened.name, gigabytes=each, needed=needed, fits=needed + CONTEXT <= each * GIB, basis=basis)
+        for each in CARDS
+        if needed
     ]
 
 
