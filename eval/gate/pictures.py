@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Pictures:
     def items(self) -> tuple[tuple[str, int], ...]:
         return tuple((row.prompt, row.seed) for row in self.rows)
 
-    @property
+    @cached_property
     def images(self) -> Sequence[Tensor]:
         """uint8 (3, H, W) each, read when asked for."""
         return Lazy(len(self.rows), lambda index: read_image(self.folder / self.rows[index].image))

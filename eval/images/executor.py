@@ -165,8 +165,7 @@ class ManifestLine(BaseModel):
 class ImageFolder:
     """An audited set of images or videos on disk, read when asked for; `rows` are in the order of the work's items.
 
-    images: uint8 (3, H, W) each, or (F, 3, H, W), latents: fp32. Reading raises ValueError naming a file that is
-    unreadable.
+    Reading raises ValueError naming a file that is unreadable.
     """
 
     folder: Path
@@ -182,18 +181,18 @@ class ImageFolder:
         """Frames of each video; None for images."""
         return self.rows[0].frames if self.rows else None
 
-    @property
+    @cached_property
     def images(self) -> Sequence[Tensor]:
         """uint8 (3, H, W) each, or (F, 3, H, W)."""
         read = read_image if self.frames is None else read_video
-        return Lazy(len(self.rows), lambda index: read(_picture(self.folder, self.rows[index].item, self.frames)))
+        return Lazy(len(self.rows), lambda index: read(_files(self.folder, self.rows[index].item, self.frames)[0]))
 
     @property
     def latents(self) -> Sequence[Tensor]:
         """fp32, as they left the last denoising step."""
 
         def read(index: int) -> Tensor:
-            with TensorFile(_latents(self.folder, self.rows[index].item)) as stored:
+            with TensorFile(_files(self.folder, self.rows[index].item, self.frames)[1]) as stored:
                 return stored.get_tensor("latents")
 
         return Lazy(len(self.rows), read)
@@ -365,7 +364,7 @@ def read_video(folder: Path) -> Tensor:
 
 def _write_files(folder: Path, chunk: Chunk, batch: Generated) -> list[tuple[str, str]]:
     """Write an image or a folder of frames, and latents, of each item durably; return the SHA-256 of both."""
-    pairs = [(_picture(folder, name, batch.frames), _latents(folder, name)) for name in chunk.names]
+    pairs = [_files(folder, name, batch.frames) for name in chunk.names]
     for (image_path, latents_path), image, latents in zip(pairs, batch.images, batch.latents, strict=True):
         if batch.frames is not None:
             aside = folder / f".{image_path.name}{_PART}"
@@ -429,7 +428,7 @@ def _prepare(work: Work) -> list[int]:
 def _repair(manifest: Path, work: Work) -> None:
     """Drop a torn last line, and rows of chunks that do not have all of theirs, or whose files are not all there."""
     rows = _read_manifest(manifest, work.key)
-    items = {row.item for row in rows if all(map(os.path.lexists, _files(work.folder, row)))}
+    items = {row.item for row in rows if all(map(os.path.lexists, _files(work.folder, row.item, row.frames)))}
     torn = {chunk.digest for chunk in work.chunks if not items >= set(chunk.names)}
     kept = "".join(row.model_dump_json() + "\n" for row in rows if row.chunk not in torn)
     if kept.encode() != manifest.read_bytes():
@@ -476,8 +475,8 @@ def _problems(work: Work, rows: Mapping[str, ManifestLine], pending: set[str]) -
     problems, sizes = [], Counter()
     for name in (name for chunk in work.chunks for name in chunk.names if name in rows and name not in pending):
         row = rows[name]
-        picture = _picture(work.folder, name, row.frames)
-        for path, expected in zip(_files(work.folder, row), (row.image, row.latents), strict=True):
+        picture, latents = _files(work.folder, name, row.frames)
+        for path, expected in ((picture, row.image), (latents, row.latents)):
             if not path.is_file() and not path.is_dir():
                 problems.append(f"{path.name} ({row.prompt!r}, seed {row.seed}) is missing")
             elif _digest(path) != expected:
@@ -744,17 +743,9 @@ def _manifest_path(work: Work, worker: str) -> Path:
     return work.folder / f"manifest-{worker}.jsonl"
 
 
-def _picture(folder: Path, name: str, frames: int | None) -> Path:
-    return folder / (f"{name}.png" if frames is None else name)
-
-
-def _files(folder: Path, row: ManifestLine) -> tuple[Path, Path]:
+def _files(folder: Path, name: str, frames: int | None) -> tuple[Path, Path]:
     """Return the files of an item: image, or folder of frames, and latents."""
-    return _picture(folder, row.item, row.frames), _latents(folder, row.item)
-
-
-def _latents(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
+    return folder / (f"{name}.png" if frames is None else name), folder / f"{name}.safetensors"
 
 
 def _name(key: str, chunk: str, prompt: str, seed: int) -> str:

@@ -142,23 +142,22 @@ def _tag(config: str, tag: str) -> Located:
     repository = str(row.get("hf_hub", "")).rpartition("/")[0]
     if not repository:
         raise ValueError(f"{config}/{tag} is published as a pickle only: download it and give CONFIG=FILE.pt#SHA256")
-    if not (_download(repository) / WEIGHTS[0]).is_file():  # open_clip then finds this file and takes no other
-        raise FileNotFoundError(f"{repository} holds no {WEIGHTS[0]}: give a model that is stored as safetensors")
+    _download(repository, WEIGHTS[:1])  # open_clip then finds this file and takes no other
     doubts = _gelu_doubt(settings, bool(row.get("quick_gelu")), f"{config}/{tag}")
     return config, tag, f"{config}/{tag}", doubts
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, weights: Sequence[str] = WEIGHTS) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=["*.json", "*.txt", *WEIGHTS]))
+        folder = Path(snapshot_download(repository, allow_patterns=["*.json", "*.txt", *weights]))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"CLIP model {repository} is neither in the hub's cache nor to be had: go online, or download "
             f"{CONFIG} and {WEIGHTS[0]} elsewhere and give their folder ({type(error).__name__})"
         ) from None
-    if not any((folder / name).is_file() for name in WEIGHTS):
+    if not any((folder / name).is_file() for name in weights):
         raise FileNotFoundError(f"{repository} holds no {WEIGHTS[0]}: give a model that is stored as safetensors")
     return folder
 

@@ -27,7 +27,7 @@ from fluxq.base.console import progress
 from fluxq.calibrate.capture import noise_levels, run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.metrics.fidelity import cosine, sqnr
-from fluxq.eval.metrics.schema import Curve, Drift, Estimate
+from fluxq.eval.metrics.schema import Curve, Drift, Estimate, Figure
 from fluxq.eval.metrics.statistics import clustered_interval
 
 _ASTRAY = 1e-2  # relative distance of steered latents from the recorded ones that no rounding explains
@@ -98,7 +98,7 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None, floor: D
     curves = {}
     for key, curve in CURVES.items():
         values = tuple(interval([row[step] for row in figures[key]]) for step in steps)
-        curves[key] = curve.model_copy(update={"values": values, "floor": floor and floor.curves[key].values})
+        curves[key] = Curve(**dict(curve), values=values, floor=floor and floor.curves[key].values)
     return Drift(
         steps=tuple(steps),
         sigmas=followed.sigmas,
@@ -245,28 +245,25 @@ class _Listener:
 
 
 CURVES = {
-    "velocity_error": Curve(
+    "velocity_error": Figure(
         name="Velocity error",
         unit="",
         digits=".3g",
         better="lower",
         how="|v̂ - v| / |v| of the transformer's output, both at the 16-bit latents",
-        values=(),
     ),
-    "latent_sqnr": Curve(
+    "latent_sqnr": Figure(
         name="SQNR of the latents",
         unit="dB",
         digits=".2f",
         better="higher",
         how="after the step, against the 16-bit latents, each pipeline on its own path; mean of per-image values",
-        values=(),
     ),
-    "latent_cosine": Curve(
+    "latent_cosine": Figure(
         name="Cosine of the latents",
         unit="",
         digits=".5f",
         better="higher",
         how="after the step, to the 16-bit latents, each pipeline on its own path; mean of per-image values",
-        values=(),
     ),
 }

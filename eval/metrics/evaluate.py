@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fluxq.eval.images.sides import Side
+from fluxq.eval.metrics.drift import CURVES
 from fluxq.eval.metrics.metrics import Measured, MetricRow, Sample, metric_rows
 from fluxq.eval.metrics.networks import Networks
 from fluxq.eval.metrics.pictures import wall
@@ -179,11 +180,7 @@ def _take(row: MetricRow, sample: Sample) -> Measured:
 def _row(row: MetricRow, measurement: Measured, floor: Interval | None, is_video: bool) -> Metric:
     was_taken = measurement.value is not None or measurement.per_image is not None
     return Metric(
-        name=row.called(is_video),
-        unit=row.unit,
-        digits=row.digits,
-        better=row.better,
-        how=row.how_measured(measurement.how, is_video),
+        **dict(row.figure(is_video, measurement.how)),
         value=_estimate(measurement.value),
         baseline=_estimate(measurement.baseline),
         change=_estimate(measurement.change),
@@ -198,16 +195,9 @@ def _estimate(interval: Interval | None) -> Estimate | None:
 
 
 def _velocity_error(drift: Drift) -> Metric:
-    curve = drift.curves[VELOCITY_ERROR]
-    return Metric(
-        name=curve.name,
-        unit=curve.unit,
-        digits=curve.digits,
-        better=curve.better,
-        how=f"{curve.how}; mean over {len(drift.steps)} steps",
-        value=drift.velocity_error,
-        floor=drift.velocity_floor,
-    )
+    figure = CURVES[VELOCITY_ERROR]
+    how = f"{figure.how}; mean over {len(drift.steps)} steps"
+    return Metric(**{**dict(figure), "how": how}, value=drift.velocity_error, floor=drift.velocity_floor)
 
 
 def _frame_curve(sample: Sample, floor: tuple[Estimate, ...] | None) -> Curve | None:

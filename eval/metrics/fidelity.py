@@ -92,8 +92,7 @@ def cosine(reference: Images, other: Images) -> Tensor:
 
 def per_pair(reference: Images, other: Images, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return `measure` of each pair, float64 (N,), one pair at a time to bound memory; ValueError for other shapes."""
-    values = [measure(a, b).double() for a, b in _pairs(reference, other)]
-    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+    return torch.tensor([float(measure(a, b)) for a, b in _pairs(reference, other)], dtype=torch.float64)
 
 
 def per_frame(reference: Images, other: Images, measure: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
@@ -106,8 +105,7 @@ def per_frame(reference: Images, other: Images, measure: Callable[[Tensor, Tenso
 
 def over_frames(values: Sequence[Tensor]) -> Tensor:
     """Return each video's mean over finite values (F,), float64 (N,); infinite if none is finite, NaN if one is NaN."""
-    means = [_mean(each) for each in values]
-    return torch.stack(means) if means else torch.zeros(0, dtype=torch.float64)
+    return torch.tensor([float(_mean(each)) for each in values], dtype=torch.float64)
 
 
 def _mean(values: Tensor) -> Tensor:

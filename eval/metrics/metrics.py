@@ -38,6 +38,7 @@ from fluxq.eval.metrics.plugins import (
     open_plugin,
     scores,
 )
+from fluxq.eval.metrics.schema import Figure
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.eval.metrics.video import VIDEO_FRAMES, all_frames, by_video, frames_in_each, mean_change, temporal_psnr
 
@@ -92,14 +93,13 @@ class MetricRow:
     only_video: bool = False
     by_frame: bool = False
 
-    def called(self, is_video: bool) -> str:
-        """Return its name in a report."""
-        return (self.of_video or self.name.replace("images", "videos")) if is_video else self.name
-
-    def how_measured(self, how: str | None, is_video: bool) -> str:
-        """Return how the metric was measured, in words. how: words that replace the row's."""
-        how = how or self.how
-        return how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame if is_video else how
+    def figure(self, is_video: bool, how: str | None = None) -> Figure:
+        """Return what a report says of it. how: words that replace the row's."""
+        name, how = self.name, how or self.how
+        if is_video:
+            name = self.of_video or name.replace("images", "videos")
+            how = how.replace("per-image", "per-video") + "; mean over frames" * self.by_frame
+        return Figure(name=name, unit=self.unit, digits=self.digits, better=self.better, how=how)
 
     def measure(self, sample: Sample) -> Measured:
         """Take the metric; raise Unmeasured with the reason and a cure if that is impossible."""
@@ -158,22 +158,19 @@ class Sample:
         before, after = (self.networks.kept(side, what, lambda side=side: compute(side)) for side in sides)
         return before, after
 
-    def features(self, images: Images, owner: Any = None) -> Features:
-        """Return the feature network's features of images, or of the frames of videos.
-
-        owner: the set they belong to, if it is not themselves.
-        """
+    def features(self, images: Images) -> Features:
+        """Return the feature network's features of images, or of the frames of videos."""
         network: Any = self.networks.features
         return self.networks.kept(
-            images if owner is None else owner,
+            images,
             f"features by {network.name}, {network.variant}",
             lambda: extract(all_frames(images), network, device=self.networks.device),
         )
 
-    def embeddings(self, images: Images, scorer: ClipScorer, owner: Any = None) -> Tensor:
+    def embeddings(self, images: Images, scorer: ClipScorer) -> Tensor:
         """Return CLIP's embeddings (N, D) of images, or (N · F, D) of the frames of videos."""
         what = f"embeddings by {scorer.network}"
-        return self.networks.kept(images if owner is None else owner, what, lambda: scorer.embed(all_frames(images)))
+        return self.networks.kept(images, what, lambda: scorer.embed(all_frames(images)))
 
 
 def missing(key: str, networks: Networks, *, is_video: bool = False) -> str | None:
@@ -330,7 +327,7 @@ def _cmmd(sample: Sample) -> Measured:
     real: Any = networks.reference_images
     reference = sample.embeddings(real, scorer)
     before, after = (
-        distribution.cmmd(sample.embeddings(side.images, scorer, side), reference)
+        distribution.cmmd(sample.embeddings(side.images, scorer), reference)
         for side in (sample.reference, sample.quantized)
     )
     count = len(sample.quantized.items) * (sample.frames or 1)
@@ -347,7 +344,7 @@ def _clip_score(sample: Sample) -> Measured:
     _require_whole(sample)
     scorer: Any = sample.networks.clip_scorer
     before, after = (  # the mean of frames' cosines is the cosine of their mean
-        scorer.align(by_video(sample.embeddings(side.images, scorer, side), sample.frames), sample.prompts)
+        scorer.align(by_video(sample.embeddings(side.images, scorer), sample.frames), sample.prompts)
         for side in (sample.reference, sample.quantized)
     )
     cut, count = scorer.truncated(sample.prompts), len(sample.prompts)
@@ -410,7 +407,7 @@ def _sides(sample: Sample) -> tuple[Features, Features]:
 
 
 def _features(sample: Sample) -> tuple[Features, Features]:
-    before, after = (sample.features(side.images, side) for side in (sample.reference, sample.quantized))
+    before, after = (sample.features(side.images) for side in (sample.reference, sample.quantized))
     return before, after
 
 

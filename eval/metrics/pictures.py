@@ -112,10 +112,7 @@ def _array(image: Tensor) -> np.ndarray:
 def _uri(pixels: np.ndarray, lossless: bool, largest: int) -> str:
     """Return uint8 (H, W, 3), or frames (F, H, W, 3) one below the other, as a data URI, averaged down if large."""
     parts = [_reduced(each, largest) for each in (pixels if pixels.ndim == 4 else [pixels])]
-    (width, height), gap = parts[0].size, _gap(parts[0])
-    picture = Image.new("RGB", (width, (height + gap) * len(parts) - gap), _GREY)
-    for number, part in enumerate(parts):
-        picture.paste(part, (0, (height + gap) * number))
+    picture = _joined(parts, is_row=False)
     stream = io.BytesIO()
     if lossless:
         picture.save(stream, "PNG", optimize=True)
@@ -129,11 +126,8 @@ def _motion(reference: Tensor, quantized: Tensor) -> str:
     shown = sorted({round(place) for place in np.linspace(0, len(reference) - 1, _MOTION_FRAMES)})
     pictures = []
     for index in shown:
-        left, right = (_reduced(_array(video[index]), _MOTION_PIXELS) for video in (reference, quantized))
-        (width, height), gap = left.size, _gap(left)
-        pictures.append(Image.new("RGB", (2 * width + gap, height), _GREY))
-        pictures[-1].paste(left, (0, 0))
-        pictures[-1].paste(right, (width + gap, 0))
+        sides = [_reduced(_array(video[index]), _MOTION_PIXELS) for video in (reference, quantized)]
+        pictures.append(_joined(sides, is_row=True))
     stream = io.BytesIO()
     small = max(reference.shape[-2:]) <= _LOSSLESS_PIXELS
     how = {"lossless": True} if small else {"quality": _MOTION_QUALITY}
@@ -148,8 +142,15 @@ def _reduced(pixels: np.ndarray, largest: int) -> Image.Image:
     return picture
 
 
-def _gap(picture: Image.Image) -> int:
-    return max(1, picture.height // 40)
+def _joined(parts: Sequence[Image.Image], is_row: bool) -> Image.Image:
+    """Return pictures of one size as one, in a row or a column, with grey between them."""
+    width, height = parts[0].size
+    gap, more = max(1, height // 40), len(parts) - 1
+    right, down = (width + gap, 0) if is_row else (0, height + gap)
+    whole = Image.new("RGB", (width + right * more, height + down * more), _GREY)
+    for number, part in enumerate(parts):
+        whole.paste(part, (right * number, down * number))
+    return whole
 
 
 def _data(stream: io.BytesIO, kind: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -80,10 +81,8 @@ def find_plugins() -> dict[str, PluginSource]:
 
 def load_class(source: PluginSource) -> Any:
     """Import the plug-in's class; Unmeasured if it lacks an attribute of `MetricPlugin`."""
-    try:
+    with _foreign(source, "cannot be imported"):
         plugin_class = source.load()
-    except Exception as error:  # whatever a foreign package raises when it is imported
-        raise Unmeasured(f"{_named(source)} cannot be imported: {_error_text(error)}") from error
     absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(plugin_class, name)]
     if absent:
         raise Unmeasured(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
@@ -97,20 +96,16 @@ def open_plugin(source: PluginSource, device: str) -> MetricPlugin:
     if source.absent:
         raise Unmeasured(source.absent)
     plugin_class = load_class(source)
-    try:
+    with _foreign(source, "cannot be loaded"):
         return plugin_class(device=device)
-    except Exception as error:  # whatever a foreign package raises
-        raise Unmeasured(f"{_named(source)} cannot be loaded: {_error_text(error)}") from error
 
 
 def scores(
     source: PluginSource, plugin: MetricPlugin, images: Sequence[Tensor], prompts: Sequence[str]
 ) -> tuple[float, ...]:
     """Return the plug-in's score of each image; Unmeasured if it fails, or returns another count, NaN or infinity."""
-    try:
+    with _foreign(source, "failed"):
         values = tuple(float(value) for value in plugin.score(images, prompts))
-    except Exception as error:  # whatever a foreign package raises
-        raise Unmeasured(f"{_named(source)} failed: {_error_text(error)}") from error
     if len(values) != len(images):
         raise Unmeasured(f"{_named(source)} gave {len(values)} scores for {len(images)} images")
     if not all(math.isfinite(value) for value in values):
@@ -178,8 +173,13 @@ def _named(source: PluginSource) -> str:
     return f"the metric plug-in {source.key!r} of {source.origin}"
 
 
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+@contextmanager
+def _foreign(source: PluginSource, what: str) -> Iterator[None]:
+    """Raise whatever a foreign package raises as Unmeasured that names it, and says in words what happened."""
+    try:
+        yield
+    except Exception as error:
+        raise Unmeasured(f"{_named(source)} {what}: {type(error).__name__}: {error}") from error
 
 
 def _png(image: Tensor) -> io.BytesIO:

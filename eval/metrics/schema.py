@@ -99,17 +99,12 @@ class Margin(Strict):
         return f"{self.low:g} to {self.high:g}{unit}"
 
 
-class Metric(Strict):
-    """One row of a run's table.
+class Figure(Strict):
+    """A figure that is measured, without values.
 
     digits: format specification.
     better: direction that is good.
     how: variant and implementation.
-    value, baseline: over the quantized images, and over the 16-bit ones.
-    change: value - baseline, paired where there are values per image.
-    floor: the same metric between two 16-bit runs.
-    margin: limits of the verdict, None if it has none.
-    missing: reason why there is no value.
     """
 
     name: str
@@ -117,6 +112,18 @@ class Metric(Strict):
     digits: Digits
     better: Literal["higher", "lower"]
     how: str
+
+
+class Metric(Figure):
+    """One row of a run's table.
+
+    value, baseline: over the quantized images, and over the 16-bit ones.
+    change: value - baseline, paired where there are values per image.
+    floor: the same metric between two 16-bit runs.
+    margin: limits of the verdict, None if it has none.
+    missing: reason why there is no value.
+    """
+
     value: Estimate | None = None
     baseline: Estimate | None = None
     change: Estimate | None = None
@@ -169,14 +176,9 @@ class GateOutcome(Strict):
     passed: bool
 
 
-class Curve(Strict):
+class Curve(Figure):
     """A paired figure at each denoising step, or frame. floor: between two 16-bit runs, where it was measured."""
 
-    name: str
-    unit: str
-    digits: Digits
-    better: Literal["higher", "lower"]
-    how: str
     values: tuple[Estimate, ...]
     floor: tuple[Estimate, ...] | None = None
 

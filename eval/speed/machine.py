@@ -88,77 +88,6 @@ def machine_of(device: str) -> Machine:
     return Machine(torch.device("cpu"), f"a CPU ({processor}); this says nothing of how fast it is on a GPU")
 
 
-class Gpu(Machine):
-    """A CUDA or ROCm device."""
-
-    def __init__(self, device: torch.device, nvml: Any = None) -> None:
-        device = torch.device("cuda", device.index or 0)
-        super().__init__(device, torch.cuda.get_device_name(device))
-        self.sensors = Sensors(str(torch.cuda.get_device_properties(self.device).uuid), nvml)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) / 1e3
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def release(self) -> None:
-        gc.collect()  # a pipeline's parts may hold each other
-        torch.cuda.empty_cache()
-
-    def joules(self) -> float | None:
-        return self.sensors.joules()
-
-    def slowdowns(self) -> frozenset[str]:
-        return self.sensors.slowdowns()
-
-    def megahertz(self) -> float | None:
-        return self.sensors.megahertz()
-
-    def conditions(self) -> dict[str, str]:
-        conditions = {name: str(value) for name, value in describe(self.device).items()}
-        conditions["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
-        return conditions | ({"NVML": self.sensors.missing} if self.sensors.missing else {})
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """Return the conditions of a timing: GPU, driver, clocks and power as they are now, and versions."""
-    import triton
-
-    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    if device.type != "cuda":
-        return {"gpu": "none", **facts}
-    properties = torch.cuda.get_device_properties(device)
-    facts = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **facts}
-    return facts | _query(device.index or 0)
-
-
-def _query(index: int) -> dict[str, str]:
-    """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
-    fields = "driver_version clocks.sm clocks.mem clocks.max.sm power.limit power.draw temperature.gpu".split()
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = [value.strip() for value in done.stdout.strip().split(",")]
-    return dict(zip(fields, values, strict=True)) if done.returncode == 0 and len(values) == len(fields) else {}
-
-
 class Sensors:
     """NVML's view of one GPU. missing: why it does not answer, "" if it does. nvml: the module, for tests."""
 
@@ -193,6 +122,68 @@ class Sensors:
             return question()
         except self.nvml.NVMLError:  # this GPU or driver does not have it
             return None
+
+
+class Gpu(Sensors, Machine):
+    """A CUDA or ROCm device."""
+
+    def __init__(self, device: torch.device) -> None:
+        device = torch.device("cuda", device.index or 0)
+        Machine.__init__(self, device, torch.cuda.get_device_name(device))
+        Sensors.__init__(self, str(torch.cuda.get_device_properties(device).uuid))
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def release(self) -> None:
+        gc.collect()  # a pipeline's parts may hold each other
+        torch.cuda.empty_cache()
+
+    def conditions(self) -> dict[str, str]:
+        conditions = {name: str(value) for name, value in describe(self.device).items()}
+        conditions["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
+        return conditions | ({"NVML": self.missing} if self.missing else {})
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return the conditions of a timing: GPU, driver, clocks and power as they are now, and versions."""
+    import triton
+
+    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    if device.type != "cuda":
+        return {"gpu": "none", **facts}
+    properties = torch.cuda.get_device_properties(device)
+    facts = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **facts}
+    return facts | _query(device.index or 0)
+
+
+def _query(index: int) -> dict[str, str]:
+    """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
+    fields = "driver_version clocks.sm clocks.mem clocks.max.sm power.limit power.draw temperature.gpu".split()
+    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    return dict(zip(fields, values, strict=True)) if done.returncode == 0 and len(values) == len(fields) else {}
 
 
 def _process_peak() -> int | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from itertools import combinations, product
@@ -50,8 +50,8 @@ from fluxq.recipes.plan import Plan, make_plan
 from fluxq.recipes.recipe import load_recipe
 from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.graphs import capture
+from fluxq.runtime.placed import Placed
 from fluxq.runtime.skip import skip_recorded_steps
-from fluxq.runtime.skipped import SkippedSteps
 
 CARDS = (8, 12, 16, 24)  # GB
 _VARIANTS = frozenset("pcie nvl laptop mobile max ti super d xt xtx gre".split())  # after a name: another card
@@ -232,10 +232,6 @@ class Entry:
         return summarize([each.stages[stage] for each in self.rounds])
 
     @property
-    def stages(self) -> tuple[str, ...]:
-        return tuple(self.rounds[0].stages) if self.rounds else ()
-
-    @property
     def slowdowns(self) -> frozenset[str]:
         return frozenset(reason for each in self.rounds for reason in each.slowdowns)
 
@@ -363,7 +359,7 @@ class _Bench:
             pipe = side.open(self.device)
             loaded = self.machine.mark()
             arguments = Setting(1, *size).arguments(pipe) if size else {}
-            with _listed(pipe):
+            with skip_recorded_steps(pipe) or nullcontext():
                 ((output, _),) = run_pipeline(
                     pipe, items_of(self.prompts, 1), self.call | arguments, output_type="pt", batch_size=1
                 )
@@ -448,7 +444,12 @@ class _Bench:
         machine, setting, pipe = self.machine, entry.setting, entry.opened.pipe
         call = self.call | setting.arguments(pipe)
         timer = _StageTimer(machine)
-        with _installed(pipe, entry.models), _listed(pipe) as skipped, _watched(pipe, timer):
+        with (
+            _installed(pipe, entry.models),
+            skip_recorded_steps(pipe) or nullcontext() as skipped,  # in front of graphs, so for each run
+            watched(pipe, timer.begin, timer.end),
+            hooked(denoisers(pipe).values(), after=timer.count_rows),
+        ):
             machine.wait()
             joules, start = machine.joules(), machine.mark()
             items = items_of(self.prompts, setting.batch)
@@ -480,14 +481,13 @@ class _StageTimer:
         self.begun: Any = None
         self.rows = self.steps = 0
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, _stage: str) -> None:
         self.begun = self.machine.mark()
 
     def end(self, stage: str) -> None:
         self.marks.setdefault(stage, []).append((self.begun, self.machine.mark()))
 
-    def end_step(self, model: nn.Module, _args: Any, output: Any) -> None:
-        self.end(STEP)
+    def count_rows(self, model: nn.Module, _args: Any, output: Any) -> None:
         self.rows += len(prediction(output, model))
 
     def count_step(self, _step: int, _latents: Any) -> None:
@@ -504,36 +504,31 @@ class _StageTimer:
 
 
 @contextmanager
-def _watched(pipe: Any, timer: _StageTimer) -> Iterator[None]:
+def watched(pipe: Any, begin: Callable[[str], None], end: Callable[[str], None]) -> Iterator[None]:
+    """Call both with the stage, one before and one after it: text encoders, a call of a denoiser, VAE."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
     with ExitStack() as stack:
-        stack.enter_context(hooked(encoders, before=timer.begin, after=lambda *_: timer.end(TEXT)))
-        stack.enter_context(hooked(denoisers(pipe).values(), before=timer.begin, after=timer.end_step))
+        for stage, models in ((TEXT, encoders), (STEP, denoisers(pipe).values())):
+            before, after = (lambda *_, stage=stage, call=call: call(stage) for call in (begin, end))
+            stack.enter_context(hooked(models, before=before, after=after))
         if "vae" in parts:
-            stack.enter_context(watched_decoding(parts["vae"], timer.begin, lambda: timer.end(VAE)))
+            stack.callback(_Decoding(parts["vae"], begin, end).remove)
         yield
 
 
-@contextmanager
-def watched_decoding(vae: Any, begin: Callable[[], Any], end: Callable[[], Any]) -> Iterator[None]:
-    """Watch `decode`, which no hook sees, as it is no forward pass: the instance gets one of its own for a while."""
-    decode, was_set = vae.decode, "decode" in vae.__dict__
+class _Decoding(Placed):
+    """A VAE's `decode`, which no hook sees, as it is no forward pass, between calls of `begin` and `end`."""
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        result = decode(*args, **kwargs)
-        end()
+    def __init__(self, vae: nn.Module, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
+        super().__init__(vae, "decode")
+        self.begin, self.end = begin, end
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin(VAE)
+        result = self.plain(*args, **kwargs)
+        self.end(VAE)
         return result
-
-    vae.decode = timed
-    try:
-        yield
-    finally:
-        if was_set:
-            vae.decode = decode
-        else:
-            del vae.__dict__["decode"]
 
 
 @contextmanager
@@ -547,17 +542,6 @@ def _installed(pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for name, model in originals.items():
             setattr(pipe, name, model)
-
-
-@contextmanager
-def _listed(pipe: Any) -> Iterator[SkippedSteps | None]:
-    """Skip steps by the list of a pipeline's checkpoint, where it has one: in front of graphs, so for each run."""
-    skipped = skip_recorded_steps(pipe)
-    try:
-        yield skipped
-    finally:
-        if skipped is not None:
-            skipped.remove()
 
 
 def _graphed(model: nn.Module) -> Any:
@@ -632,7 +616,7 @@ def _row(entry: Entry, bench: _Bench) -> SpeedRow:
     }
     if not entry.rounds:
         return SpeedRow(**fields)
-    stages = {stage: entry.times(stage) for stage in entry.stages}
+    stages = {stage: entry.times(stage) for stage in entry.rounds[0].stages}
     joules = [each.joules for each in entry.rounds if each.joules]
     device = device_row(bench.machine.about) if bench.machine.device.type == "cuda" else None
     sequences = entry.rounds[0].sequences
@@ -656,10 +640,10 @@ def _cards(opened: Opened, rows: Sequence[SpeedRow]) -> list[Card]:
     if peaks:
         row = min(peaks, key=lambda each: each.peak_bytes or 0)
         needed, basis = row.peak_bytes or 0, f"peak of {plain_shape(row)}, {row.mode}"
-    fits = {gigabytes: needed + CONTEXT <= gigabytes * GIB for gigabytes in CARDS if needed}
     return [
-        Card(side=opened.name, gigabytes=gigabytes, needed=needed, fits=each, basis=basis)
-        for gigabytes, each in fits.items()
+        Card(side=opened.name, gigabytes=each, needed=needed, fits=needed + CONTEXT <= each * GIB, basis=basis)
+        for each in CARDS
+        if needed
     ]
 
 

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from fluxq.base.files import atomic_path
 from fluxq.calibrate.capture import run_pipeline
 from fluxq.eval.images.denoiser import denoisers, hooked
-from fluxq.eval.speed.speed import STEP, TEXT, VAE, plan_in_memory, watched_decoding
+from fluxq.eval.speed.speed import STEP, plan_in_memory, watched
 
 CALL = "call"
 _BEGINNING = b'{"kind": "fluxq trace", '  # by which fluxq knows its own
@@ -92,39 +93,23 @@ def range_of(name: str) -> Iterator[None]:
             yield
 
 
-class _Ranges:
-    """Ranges that hooks open and close, innermost first."""
-
-    def __init__(self) -> None:
-        self.open: list[Any] = []
-        self.steps = 0
-
-    def begin(self, name: str) -> None:
-        block = range_of(name)
-        block.__enter__()
-        self.open.append(block)
-
-    def end(self, *_: Any) -> None:
-        self.open.pop().__exit__(None, None, None)
-
-    def begin_step(self, *_: Any) -> None:
-        self.begin(f"{STEP} {self.steps}")
-        self.steps += 1
-
-
 @contextmanager
 def _ranges(pipe: Any) -> Iterator[None]:
-    ranges = _Ranges()
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    encoders = [part for name, part in parts.items() if name.startswith(("text_encoder", "image_encoder"))]
+    """Open a range for each stage, layer with a role and denoiser's step, and close the innermost when it is over."""
+    opened: list[Any] = []
+    numbers = count()
+
+    def begin(name: str) -> None:
+        opened.append(range_of(f"{STEP} {next(numbers)}" if name == STEP else name))
+        opened[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
     with ExitStack() as stack:
-        named = [(encoders, lambda *_: ranges.begin(TEXT))]
-        named += [([model], ranges.begin_step) for model in denoisers(pipe).values()]
-        named += [([layer], lambda *_, role=role: ranges.begin(role)) for layer, role in _roles(pipe)]
-        for modules, begin in named:
-            stack.enter_context(hooked(modules, before=begin, after=ranges.end))
-        if "vae" in parts:
-            stack.enter_context(watched_decoding(parts["vae"], lambda: ranges.begin(VAE), ranges.end))
+        stack.enter_context(watched(pipe, begin, end))
+        for layer, role in _roles(pipe):
+            stack.enter_context(hooked([layer], before=lambda *_, role=role: begin(role), after=end))
         yield
 
 
