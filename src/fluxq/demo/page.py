@@ -131,12 +131,8 @@ class _Server(Uvicorn):
 
     async def shutdown(self, sockets: Any = None) -> None:
         self.pairs.end()
-        asyncio.get_running_loop().call_later(_FAREWELL, self._hang_up)
+        asyncio.get_running_loop().call_later(_FAREWELL, self.hang_up)
         await super().shutdown(sockets)
-
-    def _hang_up(self) -> None:
-        for each in list(self.server_state.connections):
-            each.transport.abort()
 
 
 def application(pairs: Pairs) -> Any:

@@ -13,7 +13,7 @@ import ipaddress
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -216,8 +216,10 @@ class Uvicorn(uvicorn.Server):
         self._silent_since: dict[Any, float] = {}
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to end, or end at once; uvicorn's own would raise the signal again when all is finished."""
         asyncio.get_running_loop().call_soon_threadsafe(self.give_up if self.should_exit else self.ending)
-        super().handle_exit(sig, frame)
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Close connections on which no whole request has come for a while."""
@@ -243,21 +245,12 @@ class Uvicorn(uvicorn.Server):
         while idle < _UNREAD:
             await asyncio.sleep(1)
             idle = 0 if self.is_busy() else idle + 1
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close all connections, whatever they still wait for."""
         for each in list(self.server_state.connections):
             each.transport.abort()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        try:
-            before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # in a thread
-            yield
-            return
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
 
 
 @dataclass(frozen=True)
