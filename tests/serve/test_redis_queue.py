@@ -18,7 +18,7 @@ from served import TIMEOUT
 
 from fluxq.serve import redis_queue
 from fluxq.serve.api import Limits
-from fluxq.serve.app import _explained
+from fluxq.serve.app import explained
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Facts, Failed, NotFinite, Order, Picture, Quantum, Refused, Source, WorkerDied
@@ -297,7 +297,7 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
             hands(one).error = NotFinite("tiny made values that are not finite")
             with pytest.raises(Failed) as failed:
                 await (await one.submit(orders(one))).images()
-            assert _explained(failed.value)[1]["error"]["code"] == "NotFinite"
+            assert explained(failed.value)[1]["error"]["code"] == "NotFinite"
 
     asyncio.run(test())
 

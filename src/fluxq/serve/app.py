@@ -7,10 +7,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # FastAPI's own spans and logs, of versions that have some: they quote errors, and these may quote prompts.
 UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _INVALID = "invalid_request_error"
+_Result = TypeVar("_Result")
 
 
 class Served:
@@ -87,11 +88,9 @@ class Served:
             self.shared.leave(job)
 
     async def _wait_of(self, orders: Sequence[Order], within: float | None) -> float:
-        return (
-            self.dispatcher.wait_of(orders, within)
-            if self.shared is None
-            else await self.shared.wait_of(orders, within)
-        )
+        if self.shared is None:
+            return self.dispatcher.wait_of(orders, within)
+        return await self.shared.wait_of(orders, within)
 
     @property
     def is_ready(self) -> bool:
@@ -163,7 +162,11 @@ async def _answer(served: Served, job: Job, body: ImageRequest, request: Request
     if body.stream:
         dispatcher.metrics.answered(200)
         return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
-    made = await _unless_gone(served, job, request)
+    try:
+        made = await unless_gone(job.images(), request)
+    finally:
+        if not job.is_finished:
+            served.leave(job)
     if made is None:
         dispatcher.metrics.answered(499, "client_left")
         return Response(status_code=499)
@@ -195,17 +198,16 @@ def _model_row(served: Served, name: str) -> dict[str, Any]:
     return row | told | {"lora": sorted(served.adapters), "defaults": dict(facts.defaults)}
 
 
-async def _unless_gone(served: Served, job: Job, request: Request) -> Any:
-    """Return the images of a job; None where the client left first, and nobody waits for them."""
-    images, gone = asyncio.ensure_future(job.images()), asyncio.ensure_future(left(request))
+async def unless_gone(work: Coroutine[Any, Any, _Result], request: Request) -> _Result | None:
+    """Return what comes of some work; None where the client leaves first, for whom it is cancelled."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
-        await asyncio.wait({images, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return images.result() if images.done() else None
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
+        working.cancel()
         gone.cancel()
-        if not images.done():
-            images.cancel()
-            served.leave(job)
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 def _claim(body: ImageRequest, request: Request, sources: Sequence[Source]) -> Any:
@@ -231,7 +233,7 @@ def _digest(*parts: str | bytes) -> str:
     return whole.hexdigest()
 
 
-async def left(request: Request) -> None:
+async def _left(request: Request) -> None:
     """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -242,18 +244,18 @@ async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator
     try:
         while (news := await job.news.get()) is not None:
             if (made := news.get("made")) is None:
-                yield _event(api.progress(news, body))
+                yield event_of(api.progress(news, body))
             else:
-                yield _event(api.completed(made, await asyncio.to_thread(api.file_of, made, body), body))
+                yield event_of(api.completed(made, await asyncio.to_thread(api.file_of, made, body), body))
         if job.error is not None:
-            status, content, _ = _explained(job.error)
-            yield _event({"type": "error", "status": status, **content})
+            status, content, _ = explained(job.error)
+            yield event_of({"type": "error", "status": status, **content})
     finally:
         if not job.is_finished:
             served.leave(job)
 
 
-def _event(value: Mapping[str, Any]) -> bytes:
+def event_of(value: Mapping[str, Any]) -> bytes:
     return f"event: {value['type']}\ndata: {json.dumps(value)}\n\n".encode()
 
 
@@ -367,25 +369,15 @@ def _inside(root: Path | None, name: str) -> Path:
 
 def _add_errors(app: FastAPI, served: Served) -> None:
     async def answer(_request: Request, error: Exception) -> Response:
-        status, content, headers = _explained(error)
+        status, content, headers = explained(error)
         served.dispatcher.metrics.answered(status, content["error"]["code"] or content["error"]["type"])
         return JSONResponse(content, status, headers)
 
-    kinds = (
-        RequestValidationError,
-        HTTPException,
-        Refused,
-        Full,
-        Unavailable,
-        ValueError,
-        RuntimeError,
-        OSError,
-    )
-    for kind in (*kinds, Exception):
+    for kind in (RequestValidationError, HTTPException, ValueError, RuntimeError, OSError, Exception):
         app.add_exception_handler(kind, answer)
 
 
-def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers of an error's answer."""
     if isinstance(error, (RequestValidationError, ValidationError)):
         error = api.problem_of(error.errors())
