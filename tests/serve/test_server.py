@@ -491,7 +491,7 @@ def test_a_worker_ends_at_once_with_its_front(tmp_path: Path) -> None:
 def test_prompts_that_print_alike_are_kept_apart() -> None:
     from types import SimpleNamespace
 
-    from fluxq.serve.worker import _Encodings
+    from fluxq.serve.worker import _Encodings, _Remembering
 
     class Pipe:
         def encode_prompt(self, prompt: object) -> list[object]:
@@ -500,7 +500,7 @@ def test_prompts_that_print_alike_are_kept_apart() -> None:
     pipe, encodings, order = Pipe(), _Encodings(), SimpleNamespace(lora=None)
     found = []
     for prompt in (None, "None", ["a"], "['a']"):
-        with encodings.in_place_of(pipe, order) as looking:  # pyright: ignore[reportArgumentType]
+        with _Remembering(encodings, pipe, order) as looking:  # pyright: ignore[reportArgumentType]
             found.append((pipe.encode_prompt(prompt), looking.was_hit))
     assert found == [([None], False), (["None"], False), ([["a"]], False), (["['a']"], False)]
 

@@ -297,10 +297,8 @@ def file_of(made: Made, request: ImageRequest) -> str:
     """Return an image's file in base64."""
     picture, kind = made.picture, request.output_format or "png"
     image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
-    file = io.BytesIO()
-    quality = (
-        {} if kind == "png" else {"quality": 100 if request.output_compression is None else request.output_compression}
-    )
+    file, compression = io.BytesIO(), request.output_compression
+    quality = {} if kind == "png" else {"quality": 100 if compression is None else compression}
     image.save(file, kind.upper(), **quality)
     return base64.b64encode(file.getvalue()).decode()
 

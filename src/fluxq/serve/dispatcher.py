@@ -131,7 +131,7 @@ class Dispatcher:
         self.joins = joins
         self.is_draining = self.is_ready = self._has_given_up = False
         self._ending = asyncio.Event()
-        self._numbers = itertools.count(1)
+        self.next_number = itertools.count(1).__next__  # of a new order
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
         self._asking = 0  # questions that wait for the worker
         self._loop: asyncio.Task[None] | None = None
@@ -210,10 +210,6 @@ class Dispatcher:
             if entry.owner is job:
                 entry.is_cancelled = True
         self._awake.set()
-
-    def next_number(self) -> int:
-        """Return the number of a new order."""
-        return next(self._numbers)
 
     async def add(self, name: str, folder: str) -> Facts:
         """Load one more checkpoint; `Busy` where one of that name is there or on its way."""
@@ -509,7 +505,7 @@ class Dispatcher:
         self._returning = [*self.memory]  # which an admin's question changes meanwhile
         seconds = self._starting + sum(self._loads.get(name, 0.0) for name in self._returning)
         self._died, self._restart = time.monotonic(), seconds
-        self.metrics.worker_died()
+        self.metrics.restarts.inc()
         self._waiting.clear()
         for entry in self.queue:
             if entry.has_begun and entry.steps == 0 and not entry.is_again:
