@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from fluxq import __version__
@@ -25,7 +25,7 @@ from fluxq.serve.api import EditRequest, ImageRequest, Limits, VideoRequest
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.elastic import Setting
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Busy, Facts, Failed, NotLoaded, Order, Refused, Source, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Failed, NotLoaded, Order, Refused, Source, Strict, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.videos import MEDIA_TYPE, Videos
 
@@ -318,16 +318,12 @@ def _add_probes(app: FastAPI, served: Served) -> None:
         return Response(dispatcher.metrics.page(dispatcher, images, seconds), media_type=CONTENT_TYPE)
 
 
-class _Load(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Load(Strict):
     folder: str
     name: str | None = None
 
 
-class _Named(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Named(Strict):
     name: str
 
 

@@ -15,27 +15,18 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from fluxq.base.files import require_no_pipe
+from fluxq.base.files import read_text
 from fluxq.serve.api import error_of
 
 _READ_SECONDS = 30.0  # for a whole body
 _FORGOTTEN = 4  # times the limit of a body is read of one that is too large
-_LONGEST_FILE = 1 << 20  # bytes of keys
 _TEXTS = 1 << 19  # bytes of a body without files
 _WITHOUT_KEY = ("/health", "/ready", "/metrics")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """Return the keys of a file, one a line, `#` begins a comment; ValueError or FileNotFoundError for none."""
-    require_no_pipe(path, f"the file of keys {path}")
-    if not path.is_file():
-        raise FileNotFoundError(f"the file of keys {path} does not exist; write one key a line into it")
-    if path.stat().st_size > _LONGEST_FILE:
-        raise ValueError(f"the file of keys {path} has more than {_LONGEST_FILE} bytes; write one key a line into it")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"the file of keys {path} is no text; write one key a line into it") from None
+    lines = read_text(path, f"the file of keys {path}", "write one key a line into it").splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise ValueError(f"the file of keys {path} holds none; write one key a line into it")
