@@ -57,11 +57,7 @@ class Served:
         self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
         self.settings, self.started = settings, int(time.time())
         self.shared = shared
-        self.videos: Any = Videos(dispatcher)
-        if shared is not None:
-            from fluxq.serve.redis_queue import SharedVideos
-
-            self.videos = SharedVideos(shared)
+        self.videos: Any = shared or Videos(dispatcher)
 
     async def submit(self, body: ImageRequest, request: Request, sources: tuple[Source, ...] = ()) -> Job:
         """Take a request, in the best setting in which it need not wait longer than the next one says."""
@@ -210,18 +206,18 @@ async def unless_gone(work: Coroutine[Any, Any, _Result], request: Request) -> _
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-def _claim(body: ImageRequest, request: Request, sources: Sequence[Source]) -> Any:
-    """Return an Idempotency-Key as the shared queue has it; None without."""
-    from fluxq.serve.redis_queue import Claim
+def _claim(body: ImageRequest, request: Request, sources: Sequence[Source]) -> tuple[str, str]:
+    """Return an Idempotency-Key as the shared queue has it."""
+    from fluxq.serve.redis_queue import NO_CLAIM
 
     key = request.headers.get("idempotency-key")
     if key is None:
-        return None
+        return NO_CLAIM
     if not 1 <= len(key) <= _LONGEST_KEY:
         raise Refused(f"Idempotency-Key has {len(key)} characters, 1 to {_LONGEST_KEY} are expected")
     who = request.headers.get("authorization", "")
     texts = (type(body).__name__, body.model_dump_json(), *(each.pixels for each in sources))
-    return Claim(_digest(who, key), _digest(who, key, *texts))
+    return _digest(who, key), _digest(who, key, *texts)
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -273,22 +269,22 @@ def _add_videos(app: FastAPI, served: Served) -> None:
                 body = api.of_form(VideoRequest, {name: str(value) for name, value in form.multi_items()})
         job = await served.submit(body, request)
         served.dispatcher.metrics.answered(200)
-        return (await videos.add(job, body.fps or api.FPS)).told()
+        return (await videos.keep_video(job, body.fps or api.FPS)).told()
 
     @app.get("/v1/videos/{name}")
     async def status(name: str) -> dict[str, Any]:
-        return (await videos.of(name)).told()
+        return (await videos.video(name)).told()
 
     @app.get("/v1/videos/{name}/content")
     async def content(name: str) -> Response:
-        video = await videos.of(name, whole=True)
+        video = await videos.video(name, whole=True)
         if video.file is None:
             raise Busy(f"the video is {video.status}")
         return Response(video.file, media_type=MEDIA_TYPE)
 
     @app.delete("/v1/videos/{name}")
     async def delete(name: str) -> dict[str, Any]:
-        await videos.remove(name)
+        await videos.forget_video(name)
         return {"id": name, "object": "video.deleted", "deleted": True}
 
 
