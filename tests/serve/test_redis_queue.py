@@ -229,7 +229,7 @@ def test_a_claim_finds_one_request_and_its_prompt_is_there_only_until_it_is_fini
             with pytest.raises(Refused, match="another request"):
                 await other.submit(orders(other), claim=("key", "of another"))
             for job in jobs[:2]:
-                (one if job is jobs[0] else other).leave(job)  # it goes on
+                (one if job is jobs[0] else other).cancel(job)  # it goes on
             for each in (one, other):
                 hands(each).goes.set()
             ((made,),) = await asyncio.gather(*(job.images() for job in jobs[2:]))
@@ -255,7 +255,7 @@ def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> N
             await until(lambda: any(entry.steps > 2 for entry in maker.dispatcher.queue))
             hands(maker).goes.clear()
             (entry,) = maker.dispatcher.queue
-            front.leave(job)
+            front.cancel(job)
             await until(lambda: entry.is_cancelled)
             hands(maker).goes.set()
             await until(lambda: not len(maker.dispatcher.queue))

@@ -56,7 +56,7 @@ class Served:
     ) -> None:
         self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
         self.settings, self.started = settings, int(time.time())
-        self.shared = shared
+        self.shared, self.queue = shared, shared or dispatcher
         self.videos: Any = shared or Videos(dispatcher)
 
     async def submit(self, body: ImageRequest, request: Request, sources: tuple[Source, ...] = ()) -> Job:
@@ -65,7 +65,7 @@ class Served:
         within = None if body.deadline_ms is None else body.deadline_ms / 1000
         orders, chosen = self._orders(body, sources), None
         for setting in () if body.elastic is False else self.settings:
-            if await self._wait_of(orders, within) <= setting.above:
+            if await self.queue.wait_of(orders, within) <= setting.above:
                 break
             if (changed := api.with_setting(body, setting)) is not None:
                 with suppress(Refused, HTTPException):  # the setting does not suit what was asked for
@@ -75,18 +75,6 @@ class Served:
             return self.dispatcher.submit(orders, within, told)
         fps = body.fps or api.FPS if isinstance(body, VideoRequest) else None
         return await self.shared.submit(orders, within, told, _claim(body, request, sources), fps)
-
-    def leave(self, job: Job) -> None:
-        """Let a request go whose client has left."""
-        if self.shared is None:
-            self.dispatcher.cancel(job)
-        else:
-            self.shared.leave(job)
-
-    async def _wait_of(self, orders: Sequence[Order], within: float | None) -> float:
-        if self.shared is None:
-            return self.dispatcher.wait_of(orders, within)
-        return await self.shared.wait_of(orders, within)
 
     @property
     def is_ready(self) -> bool:
@@ -162,7 +150,7 @@ async def _answer(served: Served, job: Job, body: ImageRequest, request: Request
         made = await unless_gone(job.images(), request)
     finally:
         if not job.is_finished:
-            served.leave(job)
+            served.queue.cancel(job)
     if made is None:
         dispatcher.metrics.answered(499, "client_left")
         return Response(status_code=499)
@@ -248,7 +236,7 @@ async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator
             yield event_of({"type": "error", "status": status, **content})
     finally:
         if not job.is_finished:
-            served.leave(job)
+            served.queue.cancel(job)
 
 
 def event_of(value: Mapping[str, Any]) -> bytes:

@@ -171,7 +171,7 @@ class Dispatcher:
         """False where the loop has ended by an error of its own: the server is to be started again."""
         return self._loop is None or not self._loop.done() or self._ending.is_set()
 
-    def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
+    async def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
         """Return the predicted seconds that a request would wait."""
         return self.queue.wait_of_new(orders, time.monotonic(), within)
 

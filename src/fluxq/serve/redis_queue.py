@@ -155,7 +155,7 @@ class RedisQueue:
                 return await self._found(found, asked.fingerprint)
         raise Unavailable("too many requests at the same time")
 
-    def leave(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
         if not isinstance(job, SharedJob):
             raise TypeError("a request of another queue")

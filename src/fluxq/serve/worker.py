@@ -75,11 +75,6 @@ class Worker:
         self._proved: dict[str, tuple[Any, str]] = {}  # name -> stamps of the files, digest
         self._digests: dict[str, str] = {}  # name -> digest when it was loaded first
 
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        """Names of the checkpoints in memory."""
-        return tuple(self._models)
-
     def know(self, name: str, folder: str | None, digest: str | None = None) -> None:
         """Take note of a checkpoint.
 
