@@ -67,20 +67,15 @@ class Demo:
 
     def run(self) -> None:
         """Serve the page until a signal ends it; raise KeyboardInterrupt where that was Ctrl-C."""
-        import uvicorn
-
         place = os.path.realpath(tempfile.gettempdir())
         with (
             tempfile.TemporaryDirectory(prefix="fluxq-demo-", dir=place) as folder,
             _settings(GRADIO_TEMP_DIR=folder),
         ):
             app = Door(application(self.pairs), folder, self._hosts)
-            how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
-            self._uvicorn = _Server(uvicorn.Config(app, **how), self.pairs)
-            try:
+            self._uvicorn = _Server(app, self.pairs)
+            with self._socket:
                 asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
-            finally:
-                self._socket.close()
         if self._uvicorn.is_interrupted:
             raise KeyboardInterrupt
 
@@ -93,8 +88,8 @@ class Demo:
 class _Server(Uvicorn):
     """uvicorn, which also lets an image go that is being made when it ends, and then pages that are open."""
 
-    def __init__(self, config: Any, pairs: Pairs) -> None:
-        super().__init__(config)
+    def __init__(self, app: Any, pairs: Pairs) -> None:
+        super().__init__(app, ws="none")
         self.pairs, self.is_interrupted = pairs, False
 
     def handle_exit(self, sig: int, frame: Any) -> None:

@@ -113,9 +113,8 @@ class Server:
     def _put(self, app: Any, metrics: Metrics) -> None:
         """Put an application behind the guard and the port."""
         guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
-        how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
-        config = uvicorn.Config(guarded, http="h11", h11_max_incomplete_event_size=_HEADERS, **how)
-        self._uvicorn = Uvicorn(config, self._is_busy, self._say_ending, self._give_up)
+        how = {"http": "h11", "h11_max_incomplete_event_size": _HEADERS, "lifespan": "on"}
+        self._uvicorn = Uvicorn(guarded, self._is_busy, self._say_ending, self._give_up, **how)
 
     @property
     def names(self) -> list[str]:
@@ -202,16 +201,18 @@ class Uvicorn(uvicorn.Server):
 
     is_busy: whether something is being made that clients wait for.
     ending, give_up: called at the first signal, and at the second.
+    how: settings of uvicorn's.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: Any,
         is_busy: Callable[[], bool] = lambda: True,
         ending: Callable[[], None] = lambda: None,
         give_up: Callable[[], None] = lambda: None,
+        **how: Any,
     ) -> None:
-        super().__init__(config)
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, **how))
         self.is_busy, self.ending, self.give_up = is_busy, ending, give_up
         self._silent_since: dict[Any, float] = {}
 
