@@ -329,7 +329,7 @@ class Dispatcher:
             raise
         except Exception as error:  # of one image: the others go on
             if entry is not None:
-                self._fail_by(entry, error)
+                self._fail(entry, error)
             else:
                 logger.warning("a shadow failed: %s", type(error).__name__)
                 await self._forget_shadow()
@@ -389,7 +389,7 @@ class Dispatcher:
                 try:
                     self._take(each, quantum)
                 except Exception as error:
-                    self._fail_by(each, error)
+                    self._fail(each, error)
                     failed.append(each.order)
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
@@ -483,14 +483,10 @@ class Dispatcher:
             shadow = replace(order, number=number, model=original, is_kept=False, shadow_of=order.number)
             self._waiting.append((order.model, shadow))
 
-    def _fail_by(self, entry: Entry, error: Exception) -> None:
-        """End a request by an error of its own or of the server's."""
-        if not isinstance(error, Refused):
-            logger.warning("an image failed: %s", type(error).__name__)
-        self._fail(entry, error)
-
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a request whose image cannot be made, and let its other images go."""
+        if not isinstance(error, (Refused, Unavailable)):
+            logger.warning("an image failed: %s", type(error).__name__)
         self.queue.remove(entry)
         entry.owner.spans.ended(entry.order, error)
         if entry.owner.error is None:
