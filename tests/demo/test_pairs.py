@@ -18,10 +18,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 from fluxq.cli import cli
-from fluxq.demo.pairs import Pair, Pairs, Side
+from fluxq.demo.pairs import DemoOptions, Pair, Pairs, Side
 from fluxq.eval.images.generate import generate_batch
 from fluxq.jobs.memory import stored_bytes
-from fluxq.serve.api import Limits
 from fluxq.serve.orders import Order
 
 PROMPT = "a red three on black"
@@ -30,7 +29,7 @@ PROMPT = "a red three on black"
 @pytest.fixture(scope="module")
 def pairs(plain_checkpoint) -> Pairs:
     folders = [str(plain_checkpoint(name)) for name in ("int8", "nvfp4")]
-    return Pairs(folders, device="cpu", limits=Limits(pixels=1 << 10, steps=10))
+    return Pairs(DemoOptions(folders, device="cpu", max_pixels=1 << 10, max_steps=10))
 
 
 def alone(pipe: Any, steps: int) -> Any:
@@ -121,25 +120,25 @@ def test_what_cannot_work_is_refused_in_a_sentence(pairs: Pairs, asked: dict[str
 def test_models_without_room_for_both_take_turns_and_one_says_what_it_lacks(plain_checkpoint, pipe: Any) -> None:
     folder = plain_checkpoint("int8")
     own, base = (stored_bytes(ModelFolder("", path)) for path in (folder, tiny.path()))
-    turns = Pairs([str(folder)], device="cpu", max_memory=base + own // 2)
+    turns = Pairs(DemoOptions([str(folder)], device="cpu", max_memory=base + own // 2))
     pair = turns.make(folder.name, PROMPT, 5, 1)
-    assert turns._worker.loaded == (folder.name,)
+    assert [*turns._worker.memory()] == [folder.name]
     assert torch.equal(pair.original.image, alone(pipe, 1).images[0])
     with pytest.raises(ValueError, match=r"its weights take .*, .* more than there is room for on cpu"):
-        Pairs([str(folder)], device="cpu", max_memory=base - 1)
+        Pairs(DemoOptions([str(folder)], device="cpu", max_memory=base - 1))
 
 
 def test_the_16_bit_model_is_the_checkpoints_own(plain_checkpoint, tiny_folder: Path, tmp_path: Path) -> None:
     int8, nvfp4 = (str(plain_checkpoint(name)) for name in ("int8", "nvfp4"))
     with pytest.raises(ValueError, match="was quantized itself"):
-        Pairs([int8], nvfp4, device="cpu")
+        Pairs(DemoOptions([int8], nvfp4, device="cpu"))
     with pytest.raises(ValueError, match=r"the 16-bit model of tiny-int8 is not here: .*--model DIR"):
-        Pairs([int8], "nobody/none", device="cpu")
+        Pairs(DemoOptions([int8], "nobody/none", device="cpu"))
     shutil.copy(tiny_folder / "scheduler" / "scheduler_config.json", tmp_path / "before.json")
     text = (tiny_folder / "scheduler" / "scheduler_config.json").read_text()
     (tiny_folder / "scheduler" / "scheduler_config.json").write_text(text.replace('"shift":', '"shift": 7, "was":'))
     with pytest.raises(ValueError, match="its scheduler is not what tiny-int8 has"):
-        Pairs([int8], str(tiny_folder), device="cpu")
+        Pairs(DemoOptions([int8], str(tiny_folder), device="cpu"))
 
 
 @pytest.mark.skipif(find_spec("gradio") is None, reason="needs gradio, of the extra `demo`")

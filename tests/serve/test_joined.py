@@ -137,7 +137,7 @@ def test_joined_calls_that_fail_leave_nothing_in_the_making(plain_checkpoint: An
         worker.prove_joined([Order(seed, "X", str(seed), seed, call) for seed in range(3)])
     assert not worker._kept
     worker.unload("X")  # Busy while it makes images
-    assert not worker.loaded
+    assert not worker.memory()
 
 
 @pytest.mark.slow

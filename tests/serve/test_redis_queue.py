@@ -18,12 +18,12 @@ from served import TIMEOUT
 
 from fluxq.serve import redis_queue
 from fluxq.serve.api import Limits
-from fluxq.serve.app import _explained
+from fluxq.serve.app import explained
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.metrics import Metrics
 from fluxq.serve.orders import Facts, Failed, NotFinite, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
-from fluxq.serve.redis_queue import Claim, RedisQueue, SharedVideos
+from fluxq.serve.redis_queue import NO_CLAIM, RedisQueue
 from fluxq.serve.redis_store import require_redis
 
 pytestmark = needs_redis
@@ -197,20 +197,18 @@ def test_an_image_of_a_killed_server_is_made_once_by_another(store: RealRedis, m
     async def test() -> None:
         async with servers(store, 1) as (dead,):
             hands(dead).goes.clear()
-            job = await dead.submit(orders(dead, seeds=(1, 2)), claim=Claim("key", "print"))
+            job = await dead.submit(orders(dead, seeds=(1, 2)), claim=("key", "print"))
             await until(lambda: dead._held)
             (held,) = dead._held.values()
             await killed(dead)
             async with servers(store, 1) as (other,):
-                again = await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))
+                again = await other.submit(orders(other, seeds=(1, 2)), claim=("key", "print"))
                 assert again.name == job.name
                 made = await again.images()
                 assert [each.picture.pixels[0] for each in made] == [1, 2]
                 assert len(store.finished()) == len({*store.finished()}) == 2
                 await dead._finish(held, made[1])  # it was only slow: what it tells now changes nothing
-                (same, _) = await (
-                    await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))
-                ).images()
+                (same, _) = await (await other.submit(orders(other, seeds=(1, 2)), claim=("key", "print"))).images()
                 assert same.picture.pixels[0] == 1 and len(store.finished()) == 2
                 assert store.client.xlen("fluxq:jobs") == store.client.hlen("fluxq:open") == 0
 
@@ -224,14 +222,14 @@ def test_a_claim_finds_one_request_and_its_prompt_is_there_only_until_it_is_fini
         async with servers(store) as (one, other):
             for each in (one, other):
                 hands(each).goes.clear()
-            claim = Claim("key", "print")
+            claim = "key", "print"
             asked = [each.submit(orders(each, sources=(source,)), claim=claim) for each in (one, other, one)]
             jobs = await asyncio.gather(*asked)
             assert len({job.name for job in jobs}) == 1 and PROMPT.encode() in store.dumped()
             with pytest.raises(Refused, match="another request"):
-                await other.submit(orders(other), claim=Claim("key", "of another"))
+                await other.submit(orders(other), claim=("key", "of another"))
             for job in jobs[:2]:
-                (one if job is jobs[0] else other).leave(job)  # it goes on
+                (one if job is jobs[0] else other).cancel(job)  # it goes on
             for each in (one, other):
                 hands(each).goes.set()
             ((made,),) = await asyncio.gather(*(job.images() for job in jobs[2:]))
@@ -257,7 +255,7 @@ def test_who_leaves_lets_the_image_go_wherever_it_is_made(store: RealRedis) -> N
             await until(lambda: any(entry.steps > 2 for entry in maker.dispatcher.queue))
             hands(maker).goes.clear()
             (entry,) = maker.dispatcher.queue
-            front.leave(job)
+            front.cancel(job)
             await until(lambda: entry.is_cancelled)
             hands(maker).goes.set()
             await until(lambda: not len(maker.dispatcher.queue))
@@ -297,7 +295,7 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
             hands(one).error = NotFinite("tiny made values that are not finite")
             with pytest.raises(Failed) as failed:
                 await (await one.submit(orders(one))).images()
-            assert _explained(failed.value)[1]["error"]["code"] == "NotFinite"
+            assert explained(failed.value)[1]["error"]["code"] == "NotFinite"
 
     asyncio.run(test())
 
@@ -344,13 +342,13 @@ def test_a_request_whose_answer_is_lost_is_let_go_unless_it_can_be_found(store: 
                 return answer
 
             monkeypatch.setattr(one._store, "do", lost)
-            for claim in (None, Claim("key", "print")):
+            for claim in (NO_CLAIM, ("key", "print")):
                 with pytest.raises(Unavailable, match="does not answer"):
                     await one.submit(orders(one), claim=claim)
             await until(lambda: len(store.client.keys("fluxq:job:*")) == 1)
             monkeypatch.setattr(one._store, "do", do)
             hands(one).goes.set()
-            assert len(await (await one.submit(orders(one), claim=Claim("key", "print"))).images()) == 1
+            assert len(await (await one.submit(orders(one), claim=("key", "print"))).images()) == 1
             assert len(store.finished()) == 1 and store.client.hlen("fluxq:open") == 0
 
     asyncio.run(test())
@@ -362,7 +360,7 @@ def test_results_are_kept_within_a_bound_of_bytes(store: RealRedis, monkeypatch)
     async def test() -> None:
         async with servers(store, 1) as (one,):
             for at in range(5):
-                await (await one.submit(orders(one), claim=Claim(f"key {at}", ""))).images()
+                await (await one.submit(orders(one), claim=(f"key {at}", ""))).images()
             total = int(store.client.get("fluxq:total"))
             assert 0 < total <= 200 and total == sum(map(int, store.client.hvals("fluxq:bytes")))
             assert store.client.exists("fluxq:key:key 4") and not store.client.exists("fluxq:key:key 0")
@@ -376,7 +374,7 @@ def test_what_no_server_wrote_is_not_made(store: RealRedis, field: str, text: st
     async def test() -> None:
         async with servers(store, 1) as (one,):
             one.dispatcher.is_ready = False
-            job = await one.submit(orders(one), claim=Claim("key", ""))
+            job = await one.submit(orders(one), claim=("key", ""))
             if field == "row":
                 store.client.hset("fluxq:open", store.client.hkeys("fluxq:open")[0], text)
             else:
@@ -410,7 +408,7 @@ def test_what_redis_has_lost_leaves_nothing_in_the_queue(store: RealRedis, what:
     async def test() -> None:
         async with servers(store, 1) as (one,):
             one.dispatcher.is_ready = False
-            job = await one.submit(orders(one, seeds=(1, 2)), claim=Claim("key", ""))
+            job = await one.submit(orders(one, seeds=(1, 2)), claim=("key", ""))
             store.client.delete(f"fluxq:job:{job.name}" if what == "request" else "fluxq:open")
             one.dispatcher.is_ready = True
             await until(lambda: not store.client.zcard("fluxq:order") + store.client.hlen("fluxq:open"))
@@ -424,18 +422,17 @@ def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
         async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
             hands(maker).goes.clear()
             front.dispatcher.is_ready = False
-            asked = await SharedVideos(front).add(await front.submit(orders(front, frames=2), fps=8), 8)
+            asked = await front.keep_video(await front.submit(orders(front, frames=2), fps=8), 8)
             assert asked.status == "queued" and asked.told()["num_frames"] == 2
-            videos = SharedVideos(maker)
             hands(maker).goes.set()
             await until(lambda: store.finished())
-            video = await videos.of(asked.name, whole=True)
+            video = await maker.video(asked.name, whole=True)
             assert video.told()["status"] == "completed" and video.told()["steps_computed"] == 3
             assert video.file is not None and video.file[8:12] == b"WEBP"
-            await videos.remove(asked.name)
-            for each in (videos, SharedVideos(front)):
+            await maker.forget_video(asked.name)
+            for each in (maker, front):
                 with pytest.raises(Exception, match="no video of that id"):
-                    await each.of(asked.name)
+                    await each.video(asked.name)
 
     asyncio.run(test())
 
@@ -501,7 +498,7 @@ def test_a_full_redis_takes_no_request_and_loses_none(store: RealRedis, monkeypa
         async with servers(store, 1) as (one,):
             hands(one).goes.clear()
             jobs = [
-                await one.submit(orders(one, seeds=(1, 2)), claim=Claim("key", "print")),
+                await one.submit(orders(one, seeds=(1, 2)), claim=("key", "print")),
                 await one.submit(orders(one)),
             ]
             await until(lambda: one._held)
@@ -511,7 +508,7 @@ def test_a_full_redis_takes_no_request_and_loses_none(store: RealRedis, monkeypa
             async with servers(store, 1) as (other,):  # comes up, and takes its share
                 hands(one).goes.set()
                 made = [each.picture.pixels[0] for job in jobs for each in await job.images()]
-                again = await (await other.submit(orders(other, seeds=(1, 2)), claim=Claim("key", "print"))).images()
+                again = await (await other.submit(orders(other, seeds=(1, 2)), claim=("key", "print"))).images()
                 assert made == [1, 2, 1] and [each.picture.pixels[0] for each in again] == [1, 2]
                 assert one.is_connected and other.is_connected and len(store.finished()) == 3
             store.client.config_set("maxmemory", 0)

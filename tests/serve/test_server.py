@@ -282,13 +282,13 @@ def test_a_worker_that_is_killed_costs_the_image_that_it_made_and_no_other(int8:
         until(lambda: any(entry.steps for entry in server.dispatcher.queue))
         others = [pool.submit(ask, server, IMAGES, body | {"num_inference_steps": steps}) for steps in (2, 3)]
         until(lambda: len(server.dispatcher.queue) == 3)
-        before = server.dispatcher.hands.pid
+        before = server.dispatcher.hands._process.pid
         os.kill(before, signal.SIGKILL)
         status, headers, answer = first.result()
         assert status == 503 and headers["Retry-After"] and answer["error"]["code"] == "unavailable"
         for steps, each in zip((2, 3), others, strict=True):
             assert image_in(each.result()[2]["data"][0]).tobytes() == alone(PROMPT, 4, steps).tobytes()
-        assert server.dispatcher.hands.pid != before and metric(server, "fluxq_worker_restarts_total") == 1
+        assert server.dispatcher.hands._process.pid != before and metric(server, "fluxq_worker_restarts_total") == 1
         assert ask(server, "/ready")[0] == 200
 
 
@@ -418,7 +418,7 @@ def test_files_that_were_changed_are_not_served_under_the_old_digest(
     with running(folder, in_process=False) as server:
         shutil.rmtree(folder)
         shutil.copytree(plain_checkpoint("int4"), folder)
-        os.kill(server.dispatcher.hands.pid, signal.SIGKILL)
+        os.kill(server.dispatcher.hands._process.pid, signal.SIGKILL)
         status, _, answer = ask(server, IMAGES, {"prompt": PROMPT})
         assert status == 503 and "cannot be loaded now" in answer["error"]["message"]
 
@@ -467,7 +467,7 @@ Worker.memory = last
 async def main():
     hands = Apart(Settings({}, "cpu"))
     await hands.start()
-    print(hands.pid, flush=True)
+    print(hands._process.pid, flush=True)
     await hands.ask("memory")
 
 if __name__ == "__main__":
@@ -491,7 +491,7 @@ def test_a_worker_ends_at_once_with_its_front(tmp_path: Path) -> None:
 def test_prompts_that_print_alike_are_kept_apart() -> None:
     from types import SimpleNamespace
 
-    from fluxq.serve.worker import _Encodings
+    from fluxq.serve.worker import _Encodings, _Remembering
 
     class Pipe:
         def encode_prompt(self, prompt: object) -> list[object]:
@@ -500,7 +500,7 @@ def test_prompts_that_print_alike_are_kept_apart() -> None:
     pipe, encodings, order = Pipe(), _Encodings(), SimpleNamespace(lora=None)
     found = []
     for prompt in (None, "None", ["a"], "['a']"):
-        with encodings.in_place_of(pipe, order) as looking:  # pyright: ignore[reportArgumentType]
+        with _Remembering(encodings, pipe, order) as looking:  # pyright: ignore[reportArgumentType]
             found.append((pipe.encode_prompt(prompt), looking.was_hit))
     assert found == [([None], False), (["None"], False), ([["a"]], False), (["['a']"], False)]
 

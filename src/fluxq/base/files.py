@@ -137,6 +137,22 @@ def require_no_pipe(path: Path, what: str) -> None:
         raise ValueError(f"{what} is a pipe or a device, which could be waited for without end; give a file or folder")
 
 
+def read_text(path: Path, what: str, cure: str, longest: int = 1 << 20) -> str:
+    """Read a text file of at most `longest` bytes that a user has named; ValueError or FileNotFoundError for any other.
+
+    what: the file, as messages name it. cure: their end.
+    """
+    require_no_pipe(path, what)
+    if not path.is_file():
+        raise FileNotFoundError(f"{what} does not exist; {cure}")
+    if path.stat().st_size > longest:
+        raise ValueError(f"{what} has more than {longest} bytes; {cure}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} is no text; {cure}") from None
+
+
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int, int]]:
     """Return place, number, size and time of each file or folder, which differ if one is replaced; nothing is read."""
     statuses = [(str(path.resolve()), path.stat()) for path in paths]

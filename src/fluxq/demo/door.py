@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from starlette.responses import Response
+
 from fluxq.serve.server import is_loopback
 
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'"
@@ -36,9 +38,10 @@ class Door:
         if scope["type"] != "http":  # its start and end
             await self.app(scope, receive, send)
         elif self.hosts and not _is_from_here(scope, self.hosts):
-            await _refuse(answer, 421, f"this page is at {', '.join(self.hosts)}; --host gives it another address")
+            line = f"this page is at {', '.join(self.hosts)}; --host gives it another address"
+            await _refusal(421, line)(scope, receive, answer)
         elif not any(each.fullmatch(_slashed(f"{scope['method']} {scope['path']}")) for each in self._open):
-            await _refuse(answer, 404, "there is nothing here")
+            await _refusal(404, "there is nothing here")(scope, receive, answer)
         else:
             await self.app(scope, receive, answer)
 
@@ -67,10 +70,8 @@ def _slashed(path: str) -> str:
     return path.replace("\\", "/")
 
 
-async def _refuse(send: Any, status: int, line: str) -> None:
-    headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{line}\n".encode()})
+def _refusal(status: int, line: str) -> Response:
+    return Response(f"{line}\n", status, {"content-type": "text/plain", "connection": "close"})
 
 
 # Method and path, as regular expressions. FOLDER: that of the images that are shown.

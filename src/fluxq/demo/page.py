@@ -12,7 +12,7 @@ import contextvars
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, isqrt
@@ -24,7 +24,7 @@ from torch import Tensor
 from fluxq.base.console import first_line, logger
 from fluxq.base.devices import machine_name
 from fluxq.demo.door import Door, hosts_of
-from fluxq.demo.pairs import SIXTEEN_BIT, Pair, Pairs
+from fluxq.demo.pairs import SIXTEEN_BIT, DemoOptions, Pair, Pairs
 from fluxq.eval.images.generate import as_picture
 from fluxq.serve.api import Limits
 from fluxq.serve.app import UNTRACED
@@ -44,22 +44,6 @@ _NOW = "(...all) => [...all.slice(0, -1), performance.timeOrigin + performance.n
 _CSS = "footer {display: none !important} .problem {color: var(--error-text-color); font-weight: 600}"
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of `fluxq demo`, as the command has them."""
-
-    outputs: Sequence[str]
-    model: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 7860
-    device: str = "auto"
-    dtype: str = "bfloat16"
-    max_memory: int | None = None
-    max_steps: int = 100
-    max_pixels: int = 1 << 22
-    allow_unrecorded: bool = False
-
-
 class Demo:
     """The page, bound to its port, with all models loaded; `run` serves until a signal or `end` ends it."""
 
@@ -70,16 +54,7 @@ class Demo:
         if not self._hosts:
             logger.warning("--host %s: whoever reaches this address can make images; there are no keys", options.host)
         try:
-            limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=float("inf"))
-            self.pairs = Pairs(
-                options.outputs,
-                options.model,
-                device=options.device,
-                dtype=options.dtype,
-                max_memory=options.max_memory,
-                limits=limits,
-                allow_unrecorded=options.allow_unrecorded,
-            )
+            self.pairs = Pairs(options)
         except BaseException:
             self._socket.close()
             raise
@@ -92,21 +67,15 @@ class Demo:
 
     def run(self) -> None:
         """Serve the page until a signal ends it; raise KeyboardInterrupt where that was Ctrl-C."""
-        import uvicorn
-
         place = os.path.realpath(tempfile.gettempdir())
         with (
             tempfile.TemporaryDirectory(prefix="fluxq-demo-", dir=place) as folder,
             _settings(GRADIO_TEMP_DIR=folder),
         ):
             app = Door(application(self.pairs), folder, self._hosts)
-            how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
-            self._uvicorn = _Server(uvicorn.Config(app, **how))
-            self._uvicorn.pairs = self.pairs
-            try:
+            self._uvicorn = _Server(app, self.pairs)
+            with self._socket:
                 asyncio.run(self._uvicorn.serve(sockets=[self._socket]))
-            finally:
-                self._socket.close()
         if self._uvicorn.is_interrupted:
             raise KeyboardInterrupt
 
@@ -119,11 +88,9 @@ class Demo:
 class _Server(Uvicorn):
     """uvicorn, which also lets an image go that is being made when it ends, and then pages that are open."""
 
-    pairs: Pairs
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.is_interrupted = False
+    def __init__(self, app: Any, pairs: Pairs) -> None:
+        super().__init__(app, ws="none")
+        self.pairs, self.is_interrupted = pairs, False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.is_interrupted |= sig == signal.SIGINT
@@ -131,12 +98,8 @@ class _Server(Uvicorn):
 
     async def shutdown(self, sockets: Any = None) -> None:
         self.pairs.end()
-        asyncio.get_running_loop().call_later(_FAREWELL, self._hang_up)
+        asyncio.get_running_loop().call_later(_FAREWELL, self.hang_up)
         await super().shutdown(sockets)
-
-    def _hang_up(self) -> None:
-        for each in list(self.server_state.connections):
-            each.transport.abort()
 
 
 def application(pairs: Pairs) -> Any:

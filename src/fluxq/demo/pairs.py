@@ -33,6 +33,22 @@ Tell = Callable[[str, int, int], None]  # name of the side, steps that are finis
 
 
 @dataclass(frozen=True)
+class DemoOptions:
+    """Options of `fluxq demo`, as the command has them. model: of all; by default what each was made from."""
+
+    outputs: Sequence[str]
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 7860
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    max_memory: int | None = None
+    max_steps: int = 100
+    max_pixels: int = 1 << 22
+    allow_unrecorded: bool = False
+
+
+@dataclass(frozen=True)
 class Side:
     """An image of one pipeline.
 
@@ -91,37 +107,23 @@ class Pair:
 class Pairs:
     """Checkpoints and their 16-bit pipelines. Its methods may be called from any thread, and wait for each other."""
 
-    def __init__(
-        self,
-        outputs: Sequence[str],
-        model: str | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "bfloat16",
-        max_memory: int | None = None,
-        limits: Limits | None = None,
-        allow_unrecorded: bool = False,
-    ) -> None:
+    def __init__(self, options: DemoOptions) -> None:
         """Load them; models that do not fit together take turns.
-
-        outputs: folders of checkpoints.
-        model: the 16-bit pipeline of all; by default the one that each was made from.
-        max_memory: bytes of weights at most; None for what is free.
 
         Raises ValueError for a folder that `fluxq verify` refuses, a 16-bit model that is not its own, and a model that
         does not fit; FileNotFoundError for no checkpoint.
         """
-        folders = names_of(outputs)
-        originals = {name: _original(name, folder, model) for name, folder in folders.items()}
-        self.limits = limits or Limits()
+        folders = names_of(options.outputs)
+        originals = {name: _original(name, folder, options.model) for name, folder in folders.items()}
+        self.limits = Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=float("inf"))
         self._originals = {name: f"{SIXTEEN_BIT}: {folder}" for name, folder in originals.items()}
         settings = Settings(
             folders,
-            device,
-            dtype,
-            max_memory,
+            options.device,
+            options.dtype,
+            options.max_memory,
             originals={self._originals[name]: str(folder) for name, folder in originals.items()},
-            unrecorded=allow_unrecorded,
+            unrecorded=options.allow_unrecorded,
         )
         self._worker, self._lock = Worker(settings), threading.Lock()
         self._sides: OrderedDict[tuple[str, str, int, str], Side] = OrderedDict()

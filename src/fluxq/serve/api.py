@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fluxq.base.console import did_you_mean
 from fluxq.serve.dispatcher import Made
 from fluxq.serve.elastic import Setting
-from fluxq.serve.orders import Facts, Order, Refused, Source
+from fluxq.serve.orders import Facts, Order, Refused, Source, Strict
 
 MAX_SEED = (1 << 63) - 1
 _RANDOM_SEEDS = 1 << 31
@@ -54,19 +54,15 @@ class Limits:
     pixel_steps: float = 6e8
 
 
-class Lora(BaseModel):
+class Lora(Strict):
     """An adapter of the server's folder, by its name; names of the fields as vLLM-Omni takes them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     name: str = Field(min_length=1, max_length=200)
     scale: float = Field(default=1.0, ge=-10, le=10)
 
 
-class ImageRequest(BaseModel):
+class ImageRequest(Strict):
     """Body of a request for images."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     prompt: str = Field(min_length=1, max_length=LONGEST)
     model: str | None = Field(default=None, max_length=200)
@@ -297,10 +293,8 @@ def file_of(made: Made, request: ImageRequest) -> str:
     """Return an image's file in base64."""
     picture, kind = made.picture, request.output_format or "png"
     image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
-    file = io.BytesIO()
-    quality = (
-        {} if kind == "png" else {"quality": 100 if request.output_compression is None else request.output_compression}
-    )
+    file, compression = io.BytesIO(), request.output_compression
+    quality = {} if kind == "png" else {"quality": 100 if compression is None else compression}
     image.save(file, kind.upper(), **quality)
     return base64.b64encode(file.getvalue()).decode()
 

@@ -7,15 +7,15 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from fluxq import __version__
@@ -25,7 +25,7 @@ from fluxq.serve.api import EditRequest, ImageRequest, Limits, VideoRequest
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.elastic import Setting
 from fluxq.serve.metrics import CONTENT_TYPE
-from fluxq.serve.orders import Busy, Facts, Failed, NotLoaded, Order, Refused, Source, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Failed, NotLoaded, Order, Refused, Source, Strict, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.videos import MEDIA_TYPE, Videos
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # FastAPI's own spans and logs, of versions that have some: they quote errors, and these may quote prompts.
 UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _INVALID = "invalid_request_error"
+_Result = TypeVar("_Result")
 
 
 class Served:
@@ -55,12 +56,8 @@ class Served:
     ) -> None:
         self.dispatcher, self.limits, self.adapters, self.root = dispatcher, limits, adapters, root
         self.settings, self.started = settings, int(time.time())
-        self.shared = shared
-        self.videos: Any = Videos(dispatcher)
-        if shared is not None:
-            from fluxq.serve.redis_queue import SharedVideos
-
-            self.videos = SharedVideos(shared)
+        self.shared, self.queue = shared, shared or dispatcher
+        self.videos: Any = shared or Videos(dispatcher)
 
     async def submit(self, body: ImageRequest, request: Request, sources: tuple[Source, ...] = ()) -> Job:
         """Take a request, in the best setting in which it need not wait longer than the next one says."""
@@ -68,7 +65,7 @@ class Served:
         within = None if body.deadline_ms is None else body.deadline_ms / 1000
         orders, chosen = self._orders(body, sources), None
         for setting in () if body.elastic is False else self.settings:
-            if await self._wait_of(orders, within) <= setting.above:
+            if await self.queue.wait_of(orders, within) <= setting.above:
                 break
             if (changed := api.with_setting(body, setting)) is not None:
                 with suppress(Refused, HTTPException):  # the setting does not suit what was asked for
@@ -78,20 +75,6 @@ class Served:
             return self.dispatcher.submit(orders, within, told)
         fps = body.fps or api.FPS if isinstance(body, VideoRequest) else None
         return await self.shared.submit(orders, within, told, _claim(body, request, sources), fps)
-
-    def leave(self, job: Job) -> None:
-        """Let a request go whose client has left."""
-        if self.shared is None:
-            self.dispatcher.cancel(job)
-        else:
-            self.shared.leave(job)
-
-    async def _wait_of(self, orders: Sequence[Order], within: float | None) -> float:
-        return (
-            self.dispatcher.wait_of(orders, within)
-            if self.shared is None
-            else await self.shared.wait_of(orders, within)
-        )
 
     @property
     def is_ready(self) -> bool:
@@ -163,7 +146,11 @@ async def _answer(served: Served, job: Job, body: ImageRequest, request: Request
     if body.stream:
         dispatcher.metrics.answered(200)
         return StreamingResponse(_events(served, job, body), media_type="text/event-stream", headers=_UNCACHED)
-    made = await _unless_gone(served, job, request)
+    try:
+        made = await unless_gone(job.images(), request)
+    finally:
+        if not job.is_finished:
+            served.queue.cancel(job)
     if made is None:
         dispatcher.metrics.answered(499, "client_left")
         return Response(status_code=499)
@@ -195,31 +182,30 @@ def _model_row(served: Served, name: str) -> dict[str, Any]:
     return row | told | {"lora": sorted(served.adapters), "defaults": dict(facts.defaults)}
 
 
-async def _unless_gone(served: Served, job: Job, request: Request) -> Any:
-    """Return the images of a job; None where the client left first, and nobody waits for them."""
-    images, gone = asyncio.ensure_future(job.images()), asyncio.ensure_future(left(request))
+async def unless_gone(work: Coroutine[Any, Any, _Result], request: Request) -> _Result | None:
+    """Return what comes of some work; None where the client leaves first, for whom it is cancelled."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
-        await asyncio.wait({images, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return images.result() if images.done() else None
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
+        working.cancel()
         gone.cancel()
-        if not images.done():
-            images.cancel()
-            served.leave(job)
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
-def _claim(body: ImageRequest, request: Request, sources: Sequence[Source]) -> Any:
-    """Return an Idempotency-Key as the shared queue has it; None without."""
-    from fluxq.serve.redis_queue import Claim
+def _claim(body: ImageRequest, request: Request, sources: Sequence[Source]) -> tuple[str, str]:
+    """Return an Idempotency-Key as the shared queue has it."""
+    from fluxq.serve.redis_queue import NO_CLAIM
 
     key = request.headers.get("idempotency-key")
     if key is None:
-        return None
+        return NO_CLAIM
     if not 1 <= len(key) <= _LONGEST_KEY:
         raise Refused(f"Idempotency-Key has {len(key)} characters, 1 to {_LONGEST_KEY} are expected")
     who = request.headers.get("authorization", "")
     texts = (type(body).__name__, body.model_dump_json(), *(each.pixels for each in sources))
-    return Claim(_digest(who, key), _digest(who, key, *texts))
+    return _digest(who, key), _digest(who, key, *texts)
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -231,7 +217,7 @@ def _digest(*parts: str | bytes) -> str:
     return whole.hexdigest()
 
 
-async def left(request: Request) -> None:
+async def _left(request: Request) -> None:
     """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -242,18 +228,18 @@ async def _events(served: Served, job: Job, body: ImageRequest) -> AsyncIterator
     try:
         while (news := await job.news.get()) is not None:
             if (made := news.get("made")) is None:
-                yield _event(api.progress(news, body))
+                yield event_of(api.progress(news, body))
             else:
-                yield _event(api.completed(made, await asyncio.to_thread(api.file_of, made, body), body))
+                yield event_of(api.completed(made, await asyncio.to_thread(api.file_of, made, body), body))
         if job.error is not None:
-            status, content, _ = _explained(job.error)
-            yield _event({"type": "error", "status": status, **content})
+            status, content, _ = explained(job.error)
+            yield event_of({"type": "error", "status": status, **content})
     finally:
         if not job.is_finished:
-            served.leave(job)
+            served.queue.cancel(job)
 
 
-def _event(value: Mapping[str, Any]) -> bytes:
+def event_of(value: Mapping[str, Any]) -> bytes:
     return f"event: {value['type']}\ndata: {json.dumps(value)}\n\n".encode()
 
 
@@ -271,22 +257,22 @@ def _add_videos(app: FastAPI, served: Served) -> None:
                 body = api.of_form(VideoRequest, {name: str(value) for name, value in form.multi_items()})
         job = await served.submit(body, request)
         served.dispatcher.metrics.answered(200)
-        return (await videos.add(job, body.fps or api.FPS)).told()
+        return (await videos.keep_video(job, body.fps or api.FPS)).told()
 
     @app.get("/v1/videos/{name}")
     async def status(name: str) -> dict[str, Any]:
-        return (await videos.of(name)).told()
+        return (await videos.video(name)).told()
 
     @app.get("/v1/videos/{name}/content")
     async def content(name: str) -> Response:
-        video = await videos.of(name, whole=True)
+        video = await videos.video(name, whole=True)
         if video.file is None:
             raise Busy(f"the video is {video.status}")
         return Response(video.file, media_type=MEDIA_TYPE)
 
     @app.delete("/v1/videos/{name}")
     async def delete(name: str) -> dict[str, Any]:
-        await videos.remove(name)
+        await videos.forget_video(name)
         return {"id": name, "object": "video.deleted", "deleted": True}
 
 
@@ -316,16 +302,12 @@ def _add_probes(app: FastAPI, served: Served) -> None:
         return Response(dispatcher.metrics.page(dispatcher, images, seconds), media_type=CONTENT_TYPE)
 
 
-class _Load(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Load(Strict):
     folder: str
     name: str | None = None
 
 
-class _Named(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Named(Strict):
     name: str
 
 
@@ -367,25 +349,15 @@ def _inside(root: Path | None, name: str) -> Path:
 
 def _add_errors(app: FastAPI, served: Served) -> None:
     async def answer(_request: Request, error: Exception) -> Response:
-        status, content, headers = _explained(error)
+        status, content, headers = explained(error)
         served.dispatcher.metrics.answered(status, content["error"]["code"] or content["error"]["type"])
         return JSONResponse(content, status, headers)
 
-    kinds = (
-        RequestValidationError,
-        HTTPException,
-        Refused,
-        Full,
-        Unavailable,
-        ValueError,
-        RuntimeError,
-        OSError,
-    )
-    for kind in (*kinds, Exception):
+    for kind in (RequestValidationError, HTTPException, ValueError, RuntimeError, OSError, Exception):
         app.add_exception_handler(kind, answer)
 
 
-def _explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return status, body and headers of an error's answer."""
     if isinstance(error, (RequestValidationError, ValidationError)):
         error = api.problem_of(error.errors())

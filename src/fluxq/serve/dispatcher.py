@@ -131,7 +131,7 @@ class Dispatcher:
         self.joins = joins
         self.is_draining = self.is_ready = self._has_given_up = False
         self._ending = asyncio.Event()
-        self._numbers = itertools.count(1)
+        self.next_number = itertools.count(1).__next__  # of a new order
         self._awake, self._worker = asyncio.Event(), asyncio.Lock()
         self._asking = 0  # questions that wait for the worker
         self._loop: asyncio.Task[None] | None = None
@@ -171,7 +171,7 @@ class Dispatcher:
         """False where the loop has ended by an error of its own: the server is to be started again."""
         return self._loop is None or not self._loop.done() or self._ending.is_set()
 
-    def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
+    async def wait_of(self, orders: Sequence[Order], within: float | None = None) -> float:
         """Return the predicted seconds that a request would wait."""
         return self.queue.wait_of_new(orders, time.monotonic(), within)
 
@@ -210,10 +210,6 @@ class Dispatcher:
             if entry.owner is job:
                 entry.is_cancelled = True
         self._awake.set()
-
-    def next_number(self) -> int:
-        """Return the number of a new order."""
-        return next(self._numbers)
 
     async def add(self, name: str, folder: str) -> Facts:
         """Load one more checkpoint; `Busy` where one of that name is there or on its way."""
@@ -333,7 +329,7 @@ class Dispatcher:
             raise
         except Exception as error:  # of one image: the others go on
             if entry is not None:
-                self._fail_by(entry, error)
+                self._fail(entry, error)
             else:
                 logger.warning("a shadow failed: %s", type(error).__name__)
                 await self._forget_shadow()
@@ -393,7 +389,7 @@ class Dispatcher:
                 try:
                     self._take(each, quantum)
                 except Exception as error:
-                    self._fail_by(each, error)
+                    self._fail(each, error)
                     failed.append(each.order)
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
@@ -487,14 +483,10 @@ class Dispatcher:
             shadow = replace(order, number=number, model=original, is_kept=False, shadow_of=order.number)
             self._waiting.append((order.model, shadow))
 
-    def _fail_by(self, entry: Entry, error: Exception) -> None:
-        """End a request by an error of its own or of the server's."""
-        if not isinstance(error, Refused):
-            logger.warning("an image failed: %s", type(error).__name__)
-        self._fail(entry, error)
-
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a request whose image cannot be made, and let its other images go."""
+        if not isinstance(error, (Refused, Unavailable)):
+            logger.warning("an image failed: %s", type(error).__name__)
         self.queue.remove(entry)
         entry.owner.spans.ended(entry.order, error)
         if entry.owner.error is None:
@@ -509,7 +501,7 @@ class Dispatcher:
         self._returning = [*self.memory]  # which an admin's question changes meanwhile
         seconds = self._starting + sum(self._loads.get(name, 0.0) for name in self._returning)
         self._died, self._restart = time.monotonic(), seconds
-        self.metrics.worker_died()
+        self.metrics.restarts.inc()
         self._waiting.clear()
         for entry in self.queue:
             if entry.has_begun and entry.steps == 0 and not entry.is_again:

@@ -17,18 +17,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from fluxq.base.console import did_you_mean
-from fluxq.base.files import require_no_pipe
+from fluxq.base.files import read_text
+from fluxq.serve.orders import Strict
 
-_LONGEST = 1 << 20  # bytes of the file
+_CURE = "docs/serving.md says what to write there"
 
 
-class Setting(BaseModel):
+class Setting(Strict):
     """A row of the file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     name: str = Field(min_length=1, max_length=80)
     above: float = Field(ge=0)
@@ -41,22 +40,18 @@ def read_settings(path: Path, models: Collection[str]) -> tuple[Setting, ...]:
     """Read the file; ValueError or FileNotFoundError naming what is wrong."""
     import yaml
 
-    require_no_pipe(path, f"--elastic {path}")
-    if not path.is_file():
-        raise FileNotFoundError(f"--elastic {path} does not exist; docs/serving.md says what to write there")
-    if path.stat().st_size > _LONGEST:
-        raise ValueError(f"--elastic {path} has more than {_LONGEST} bytes")
+    text = read_text(path, f"--elastic {path}", _CURE)
     try:
-        rows = TypeAdapter(list[Setting]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+        rows = TypeAdapter(list[Setting]).validate_python(yaml.safe_load(text))
     except ValidationError as error:
         first = error.errors()[0]
         row, names = first["loc"][:1], ".".join(map(str, first["loc"][1:]))
         where = f"row {int(row[0]) + 1}{names and f': {names}'}" if row else "the file"
         raise ValueError(f"--elastic {path}: {where}: {first['msg']}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
-        raise ValueError(f"--elastic {path} is no YAML{where}; docs/serving.md says what to write there") from None
+        raise ValueError(f"--elastic {path} is no YAML{where}; {_CURE}") from None
     if not rows:
         raise ValueError(f"--elastic {path} holds no setting")
     for before, row in zip([None, *rows], rows, strict=False):

@@ -8,36 +8,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.files import require_no_pipe
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from fluxq.base.files import read_text
 from fluxq.serve.api import error_of
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-_INVALID = "invalid_request_error"
 _READ_SECONDS = 30.0  # for a whole body
 _FORGOTTEN = 4  # times the limit of a body is read of one that is too large
-_LONGEST_FILE = 1 << 20  # bytes of keys
 _TEXTS = 1 << 19  # bytes of a body without files
 _WITHOUT_KEY = ("/health", "/ready", "/metrics")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """Return the keys of a file, one a line, `#` begins a comment; ValueError or FileNotFoundError for none."""
-    require_no_pipe(path, f"the file of keys {path}")
-    if not path.is_file():
-        raise FileNotFoundError(f"the file of keys {path} does not exist; write one key a line into it")
-    if path.stat().st_size > _LONGEST_FILE:
-        raise ValueError(f"the file of keys {path} has more than {_LONGEST_FILE} bytes; write one key a line into it")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"the file of keys {path} is no text; write one key a line into it") from None
+    lines = read_text(path, f"the file of keys {path}", "write one key a line into it").splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise ValueError(f"the file of keys {path} holds none; write one key a line into it")
@@ -58,25 +47,31 @@ class Guard:
         self.app, self.body, self.count = app, body, count
         self.keys, self.admin_keys = tuple(keys), tuple(admin_keys)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         if problem := self._who(scope["path"], headers.get(b"authorization", b"")):
-            await self._refuse(send, 401, problem, _INVALID, "invalid_api_key")
+            await self._refusal(401, problem, "invalid_api_key")(scope, receive, send)
             return
         kind = headers.get(b"content-type", b"").lower()
         most = 0 if scope["path"] in _WITHOUT_KEY else self.body if kind.startswith(b"multipart/") else _TEXTS
         try:
             content = await asyncio.wait_for(self._read(receive, most), _READ_SECONDS)
         except TimeoutError:
-            await self._refuse(send, 408, f"the body did not come within {_READ_SECONDS:.0f} s", _INVALID)
+            late = f"the body did not come within {_READ_SECONDS:.0f} s"
+            await self._refusal(408, late)(scope, receive, send)
             return
         if content is None:
-            await self._refuse(send, 413, f"the body is larger than {most} bytes", _INVALID)
+            await self._refusal(413, f"the body is larger than {most} bytes")(scope, receive, send)
             return
-        await self.app(scope, _Replayed(content, receive), send)
+        messages: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def replayed() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, replayed, send)
 
     def _who(self, path: str, header: bytes) -> str:
         """Return why a request is refused; "" if it is not."""
@@ -107,26 +102,11 @@ class Guard:
                 break
         return b"".join(parts) if size <= limit else None
 
-    async def _refuse(self, send: Send, status: int, message: str, kind: str, code: str | None = None) -> None:
+    def _refusal(self, status: int, message: str, code: str | None = None) -> Response:
         self.count(status, code or "refused")
-        content = json.dumps(error_of(message, kind, code=code)).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        headers += [(b"content-length", str(len(content)).encode())]
-        headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-
-class _Replayed:
-    """A body that was read, once more; then what the client does."""
-
-    def __init__(self, content: bytes, receive: Receive) -> None:
-        self.message: Message | None = {"type": "http.request", "body": content, "more_body": False}
-        self.receive = receive
-
-    async def __call__(self) -> Message:
-        message, self.message = self.message, None
-        return message or await self.receive()
+        headers = {"connection": "close"} | ({"www-authenticate": "Bearer"} if status == 401 else {})
+        content = json.dumps(error_of(message, "invalid_request_error", code=code))
+        return Response(content, status, headers, "application/json")
 
 
 def _is_one_of(key: bytes, keys: tuple[str, ...]) -> bool:

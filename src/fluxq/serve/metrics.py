@@ -90,10 +90,6 @@ class Metrics:
         with suppress(KeyError):
             self.alert.remove(model)
 
-    def worker_died(self) -> None:
-        """Count a worker that ended by itself."""
-        self.restarts.inc()
-
     def page(self, dispatcher: Any, images: int, seconds: float) -> bytes:
         """Return the page that Prometheus reads. images, seconds: predicted, of what waits or runs."""
         self.waiting.set(images)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 
 @dataclass(frozen=True)
 class Source:
@@ -152,6 +154,12 @@ class Facts:
     edits: str = ""
     is_alone: bool = False
     joined: float | None = None
+
+
+class Strict(BaseModel):
+    """Values from outside, of which nothing is guessed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Refused(ValueError):

@@ -31,11 +31,6 @@ class Apart:
         self._process: Any = None
         self._threads = ThreadPoolExecutor(2, "worker")  # of its own: others encode files meanwhile
 
-    @property
-    def pid(self) -> int | None:
-        """Number of the process, None before it is started."""
-        return self._process and self._process.pid
-
     async def start(self) -> None:
         """Start one, in place of one that has ended; raise what it raises as it begins."""
         await self.stop()

@@ -21,15 +21,17 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Message, Receive, Scope, Send
 
 from fluxq.base.console import logger
-from fluxq.serve.api import error_of
-from fluxq.serve.app import left
-from fluxq.serve.guard import Message, Receive, Send
+from fluxq.serve.app import event_of, explained, unless_gone
+from fluxq.serve.dispatcher import Unavailable
 from fluxq.serve.metrics import CONTENT_TYPE, Metrics
+from fluxq.serve.orders import Failed, Refused
 from fluxq.serve.ray_replica import Asked, State
 
 _PATIENCE = 5.0  # seconds for answers of all replicas
@@ -91,20 +93,11 @@ class Front:
             pages = await self.ask("page")
         return Response(merged([*pages, ("front", own)]), media_type=CONTENT_TYPE)
 
-    async def _forward(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by a replica; where the client leaves, the replica is told."""
         content = (await receive()).get("body", b"")  # all of it: the guard has read it
         asked = Asked({name: scope[name] for name in _SCOPE if name in scope}, content)
-        answering = asyncio.ensure_future(self._answer(asked, _Told(send)))
-        gone = asyncio.ensure_future(left(Request(scope, receive)))
-        try:
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            answering.cancel()
-            gone.cancel()
-            await asyncio.gather(answering, gone, return_exceptions=True)
+        await unless_gone(self._answer(asked, _Told(send)), Request(scope, receive))
 
     async def _answer(self, asked: Asked, told: _Told) -> None:
         """Ask one replica after the other, the soonest free first, until one answers or all refuse.
@@ -113,7 +106,7 @@ class Front:
         """
         if asked.scope["path"].startswith("/v1/videos") and not self.keeps_videos:
             problem = "videos are kept by their replica: start the server with a fixed number of --replicas"
-            await told.all(_refusal(400, problem))
+            await told.all(_refusal(Refused(problem)))
             return
         tried, deaths, refusal, end = set[str](), 0, None, time.monotonic() + _RETURNS
         while True:
@@ -130,17 +123,17 @@ class Front:
                     return
             except RayTaskError as error:
                 logger.warning("a replica failed: %s", type(error.cause).__name__)
-                refusal = _refusal(500, "the image could not be made")
+                refusal = _refusal(Failed("unavailable"))
                 break
             except (RayError, RayServeException):
                 self.free.pop(order[0], None)
                 deaths += 1
                 if deaths == _DEATHS:
-                    refusal = _refusal(503, f"{_DEATHS} replicas ended while they made this image")
+                    refusal = _refusal(Unavailable(f"{_DEATHS} replicas ended while they made this image"))
                     break
                 continue
             refusal = min(refusal or refused, refused, key=lambda one: one.retry_after)
-        await told.all(refusal or _refusal(503, "the server is not ready"))
+        await told.all(refusal or _refusal(Unavailable("the server is not ready")))
 
     async def _try(self, order: Sequence[str], asked: Asked, told: _Told) -> Answer | None:
         """Let a replica answer; return what it says where another one may be asked. RayError where it ended."""
@@ -177,16 +170,15 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        return self._header(b"content-type").startswith(b"text/event-stream")
+        return self._header("content-type").startswith("text/event-stream")
 
     @property
     def retry_after(self) -> float:
         """Seconds, infinite where it says none."""
-        return float(self._header(b"retry-after") or math.inf)
+        return float(self._header("retry-after") or math.inf)
 
-    def _header(self, name: bytes) -> bytes:
-        headers = self.messages[0]["headers"] if self.messages else ()
-        return next((value for key, value in headers if key.lower() == name), b"")
+    def _header(self, name: str) -> str:
+        return Headers(raw=self.messages[0]["headers"]).get(name, "") if self.messages else ""
 
 
 class _Told:
@@ -202,9 +194,8 @@ class _Told:
             for message in answer.messages:
                 await self._send(message)
             return
-        event = {"type": "error", "status": answer.status, **json.loads(answer.messages[1]["body"])}
-        content = f"event: error\ndata: {json.dumps(event)}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": content, "more_body": False})
+        event = event_of({"type": "error", "status": answer.status, **json.loads(answer.messages[1]["body"])})
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def event(self, message: Message) -> None:
         """Send a part of a stream that was not sent before."""
@@ -224,13 +215,11 @@ class _Told:
         return is_new
 
 
-def _refusal(status: int, message: str) -> Answer:
-    kind, code = ("invalid_request_error", None) if status == 400 else ("server_error", "unavailable")
-    content = json.dumps(error_of(message, kind, code=code)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    headers += [(b"retry-after", b"1")] if status == 503 else []
-    start = {"type": "http.response.start", "status": status, "headers": headers}
-    return Answer([start, {"type": "http.response.body", "body": content}])
+def _refusal(error: Exception) -> Answer:
+    status, content, headers = explained(error)
+    answer = Response(json.dumps(content), status, headers, "application/json")
+    start = {"type": "http.response.start", "status": status, "headers": answer.raw_headers}
+    return Answer([start, {"type": "http.response.body", "body": answer.body}])
 
 
 def merged(pages: Iterable[tuple[str, bytes]]) -> bytes:

@@ -12,12 +12,12 @@ from typing import Any
 from ray import serve
 from ray.serve.request_router import RequestRouter
 from starlette.requests import Request
+from starlette.types import Message
 
 from fluxq.base.console import logger, set_verbosity
 from fluxq.serve.api import ImageRequest, random_seed
 from fluxq.serve.app import Served, application
 from fluxq.serve.dispatcher import Here, Job
-from fluxq.serve.guard import Message
 from fluxq.serve.orders import Order, Source
 from fluxq.serve.process import portable
 from fluxq.serve.server import Checked, ServeOptions, dispatcher_of, limits_of

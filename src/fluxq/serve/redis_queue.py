@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError as NotConnected
 from redis.exceptions import OutOfMemoryError
-from starlette.exceptions import HTTPException
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve import api
@@ -39,7 +38,7 @@ from fluxq.serve.redis_store import (
     png,
     read,
 )
-from fluxq.serve.videos import KEPT_BYTES, KEPT_SECONDS, Video, file_of
+from fluxq.serve.videos import KEPT_BYTES, KEPT_SECONDS, Video, file_of, no_video
 
 LEASE = 15.0  # seconds after which a server that is not heard of has lost its images
 POLL = 1.0  # seconds after which the queue is looked at without news
@@ -49,15 +48,8 @@ _NEARER = 1e-3  # by which an image comes before those that were begun, if it do
 _RECHECK = 5.0  # seconds after which a request's images are looked for without news
 _TIDY = 60.0  # seconds after which what is too old is looked for
 _Answer = TypeVar("_Answer")
+NO_CLAIM = ("", "")  # of a request without an Idempotency-Key
 _STEP = ("image", "step", "steps", "position", "remaining_ms")  # what news tell of a step
-
-
-@dataclass(frozen=True)
-class Claim:
-    """An Idempotency-Key. name: digest of it and of whose it is. fingerprint: of the request that came with it."""
-
-    name: str
-    fingerprint: str
 
 
 @dataclass(eq=False)
@@ -134,17 +126,18 @@ class RedisQueue:
         orders: Sequence[Order],
         within: float | None = None,
         setting: Mapping[str, Any] | None = None,
-        claim: Claim | None = None,
+        claim: tuple[str, str] = NO_CLAIM,
         fps: int | None = None,
     ) -> SharedJob:
-        """Take a request, or find the one that came with the same claim; raise `Full`, `Unavailable` or `Refused`.
+        """Take a request, or find the one that came with the same key; raise `Full`, `Unavailable` or `Refused`.
 
         Where servers take requests at the same time, each is looked at anew until none came between: what is promised
         holds for all.
+        claim: digests of the Idempotency-Key and whose it is, and of that with the request.
         fps: of a video, whose client asks for it later.
         """
         self.dispatcher.require_open()
-        name, first, key = secrets.token_hex(16), orders[0], "" if claim is None else claim.name
+        name, first, (key, _) = secrets.token_hex(16), orders[0], claim
         asked = self._asked(orders, setting, claim, fps)
         negative = first.call.get("negative_prompt")
         secret = Secret(prompt=first.prompt, negative_prompt=negative, sources=len(first.sources))
@@ -162,7 +155,7 @@ class RedisQueue:
                 return await self._found(found, asked.fingerprint)
         raise Unavailable("too many requests at the same time")
 
-    def leave(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
         if not isinstance(job, SharedJob):
             raise TypeError("a request of another queue")
@@ -170,10 +163,6 @@ class RedisQueue:
         job.news_of_it.put_nowait({"kind": "left"})
         if not job.outlives:
             self._let_go(job.name)
-
-    async def forget(self, name: str) -> None:
-        """Let a request go at the next step, and its images."""
-        await self._answered(self._store.do("forget", name))
 
     async def figures(self) -> tuple[int, float]:
         """Return images and predicted seconds of what is made here, and of this server's share of what waits."""
@@ -187,14 +176,20 @@ class RedisQueue:
             seconds += sum(row.predicted for row in waiting) / servers
         return images, seconds
 
-    async def video(self, name: str, *, whole: bool) -> Video | None:
-        """Return a video by its request's name, None where there is none. whole: with its file."""
+    async def keep_video(self, job: SharedJob, fps: int) -> Video:
+        """Return a video that was just taken, or found."""
+        return await self.video(f"video_{job.name}")
+
+    async def video(self, name: str, *, whole: bool = False) -> Video:
+        """Return a video; 404 for a name that there is not, or no more. whole: with its file."""
         names = ["job", "entries", "made:0", "failed:0", "completed", *(["file:0"] if whole else [])]
-        text, entry, made, failed, completed, *file = await self._answered(self._store.fields(name, names))
-        if text is None or (asked := read(Asked, text)).fps is None:
-            return None
+        fields = self._store.fields(name.removeprefix("video_"), names)
+        text, entry, made, failed, completed, *file = await self._answered(fields)
+        asked = None if text is None or not name.startswith("video_") else read(Asked, text)
+        if asked is None or asked.fps is None:
+            raise no_video()
         (order,) = self._orders_of(asked)
-        video = Video(f"video_{name}", Job((order,)), asked.fps, asked.created)
+        video = Video(name, Job((order,)), asked.fps, asked.created)
         if made is None and failed is None:
             progress = await self._answered(self._store.progress((entry or b"").decode()))
             if progress is not None:
@@ -208,10 +203,15 @@ class RedisQueue:
             video.about = api.told(_made(order, read(Finished, made), b"", asked))
         return video
 
+    async def forget_video(self, name: str) -> None:
+        """Forget a video; one that is not finished is let go at the next step, wherever it is made."""
+        await self.video(name)
+        await self._answered(self._store.do("forget", name.removeprefix("video_")))
+
     # ---- what the front does
 
     def _asked(
-        self, orders: Sequence[Order], setting: Mapping[str, Any] | None, claim: Claim | None, fps: int | None
+        self, orders: Sequence[Order], setting: Mapping[str, Any] | None, claim: tuple[str, str], fps: int | None
     ) -> Asked:
         first = orders[0]
         return Asked(
@@ -224,8 +224,8 @@ class RedisQueue:
             setting=None if setting is None else dict(setting),
             fps=fps,
             created=self._now(),
-            outlives=claim is not None or fps is not None,
-            fingerprint="" if claim is None else claim.fingerprint,
+            outlives=claim != NO_CLAIM or fps is not None,
+            fingerprint=claim[1],
         )
 
     async def _admit(self, name: str, version: str, key: str, *words: str | float | bytes) -> str:
@@ -580,29 +580,6 @@ class RedisQueue:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the shared queue: %s", type(error).__name__)
-
-
-class SharedVideos:
-    """Videos in Redis, which every server knows."""
-
-    def __init__(self, queue: RedisQueue) -> None:
-        self.queue = queue
-
-    async def add(self, job: SharedJob, fps: int) -> Video:
-        """Return a video that was just taken, or found."""
-        return await self.of(f"video_{job.name}")
-
-    async def of(self, name: str, *, whole: bool = False) -> Video:
-        """Return a video; 404 for a name that there is not, or no more. whole: with its file."""
-        video = await self.queue.video(name.removeprefix("video_"), whole=whole) if name.startswith("video_") else None
-        if video is None:
-            raise HTTPException(404, "there is no video of that id, or no more")
-        return video
-
-    async def remove(self, name: str) -> None:
-        """Forget a video; one that is not finished is let go at the next step, wherever it is made."""
-        await self.of(name)
-        await self.queue.forget(name.removeprefix("video_"))
 
 
 def _row(job: str, index: int, asked: Asked, entry: Entry) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry
@@ -38,7 +38,7 @@ from redis.exceptions import ConnectionError as NotConnected
 
 from fluxq.base.console import first_line
 from fluxq.serve import api
-from fluxq.serve.orders import Picture, Source
+from fluxq.serve.orders import Picture, Source, Strict
 
 AWAY = (RedisError, OSError, TimeoutError)
 _ANSWER = 5.0  # seconds that Redis may take
@@ -230,10 +230,8 @@ _Side = Annotated[int, Field(ge=1, le=1 << 16)]
 _Text = Annotated[str, Field(max_length=200)]
 
 
-class Value(BaseModel):
+class Value(Strict):
     """A value as Redis has it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Asked(Value):

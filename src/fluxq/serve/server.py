@@ -13,7 +13,7 @@ import ipaddress
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,9 +113,8 @@ class Server:
     def _put(self, app: Any, metrics: Metrics) -> None:
         """Put an application behind the guard and the port."""
         guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
-        how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
-        config = uvicorn.Config(guarded, http="h11", h11_max_incomplete_event_size=_HEADERS, **how)
-        self._uvicorn = Uvicorn(config, self._is_busy, self._say_ending, self._give_up)
+        how = {"http": "h11", "h11_max_incomplete_event_size": _HEADERS, "lifespan": "on"}
+        self._uvicorn = Uvicorn(guarded, self._is_busy, self._say_ending, self._give_up, **how)
 
     @property
     def names(self) -> list[str]:
@@ -202,22 +201,26 @@ class Uvicorn(uvicorn.Server):
 
     is_busy: whether something is being made that clients wait for.
     ending, give_up: called at the first signal, and at the second.
+    how: settings of uvicorn's.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: Any,
         is_busy: Callable[[], bool] = lambda: True,
         ending: Callable[[], None] = lambda: None,
         give_up: Callable[[], None] = lambda: None,
+        **how: Any,
     ) -> None:
-        super().__init__(config)
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, **how))
         self.is_busy, self.ending, self.give_up = is_busy, ending, give_up
         self._silent_since: dict[Any, float] = {}
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to end, or end at once; uvicorn's own would raise the signal again when all is finished."""
         asyncio.get_running_loop().call_soon_threadsafe(self.give_up if self.should_exit else self.ending)
-        super().handle_exit(sig, frame)
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Close connections on which no whole request has come for a while."""
@@ -243,21 +246,12 @@ class Uvicorn(uvicorn.Server):
         while idle < _UNREAD:
             await asyncio.sleep(1)
             idle = 0 if self.is_busy() else idle + 1
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close all connections, whatever they still wait for."""
         for each in list(self.server_state.connections):
             each.transport.abort()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        try:
-            before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # in a thread
-            yield
-            return
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
 
 
 @dataclass(frozen=True)

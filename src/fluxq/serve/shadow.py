@@ -33,8 +33,8 @@ class Shadows:
     share: of images that are made again. Gates of other metrics, and windows, are not looked at.
     """
 
-    def __init__(self, share: float = 0.0, seed: int | None = None) -> None:
-        self.share, self._drawn = share, random.Random(seed)
+    def __init__(self, share: float = 0.0) -> None:
+        self.share, self._drawn = share, random.Random()
         self.gates: dict[str, dict[str, float]] = {}
         self.alerts: dict[str, str] = {}
         self._values: dict[tuple[str, str], deque[float]] = {}

@@ -9,6 +9,7 @@ its neighbours by pixels; above the largest, time grows as between the two large
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from itertools import product
 from statistics import median
@@ -48,10 +49,8 @@ class Times:
         """Forget the measurements of a model."""
         self._measured = {key: by_size for key, by_size in self._measured.items() if key[0][0] != model}
 
-    def remaining(self, order: Order, steps: int = 0, finished: bool = False) -> float:
+    def remaining(self, order: Order, steps: int = 0) -> float:
         """Return the predicted seconds of what is left of an image of which so many steps are made."""
-        if finished:
-            return 0.0
         begin = self._seconds(order, "begin") if steps == 0 else 0.0
         left = order.steps - max(steps, 1)
         return begin + left * self._seconds(order, "step") + self._seconds(order, "finish")
@@ -96,15 +95,13 @@ class Times:
 def _at(by_size: dict[int, deque[float]], pixels: int) -> float:
     """Return the seconds at a number of pixels."""
     sizes = sorted(by_size)
-    if pixels <= sizes[0]:
-        return median(by_size[sizes[0]])
     if pixels >= sizes[-1]:
         largest = [(size, median(by_size[size])) for size in sizes[-2:]]
         return largest[-1][1] * (pixels / sizes[-1]) ** _growth(largest)
-    above = next(size for size in sizes if size >= pixels)
-    below = max(size for size in sizes if size <= pixels)
-    if above == below:
-        return median(by_size[above])
+    place = bisect_right(sizes, pixels)
+    if place == 0:
+        return median(by_size[sizes[0]])
+    below, above = sizes[place - 1], sizes[place]
     share = (pixels - below) / (above - below)
     return (1 - share) * median(by_size[below]) + share * median(by_size[above])
 

@@ -27,7 +27,6 @@ from fluxq.serve.orders import Order, Quantum
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _CURE = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
-_HEADERS = (b"traceparent", b"tracestate")
 _LEAST = 0.001  # seconds, of a checkpoint that was loaded: looking for one that is there takes less
 _NS = 1_000_000_000
 
@@ -84,9 +83,9 @@ class Traced:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from starlette.datastructures import Headers
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in _those_of(scope["headers"])}
-        parent = TraceContextTextMapPropagator().extract(headers)
+        parent = TraceContextTextMapPropagator().extract(Headers(scope=scope))
         how = {"kind": SpanKind.SERVER, "record_exception": False}  # errors may quote prompts
         with self.tracer.start_as_current_span("POST", parent, **how, set_status_on_exception=False) as span:
 
@@ -103,10 +102,6 @@ class Traced:
                 route = getattr(scope.get("route"), "path", "")  # a path of nobody's would be as the client wrote it
                 span.update_name(f"POST {route}".strip())
                 span.set_attributes({"http.request.method": "POST", "http.route": route})
-
-
-def _those_of(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
-    return ((name.lower(), value) for name, value in headers if name.lower() in _HEADERS)
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Videos:
         self.dispatcher = dispatcher
         self._videos: dict[str, Video] = {}
 
-    async def add(self, job: Job, fps: int) -> Video:
+    async def keep_video(self, job: Job, fps: int) -> Video:
         """Keep a request that was taken, under a name that nobody guesses."""
         self._tidy()
         video = Video(f"video_{secrets.token_hex(16)}", job, fps)
@@ -72,16 +72,16 @@ class Videos:
         video.making = asyncio.create_task(self._make(video))
         return video
 
-    async def of(self, name: str, *, whole: bool = False) -> Video:
+    async def video(self, name: str, *, whole: bool = False) -> Video:
         """Return a video; 404 for a name that there is not, or no more. whole: whether its file is wanted."""
         self._tidy()
         if name not in self._videos:
-            raise HTTPException(404, "there is no video of that id, or no more")
+            raise no_video()
         return self._videos[name]
 
-    async def remove(self, name: str) -> None:
+    async def forget_video(self, name: str) -> None:
         """Forget a video; one that is not finished is let go at the next step."""
-        video = await self.of(name)
+        video = await self.video(name)
         del self._videos[name]
         if not video.job.is_finished:
             self.dispatcher.cancel(video.job)
@@ -122,6 +122,11 @@ class Videos:
             is_old = video.completed is not None and now - video.completed > KEPT_SECONDS
             if is_old or (video.file is not None and nbytes > KEPT_BYTES):
                 del self._videos[video.name]
+
+
+def no_video() -> HTTPException:
+    """Return the error for a name that there is not, or no more."""
+    return HTTPException(404, "there is no video of that id, or no more")
 
 
 def file_of(made: Made, fps: int) -> bytes:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,11 +74,6 @@ class Worker:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # number -> image, latents
         self._proved: dict[str, tuple[Any, str]] = {}  # name -> stamps of the files, digest
         self._digests: dict[str, str] = {}  # name -> digest when it was loaded first
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        """Names of the checkpoints in memory."""
-        return tuple(self._models)
 
     def know(self, name: str, folder: str | None, digest: str | None = None) -> None:
         """Take note of a checkpoint.
@@ -394,7 +389,8 @@ class _Making:
         pipe, order = self.model.copy(self.order), self.order
         images = [Image.frombytes("RGB", (each.width, each.height), each.pixels) for each in order.sources]
         call = {**order.call, **({"image": images if images[1:] else images[0]} if images else {})}
-        with self.model.encodings.in_place_of(pipe, order) as self._prompt, _counted(pipe) as computed:
+        computed = _counted(pipe)
+        with _Remembering(self.model.encodings, pipe, order) as self._prompt:
             item = (order.prompt, order.seed)
             ((output, latents),) = run_pipeline(
                 pipe, [item], call, output_type="pt", batch_size=1, on_latents=self._after_step
@@ -448,10 +444,6 @@ class _Encodings:
         self._kept: OrderedDict[str, Any] = OrderedDict()
         self._nbytes = 0
 
-    def in_place_of(self, pipe: Any, order: Order) -> Any:
-        """Let a pipeline's copy look here before it encodes a prompt, while the block lasts."""
-        return _Remembering(self, pipe, order)
-
     def get(self, key: str) -> Any:
         """Return a copy of an encoding, None for one that is not kept."""
         if key not in self._kept:
@@ -469,7 +461,10 @@ class _Encodings:
 
 
 class _Remembering:
-    """A pipeline whose `encode_prompt` remembers; `was_hit` tells whether all was there, `seconds` how long it took."""
+    """A pipeline's copy that looks for encodings before it encodes a prompt, while the block lasts.
+
+    was_hit: whether all was there. seconds: that it took.
+    """
 
     def __init__(self, encodings: _Encodings, pipe: Any, order: Order) -> None:
         self.encodings, self.pipe, self.order, self.was_hit = encodings, pipe, order, False
@@ -487,7 +482,8 @@ class _Remembering:
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         found = self._encode(*args, **kwargs)
-        _wait_for(next(filter(_is_tensor, found if isinstance(found, tuple) else (found,)), None))
+        parts = found if isinstance(found, tuple) else (found,)
+        _wait_for(next((each for each in parts if hasattr(each, "device")), None))
         self.seconds += time.perf_counter() - start
         return found
 
@@ -545,14 +541,14 @@ def _nbytes(value: Any) -> int:
     return sum(map(_nbytes, value)) if isinstance(value, (tuple, list)) else getattr(value, "nbytes", 0)
 
 
-def _counted(pipe: Any) -> Any:
-    """Count the steps that a pipeline's denoisers compute; the number is a function of all steps."""
+def _counted(pipe: Any) -> Callable[[int], int]:
+    """Count the steps that a pipeline's denoisers compute from now on; the number is a function of all steps."""
     from fluxq.quantize.structure import denoisers_in
     from fluxq.runtime.skipped import skipped_in
 
     skipped = next((each for _, model in denoisers_in(pipe) if (each := skipped_in(model))), None)
     if skipped is None:
-        return nullcontext(lambda steps: steps)
+        return lambda steps: steps
     handle = skipped.skipped
     before = handle.calls, handle.computed
 
@@ -560,7 +556,7 @@ def _counted(pipe: Any) -> Any:
         calls = handle.calls - before[0]
         return round(steps * (handle.computed - before[1]) / calls) if calls else steps
 
-    return nullcontext(computed)
+    return computed
 
 
 def _make_ready(pipe: Any, device: str) -> bool:
@@ -666,10 +662,6 @@ def _not_finite(order: Order) -> Exception:
     if order.lora is None:
         return NotFinite(f"{order.model} made values that are not finite")
     return Refused("lora: {} at scale {:g} makes values that are not finite".format(*order.lora), "lora")
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "device")
 
 
 def _wait_for(tensor: Tensor | None) -> None:
