@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import PATH, bytes_in, common_options, output_option, overwrite_option
+from fluxq.commands.options import PATH, bytes_option, common_options, output_option, overwrite_option
 from fluxq.commands.session import Session, session_of
 
 OF_LISTS = ("cache-dit", "taylorseer")  # formats of a list of steps; a test compares
@@ -68,16 +68,9 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
     "--side-layers",
     type=click.Choice(["8bit", "16bit"]),
     default="8bit",
-    show_default=True,
     help="Modulation and other side layers: round again where the format lacks theirs, or keep all in 16 bit.",
 )
-@click.option(
-    "--max-shard-size",
-    "max_shard_bytes",
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Largest size of a weight file in a folder; by default 10GB.",
-)
+@bytes_option("--max-shard-size", "max_shard_bytes", help="Largest size of a weight file in a folder; by default 10GB.")
 @overwrite_option
 @common_options
 def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:

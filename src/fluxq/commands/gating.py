@@ -14,6 +14,7 @@ from fluxq.commands.options import (
     PATH,
     batch_size_option,
     common_options,
+    count_option,
     finite_in,
     names_in,
     overwrite_option,
@@ -55,12 +56,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     metavar="NAME=X",
     help="Distance beyond the floor's that is allowed, in the metric's unit (repeatable).",
 )
-@click.option(
-    "--images",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Images to compare at most; by default 64, or all of an image folder.",
-)
+@count_option("--images", least=2, help="Images to compare at most; by default 64, or all of an image folder.")
 @batch_size_option
 @click.option("--weights", metavar="DIR|hub", help="Folder with the network of LPIPS; hub fetches it.")
 @click.option(
@@ -78,15 +74,11 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     metavar="X",
     help="With --speed: share of A's time that B may take more; by default 0.01.",
 )
-@click.option(
-    "--pairs", type=click.IntRange(min=10), metavar="N", help="With --speed: timed calls of each; by default 30."
-)
+@count_option("--pairs", least=10, help="With --speed: timed calls of each; by default 30.")
 @click.option("--history", type=FOLDER, metavar="DIR", help="Add the result to the history in this folder.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
-@click.option(
-    "--work", type=FOLDER, default=Path("fluxq-gate"), show_default=True, metavar="DIR", help="Where to keep images."
-)
+@click.option("--work", type=FOLDER, default=Path("fluxq-gate"), metavar="DIR", help="Where to keep images.")
 @run_options
 @common_options
 def gate(a: str, b: str, **arguments: Any) -> None:
@@ -117,7 +109,7 @@ def gate(a: str, b: str, **arguments: Any) -> None:
 
 @click.command("history", short_help="Draw what gates and benches found over commits.")
 @click.argument("folder", metavar="DIR", type=FOLDER)
-@click.option("--output", "-o", type=PATH, default=Path("history.html"), show_default=True, help="The page to write.")
+@click.option("--output", "-o", type=PATH, default=Path("history.html"), help="The page to write.")
 @overwrite_option
 @common_options
 def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> None:

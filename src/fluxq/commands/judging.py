@@ -17,6 +17,7 @@ from fluxq.commands.options import (
     caches_in,
     checkpoint_options,
     common_options,
+    count_option,
     device_in,
     finite_in,
     grid_in,
@@ -65,15 +66,9 @@ from fluxq.commands.session import Failure, Session, session_of
     "--engine",
     type=click.Choice(["local", "torchrun", "ray"]),
     default="local",
-    show_default=True,
     help="How to run the pipelines: in this process, under torchrun, or by Ray.",
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With --engine ray: number of actors; by default one per GPU or core.",
-)
+@count_option("--workers", help="With --engine ray: number of actors; by default one per GPU or core.")
 @click.option(
     "--address", metavar="HOST:PORT", help="With --engine ray: a running cluster; by default one is started here."
 )
@@ -112,16 +107,11 @@ def evaluate(output: str, **arguments: Any) -> None:
     multiple=True,
     type=click.Choice(["eager", "compiled", "cuda graph", "captured"]),
     default=["eager"],
+    show_default=False,
     help="How to run (repeatable); by default eager. `cuda graph` compiles too, `captured` is fluxq.capture.",
 )
-@click.option(
-    "--batch",
-    "batches",
-    multiple=True,
-    type=click.IntRange(min=1),
-    default=[1],
-    metavar="N",
-    help="Images in one call (repeatable).",
+@count_option(
+    "--batch", "batches", multiple=True, default=[1], show_default=False, help="Images in one call (repeatable)."
 )
 @click.option(
     "--size",
@@ -131,14 +121,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     callback=sizes_in,
     help="Size of an image (repeatable); by default the pipeline's.",
 )
-@click.option(
-    "--length",
-    "lengths",
-    multiple=True,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens of the text (repeatable); by default the pipeline's.",
-)
+@count_option("--length", "lengths", multiple=True, help="Tokens of the text (repeatable); by default the pipeline's.")
 @click.option(
     "--grid",
     callback=grid_in,
@@ -150,22 +133,12 @@ def evaluate(output: str, **arguments: Any) -> None:
     "--trace", type=PATH, metavar="FILE", help="Also write a trace of one call for Perfetto, .json or .json.gz."
 )
 @click.option("--optimize", "optimized", is_flag=True, help="Also time fused blocks (`fluxq.optimize`).")
-@click.option(
-    "--rounds", type=click.IntRange(min=3), default=10, show_default=True, metavar="N", help="Timed calls of each."
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Calls of each before they are timed.",
-)
+@count_option("--rounds", least=3, default=10, help="Timed calls of each.")
+@count_option("--warmup", default=2, help="Calls of each before they are timed.")
 @click.option(
     "--prefer",
     type=click.Choice(["speed", "memory", "decoded"]),
     default="speed",
-    show_default=True,
     help="Weights: 8 bits for speed, codes as they are, or on a CPU fp32 beside the codes.",
 )
 @common_options
@@ -196,9 +169,7 @@ def bench(output: str, **arguments: Any) -> None:
 
 @click.command("debug", short_help="Find the layers that cost most quality, and write a recipe that mends them.")
 @checkpoint_options
-@click.option(
-    "--count", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Number of prompts."
-)
+@count_option("--count", default=4, help="Number of prompts.")
 @batch_size_option
 @click.option("--patch", type=PATH, metavar="FILE", help="Write a recipe that keeps the worst layers in more bits.")
 @click.option(
@@ -206,17 +177,11 @@ def bench(output: str, **arguments: Any) -> None:
     type=click.FloatRange(0, min_open=True),
     callback=finite_in,
     default=0.05,
-    show_default=True,
     metavar="X",
     help="With --patch: share of bits that it may add.",
 )
-@click.option(
-    "--budget",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    metavar="N",
-    help="Runs to spend on finding damage: blocks first, then the layers of the worst.",
+@count_option(
+    "--budget", default=256, help="Runs to spend on finding damage: blocks first, then the layers of the worst."
 )
 @run_options
 @common_options
@@ -239,7 +204,7 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
 
 @click.command("report", short_help="Write one page of several evaluations, or of searches.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=PATH)
-@click.option("--output", "-o", type=PATH, default=Path("report.html"), show_default=True, help="The page to write.")
+@click.option("--output", "-o", type=PATH, default=Path("report.html"), help="The page to write.")
 @overwrite_option
 @common_options
 def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: Any) -> None:
@@ -278,7 +243,6 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
 @click.option(
     "--device",
     default="auto",
-    show_default=True,
     callback=device_in,
     metavar="NAME",
     help="With --passport: where to run: cpu, cuda, cuda:1, …",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import DTYPES, PATH, common_options, prefer_option
+from fluxq.commands.options import DTYPES, PATH, common_options, count_option, prefer_option
 from fluxq.commands.session import session_of
 
 if TYPE_CHECKING:
@@ -68,16 +68,10 @@ def env(**arguments: Any) -> None:
 
 @click.command(short_help="Compile the kernels that a checkpoint needs on this GPU.")
 @click.argument("output", metavar="CHECKPOINT")
-@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU that will serve.")
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    multiple=True,
-    metavar="N",
-    help="Number of tokens that layers will see (repeatable).",
-)
+@click.option("--device", default="cuda", metavar="NAME", help="The GPU that will serve.")
+@count_option("--tokens", multiple=True, help="Number of tokens that layers will see (repeatable).")
 @prefer_option
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of activations.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Dtype of activations.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
 @common_options
 def warmup(
@@ -110,7 +104,7 @@ def warmup(
 
 @click.command(short_help="Prove and time the kernels on this GPU; wrong ones are not used again.")
 @click.argument("output", metavar="[CHECKPOINT]", required=False)
-@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU to prove.")
+@click.option("--device", default="cuda", metavar="NAME", help="The GPU to prove.")
 @prefer_option
 @click.option("--chip", metavar="NAME", help="With --interpret: the chip to prove for, as in sm_90.")
 @click.option("--interpret", is_flag=True, help="Run the kernels on the CPU, in the interpreter; nothing is timed.")

@@ -11,8 +11,9 @@ from fluxq.commands import show
 from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     RECIPES,
-    bytes_in,
+    bytes_option,
     common_options,
+    count_option,
     finite_in,
     fitting_options,
     max_memory_option,
@@ -39,21 +40,14 @@ from fluxq.commands.session import session_of
     type=click.Choice(["speed", "memory"]),
     help="With --gpu: weights that it cannot multiply in 4 bits become 8 bits (speed) or stay 4 (memory).",
 )
-@click.option(
+@bytes_option(
     "--vram",
-    callback=bytes_in,
-    metavar="SIZE",
     help="Print the best recipe and placement for a card of this memory instead, as in 12GB; --recipe takes one.",
 )
 @click.option("--layers", "every_layer", is_flag=True, help="Print every layer by its name.")
 @size_options
-@click.option("--frames", type=click.IntRange(min=1), metavar="N", help="With --gpu or --vram: frames of a video.")
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With --gpu: sequences in a batch; guidance makes two of each image.",
-)
+@count_option("--frames", help="With --gpu or --vram: frames of a video.")
+@count_option("--batch", help="With --gpu: sequences in a batch; guidance makes two of each image.")
 @common_options
 def plan(
     gpu: str | None,
@@ -109,13 +103,8 @@ def plan(
 )
 @pattern_options
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
-@click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
-@click.option(
-    "--vram",
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Budget: memory of the card that a whole call has to fit, as 12GB.",
-)
+@bytes_option("--size", help="Budget: size of the checkpoint's weights, as in 9GB.")
+@bytes_option("--vram", help="Budget: memory of the card that a whole call has to fit, as 12GB.")
 @click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")
 @click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
@@ -223,14 +212,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     metavar="1,0,…|FILE",
     help="Judge this list: 1 for each step that it computes, or a file of cache-dit.",
 )
-@click.option(
-    "--count",
-    type=click.IntRange(min=1),
-    default=12,
-    show_default=True,
-    metavar="N",
-    help="Images that are measured; as many others decide.",
-)
+@count_option("--count", default=12, help="Images that are measured; as many others decide.")
 @run_options
 @max_memory_option
 @output_option("<model>-steps.json")
@@ -288,18 +270,15 @@ def calibrate(**arguments: Any) -> None:
 @overwrite_option
 @statistics_option
 @click.option(
-    "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Make no images to compare at the end."
+    *("--no-check", "check"),
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    show_default=False,
+    help="Make no images to compare at the end.",
 )
 @click.option("--parallel-blocks", is_flag=True, help="Fit blocks independently of each other; slightly less accurate.")
-@click.option(
-    "--max-shard-size",
-    "max_shard_bytes",
-    default="10GB",
-    show_default=True,
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Largest size of a weight file.",
-)
+@bytes_option("--max-shard-size", "max_shard_bytes", default="10GB", help="Largest size of a weight file.")
 @click.option(
     "--push-to-hub", metavar="REPO", help="Upload the checkpoint to this hub repository if it passes the closing check."
 )

@@ -10,7 +10,7 @@ import click
 
 from fluxq.base.console import bytes_of, is_terminal
 from fluxq.commands import show
-from fluxq.commands.options import PATH, bytes_in, common_options
+from fluxq.commands.options import PATH, bytes_option, common_options
 from fluxq.commands.session import session_of
 
 WANTS = ("quality", "speed")
@@ -32,12 +32,10 @@ def recipe() -> None:
 @recipe.command(short_help="Ask a few questions, and write a commented recipe file.")
 @click.option("--gpu", metavar="NAME", help="The card that will run it, as 4070 or h100; or cpu.")
 @click.option("--want", type=click.Choice(WANTS), help="What comes first among what fits.")
-@click.option(
-    "--memory", callback=bytes_in, metavar="SIZE", help="Memory that is free for it; by default all of the card's."
-)
+@bytes_option("--memory", help="Memory that is free for it; by default all of the card's.")
 @click.option("--for", "target", type=click.Choice(TARGETS), help="The format to export to; by default fluxq runs it.")
 @click.option("--model", metavar="NAME", help=f"A model of `fluxq families`; by default {_MODEL}.")
-@click.option("--output", "-o", type=PATH, default=_FILE, show_default=True, metavar="FILE", help="Where to write.")
+@click.option("--output", "-o", type=PATH, default=_FILE, metavar="FILE", help="Where to write.")
 @common_options
 def new(
     gpu: str | None,
