@@ -255,15 +255,6 @@ def require_present(model: nn.Module, device_map: object = None) -> None:
         )
 
 
-def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a layer a parameter that needs no gradient.
-
-    Not by `register_parameter`: while another thread loads a model, accelerate has its own in that place, and two that
-    load at once leave it there, so that every parameter would end on the meta device.
-    """
-    layer._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-
-
 def with_stored_tensors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's state dict with stored tensors of layers that were prepared for a GPU."""
     tensors = dict(state_dict)

@@ -20,7 +20,7 @@ from fluxq.base.files import read_json
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.kernels.linear import QuantLinear, QuantPointwise, quant_layers
 from fluxq.recipes.all_families import FAMILIES, family_of
-from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
+from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.keymap_rows import Order
 from fluxq.recipes.keymaps import original_names
@@ -231,10 +231,9 @@ def _roots() -> list[str]:
 def _is_ours(config: Path) -> bool:
     """Tell whether a config.json says that fluxq quantized its model; what is no such file says nothing."""
     try:
-        quantization = read_json(config).get("quantization_config")
+        return quantization_of(read_json(config)) is not None
     except (OSError, ValueError):
         return False
-    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
 
 
 def _known(kind: str) -> bool:
