@@ -186,11 +186,10 @@ def auto(
     from fluxq.recipes.recipe import load_recipe
     from fluxq.runtime.place import room_of
 
-    _require_known(options, _OF_AUTO)
     checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, (str, PathLike)) else fitted))
     recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
     require_for("auto")
-    arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
+    arguments = _checked(options, _OF_AUTO, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
     place = None if assemble is None else fspath(assemble)
@@ -238,9 +237,8 @@ def choose_steps(
     from fluxq.jobs.job import JobOptions
     from fluxq.runtime.skip import read_list
 
-    _require_known(options, _OF_STEPS)
     require_for("steps")
-    arguments = _checked(options, prompts=prompts, call=call, overwrite=overwrite)
+    arguments = _checked(options, _OF_STEPS, prompts=prompts, call=call, overwrite=overwrite)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = f"{_require_plain(pipeline)}-steps.json"
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
@@ -320,13 +318,10 @@ _PATHS = ("images", "fid_reference")
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
 
 
-def _require_known(options: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := options.keys() - known:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
-
-
-def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any], known: set[str] | None = None, **named: Any) -> dict[str, Any]:
     """Return options as jobs take them: text for paths, tuples for sequences.
+
+    known: names of options, by default all of the job.
 
     Raises TypeError for an unknown option or one of another type, ValueError for an impossible value.
     """
@@ -337,7 +332,7 @@ def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
 
     row = judge.JudgeOptions if "gates" in named else making.JobOptions
     hints = get_type_hints(row)
-    names = hints.keys() - _FOR_COMMANDS - named.keys()
+    names = known or hints.keys() - _FOR_COMMANDS - named.keys()
     if unknown := options.keys() - names:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(names))}")
     checked = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}

@@ -117,9 +117,7 @@ def _export_list(session: Session, file: Path, format: str, target: Path | None)
 @click.option("--dequantize", is_flag=True, help="Turn layers whose codes fluxq has no format for into 16 bit.")
 @overwrite_option
 @common_options
-def import_file(
-    path: str, base: str | None, output: str | None, dequantize: bool, overwrite: bool, **arguments: Any
-) -> None:
+def import_file(path: str, base: str | None, **arguments: Any) -> None:
     """Make a checkpoint of the file or folder PATH that another program quantized.
 
     Codes stay as they are.
@@ -134,8 +132,7 @@ def import_file(
         from fluxq.commands import show_inspection
         from fluxq.jobs import exchange
 
-        how = {"dequantize": dequantize, "overwrite": overwrite, "on_start": session.start_work}
-        reports = exchange.import_(path, base, output, **how)
+        reports = exchange.import_(path, base, **session.arguments, on_start=session.start_work)
         session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
 
 

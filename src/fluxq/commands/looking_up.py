@@ -74,15 +74,7 @@ def env(**arguments: Any) -> None:
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Dtype of activations.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
 @common_options
-def warmup(
-    output: str,
-    device: str,
-    tokens: tuple[int, ...],
-    prefer: str,
-    dtype: str,
-    cache: Path | None,
-    **arguments: Any,
-) -> None:
+def warmup(output: str, tokens: tuple[int, ...], cache: Path | None, **arguments: Any) -> None:
     """Compile the kernels that CHECKPOINT launches on this GPU.
 
     No weights are read.
@@ -98,7 +90,7 @@ def warmup(
         if cache is not None:
             os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
         session.requirements.require_local(output)
-        rows = session.jobs.warm_up(output, device, tokens or (1, 512, 4096, 4608), prefer, dtype)
+        rows = session.jobs.warm_up(output, tokens=tokens or (1, 512, 4096, 4608), **session.arguments)
         session.print(rows, lambda: show.warmed(rows))
 
 
@@ -112,17 +104,7 @@ def warmup(
 @click.option("--candidate", metavar="MODULE:FUNCTION", help="Judge and time an outside kernel beside ours.")
 @click.option("--op", metavar="NAME", help="The op whose arguments the candidate takes.")
 @common_options
-def doctor(
-    output: str | None,
-    device: str,
-    prefer: str,
-    chip: str | None,
-    interpret: bool,
-    share: Path | None,
-    candidate: str | None,
-    op: str | None,
-    **arguments: Any,
-) -> None:
+def doctor(output: str | None, interpret: bool, share: Path | None, **arguments: Any) -> None:
     """Prove on this GPU each kernel that CHECKPOINT launches, at its shapes, and time it.
 
     Results are compared with the torch reference, times stand beside the library's and bf16's. Findings are kept in
@@ -139,7 +121,7 @@ def doctor(
       fluxq doctor tiny-nvfp4 --chip sm_90 --interpret
     """
     with session_of(arguments) as session:
-        if interpret != (chip is not None):
+        if interpret != (arguments["chip"] is not None):
             raise ValueError("--chip names the chip that --interpret stands for: give both, or neither for the GPU")
         from fluxq.jobs import sharing
 
@@ -149,7 +131,7 @@ def doctor(
             session.requirements.require_local(output)
         from fluxq.jobs import doctor as job
 
-        request = job.request_of(output, device=device, chip=chip, prefer=prefer, candidate=candidate, op=op)
+        request = job.request_of(output, **session.arguments)
         session.start_work()
         found = job.examine(request)
         session.print(asdict(found), lambda: show.examined(found))
