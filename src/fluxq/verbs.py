@@ -313,8 +313,7 @@ def evaluate_pipeline(
 
 _OF_STEPS = {"device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
 _OF_AUTO = {*_OF_STEPS, "components", "include", "exclude"}
-_LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
-_PATHS = ("images", "fid_reference")
+_LIST = tuple[str, ...]
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
 
 
@@ -353,11 +352,11 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
     plain: Any = fspath(value) if isinstance(value, PathLike) else value
-    if name in _PATHS and value is not None:
+    if hint == Path | None and value is not None:
         plain = Path(value)
     elif name == "cache":  # a number, a text, or several
         plain = tuple(map(str, (plain,) if isinstance(plain, (str, int, float)) else plain or ()))
-    elif name in _LISTS and not isinstance(value, str):
+    elif hint == _LIST and not isinstance(value, str):
         plain = tuple(plain or ())
     elif name == "call" and (value is None or isinstance(value, Mapping)):
         plain = dict(value or {})
@@ -366,7 +365,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_python(plain, strict=True)
     except ValidationError:
-        wanted = "a list of texts" if name in _LISTS else getattr(hint, "__name__", str(hint))
+        wanted = "a list of texts" if hint == _LIST else getattr(hint, "__name__", str(hint))
         raise TypeError(f"{name}={value!r}: expected {wanted}") from None
 
 
