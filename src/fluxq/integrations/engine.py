@@ -95,7 +95,13 @@ def _after_loading(pipe: Any, engine: Engine) -> list[str]:
     models = [part for part in models_of(pipe).values() if quant_layers(part)]
     if not models:
         return []
-    done = [name for name, do in _actions(recorded_runtime(models)) if _did(engine, name, do, pipe)]
+    done = []
+    for name, do in _actions(recorded_runtime(models)):
+        try:
+            if do(pipe) is not None:
+                done.append(name)
+        except Exception as error:  # a kernel that does not compile, a folder that cannot be read: it runs without
+            _left_out(engine, name, error)
     logger.info("fluxq in %s, after loading: %s", engine.name, ", ".join(done) or "nothing")
     return done
 
@@ -135,14 +141,6 @@ def _actions(runtime: Mapping[str, Any]) -> list[tuple[str, Callable[[Any], Any]
         ("kept steps", keep_recorded_steps),
         ("skipped steps", skip_recorded_steps),
     ]
-
-
-def _did(engine: Engine, name: str, do: Callable[[Any], Any], pipe: Any) -> bool:
-    try:
-        return do(pipe) is not None
-    except Exception as error:  # a kernel that does not compile, a folder that cannot be read: the model runs without
-        _left_out(engine, name, error)
-        return False
 
 
 def _left_out(engine: Engine, name: str, error: Exception) -> None:
