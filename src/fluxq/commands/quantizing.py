@@ -79,7 +79,7 @@ def plan(
             return
         session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
         session.announce()
-        job = session.job(writes=False, runs=False)
+        job = session.jobs.job_of(session.options, writes=False, runs=False)
         costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
         ways = (prefer or "speed", "memory") if gpu else ()
         holdings = [session.jobs.holding_on(job, gpu, costs, each) for each in ways]
@@ -257,7 +257,7 @@ def calibrate(**arguments: Any) -> None:
     """
     with session_of(arguments) as session, session.together() as ranks:
         session.announce("file")
-        job = session.job(writes=False, ranks=ranks)
+        job = session.jobs.job_of(session.options, writes=False, ranks=ranks)
         session.forecast(job, "of_calibrating")
         session.start_work()
         path = session.jobs.calibrate(job)
@@ -300,7 +300,7 @@ def quantize(**arguments: Any) -> None:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce("folder")
         session.choose_first(ranks)
-        job = session.job(ranks=ranks)
+        job = session.jobs.job_of(session.options, ranks=ranks)
         session.forecast(job, "of_quantizing")
         session.start_work()
         record = session.jobs.quantize(job)

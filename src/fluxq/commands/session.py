@@ -210,9 +210,6 @@ class Session:
         is_chosen = click.get_current_context().get_parameter_source("recipe") is not ParameterSource.DEFAULT
         return fits.best_fit(folder, room, call, (recipe,) if is_chosen else (), model=model)
 
-    def job(self, **how: Any) -> Any:
-        return self.jobs.job_of(self.options, **how)
-
     @contextmanager
     def together(self) -> Iterator[Any]:
         """Yield the processes that torchrun started for this command; all but the first print only errors."""

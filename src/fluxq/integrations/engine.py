@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 class Engine:
     """An engine whose plug-in was tried.
 
-    package: on PyPI. tried: the public version. group: of its entry points. back_ends: what the plug-in does in each.
+    package: on PyPI. tried: the public version.
     """
 
     name: str
     package: str
     tried: str
-    group: str
-    back_ends: Mapping[str, str]
 
     @property
     def present(self) -> str:
@@ -63,11 +61,8 @@ class Engine:
         return not self.why_not
 
 
-_STOCK = {"diffusers' pipelines": "prepares what was loaded"}
-_OWN = {"its own models": "computes their Linears with fluxq's ops"}
-VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0", "vllm_omni.general_plugins", {**_STOCK, **_OWN})
-SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23", "sglang.multimodal_gen.plugins", _STOCK)
-ENGINES = (VLLM_OMNI, SGLANG)
+VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0")
+SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23")
 
 
 def after_loading(pipe: Any, engine: Engine) -> list[str]:
