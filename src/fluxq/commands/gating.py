@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -13,14 +12,13 @@ from fluxq.commands.options import (
     FOLDER,
     PATH,
     batch_size_option,
-    common_options,
     count_option,
     finite_in,
     names_in,
     overwrite_option,
     run_options,
 )
-from fluxq.commands.session import Failure, session_of
+from fluxq.commands.session import Failure, Session, command
 
 
 def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
@@ -37,7 +35,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     return margins
 
 
-@click.command("gate", short_help="Decide whether B is as near to A as A is to itself.")
+@command("gate", short_help="Decide whether B is as near to A as A is to itself.")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--floor", metavar="A2", help="Another run of A; by default one is made with another batch size.")
@@ -80,8 +78,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
 @click.option("--work", type=FOLDER, default=Path("fluxq-gate"), metavar="DIR", help="Where to keep images.")
 @run_options
-@common_options
-def gate(a: str, b: str, **arguments: Any) -> None:
+def gate(session: Session, a: str, b: str) -> None:
     """Decide whether images of B are as near to those of A as A's own second run.
 
     A and B are pipelines, checkpoints, image folders with prompts.jsonl, servers (http://localhost:8000/v1) or commits
@@ -93,26 +90,24 @@ def gate(a: str, b: str, **arguments: Any) -> None:
       fluxq gate images-before images-after --floor images-before-again
       fluxq gate tiny-nvfp4 http://localhost:8000 --images 16
     """
-    with session_of(arguments) as session:
-        session.requirements.require_files(session.arguments)
-        session.say(f"A {a}, B {b}")
-        request = session.gate(a, b)
-        session.start_work()
-        from fluxq.eval.gate.result import EXIT_CODES
-        from fluxq.jobs import gating
+    session.requirements.require_files(session.arguments)
+    session.say(f"A {a}, B {b}")
+    request = session.gate(a, b)
+    session.start_work()
+    from fluxq.eval.gate.result import EXIT_CODES
+    from fluxq.jobs import gating
 
-        result = gating.run_gate(request)
-        session.print(result.model_dump(mode="json"), lambda: show.gated(result))
-        if code := EXIT_CODES[result.verdict]:
-            raise Failure(f"{b}: {show.gate_in_words(result)}", code)
+    result = gating.run_gate(request)
+    session.print(result.model_dump(mode="json"), lambda: show.gated(result))
+    if code := EXIT_CODES[result.verdict]:
+        raise Failure(f"{b}: {show.gate_in_words(result)}", code)
 
 
-@click.command("history", short_help="Draw what gates and benches found over commits.")
+@command("history", short_help="Draw what gates and benches found over commits.")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--output", "-o", type=PATH, default=Path("history.html"), help="The page to write.")
 @overwrite_option
-@common_options
-def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> None:
+def history(session: Session, folder: Path, output: Path, overwrite: bool) -> None:
     """Draw what `fluxq gate --history DIR` and `fluxq bench --history DIR` added, over commits.
 
     One page that works offline, with limits, and with the commits at which a level changed.
@@ -121,9 +116,8 @@ def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> No
     Example:
       fluxq history DIR -o history.html
     """
-    with session_of(arguments) as session:
-        rows = session.judge.history(folder, output, overwrite=overwrite, on_start=session.start_work)
-        session.print([row.model_dump(mode="json") for row in rows], lambda: show.history(rows, output))
+    rows = session.judge.history(folder, output, overwrite=overwrite, on_start=session.start_work)
+    session.print([row.model_dump(mode="json") for row in rows], lambda: show.history(rows, output))
 
 
 COMMANDS = (gate, history)

@@ -230,13 +230,13 @@ protocol_options = option_group(
     count_option("--seeds", help="Images of each prompt; by default the protocol's."),
     batch_size_option,
 )
-common_options = option_group(
-    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    click.option(
-        *("-v", "--verbose"),
+COMMON = (  # of every command, behind its own
+    click.Option(["--json", "as_json"], is_flag=True, help="Print the result as JSON."),
+    click.Option(
+        ["-v", "--verbose"],
         count=True,
         show_default=False,
         help="Also print decisions and their reasons, and tracebacks.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+    click.Option(["-q", "--quiet"], is_flag=True, help="Print errors only."),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -12,7 +11,6 @@ from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     RECIPES,
     bytes_option,
-    common_options,
     count_option,
     finite_in,
     fitting_options,
@@ -27,10 +25,10 @@ from fluxq.commands.options import (
     size_options,
     statistics_option,
 )
-from fluxq.commands.session import session_of
+from fluxq.commands.session import Session, command
 
 
-@click.command(short_help="Print what a recipe makes of every layer of a model, or what a step costs on a GPU.")
+@command(short_help="Print what a recipe makes of every layer of a model, or what a step costs on a GPU.")
 @model_options
 @recipe_options
 @statistics_option
@@ -48,15 +46,14 @@ from fluxq.commands.session import session_of
 @size_options
 @count_option("--frames", help="With --gpu or --vram: frames of a video.")
 @count_option("--batch", help="With --gpu: sequences in a batch; guidance makes two of each image.")
-@common_options
 def plan(
+    session: Session,
     gpu: str | None,
     prefer: str | None,
     frames: int | None,
     batch: int | None,
     vram: int | None,
     every_layer: bool,
-    **arguments: Any,
 ) -> None:
     """Print what a recipe makes of every Linear of MODEL and why, or what a step costs on a GPU.
 
@@ -71,32 +68,31 @@ def plan(
       fluxq plan tiny --recipe nvfp4 --gpu h200
       fluxq plan tiny --vram 12GB
     """
-    with session_of(arguments) as session:
-        if vram is not None:
-            others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
-            answer = session.fit(vram, frames, others)
-            session.print(answer.describe(), lambda: show.fit(answer.describe()))
-            return
-        session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
-        session.announce()
-        job = session.jobs.job_of(session.options, writes=False, runs=False)
-        costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
-        ways = (prefer or "speed", "memory") if gpu else ()
-        holdings = [session.jobs.holding_on(job, gpu, costs, each) for each in ways]
-        devices = () if gpu else ("cpu", "cuda")
-        session.print(
-            show.plan_json(job, costs, holdings),
-            lambda: show.plan(
-                job,
-                costs,
-                [session.jobs.demand(job, each, writes=True) for each in devices],
-                holdings,
-                every_layer=every_layer,
-            ),
-        )
+    if vram is not None:
+        others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
+        answer = session.fit(vram, frames, others)
+        session.print(answer.describe(), lambda: show.fit(answer.describe()))
+        return
+    session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
+    session.announce()
+    job = session.jobs.job_of(session.options, writes=False, runs=False)
+    costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
+    ways = (prefer or "speed", "memory") if gpu else ()
+    holdings = [session.jobs.holding_on(job, gpu, costs, each) for each in ways]
+    devices = () if gpu else ("cpu", "cuda")
+    session.print(
+        show.plan_json(job, costs, holdings),
+        lambda: show.plan(
+            job,
+            costs,
+            [session.jobs.demand(job, each, writes=True) for each in devices],
+            holdings,
+            every_layer=every_layer,
+        ),
+    )
 
 
-@click.command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
+@command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
 @model_options
 @click.option(
     "--recipe", metavar="NAME|FILE", help="The base; by default nvfp4, or with --from the first checkpoint's recipe."
@@ -160,8 +156,7 @@ def plan(
 @max_memory_option
 @output_option("<model>-<budget>.yaml")
 @overwrite_option
-@common_options
-def auto(dry_run: bool, **arguments: Any) -> None:
+def auto(session: Session, dry_run: bool) -> None:
     """Choose a format for every group of layers of MODEL that reads one input, and write a recipe for it.
 
     Errors of formats at the final latents propose plans, runs of the model decide between them. Layers that the recipe
@@ -180,9 +175,9 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
     names += ("fitted", "assemble")
     names += ("modulation", "attention", "steps")
-    given = {name: arguments.pop(name) for name in names}
-    with session_of(arguments) as session, session.together() as ranks:
-        arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])
+    given = {name: session.arguments.pop(name) for name in names}
+    with session.together() as ranks:
+        session.arguments["recipe"] = session.requirements.base_recipe(session.arguments["recipe"], given["fitted"])
         recipe = session.announce()
         from fluxq.jobs import assembling
         from fluxq.jobs.search import auto_options, outline_of, search_of
@@ -201,7 +196,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
                 raise RuntimeError(show.why_failed(search.job, record.check))
 
 
-@click.command(short_help="List the steps of a call to compute; the others are extrapolated.")
+@command(short_help="List the steps of a call to compute; the others are extrapolated.")
 @model_options
 @click.option(
     "--compute", type=float, callback=finite_in, metavar="X", help="Share of the steps to compute, as in 0.5."
@@ -217,8 +212,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
 @max_memory_option
 @output_option("<model>-steps.json")
 @overwrite_option
-@common_options
-def steps(**arguments: Any) -> None:
+def steps(session: Session) -> None:
     """List the steps of a call that MODEL's denoiser computes, for `fluxq.skip_steps(pipe, FILE)`.
 
     At the others its output is extrapolated. The list is made in 16 bit; it is for checkpoints of MODEL as well.
@@ -228,25 +222,24 @@ def steps(**arguments: Any) -> None:
       fluxq steps tiny --compute 0.5 --num-inference-steps 28
       fluxq steps tiny --gate 'latent_sqnr>=40' --num-inference-steps 28
     """
-    given = {name: arguments.pop(name) for name in ("compute", "gate", "count", "mask")}
-    with session_of(arguments | {"recipe": RECIPES[0]}) as session:  # a job has one; a list depends on none
-        session.announce(has_recipe=False)
-        from fluxq.jobs import forecast, stepping
+    given = {name: session.arguments.pop(name) for name in ("compute", "gate", "count", "mask")}
+    session.arguments["recipe"] = RECIPES[0]  # a job has one; a list depends on none
+    session.announce(has_recipe=False)
+    from fluxq.jobs import forecast, stepping
 
-        request = stepping.request_of(session.options, **given)
-        passes = stepping.passes_of(request)
-        session.start_work(None if request.job.finished else forecast.of_choosing(request.job, passes))
-        result = stepping.make_list(request)
-        output = str(request.job.output)
-        session.print({**result, "output": output}, lambda: show.listed_steps(result, output))
+    request = stepping.request_of(session.options, **given)
+    passes = stepping.passes_of(request)
+    session.start_work(None if request.job.finished else forecast.of_choosing(request.job, passes))
+    result = stepping.make_list(request)
+    output = str(request.job.output)
+    session.print({**result, "output": output}, lambda: show.listed_steps(result, output))
 
 
-@click.command(short_help="Gather statistics of a model's activations, for wider input scales.")
+@command(short_help="Gather statistics of a model's activations, for wider input scales.")
 @fitting_options
 @output_option("<model>-<recipe>-statistics.safetensors")
 @overwrite_option
-@common_options
-def calibrate(**arguments: Any) -> None:
+def calibrate(session: Session) -> None:
     """Run MODEL on prompts and write statistics of the inputs of its Linears.
 
     `fluxq quantize` needs none: it captures what it fits layers to. These widen input scales to more prompts.
@@ -255,7 +248,7 @@ def calibrate(**arguments: Any) -> None:
     Example:
       fluxq calibrate tiny --recipe nvfp4 --output statistics.safetensors
     """
-    with session_of(arguments) as session, session.together() as ranks:
+    with session.together() as ranks:
         session.announce("file")
         job = session.jobs.job_of(session.options, writes=False, ranks=ranks)
         session.forecast(job, "of_calibrating")
@@ -264,7 +257,7 @@ def calibrate(**arguments: Any) -> None:
         session.print({"statistics": str(path)}, lambda: show.calibrated(job, path))
 
 
-@click.command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
+@command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
 @fitting_options
 @output_option("<model>-<recipe>")
 @overwrite_option
@@ -283,8 +276,7 @@ def calibrate(**arguments: Any) -> None:
     "--push-to-hub", metavar="REPO", help="Upload the checkpoint to this hub repository if it passes the closing check."
 )
 @click.option("--private", is_flag=True, help="With --push-to-hub: make a new repository private.")
-@common_options
-def quantize(**arguments: Any) -> None:
+def quantize(session: Session) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
 
     An interrupted run is resumed by the same command. Where the recipe says `auto`, formats are chosen first, as `fluxq
@@ -294,8 +286,8 @@ def quantize(**arguments: Any) -> None:
     Example:
       fluxq quantize --recipe nvfp4.yaml
     """
-    repo, private = arguments["push_to_hub"], arguments["private"]
-    with session_of(arguments) as session, session.together() as ranks:
+    repo, private = session.arguments["push_to_hub"], session.arguments["private"]
+    with session.together() as ranks:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce("folder")

@@ -14,12 +14,11 @@ from fluxq.commands.options import (
     PATH,
     STEPS,
     bytes_option,
-    common_options,
     device_option,
     finite_in,
     option_group,
 )
-from fluxq.commands.session import session_of
+from fluxq.commands.session import Session, command
 
 _seconds = click.FloatRange(min=0, min_open=True)
 _limits_of_image = option_group(
@@ -61,7 +60,7 @@ _host = click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Add
 _PORT = click.IntRange(0, 65535)
 
 
-@click.command(short_help="Answer OpenAI's images API with checkpoints.")
+@command(short_help="Answer OpenAI's images API with checkpoints.")
 @click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
 @_host
 @click.option("--port", type=_PORT, default=8000, help="0 takes any free one.")
@@ -95,8 +94,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
 @click.option("--engine", type=click.Choice(["local", "ray"]), default="local", help="Where images are made.")
 @click.option("--replicas", metavar="N|MIN-MAX", help="With --engine ray: actors; by default one per GPU.")
-@common_options
-def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
+def serve(session: Session, outputs: tuple[str, ...]) -> None:
     """Answer OpenAI's images API with CHECKPOINTs, at http://ADDRESS:PORT/v1.
 
     The time of a request is known before it runs: the earliest due runs next, step by step, and one that would wait too
@@ -108,16 +106,15 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
       fluxq serve tiny-nvfp4
       fluxq serve tiny-nvfp4 tiny-int8 --host 0.0.0.0 --api-key-file keys.txt
     """
-    with session_of(arguments) as session:
-        from fluxq.serve.server import ServeOptions, Server
+    from fluxq.serve.server import ServeOptions, Server
 
-        kind = _ray_server() if arguments["engine"] == "ray" else Server
-        server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
-        session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
-        server.run(session.say)
+    kind = _ray_server() if session.arguments["engine"] == "ray" else Server
+    server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in session.arguments.items()}))
+    session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
+    server.run(session.say)
 
 
-@click.command(short_help="Show checkpoints beside 16 bit on a page.")
+@command(short_help="Show checkpoints beside 16 bit on a page.")
 @click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
 @click.option("--model", metavar="MODEL", help="The 16-bit model; by default the one that was quantized.")
 @_host
@@ -125,8 +122,7 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
 @_place
 @_limits_of_image
 @click.option("--allow-unrecorded", is_flag=True, help="Show checkpoints that record no hashes.")
-@common_options
-def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
+def demo(session: Session, outputs: tuple[str, ...]) -> None:
     """Show CHECKPOINTs beside their 16-bit model, on a page at http://ADDRESS:PORT/.
 
     A prompt is made by both from the same noise: a slider between the images, where they differ, by how much, and how
@@ -138,13 +134,12 @@ def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
       fluxq demo tiny-nvfp4
       fluxq demo tiny-nvfp4 tiny-int8 --port 8080
     """
-    with session_of(arguments) as session:
-        from fluxq.demo.page import Demo, DemoOptions
+    from fluxq.demo.page import Demo, DemoOptions
 
-        page = Demo(DemoOptions(outputs, **arguments))
-        session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
-        session.start_work()
-        page.run()
+    page = Demo(DemoOptions(outputs, **session.arguments))
+    session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
+    session.start_work()
+    page.run()
 
 
 def _ray_server() -> Any:
