@@ -37,28 +37,17 @@ class Engine:
         except Exception:  # of a damaged file whatever its parser raises, and the engine must go on
             return ""
 
-    @property
-    def why_not(self) -> str:
-        """Reason why fluxq does nothing in this version of the engine; empty in the one that was tried."""
-        present = self.present
-        if present.partition("+")[0] == self.tried:  # "+cu129" names a build of it
-            return ""
-        return (
-            f"fluxq's plug-in was tried with {self.name} {self.tried}, and this is "
-            f"{present or 'an unknown version'}: it changes nothing in it"
-        )
-
     def is_tried(self) -> bool:
         """Tell whether this is the version that was tried; where it is not, say so in the log."""
-        if self.why_not:
+        present = self.present
+        is_tried = present.partition("+")[0] == self.tried  # "+cu129" names a build of it
+        if not is_tried:
             logger.warning(
-                "%s. Checkpoints load by its diffusers back end, without what fluxq does after loading; for that, "
-                'pip install "%s==%s"',
-                self.why_not,
-                self.package,
-                self.tried,
+                "fluxq's plug-in was tried with %s %s, and this is %s: it changes nothing in it. Checkpoints load by "
+                'its diffusers back end, without what fluxq does after loading; for that, pip install "%s==%s"',
+                *(self.name, self.tried, present or "an unknown version", self.package, self.tried),
             )
-        return not self.why_not
+        return is_tried
 
 
 VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0")
