@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import INDEX, read_json, require_one_set, sets_of_weights, write_text
-from fluxq.base.tensors import TensorFile
+from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by
@@ -201,12 +201,8 @@ def require_whole_set(files: Iterable[str | PathLike[str]]) -> None:
     Libraries read all files that an index names, and of a tensor in two of them they take the later one.
     """
     paths = [Path(file) for file in files]
-    held: dict[str, str] = {}
-    for path in paths if len(paths) > 1 else ():
-        for name in TensorFile(path).stored:
-            if name in held:
-                raise ValueError(f"{path.parent}: {held[name]} and {path.name} both hold {name!r}: copy them again")
-            held[name] = path.name
+    files_of = by_tensor(map(TensorFile, paths)) if len(paths) > 1 else {}
+    held = {name: file.path.name for name, file in files_of.items()}
     for folder in {path.parent for path in paths}:
         require_one_set(folder)
         for index in sets_of_weights(folder, False) if held else ():
