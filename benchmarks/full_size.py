@@ -46,7 +46,7 @@ from benchmarks.layers.synthetic import draw  # noqa: E402
 from fluxq.base.devices import commit, cpu_name, versions  # noqa: E402
 from fluxq.base.files import write_json  # noqa: E402
 from fluxq.base.model import GENERATION_FILE, ModelFolder, resolve_model  # noqa: E402
-from fluxq.base.tensors import Stored, word_for, write_weights  # noqa: E402
+from fluxq.base.tensors import Stored, save_weights, word_for  # noqa: E402
 from fluxq.calibrate import nested  # noqa: E402
 from fluxq.calibrate.blocks import Replay, block_names  # noqa: E402
 from fluxq.calibrate.calls import capture_calls  # noqa: E402
@@ -531,7 +531,7 @@ def write_model(folder: Path, hidden: int, double: int, single: int, *, runs: bo
     stem = "diffusion_pytorch_model"
     names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for shard, name in zip(shards, names, strict=True):
-        write_weights(shard, make, component / name, {"format": "pt"})
+        save_weights(shard, component / name, {"format": "pt"}, make)
     weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
     write_json(component / f"{stem}.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     write_json(component / "config.json", {"_class_name": "FluxTransformer2DModel", **config})

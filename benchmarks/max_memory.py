@@ -39,7 +39,7 @@ from fluxq import tiny
 from fluxq.base.devices import commit, versions
 from fluxq.base.files import write_json
 from fluxq.base.model import ModelFolder, load_pipeline
-from fluxq.base.tensors import fingerprint_of, write_weights
+from fluxq.base.tensors import fingerprint_of, save_weights
 from fluxq.jobs import memory
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.workloads import CallSize
@@ -209,11 +209,11 @@ def draw(folder: Path, width: int, blocks: int, stored: str) -> None:
         path.write_text(json.dumps(config))
         tensors = build_on_meta(made.__module__.partition(".")[0], made.__name__, config).state_dict()
         described = {key: t.to(getattr(torch, stored)) for key, t in tensors.items() if "embed_tokens" not in key}
-        write_weights(
+        save_weights(
             described,
-            lambda key, of=described: (torch.randn(of[key].shape, generator=random) * 0.02).to(of[key].dtype),
             next(path.parent.glob("*.safetensors")),
             {"format": "pt"},
+            lambda key, of=described: (torch.randn(of[key].shape, generator=random) * 0.02).to(of[key].dtype),
         )
 
 

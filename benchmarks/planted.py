@@ -1189,8 +1189,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "command: a gate missed, and exit code 0": Fault(
         "src/fluxq/commands/judging.py",
-        "            raise RuntimeError(f\"{output}: gate missed: {', '.join(dict.fromkeys(missed))}\")\n",
-        "            click.echo(f\"{output}: gate missed: {', '.join(dict.fromkeys(missed))}\", err=True)\n",
+        "        raise RuntimeError(f\"{output}: gate missed: {', '.join(dict.fromkeys(missed))}\")\n",
+        "        click.echo(f\"{output}: gate missed: {', '.join(dict.fromkeys(missed))}\", err=True)\n",
         _in("eval/test_command.py", "test_gates_set_the_exit_code"),
     ),
     "command: errors of the work look like bad input": Fault(

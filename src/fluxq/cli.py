@@ -17,6 +17,7 @@ import click
 from fluxq import __version__
 from fluxq.commands import exchanging, gating, judging, looking_up, quantizing, serving, writing_recipes
 
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 _SIGNALLED = 128  # and the number of the signal, as shells have it
 
 
@@ -37,7 +38,7 @@ class _Commands(click.Group):
             raise
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=_Commands, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="fluxq")
 def cli() -> None:
     """Quantize diffusion transformers to FP8, MXFP8, NVFP4, INT8 or INT4 checkpoints that load in diffusers.

@@ -186,11 +186,10 @@ def auto(
     from fluxq.recipes.recipe import load_recipe
     from fluxq.runtime.place import room_of
 
-    _require_known(options, _OF_AUTO)
     checkpoints = tuple(fspath(each) for each in ([fitted] if isinstance(fitted, (str, PathLike)) else fitted))
     recipe = base_recipe(None if recipe is None else fspath(recipe), checkpoints)
     require_for("auto")
-    arguments = _checked(options, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
+    arguments = _checked(options, _OF_AUTO, recipe=recipe, prompts=prompts, call=call, overwrite=overwrite)
     if isinstance(menu, str):  # of which each letter would be a format
         menu = menu.split(",")
     place = None if assemble is None else fspath(assemble)
@@ -238,9 +237,8 @@ def choose_steps(
     from fluxq.jobs.job import JobOptions
     from fluxq.runtime.skip import read_list
 
-    _require_known(options, _OF_STEPS)
     require_for("steps")
-    arguments = _checked(options, prompts=prompts, call=call, overwrite=overwrite)
+    arguments = _checked(options, _OF_STEPS, prompts=prompts, call=call, overwrite=overwrite)
     if output is None and not isinstance(pipeline, (str, PathLike)):
         output = f"{_require_plain(pipeline)}-steps.json"
     with _on_disk(pipeline, output, arguments, is_file=True) as where:
@@ -315,18 +313,14 @@ def evaluate_pipeline(
 
 _OF_STEPS = {"device", "dtype", "seed", "max_memory", "revision", "local_files_only"}
 _OF_AUTO = {*_OF_STEPS, "components", "include", "exclude"}
-_LISTS = ("lora", "components", "include", "exclude", "metrics", "gates", "backends")
-_PATHS = ("images", "fid_reference")
+_LIST = tuple[str, ...]
 _FOR_COMMANDS = {"model", "output", "check", "in_memory", "push_to_hub", "private", "engine", "workers", "address"}
 
 
-def _require_known(options: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := options.keys() - known:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
-
-
-def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any], known: set[str] | None = None, **named: Any) -> dict[str, Any]:
     """Return options as jobs take them: text for paths, tuples for sequences.
+
+    known: names of options, by default all of the job.
 
     Raises TypeError for an unknown option or one of another type, ValueError for an impossible value.
     """
@@ -337,7 +331,7 @@ def _checked(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
 
     row = judge.JudgeOptions if "gates" in named else making.JobOptions
     hints = get_type_hints(row)
-    names = hints.keys() - _FOR_COMMANDS - named.keys()
+    names = known or hints.keys() - _FOR_COMMANDS - named.keys()
     if unknown := options.keys() - names:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(names))}")
     checked = {name: _plain(name, value, hints[name]) for name, value in {**options, **named}.items()}
@@ -358,11 +352,11 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
     plain: Any = fspath(value) if isinstance(value, PathLike) else value
-    if name in _PATHS and value is not None:
+    if hint == Path | None and value is not None:
         plain = Path(value)
     elif name == "cache":  # a number, a text, or several
         plain = tuple(map(str, (plain,) if isinstance(plain, (str, int, float)) else plain or ()))
-    elif name in _LISTS and not isinstance(value, str):
+    elif hint == _LIST and not isinstance(value, str):
         plain = tuple(plain or ())
     elif name == "call" and (value is None or isinstance(value, Mapping)):
         plain = dict(value or {})
@@ -371,7 +365,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_python(plain, strict=True)
     except ValidationError:
-        wanted = "a list of texts" if name in _LISTS else getattr(hint, "__name__", str(hint))
+        wanted = "a list of texts" if hint == _LIST else getattr(hint, "__name__", str(hint))
         raise TypeError(f"{name}={value!r}: expected {wanted}") from None
 
 

@@ -16,9 +16,14 @@ import torch
 from fluxq import FluxqConfig, tiny
 from fluxq.calibrate.paths import levels_of, list_of
 from fluxq.integrations import engine, sglang, vllm_omni
-from fluxq.integrations.engine import ENGINES, SGLANG, VLLM_OMNI, after_loading
+from fluxq.integrations.engine import SGLANG, VLLM_OMNI, after_loading
 from fluxq.runtime.attention_choice import BACKENDS
 
+ENGINES = (VLLM_OMNI, SGLANG)
+GROUPS = {VLLM_OMNI: "vllm_omni.general_plugins", SGLANG: "sglang.multimodal_gen.plugins"}  # of their entry points
+DIFFUSERS = ("diffusers' pipelines", "prepares what was loaded")
+OWN_MODELS = ("its own models", "computes their Linears with fluxq's ops")
+BACK_ENDS = {VLLM_OMNI: (DIFFUSERS, OWN_MODELS), SGLANG: (DIFFUSERS,)}  # what the plug-in does in each
 PLUG_INS = [(vllm_omni.plug_in, VLLM_OMNI), (sglang.plug_in, SGLANG)]
 ROOT = Path(__file__).parents[2]
 POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
@@ -61,17 +66,16 @@ def tried(monkeypatch):
 
 
 def test_every_engine_has_an_entry_point() -> None:
-    points = {engine.group: POINTS[engine.group]["fluxq"] for engine in ENGINES}
-    assert points == {
-        VLLM_OMNI.group: "fluxq.integrations.vllm_omni:plug_in",
-        SGLANG.group: "fluxq.integrations.sglang:plug_in",
+    assert {engine: POINTS[group]["fluxq"] for engine, group in GROUPS.items()} == {
+        VLLM_OMNI: "fluxq.integrations.vllm_omni:plug_in",
+        SGLANG: "fluxq.integrations.sglang:plug_in",
     }
 
 
 def test_entry_points_load_and_run_without_anything_heavy() -> None:
     code = (
         "import sys, importlib\n"
-        f"for point in {[POINTS[each.group]['fluxq'] for each in ENGINES]}:\n"
+        f"for point in {[POINTS[group]['fluxq'] for group in GROUPS.values()]}:\n"
         "    module, name = point.split(':')\n"
         "    getattr(importlib.import_module(module), name)()\n"
         "print([name for name in ('torch', 'diffusers', 'transformers', 'pydantic', 'yaml') if name in sys.modules])"
@@ -167,9 +171,9 @@ def test_a_damaged_installation_of_an_engine_is_an_unknown_version(row, written,
 def test_the_page_has_a_row_for_what_each_plug_in_does() -> None:
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     rows = [
-        f"| {row.name} | {row.package} {row.tried} | `{row.group}` | {back_end} | {does} |"
+        f"| {row.name} | {row.package} {row.tried} | `{GROUPS[row]}` | {back_end} | {does} |"
         for row in ENGINES
-        for back_end, does in row.back_ends.items()
+        for back_end, does in BACK_ENDS[row]
     ]
     assert page.split("|---|---|---|---|---|\n")[1].startswith("\n".join(rows) + "\n\n")
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fluxq import tiny
 from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.base.residence import Residence, device_of, residence_of
-from fluxq.base.tensors import write_weights
+from fluxq.base.tensors import save_weights
 from fluxq.cli import cli
 from fluxq.eval.images.generate import generate
 from fluxq.integrations.bounded import load_bounded
@@ -405,11 +405,11 @@ def wide_model(folder: Path, double: int, single: int) -> Path:
     model = build_on_meta("diffusers", "FluxTransformer2DModel", config)
     described = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     random = torch.Generator().manual_seed(0)
-    write_weights(
+    save_weights(
         described,
-        lambda name: (torch.randn(described[name].shape, generator=random) * 0.02).bfloat16(),
         folder / "transformer" / "diffusion_pytorch_model.safetensors",
         {"format": "pt"},
+        lambda name: (torch.randn(described[name].shape, generator=random) * 0.02).bfloat16(),
     )
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     return folder

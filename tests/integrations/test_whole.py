@@ -237,7 +237,7 @@ def test_what_is_left_without_values_is_named(checkpoint, monkeypatch):
         with accelerate.init_empty_weights():
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
-    monkeypatch.setattr(backend, "set_tensor", registering)
+    monkeypatch.setattr(backend, "put_tensor", registering)
     with pytest.raises(ValueError, match=r"tensors without values.*\.weight.* and \d+ more"):
         diffusers.FluxTransformer2DModel.from_pretrained(folder, dtype=torch.bfloat16)
 

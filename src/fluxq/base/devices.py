@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fluxq.base.console import first_line
+from fluxq.base.git import git
 
 if TYPE_CHECKING:
     import torch
@@ -220,12 +220,10 @@ def driver() -> str:
 
 def commit() -> str:
     """Return the checkout's commit, with "-dirty" if files differ from it; "unknown" outside one, and without git."""
-    here = Path(__file__).parent
     try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-    except FileNotFoundError:
+        return git(Path(__file__).parent, "describe", "--always", "--dirty").strip() or "unknown"
+    except RuntimeError:
         return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -110,14 +110,9 @@ def launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-@contextmanager
-def ranks_of_launch() -> Iterator[Ranks]:
-    """Yield the processes that torchrun started with this one; `ALONE` if it did not."""
-    if not launched():
-        yield ALONE
-        return
-    with connected() as ranks:
-        yield ranks
+def ranks_of_launch() -> AbstractContextManager[Ranks]:
+    """Give the processes that torchrun started with this one to a `with` block; `ALONE` if it did not."""
+    return connected() if launched() else nullcontext(ALONE)
 
 
 @contextmanager

@@ -317,7 +317,11 @@ class _Slot:
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer of a module; no gradient is kept for it."""
+    """Put a tensor in the place of a parameter or buffer of a module; no gradient is kept for it.
+
+    Not by `register_parameter`: while another thread loads a model, accelerate has its own in that place, and two that
+    load at once leave it there, so that every parameter would end on the meta device.
+    """
     if name in module._parameters:
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     else:

@@ -169,9 +169,22 @@ def _hasher() -> Any:
     return xxhash.xxh3_128()
 
 
-def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write tensors, from any device, as safetensors' `save_file` does; OSError naming the file and the free space."""
-    write_weights(tensors, tensors.__getitem__, path, metadata)
+def save_weights(
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    metadata: Mapping[str, str],
+    make: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write tensors, from any device, as safetensors' `save_file` does; OSError naming the file and the free space.
+
+    make: makes a tensor by its name, in its turn; `tensors` are placeholders then.
+    """
+    stored = {name: Stored(word_for(t.dtype), tuple(t.shape), 0, t.nbytes) for name, t in tensors.items()}
+    header, placed = _lay_out(stored, metadata)
+    with _Written(path) as target:
+        target.write(header)
+        for name in placed:
+            target.write(_bytes_of(make(name) if make else tensors[name]))
 
 
 def save_sealed(
@@ -189,18 +202,6 @@ def save_sealed(
 def _seal(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Sequence[Any]]) -> str:
     """Return the SHA-256 of a file's place in the work, its metadata, and (dtype, shape, fingerprint) by name."""
     return sha256_json([place_in_work(path), dict(metadata), tensors])
-
-
-def write_weights(
-    described: Mapping[str, Tensor], make: Callable[[str], Tensor], path: Path, metadata: Mapping[str, str]
-) -> None:
-    """Write tensors as `save_weights` does, each made in its turn. described: placeholders of them on any device."""
-    stored = {name: Stored(word_for(t.dtype), tuple(t.shape), 0, t.nbytes) for name, t in described.items()}
-    header, placed = _lay_out(stored, metadata)
-    with _Written(path) as target:
-        target.write(header)
-        for name in placed:
-            target.write(_bytes_of(make(name)))
 
 
 def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata: Mapping[str, str]) -> str:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import PATH, bytes_in, common_options, output_option, overwrite_option
-from fluxq.commands.session import Session, session_of
+from fluxq.commands.options import PATH, bytes_option, output_option, overwrite_option
+from fluxq.commands.session import Session, command
 
 OF_LISTS = ("cache-dit", "taylorseer")  # formats of a list of steps; a test compares
 EXPORTS = ("bfl", "modelopt", "comfy", "fp8_blocks", "compressed-tensors", "torchao", "nunchaku_lite", "nunchaku")
 
 
-@click.command("inspect", short_help="Say what a quantized file is, and what is wrong with it.")
+@command("inspect", short_help="Say what a quantized file is, and what is wrong with it.")
 @click.argument("path")
 @click.option("--base", metavar="MODEL", help="The 16-bit model: proves layouts and layers against it.")
 @click.option("--layers", "every_layer", is_flag=True, help="Print every layer, with --base its error too.")
-@common_options
-def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: Any) -> None:
+def inspect_file(session: Session, path: str, base: str | None, every_layer: bool) -> None:
     """Say what the quantized file or folder PATH is, and what is wrong with it.
 
     Any program may have written it. Exits with 1 if anything is wrong.
@@ -29,26 +27,23 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
     Example:
       fluxq inspect tiny-nvfp4 --base tiny
     """
-    with session_of(arguments) as session:
-        session.requirements.require_path(path)
-        session.requirements.require_base(base)
-        from fluxq.commands import show_inspection
-        from fluxq.jobs import exchange
+    session.requirements.require_path(path)
+    session.requirements.require_base(base)
+    from fluxq.commands import show_inspection
+    from fluxq.jobs import exchange
 
-        reports = exchange.inspect(path, base)
-        session.start_work()
-        session.print(
-            {name: report.describe() for name, report in reports.items()},
-            lambda: show_inspection.inspections(reports, every_layer=every_layer),
-        )
-        wrong = sorted({fault.kind for report in reports.values() for fault in report.faults if fault.is_error})
-        if wrong:
-            raise RuntimeError(f"{path}: {', '.join(wrong)}")
+    reports = exchange.inspect(path, base)
+    session.start_work()
+    session.print(
+        {name: report.describe() for name, report in reports.items()},
+        lambda: show_inspection.inspections(reports, every_layer=every_layer),
+    )
+    wrong = sorted({fault.kind for report in reports.values() for fault in report.faults if fault.is_error})
+    if wrong:
+        raise RuntimeError(f"{path}: {', '.join(wrong)}")
 
 
-@click.command(
-    "export", short_help="Write a checkpoint for ComfyUI, stock diffusers, vLLM-Omni, SGLang, torchao, nunchaku."
-)
+@command("export", short_help="Write a checkpoint for ComfyUI, stock diffusers, vLLM-Omni, SGLang, torchao, nunchaku.")
 @click.argument("output", metavar="CHECKPOINT|LIST")
 @click.option(
     "--format",
@@ -68,19 +63,11 @@ def inspect_file(path: str, base: str | None, every_layer: bool, **arguments: An
     "--side-layers",
     type=click.Choice(["8bit", "16bit"]),
     default="8bit",
-    show_default=True,
     help="Modulation and other side layers: round again where the format lacks theirs, or keep all in 16 bit.",
 )
-@click.option(
-    "--max-shard-size",
-    "max_shard_bytes",
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Largest size of a weight file in a folder; by default 10GB.",
-)
+@bytes_option("--max-shard-size", "max_shard_bytes", help="Largest size of a weight file in a folder; by default 10GB.")
 @overwrite_option
-@common_options
-def export_checkpoint(output: str, format: str, target: Path | None, **arguments: Any) -> None:
+def export_checkpoint(session: Session, output: str, format: str, target: Path | None) -> None:
     """Write CHECKPOINT, or a LIST of steps, for another program, its codes unchanged.
 
     Layers beside the main ones, modulation for one, are rounded again where the format lacks theirs, and listed.
@@ -90,17 +77,16 @@ def export_checkpoint(output: str, format: str, target: Path | None, **arguments
       fluxq export tiny-nvfp4 --format comfy
       fluxq export tiny-steps.json --format cache-dit
     """
-    with session_of(arguments) as session:
-        if format in OF_LISTS:
-            _export_list(session, Path(output), format, target)
-            return
-        session.requirements.require_checkpoint(output)
-        from fluxq.jobs import exchange
+    if format in OF_LISTS:
+        _export_list(session, Path(output), format, target)
+        return
+    session.requirements.require_checkpoint(output)
+    from fluxq.jobs import exchange
 
-        planned = exchange.plan_export(output, format, target, **session.arguments)
-        session.start_work()
-        done = planned.write()
-        session.print(done.describe(), lambda: show.exported(done))
+    planned = exchange.plan_export(output, format, target, **session.arguments)
+    session.start_work()
+    done = planned.write()
+    session.print(done.describe(), lambda: show.exported(done))
 
 
 def _export_list(session: Session, file: Path, format: str, target: Path | None) -> None:
@@ -117,16 +103,13 @@ def _export_list(session: Session, file: Path, format: str, target: Path | None)
     session.print({"list": str(place)}, lambda: show.exported_list(place))
 
 
-@click.command("import", short_help="Make a checkpoint of a file that another program quantized.")
+@command("import", short_help="Make a checkpoint of a file that another program quantized.")
 @click.argument("path")
 @click.option("--base", metavar="MODEL", help="The 16-bit model: proves and mends PATH, and gives what it lacks.")
 @output_option("<PATH>-fluxq")
 @click.option("--dequantize", is_flag=True, help="Turn layers whose codes fluxq has no format for into 16 bit.")
 @overwrite_option
-@common_options
-def import_file(
-    path: str, base: str | None, output: str | None, dequantize: bool, overwrite: bool, **arguments: Any
-) -> None:
+def import_file(session: Session, path: str, base: str | None) -> None:
     """Make a checkpoint of the file or folder PATH that another program quantized.
 
     Codes stay as they are.
@@ -135,15 +118,13 @@ def import_file(
     Example:
       fluxq import flux1-dev-nvfp4.safetensors --base black-forest-labs/FLUX.1-dev
     """
-    with session_of(arguments) as session:
-        session.requirements.require_path(path)
-        session.requirements.require_base(base)
-        from fluxq.commands import show_inspection
-        from fluxq.jobs import exchange
+    session.requirements.require_path(path)
+    session.requirements.require_base(base)
+    from fluxq.commands import show_inspection
+    from fluxq.jobs import exchange
 
-        how = {"dequantize": dequantize, "overwrite": overwrite, "on_start": session.start_work}
-        reports = exchange.import_(path, base, output, **how)
-        session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
+    reports = exchange.import_(path, base, **session.arguments, on_start=session.start_work)
+    session.print([report.describe() for report in reports], lambda: show_inspection.imported(reports))
 
 
 COMMANDS = (inspect_file, export_checkpoint, import_file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -13,13 +12,13 @@ from fluxq.commands.options import (
     FOLDER,
     PATH,
     batch_size_option,
-    common_options,
+    count_option,
     finite_in,
     names_in,
     overwrite_option,
     run_options,
 )
-from fluxq.commands.session import Failure, session_of
+from fluxq.commands.session import Failure, Session, command
 
 
 def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
@@ -36,7 +35,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     return margins
 
 
-@click.command("gate", short_help="Decide whether B is as near to A as A is to itself.")
+@command("gate", short_help="Decide whether B is as near to A as A is to itself.")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--floor", metavar="A2", help="Another run of A; by default one is made with another batch size.")
@@ -55,12 +54,7 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     metavar="NAME=X",
     help="Distance beyond the floor's that is allowed, in the metric's unit (repeatable).",
 )
-@click.option(
-    "--images",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Images to compare at most; by default 64, or all of an image folder.",
-)
+@count_option("--images", least=2, help="Images to compare at most; by default 64, or all of an image folder.")
 @batch_size_option
 @click.option("--weights", metavar="DIR|hub", help="Folder with the network of LPIPS; hub fetches it.")
 @click.option(
@@ -78,18 +72,13 @@ def margins_in(_context: click.Context, _option: click.Parameter, texts: tuple[s
     metavar="X",
     help="With --speed: share of A's time that B may take more; by default 0.01.",
 )
-@click.option(
-    "--pairs", type=click.IntRange(min=10), metavar="N", help="With --speed: timed calls of each; by default 30."
-)
+@count_option("--pairs", least=10, help="With --speed: timed calls of each; by default 30.")
 @click.option("--history", type=FOLDER, metavar="DIR", help="Add the result to the history in this folder.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Also write the result as a JUnit file.")
 @click.option("--markdown", type=PATH, metavar="FILE", help="Also write it as a table, for a comment on a change.")
-@click.option(
-    "--work", type=FOLDER, default=Path("fluxq-gate"), show_default=True, metavar="DIR", help="Where to keep images."
-)
+@click.option("--work", type=FOLDER, default=Path("fluxq-gate"), metavar="DIR", help="Where to keep images.")
 @run_options
-@common_options
-def gate(a: str, b: str, **arguments: Any) -> None:
+def gate(session: Session, a: str, b: str) -> None:
     """Decide whether images of B are as near to those of A as A's own second run.
 
     A and B are pipelines, checkpoints, image folders with prompts.jsonl, servers (http://localhost:8000/v1) or commits
@@ -101,26 +90,24 @@ def gate(a: str, b: str, **arguments: Any) -> None:
       fluxq gate images-before images-after --floor images-before-again
       fluxq gate tiny-nvfp4 http://localhost:8000 --images 16
     """
-    with session_of(arguments) as session:
-        session.requirements.require_files(session.arguments)
-        session.say(f"A {a}, B {b}")
-        request = session.gate(a, b)
-        session.start_work()
-        from fluxq.eval.gate.result import EXIT_CODES
-        from fluxq.jobs import gating
+    session.requirements.require_files(session.arguments)
+    session.say(f"A {a}, B {b}")
+    request = session.gate(a, b)
+    session.start_work()
+    from fluxq.eval.gate.result import EXIT_CODES
+    from fluxq.jobs import gating
 
-        result = gating.run_gate(request)
-        session.print(result.model_dump(mode="json"), lambda: show.gated(result))
-        if code := EXIT_CODES[result.verdict]:
-            raise Failure(f"{b}: {show.gate_in_words(result)}", code)
+    result = gating.run_gate(request)
+    session.print(result.model_dump(mode="json"), lambda: show.gated(result))
+    if code := EXIT_CODES[result.verdict]:
+        raise Failure(f"{b}: {show.gate_in_words(result)}", code)
 
 
-@click.command("history", short_help="Draw what gates and benches found over commits.")
+@command("history", short_help="Draw what gates and benches found over commits.")
 @click.argument("folder", metavar="DIR", type=FOLDER)
-@click.option("--output", "-o", type=PATH, default=Path("history.html"), show_default=True, help="The page to write.")
+@click.option("--output", "-o", type=PATH, default=Path("history.html"), help="The page to write.")
 @overwrite_option
-@common_options
-def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> None:
+def history(session: Session, folder: Path, output: Path, overwrite: bool) -> None:
     """Draw what `fluxq gate --history DIR` and `fluxq bench --history DIR` added, over commits.
 
     One page that works offline, with limits, and with the commits at which a level changed.
@@ -129,9 +116,8 @@ def history(folder: Path, output: Path, overwrite: bool, **arguments: Any) -> No
     Example:
       fluxq history DIR -o history.html
     """
-    with session_of(arguments) as session:
-        rows = session.judge.history(folder, output, overwrite=overwrite, on_start=session.start_work)
-        session.print([row.model_dump(mode="json") for row in rows], lambda: show.history(rows, output))
+    rows = session.judge.history(folder, output, overwrite=overwrite, on_start=session.start_work)
+    session.print([row.model_dump(mode="json") for row in rows], lambda: show.history(rows, output))
 
 
 COMMANDS = (gate, history)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -16,7 +15,7 @@ from fluxq.commands.options import (
     batch_size_option,
     caches_in,
     checkpoint_options,
-    common_options,
+    count_option,
     device_in,
     finite_in,
     grid_in,
@@ -26,10 +25,10 @@ from fluxq.commands.options import (
     run_options,
     sizes_in,
 )
-from fluxq.commands.session import Failure, Session, session_of
+from fluxq.commands.session import Failure, Session, command
 
 
-@click.command("eval", short_help="Compare a checkpoint's images with those of its 16-bit model.")
+@command("eval", short_help="Compare a checkpoint's images with those of its 16-bit model.")
 @checkpoint_options
 @protocol_options
 @click.option(
@@ -65,21 +64,14 @@ from fluxq.commands.session import Failure, Session, session_of
     "--engine",
     type=click.Choice(["local", "torchrun", "ray"]),
     default="local",
-    show_default=True,
     help="How to run the pipelines: in this process, under torchrun, or by Ray.",
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With --engine ray: number of actors; by default one per GPU or core.",
-)
+@count_option("--workers", help="With --engine ray: number of actors; by default one per GPU or core.")
 @click.option(
     "--address", metavar="HOST:PORT", help="With --engine ray: a running cluster; by default one is started here."
 )
 @run_options
-@common_options
-def evaluate(output: str, **arguments: Any) -> None:
+def evaluate(session: Session, output: str) -> None:
     """Compare images of CHECKPOINT with those of its 16-bit model.
 
     Writes CHECKPOINT/eval/report.html, .json and .md.
@@ -90,20 +82,17 @@ def evaluate(output: str, **arguments: Any) -> None:
       fluxq eval tiny-nvfp4 --count 256 --gate 'psnr>=35'
       fluxq eval tiny-nvfp4 --cache list=0.5 --cache taylor_lite=2
     """
-    with session_of(arguments) as session:
-        subject = session.subject(output)
-        report = session.judge.evaluate(subject, session.start_work)
-        if report is None:
-            return  # another process of this run has all results
-        session.print(
-            report.model_dump(mode="json"), lambda: show.evaluated(Path(output) / "eval" / "report.html", report)
-        )
-        missed = [show.judged(gate) for run in report.runs for gate in run.gates if not gate.passed]
-        if missed:
-            raise RuntimeError(f"{output}: gate missed: {', '.join(dict.fromkeys(missed))}")
+    subject = session.subject(output)
+    report = session.judge.evaluate(subject, session.start_work)
+    if report is None:
+        return  # another process of this run has all results
+    session.print(report.model_dump(mode="json"), lambda: show.evaluated(Path(output) / "eval" / "report.html", report))
+    missed = [show.judged(gate) for run in report.runs for gate in run.gates if not gate.passed]
+    if missed:
+        raise RuntimeError(f"{output}: gate missed: {', '.join(dict.fromkeys(missed))}")
 
 
-@click.command("bench", short_help="Time a checkpoint beside its 16-bit model.")
+@command("bench", short_help="Time a checkpoint beside its 16-bit model.")
 @checkpoint_options
 @run_options
 @click.option(
@@ -112,16 +101,11 @@ def evaluate(output: str, **arguments: Any) -> None:
     multiple=True,
     type=click.Choice(["eager", "compiled", "cuda graph", "captured"]),
     default=["eager"],
+    show_default=False,
     help="How to run (repeatable); by default eager. `cuda graph` compiles too, `captured` is fluxq.capture.",
 )
-@click.option(
-    "--batch",
-    "batches",
-    multiple=True,
-    type=click.IntRange(min=1),
-    default=[1],
-    metavar="N",
-    help="Images in one call (repeatable).",
+@count_option(
+    "--batch", "batches", multiple=True, default=[1], show_default=False, help="Images in one call (repeatable)."
 )
 @click.option(
     "--size",
@@ -131,14 +115,7 @@ def evaluate(output: str, **arguments: Any) -> None:
     callback=sizes_in,
     help="Size of an image (repeatable); by default the pipeline's.",
 )
-@click.option(
-    "--length",
-    "lengths",
-    multiple=True,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens of the text (repeatable); by default the pipeline's.",
-)
+@count_option("--length", "lengths", multiple=True, help="Tokens of the text (repeatable); by default the pipeline's.")
 @click.option(
     "--grid",
     callback=grid_in,
@@ -150,26 +127,15 @@ def evaluate(output: str, **arguments: Any) -> None:
     "--trace", type=PATH, metavar="FILE", help="Also write a trace of one call for Perfetto, .json or .json.gz."
 )
 @click.option("--optimize", "optimized", is_flag=True, help="Also time fused blocks (`fluxq.optimize`).")
-@click.option(
-    "--rounds", type=click.IntRange(min=3), default=10, show_default=True, metavar="N", help="Timed calls of each."
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Calls of each before they are timed.",
-)
+@count_option("--rounds", least=3, default=10, help="Timed calls of each.")
+@count_option("--warmup", default=2, help="Calls of each before they are timed.")
 @click.option(
     "--prefer",
     type=click.Choice(["speed", "memory", "decoded"]),
     default="speed",
-    show_default=True,
     help="Weights: 8 bits for speed, codes as they are, or on a CPU fp32 beside the codes.",
 )
-@common_options
-def bench(output: str, **arguments: Any) -> None:
+def bench(session: Session, output: str) -> None:
     """Time CHECKPOINT beside its 16-bit model, call by call in turn.
 
     Writes CHECKPOINT/eval/speed.json.
@@ -181,24 +147,21 @@ def bench(output: str, **arguments: Any) -> None:
       fluxq bench tiny-nvfp4 --trace trace.json.gz
     """
     names = ("modes", "batches", "sizes", "lengths", "optimized", "prefer", "rounds", "warmup", "history", "trace")
-    how = {name: arguments.pop(name) for name in names}
-    if grid := arguments.pop("grid"):
+    how = {name: session.arguments.pop(name) for name in names}
+    if grid := session.arguments.pop("grid"):
         for name in grid:
             source = click.get_current_context().get_parameter_source(name)
             if source is not ParameterSource.DEFAULT:
                 raise click.UsageError(f"--grid has {name} too: leave out the option of them alone")
         how |= grid
-    with session_of(arguments) as session:
-        subject = session.subject(output, whole_videos=True)
-        speed = session.judge.bench(subject, on_start=session.start_work, **how)
-        session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
+    subject = session.subject(output, whole_videos=True)
+    speed = session.judge.bench(subject, on_start=session.start_work, **how)
+    session.print(speed.model_dump(mode="json"), lambda: show.timed(speed))
 
 
-@click.command("debug", short_help="Find the layers that cost most quality, and write a recipe that mends them.")
+@command("debug", short_help="Find the layers that cost most quality, and write a recipe that mends them.")
 @checkpoint_options
-@click.option(
-    "--count", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Number of prompts."
-)
+@count_option("--count", default=4, help="Number of prompts.")
 @batch_size_option
 @click.option("--patch", type=PATH, metavar="FILE", help="Write a recipe that keeps the worst layers in more bits.")
 @click.option(
@@ -206,21 +169,14 @@ def bench(output: str, **arguments: Any) -> None:
     type=click.FloatRange(0, min_open=True),
     callback=finite_in,
     default=0.05,
-    show_default=True,
     metavar="X",
     help="With --patch: share of bits that it may add.",
 )
-@click.option(
-    "--budget",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    metavar="N",
-    help="Runs to spend on finding damage: blocks first, then the layers of the worst.",
+@count_option(
+    "--budget", default=256, help="Runs to spend on finding damage: blocks first, then the layers of the worst."
 )
 @run_options
-@common_options
-def debug(output: str, patch: Path | None, growth: float, budget: int, **arguments: Any) -> None:
+def debug(session: Session, output: str, patch: Path | None, growth: float, budget: int) -> None:
     """Find the layers of CHECKPOINT that cost most quality.
 
     Writes CHECKPOINT/eval/debug.json, and with --patch a recipe that keeps them in more bits.
@@ -229,20 +185,18 @@ def debug(output: str, patch: Path | None, growth: float, budget: int, **argumen
     Example:
       fluxq debug tiny-nvfp4 --patch better.yaml
     """
-    with session_of(arguments) as session:
-        subject = session.subject(output)
-        diagnosis = session.judge.debug(subject, patch, growth, budget, session.start_work)
-        session.print(diagnosis.model_dump(mode="json"), lambda: show.debugged(diagnosis, patch))
-        if patch is not None and diagnosis.patch is None:
-            raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
+    subject = session.subject(output)
+    diagnosis = session.judge.debug(subject, patch, growth, budget, session.start_work)
+    session.print(diagnosis.model_dump(mode="json"), lambda: show.debugged(diagnosis, patch))
+    if patch is not None and diagnosis.patch is None:
+        raise RuntimeError(f"{patch} was not written: the findings say why there is no patch")
 
 
-@click.command("report", short_help="Write one page of several evaluations, or of searches.")
+@command("report", short_help="Write one page of several evaluations, or of searches.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN…", type=PATH)
-@click.option("--output", "-o", type=PATH, default=Path("report.html"), show_default=True, help="The page to write.")
+@click.option("--output", "-o", type=PATH, default=Path("report.html"), help="The page to write.")
 @overwrite_option
-@common_options
-def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: Any) -> None:
+def report(session: Session, runs: tuple[Path, ...], output: Path, overwrite: bool) -> None:
     """Write one page of several evaluations, each a checkpoint folder or a report.json.
 
     JSON and Markdown are written beside it. Of files that `fluxq auto` wrote, a page with their fronts alone.
@@ -251,25 +205,24 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
     Example:
       fluxq report tiny-nvfp4 tiny-fp8 -o report.html
     """
-    with session_of(arguments) as session:
-        for run in runs:
-            session.requirements.require_path(run)
-        from fluxq.eval.report.front import is_search
+    for run in runs:
+        session.requirements.require_path(run)
+    from fluxq.eval.report.front import is_search
 
-        searches = [run for run in runs if is_search(run)]
-        if searches and len(searches) < len(runs):
-            raise ValueError(f"{searches[0]} is a search and no evaluation: give searches and evaluations a page each")
-        if searches:
-            found = session.judge.front(runs, output, overwrite=overwrite, on_start=session.start_work)
-            session.print(found, lambda: click.echo(f"report: {output}"))
-            return
-        for run in runs:
-            session.requirements.require_evaluated(run)
-        merged = session.judge.report(runs, output, overwrite=overwrite, on_start=session.start_work)
-        session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
+    searches = [run for run in runs if is_search(run)]
+    if searches and len(searches) < len(runs):
+        raise ValueError(f"{searches[0]} is a search and no evaluation: give searches and evaluations a page each")
+    if searches:
+        found = session.judge.front(runs, output, overwrite=overwrite, on_start=session.start_work)
+        session.print(found, lambda: click.echo(f"report: {output}"))
+        return
+    for run in runs:
+        session.requirements.require_evaluated(run)
+    merged = session.judge.report(runs, output, overwrite=overwrite, on_start=session.start_work)
+    session.print(merged.model_dump(mode="json"), lambda: show.evaluated(output, merged))
 
 
-@click.command("verify", short_help="Prove that a checkpoint is whole and holds what it says.")
+@command("verify", short_help="Prove that a checkpoint is whole and holds what it says.")
 @click.argument("output", metavar="CHECKPOINT")
 @click.option("--allow-unrecorded", is_flag=True, help="Exit with 0 where no hashes were recorded to check files by.")
 @click.option(
@@ -278,13 +231,11 @@ def report(runs: tuple[Path, ...], output: Path, overwrite: bool, **arguments: A
 @click.option(
     "--device",
     default="auto",
-    show_default=True,
     callback=device_in,
     metavar="NAME",
     help="With --passport: where to run: cpu, cuda, cuda:1, …",
 )
-@common_options
-def verify_checkpoint(output: str, allow_unrecorded: bool, passport: bool, device: str, **arguments: Any) -> None:
+def verify_checkpoint(session: Session, output: str, allow_unrecorded: bool, passport: bool, device: str) -> None:
     """Prove that CHECKPOINT is whole and holds what it says, tensor by tensor.
 
     No model is run. Exits with 1 if a check fails or cannot be made.
@@ -297,34 +248,33 @@ def verify_checkpoint(output: str, allow_unrecorded: bool, passport: bool, devic
       fluxq verify tiny-nvfp4
       fluxq verify tiny-nvfp4 --passport
     """
-    with session_of(arguments) as session:
-        session.requirements.require_checkpoint(output)
-        if passport:
-            _verify_passport(session, output, device)
-            return
-        if device != "auto":
-            raise ValueError("--device says where --passport makes images; give that too")
-        from fluxq.quantize.verify import verify
+    session.requirements.require_checkpoint(output)
+    if passport:
+        _verify_passport(session, output, device)
+        return
+    if device != "auto":
+        raise ValueError("--device says where --passport makes images; give that too")
+    from fluxq.quantize.verify import verify
 
-        results = verify(Path(output))
-        session.start_work()
-        session.print([result.describe() for result in results], lambda: show.verified(results))
-        failed = [result.check for result in results if result.status == "failed"]
-        unmade = [result.check for result in results if result.status not in ("ok", "failed")]
-        if failed:
-            rest = f", {len(unmade)} could not be made ({', '.join(unmade)})" if unmade else ""
-            raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)}){rest}")
-        if unread := [result.check for result in results if result.status == "not made"]:
-            names = ", ".join(unread)
-            raise RuntimeError(
-                f"{output}: {len(unread)} of {len(results)} checks could not be made ({names}): a file cannot be read; "
-                "run this again"
-            )
-        if unmade and not allow_unrecorded:
-            raise RuntimeError(
-                f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "
-                "recorded to hold the files against; --allow-unrecorded accepts that"
-            )
+    results = verify(Path(output))
+    session.start_work()
+    session.print([result.describe() for result in results], lambda: show.verified(results))
+    failed = [result.check for result in results if result.status == "failed"]
+    unmade = [result.check for result in results if result.status not in ("ok", "failed")]
+    if failed:
+        rest = f", {len(unmade)} could not be made ({', '.join(unmade)})" if unmade else ""
+        raise RuntimeError(f"{output}: {len(failed)} of {len(results)} checks failed ({', '.join(failed)}){rest}")
+    if unread := [result.check for result in results if result.status == "not made"]:
+        names = ", ".join(unread)
+        raise RuntimeError(
+            f"{output}: {len(unread)} of {len(results)} checks could not be made ({names}): a file cannot be read; "
+            "run this again"
+        )
+    if unmade and not allow_unrecorded:
+        raise RuntimeError(
+            f"{output}: {len(unmade)} of {len(results)} checks could not be made ({', '.join(unmade)}): nothing is "
+            "recorded to hold the files against; --allow-unrecorded accepts that"
+        )
 
 
 def _verify_passport(session: Session, output: str, device: str) -> None:

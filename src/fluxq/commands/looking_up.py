@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import DTYPES, PATH, common_options, prefer_option
-from fluxq.commands.session import session_of
+from fluxq.commands.options import DTYPES, PATH, count_option, prefer_option
+from fluxq.commands.session import Session, command
 
 if TYPE_CHECKING:
     from fluxq.jobs.doctor import Examination
 
 
-@click.command(short_help="Print what recipes make of published models: bits, sizes, memory.")
+@command(short_help="Print what recipes make of published models: bits, sizes, memory.")
 @click.argument("name", required=False)
 @click.option(
     "--recipe",
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Recipe to show (repeatable); by default two, or with NAME all.",
 )
-@common_options
-def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> None:
+def families(session: Session, name: str | None, recipes: tuple[str, ...]) -> None:
     """Print published models and what recipes make of them: bits, checkpoint, memory.
 
     Nothing is downloaded and nothing is computed.
@@ -39,56 +38,38 @@ def families(name: str | None, recipes: tuple[str, ...], **arguments: Any) -> No
       fluxq families FLUX.1-dev --recipe nvfp4
       fluxq families
     """
-    with session_of(arguments) as session:
-        from fluxq.jobs import catalogue  # not through jobs/making.py, which imports diffusers' pipelines
+    from fluxq.jobs import catalogue  # not through jobs/making.py, which imports diffusers' pipelines
 
-        chosen = catalogue.recipes_for(recipes, all_of_them=name is not None or session.as_json)
-        models = list(catalogue.models(name))
-        session.print(
-            [model.describe(chosen) for model in models] if session.as_json else None,
-            lambda: show.families(models, chosen, in_detail=name is not None),
-        )
+    chosen = catalogue.recipes_for(recipes, all_of_them=name is not None or session.as_json)
+    models = list(catalogue.models(name))
+    session.print(
+        [model.describe(chosen) for model in models] if session.as_json else None,
+        lambda: show.families(models, chosen, in_detail=name is not None),
+    )
 
 
-@click.command(short_help="Print versions, devices and what computes each scheme, for bug reports.")
-@common_options
-def env(**arguments: Any) -> None:
+@command(short_help="Print versions, devices and what computes each scheme, for bug reports.")
+def env(session: Session) -> None:
     """Print versions, devices and what computes each scheme on them; paste it into a bug report.
 
     \b
     Example:
       fluxq env --json
     """
-    with session_of(arguments) as session:
-        from fluxq.jobs.environment import environment  # not through jobs/making.py, which imports diffusers
+    from fluxq.jobs.environment import environment  # not through jobs/making.py, which imports diffusers
 
-        report = environment()
-        session.print(report, lambda: show.environment(report))
+    report = environment()
+    session.print(report, lambda: show.environment(report))
 
 
-@click.command(short_help="Compile the kernels that a checkpoint needs on this GPU.")
+@command(short_help="Compile the kernels that a checkpoint needs on this GPU.")
 @click.argument("output", metavar="CHECKPOINT")
-@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU that will serve.")
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    multiple=True,
-    metavar="N",
-    help="Number of tokens that layers will see (repeatable).",
-)
+@click.option("--device", default="cuda", metavar="NAME", help="The GPU that will serve.")
+@count_option("--tokens", multiple=True, help="Number of tokens that layers will see (repeatable).")
 @prefer_option
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of activations.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Dtype of activations.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
-@common_options
-def warmup(
-    output: str,
-    device: str,
-    tokens: tuple[int, ...],
-    prefer: str,
-    dtype: str,
-    cache: Path | None,
-    **arguments: Any,
-) -> None:
+def warmup(session: Session, output: str, tokens: tuple[int, ...], cache: Path | None) -> None:
     """Compile the kernels that CHECKPOINT launches on this GPU.
 
     No weights are read.
@@ -100,35 +81,23 @@ def warmup(
     Example:
       fluxq warmup tiny-nvfp4 --cache kernels
     """
-    with session_of(arguments) as session:
-        if cache is not None:
-            os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
-        session.requirements.require_local(output)
-        rows = session.jobs.warm_up(output, device, tokens or (1, 512, 4096, 4608), prefer, dtype)
-        session.print(rows, lambda: show.warmed(rows))
+    if cache is not None:
+        os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
+    session.requirements.require_local(output)
+    rows = session.jobs.warm_up(output, tokens=tokens or (1, 512, 4096, 4608), **session.arguments)
+    session.print(rows, lambda: show.warmed(rows))
 
 
-@click.command(short_help="Prove and time the kernels on this GPU; wrong ones are not used again.")
+@command(short_help="Prove and time the kernels on this GPU; wrong ones are not used again.")
 @click.argument("output", metavar="[CHECKPOINT]", required=False)
-@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="The GPU to prove.")
+@click.option("--device", default="cuda", metavar="NAME", help="The GPU to prove.")
 @prefer_option
 @click.option("--chip", metavar="NAME", help="With --interpret: the chip to prove for, as in sm_90.")
 @click.option("--interpret", is_flag=True, help="Run the kernels on the CPU, in the interpreter; nothing is timed.")
 @click.option("--share", type=PATH, metavar="FILE", help="Also write the findings as JSON for a bug report, anonymous.")
 @click.option("--candidate", metavar="MODULE:FUNCTION", help="Judge and time an outside kernel beside ours.")
 @click.option("--op", metavar="NAME", help="The op whose arguments the candidate takes.")
-@common_options
-def doctor(
-    output: str | None,
-    device: str,
-    prefer: str,
-    chip: str | None,
-    interpret: bool,
-    share: Path | None,
-    candidate: str | None,
-    op: str | None,
-    **arguments: Any,
-) -> None:
+def doctor(session: Session, output: str | None, interpret: bool, share: Path | None) -> None:
     """Prove on this GPU each kernel that CHECKPOINT launches, at its shapes, and time it.
 
     Results are compared with the torch reference, times stand beside the library's and bf16's. Findings are kept in
@@ -144,25 +113,24 @@ def doctor(
       fluxq doctor tiny-nvfp4
       fluxq doctor tiny-nvfp4 --chip sm_90 --interpret
     """
-    with session_of(arguments) as session:
-        if interpret != (chip is not None):
-            raise ValueError("--chip names the chip that --interpret stands for: give both, or neither for the GPU")
-        from fluxq.jobs import sharing
+    if interpret != (session.arguments["chip"] is not None):
+        raise ValueError("--chip names the chip that --interpret stands for: give both, or neither for the GPU")
+    from fluxq.jobs import sharing
 
-        if share is not None:
-            sharing.require_place(share, output)
-        if output is not None:
-            session.requirements.require_local(output)
-        from fluxq.jobs import doctor as job
+    if share is not None:
+        sharing.require_place(share, output)
+    if output is not None:
+        session.requirements.require_local(output)
+    from fluxq.jobs import doctor as job
 
-        request = job.request_of(output, device=device, chip=chip, prefer=prefer, candidate=candidate, op=op)
-        session.start_work()
-        found = job.examine(request)
-        session.print(asdict(found), lambda: show.examined(found))
-        if share is not None:
-            sharing.share(found, share)
-        if complaint := _complaint(found):
-            raise RuntimeError(complaint)
+    request = job.request_of(output, **session.arguments)
+    session.start_work()
+    found = job.examine(request)
+    session.print(asdict(found), lambda: show.examined(found))
+    if share is not None:
+        sharing.share(found, share)
+    if complaint := _complaint(found):
+        raise RuntimeError(complaint)
 
 
 def _complaint(found: Examination) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -105,6 +106,16 @@ def device_in(_context: click.Context, _option: click.Parameter, value: str) -> 
     return value
 
 
+def count_option(*names: str, least: int = 1, **how: Any) -> Callable:
+    """Make an option that takes a whole number from `least` up. how: as `click.option` has it."""
+    return click.option(*names, type=click.IntRange(min=least), metavar="N", **how)
+
+
+def bytes_option(*names: str, **how: Any) -> Callable:
+    """Make an option that takes a size in bytes, as `bytes_in` reads it. how: as `click.option` has it."""
+    return click.option(*names, callback=bytes_in, metavar="SIZE", **how)
+
+
 PATH = click.Path(path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 model_options = option_group(
@@ -117,11 +128,7 @@ pattern_options = option_group(
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Keep these layers in 16 bit (repeatable)."),
 )
 recipe_option = click.option(
-    "--recipe",
-    default="nvfp4",
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"A recipe file, or a shipped recipe: {', '.join(RECIPES)}.",
+    "--recipe", default="nvfp4", metavar="NAME|FILE", help=f"A recipe file, or a shipped recipe: {', '.join(RECIPES)}."
 )
 recipe_options = option_group(
     recipe_option,
@@ -145,19 +152,12 @@ size_options = option_group(
 device_option = click.option(
     "--device",
     default="auto",
-    show_default=True,
     callback=device_in,
     metavar="NAME",
     help="Where to run: cpu, cuda, cuda:1, …; auto takes the GPU if there is one.",
 )
 run_options = option_group(
-    click.option(
-        "--dtype",
-        type=click.Choice(DTYPES),
-        default="bfloat16",
-        show_default=True,
-        help="Dtype of what is not quantized.",
-    ),
+    click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Dtype of what is not quantized."),
     device_option,
     click.option(
         "--seed",
@@ -178,7 +178,7 @@ run_options = option_group(
     ),
     click.option("--guidance-scale", type=float, callback=finite_in, metavar="X", help="Guidance scale."),
     size_options,
-    click.option("--frames", "num_frames", type=click.IntRange(min=1), metavar="N", help="Frames of each video."),
+    count_option("--frames", "num_frames", help="Frames of each video."),
 )
 
 
@@ -188,10 +188,8 @@ def output_option(default: str) -> Callable:
 
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what fluxq wrote there.")
-max_memory_option = click.option(
+max_memory_option = bytes_option(
     "--max-memory",
-    callback=bytes_in,
-    metavar="SIZE",
     help="Memory of the device to use at most, as in 8GiB; weights that do not fit are read when needed.",
 )
 fitting_options = option_group(
@@ -221,33 +219,24 @@ prefer_option = click.option(
     "--prefer",
     type=click.Choice(["speed", "memory"]),
     default="speed",
-    show_default=True,
     help="Form of the weights where the GPU cannot multiply 4 bits, as in fluxq.prepare.",
 )
-batch_size_option = click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Images in one call; by default as many as make a megapixel.",
-)
+batch_size_option = count_option("--batch-size", help="Images in one call; by default as many as make a megapixel.")
 protocol_options = option_group(
     click.option(
-        "--protocol",
-        default="smoke",
-        show_default=True,
-        metavar="NAME",
-        help=f"How much to measure: {', '.join(PROTOCOL_NAMES)}.",
+        "--protocol", default="smoke", metavar="NAME", help=f"How much to measure: {', '.join(PROTOCOL_NAMES)}."
     ),
-    click.option(
-        "--count", type=click.IntRange(min=1), metavar="N", help="Number of prompts; by default the protocol's."
-    ),
-    click.option(
-        "--seeds", type=click.IntRange(min=1), metavar="N", help="Images of each prompt; by default the protocol's."
-    ),
+    count_option("--count", help="Number of prompts; by default the protocol's."),
+    count_option("--seeds", help="Images of each prompt; by default the protocol's."),
     batch_size_option,
 )
-common_options = option_group(
-    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    click.option("-v", "--verbose", count=True, help="Also print decisions and their reasons, and tracebacks."),
-    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+COMMON = (  # of every command, behind its own
+    click.Option(["--json", "as_json"], is_flag=True, help="Print the result as JSON."),
+    click.Option(
+        ["-v", "--verbose"],
+        count=True,
+        show_default=False,
+        help="Also print decisions and their reasons, and tracebacks.",
+    ),
+    click.Option(["-q", "--quiet"], is_flag=True, help="Print errors only."),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -11,8 +10,8 @@ from fluxq.commands import show
 from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     RECIPES,
-    bytes_in,
-    common_options,
+    bytes_option,
+    count_option,
     finite_in,
     fitting_options,
     max_memory_option,
@@ -26,10 +25,10 @@ from fluxq.commands.options import (
     size_options,
     statistics_option,
 )
-from fluxq.commands.session import session_of
+from fluxq.commands.session import Session, command
 
 
-@click.command(short_help="Print what a recipe makes of every layer of a model, or what a step costs on a GPU.")
+@command(short_help="Print what a recipe makes of every layer of a model, or what a step costs on a GPU.")
 @model_options
 @recipe_options
 @statistics_option
@@ -39,30 +38,22 @@ from fluxq.commands.session import session_of
     type=click.Choice(["speed", "memory"]),
     help="With --gpu: weights that it cannot multiply in 4 bits become 8 bits (speed) or stay 4 (memory).",
 )
-@click.option(
+@bytes_option(
     "--vram",
-    callback=bytes_in,
-    metavar="SIZE",
     help="Print the best recipe and placement for a card of this memory instead, as in 12GB; --recipe takes one.",
 )
 @click.option("--layers", "every_layer", is_flag=True, help="Print every layer by its name.")
 @size_options
-@click.option("--frames", type=click.IntRange(min=1), metavar="N", help="With --gpu or --vram: frames of a video.")
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With --gpu: sequences in a batch; guidance makes two of each image.",
-)
-@common_options
+@count_option("--frames", help="With --gpu or --vram: frames of a video.")
+@count_option("--batch", help="With --gpu: sequences in a batch; guidance makes two of each image.")
 def plan(
+    session: Session,
     gpu: str | None,
     prefer: str | None,
     frames: int | None,
     batch: int | None,
     vram: int | None,
     every_layer: bool,
-    **arguments: Any,
 ) -> None:
     """Print what a recipe makes of every Linear of MODEL and why, or what a step costs on a GPU.
 
@@ -77,45 +68,39 @@ def plan(
       fluxq plan tiny --recipe nvfp4 --gpu h200
       fluxq plan tiny --vram 12GB
     """
-    with session_of(arguments) as session:
-        if vram is not None:
-            others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
-            answer = session.fit(vram, frames, others)
-            session.print(answer.describe(), lambda: show.fit(answer.describe()))
-            return
-        session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
-        session.announce()
-        job = session.job(writes=False, runs=False)
-        costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
-        ways = (prefer or "speed", "memory") if gpu else ()
-        holdings = [session.jobs.holding_on(job, gpu, costs, each) for each in ways]
-        devices = () if gpu else ("cpu", "cuda")
-        session.print(
-            show.plan_json(job, costs, holdings),
-            lambda: show.plan(
-                job,
-                costs,
-                [session.jobs.demand(job, each, writes=True) for each in devices],
-                holdings,
-                every_layer=every_layer,
-            ),
-        )
+    if vram is not None:
+        others = {"gpu": gpu, "prefer": prefer, "batch": batch, "layers": every_layer or None}
+        answer = session.fit(vram, frames, others)
+        session.print(answer.describe(), lambda: show.fit(answer.describe()))
+        return
+    session.require_gpu(gpu, prefer=prefer, frames=frames, batch=batch)
+    session.announce()
+    job = session.jobs.job_of(session.options, writes=False, runs=False)
+    costs = session.jobs.model_costs(job, gpu, prefer or "speed", frames, batch or 1) if gpu else {}
+    ways = (prefer or "speed", "memory") if gpu else ()
+    holdings = [session.jobs.holding_on(job, gpu, costs, each) for each in ways]
+    devices = () if gpu else ("cpu", "cuda")
+    session.print(
+        show.plan_json(job, costs, holdings),
+        lambda: show.plan(
+            job,
+            costs,
+            [session.jobs.demand(job, each, writes=True) for each in devices],
+            holdings,
+            every_layer=every_layer,
+        ),
+    )
 
 
-@click.command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
+@command(short_help="Choose a format for every layer under a budget of bits, bytes or time; write a recipe.")
 @model_options
 @click.option(
     "--recipe", metavar="NAME|FILE", help="The base; by default nvfp4, or with --from the first checkpoint's recipe."
 )
 @pattern_options
 @click.option("--bits", type=float, callback=finite_in, metavar="X", help="Budget: bits per weight of what is chosen.")
-@click.option("--size", callback=bytes_in, metavar="SIZE", help="Budget: size of the checkpoint's weights, as in 9GB.")
-@click.option(
-    "--vram",
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Budget: memory of the card that a whole call has to fit, as 12GB.",
-)
+@bytes_option("--size", help="Budget: size of the checkpoint's weights, as in 9GB.")
+@bytes_option("--vram", help="Budget: memory of the card that a whole call has to fit, as 12GB.")
 @click.option("--ms", type=float, callback=finite_in, metavar="X", help="Budget: modelled time of a step on --gpu.")
 @click.option("--gate", metavar="GATE", help="No budget, the cheapest that holds this: 'latent_sqnr>=30', in dB.")
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
@@ -171,8 +156,7 @@ def plan(
 @max_memory_option
 @output_option("<model>-<budget>.yaml")
 @overwrite_option
-@common_options
-def auto(dry_run: bool, **arguments: Any) -> None:
+def auto(session: Session, dry_run: bool) -> None:
     """Choose a format for every group of layers of MODEL that reads one input, and write a recipe for it.
 
     Errors of formats at the final latents propose plans, runs of the model decide between them. Layers that the recipe
@@ -191,9 +175,9 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     names = ("bits", "size", "vram", "ms", "gate", "gpu", "times", "menu", "dialect", "measure", "count")
     names += ("fitted", "assemble")
     names += ("modulation", "attention", "steps")
-    given = {name: arguments.pop(name) for name in names}
-    with session_of(arguments) as session, session.together() as ranks:
-        arguments["recipe"] = session.requirements.base_recipe(arguments["recipe"], given["fitted"])
+    given = {name: session.arguments.pop(name) for name in names}
+    with session.together() as ranks:
+        session.arguments["recipe"] = session.requirements.base_recipe(session.arguments["recipe"], given["fitted"])
         recipe = session.announce()
         from fluxq.jobs import assembling
         from fluxq.jobs.search import auto_options, outline_of, search_of
@@ -212,7 +196,7 @@ def auto(dry_run: bool, **arguments: Any) -> None:
                 raise RuntimeError(show.why_failed(search.job, record.check))
 
 
-@click.command(short_help="List the steps of a call to compute; the others are extrapolated.")
+@command(short_help="List the steps of a call to compute; the others are extrapolated.")
 @model_options
 @click.option(
     "--compute", type=float, callback=finite_in, metavar="X", help="Share of the steps to compute, as in 0.5."
@@ -223,20 +207,12 @@ def auto(dry_run: bool, **arguments: Any) -> None:
     metavar="1,0,…|FILE",
     help="Judge this list: 1 for each step that it computes, or a file of cache-dit.",
 )
-@click.option(
-    "--count",
-    type=click.IntRange(min=1),
-    default=12,
-    show_default=True,
-    metavar="N",
-    help="Images that are measured; as many others decide.",
-)
+@count_option("--count", default=12, help="Images that are measured; as many others decide.")
 @run_options
 @max_memory_option
 @output_option("<model>-steps.json")
 @overwrite_option
-@common_options
-def steps(**arguments: Any) -> None:
+def steps(session: Session) -> None:
     """List the steps of a call that MODEL's denoiser computes, for `fluxq.skip_steps(pipe, FILE)`.
 
     At the others its output is extrapolated. The list is made in 16 bit; it is for checkpoints of MODEL as well.
@@ -246,25 +222,24 @@ def steps(**arguments: Any) -> None:
       fluxq steps tiny --compute 0.5 --num-inference-steps 28
       fluxq steps tiny --gate 'latent_sqnr>=40' --num-inference-steps 28
     """
-    given = {name: arguments.pop(name) for name in ("compute", "gate", "count", "mask")}
-    with session_of(arguments | {"recipe": RECIPES[0]}) as session:  # a job has one; a list depends on none
-        session.announce(has_recipe=False)
-        from fluxq.jobs import forecast, stepping
+    given = {name: session.arguments.pop(name) for name in ("compute", "gate", "count", "mask")}
+    session.arguments["recipe"] = RECIPES[0]  # a job has one; a list depends on none
+    session.announce(has_recipe=False)
+    from fluxq.jobs import forecast, stepping
 
-        request = stepping.request_of(session.options, **given)
-        passes = stepping.passes_of(request)
-        session.start_work(None if request.job.finished else forecast.of_choosing(request.job, passes))
-        result = stepping.make_list(request)
-        output = str(request.job.output)
-        session.print({**result, "output": output}, lambda: show.listed_steps(result, output))
+    request = stepping.request_of(session.options, **given)
+    passes = stepping.passes_of(request)
+    session.start_work(None if request.job.finished else forecast.of_choosing(request.job, passes))
+    result = stepping.make_list(request)
+    output = str(request.job.output)
+    session.print({**result, "output": output}, lambda: show.listed_steps(result, output))
 
 
-@click.command(short_help="Gather statistics of a model's activations, for wider input scales.")
+@command(short_help="Gather statistics of a model's activations, for wider input scales.")
 @fitting_options
 @output_option("<model>-<recipe>-statistics.safetensors")
 @overwrite_option
-@common_options
-def calibrate(**arguments: Any) -> None:
+def calibrate(session: Session) -> None:
     """Run MODEL on prompts and write statistics of the inputs of its Linears.
 
     `fluxq quantize` needs none: it captures what it fits layers to. These widen input scales to more prompts.
@@ -273,39 +248,35 @@ def calibrate(**arguments: Any) -> None:
     Example:
       fluxq calibrate tiny --recipe nvfp4 --output statistics.safetensors
     """
-    with session_of(arguments) as session, session.together() as ranks:
+    with session.together() as ranks:
         session.announce("file")
-        job = session.job(writes=False, ranks=ranks)
+        job = session.jobs.job_of(session.options, writes=False, ranks=ranks)
         session.forecast(job, "of_calibrating")
         session.start_work()
         path = session.jobs.calibrate(job)
         session.print({"statistics": str(path)}, lambda: show.calibrated(job, path))
 
 
-@click.command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
+@command(short_help="Quantize a model, and check the checkpoint against 16 bit.")
 @fitting_options
 @output_option("<model>-<recipe>")
 @overwrite_option
 @statistics_option
 @click.option(
-    "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Make no images to compare at the end."
+    *("--no-check", "check"),
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    show_default=False,
+    help="Make no images to compare at the end.",
 )
 @click.option("--parallel-blocks", is_flag=True, help="Fit blocks independently of each other; slightly less accurate.")
-@click.option(
-    "--max-shard-size",
-    "max_shard_bytes",
-    default="10GB",
-    show_default=True,
-    callback=bytes_in,
-    metavar="SIZE",
-    help="Largest size of a weight file.",
-)
+@bytes_option("--max-shard-size", "max_shard_bytes", default="10GB", help="Largest size of a weight file.")
 @click.option(
     "--push-to-hub", metavar="REPO", help="Upload the checkpoint to this hub repository if it passes the closing check."
 )
 @click.option("--private", is_flag=True, help="With --push-to-hub: make a new repository private.")
-@common_options
-def quantize(**arguments: Any) -> None:
+def quantize(session: Session) -> None:
     """Quantize MODEL (a pipeline folder, a hub id or `tiny`) and check it against the 16-bit pipeline.
 
     An interrupted run is resumed by the same command. Where the recipe says `auto`, formats are chosen first, as `fluxq
@@ -315,13 +286,13 @@ def quantize(**arguments: Any) -> None:
     Example:
       fluxq quantize --recipe nvfp4.yaml
     """
-    repo, private = arguments["push_to_hub"], arguments["private"]
-    with session_of(arguments) as session, session.together() as ranks:
+    repo, private = session.arguments["push_to_hub"], session.arguments["private"]
+    with session.together() as ranks:
         if private and not repo:
             raise ValueError("--private says what a new --push-to-hub REPO is; give that too")
         session.announce("folder")
         session.choose_first(ranks)
-        job = session.job(ranks=ranks)
+        job = session.jobs.job_of(session.options, ranks=ranks)
         session.forecast(job, "of_quantizing")
         session.start_work()
         record = session.jobs.quantize(job)

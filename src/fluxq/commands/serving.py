@@ -13,34 +13,27 @@ from fluxq.commands.options import (
     FOLDER,
     PATH,
     STEPS,
-    bytes_in,
-    common_options,
+    bytes_option,
     device_option,
     finite_in,
     option_group,
 )
-from fluxq.commands.session import session_of
+from fluxq.commands.session import Session, command
 
 _seconds = click.FloatRange(min=0, min_open=True)
 _limits_of_image = option_group(
-    click.option("--max-steps", type=STEPS, default=100, show_default=True, metavar="N", help="Steps of an image."),
+    click.option("--max-steps", type=STEPS, default=100, metavar="N", help="Steps of an image."),
     click.option(
-        "--max-pixels",
-        type=click.IntRange(1, 1 << 28),
-        default=1 << 22,
-        show_default=True,
-        metavar="N",
-        help="Pixels of an image.",
+        "--max-pixels", type=click.IntRange(1, 1 << 28), default=1 << 22, metavar="N", help="Pixels of an image."
     ),
 )
 _limits = option_group(
-    click.option("--max-queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Images at most."),
+    click.option("--max-queue", type=click.IntRange(1, 10_000), default=64, help="Images at most."),
     click.option(
         "--max-wait",
         type=_seconds,
         callback=finite_in,
         default=60.0,
-        show_default=True,
         metavar="SECONDS",
         help="Predicted wait above which a request is answered with 429.",
     ),
@@ -50,7 +43,6 @@ _limits = option_group(
         type=click.FloatRange(min=1),
         callback=finite_in,
         default=6e8,
-        show_default=True,
         metavar="X",
         help="Pixels times steps of all images of a request.",
     ),
@@ -59,24 +51,19 @@ _limits = option_group(
 
 _place = option_group(
     device_option,
-    click.option(
-        "--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the rest."
-    ),
-    click.option(
-        "--max-memory",
-        callback=bytes_in,
-        metavar="SIZE",
-        help="Bytes of weights at most; checkpoints take turns in it. By default what is free.",
+    click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Dtype of the rest."),
+    bytes_option(
+        "--max-memory", help="Bytes of weights at most; checkpoints take turns in it. By default what is free."
     ),
 )
-_host = click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at.")
+_host = click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen at.")
 _PORT = click.IntRange(0, 65535)
 
 
-@click.command(short_help="Answer OpenAI's images API with checkpoints.")
+@command(short_help="Answer OpenAI's images API with checkpoints.")
 @click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
 @_host
-@click.option("--port", type=_PORT, default=8000, show_default=True, help="0 takes any free one.")
+@click.option("--port", type=_PORT, default=8000, help="0 takes any free one.")
 @click.option("--api-key-file", type=PATH, metavar="FILE", help="Keys, one a line; requests need one of them.")
 @click.option("--admin-key-file", type=PATH, metavar="FILE", help="Keys of /admin/, which is off without them.")
 @click.option("--without-key", is_flag=True, help="Let other machines ask without a key.")
@@ -97,6 +84,7 @@ _PORT = click.IntRange(0, 65535)
     type=click.FloatRange(0, 1),
     callback=finite_in,
     default=0.0,
+    show_default=False,
     metavar="X",
     help="Share of images to make again with the 16-bit model, for live quality.",
 )
@@ -104,12 +92,9 @@ _PORT = click.IntRange(0, 65535)
 @click.option("--join", is_flag=True, help="Join denoiser calls of images of one size where that is measured to pay.")
 @click.option("--allow-unrecorded", is_flag=True, help="Serve checkpoints that record no hashes.")
 @click.option("--in-process", is_flag=True, help="Make images in the server's own process.")
-@click.option(
-    "--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Where images are made."
-)
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", help="Where images are made.")
 @click.option("--replicas", metavar="N|MIN-MAX", help="With --engine ray: actors; by default one per GPU.")
-@common_options
-def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
+def serve(session: Session, outputs: tuple[str, ...]) -> None:
     """Answer OpenAI's images API with CHECKPOINTs, at http://ADDRESS:PORT/v1.
 
     The time of a request is known before it runs: the earliest due runs next, step by step, and one that would wait too
@@ -121,25 +106,23 @@ def serve(outputs: tuple[str, ...], **arguments: Any) -> None:
       fluxq serve tiny-nvfp4
       fluxq serve tiny-nvfp4 tiny-int8 --host 0.0.0.0 --api-key-file keys.txt
     """
-    with session_of(arguments) as session:
-        from fluxq.serve.server import ServeOptions, Server
+    from fluxq.serve.server import ServeOptions, Server
 
-        kind = _ray_server() if arguments["engine"] == "ray" else Server
-        server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in arguments.items()}))
-        session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
-        server.run(session.say)
+    kind = _ray_server() if session.arguments["engine"] == "ray" else Server
+    server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in session.arguments.items()}))
+    session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
+    server.run(session.say)
 
 
-@click.command(short_help="Show checkpoints beside 16 bit on a page.")
+@command(short_help="Show checkpoints beside 16 bit on a page.")
 @click.argument("outputs", metavar="CHECKPOINT…", nargs=-1, required=True)
 @click.option("--model", metavar="MODEL", help="The 16-bit model; by default the one that was quantized.")
 @_host
-@click.option("--port", type=_PORT, default=7860, show_default=True, help="0 takes any free one.")
+@click.option("--port", type=_PORT, default=7860, help="0 takes any free one.")
 @_place
 @_limits_of_image
 @click.option("--allow-unrecorded", is_flag=True, help="Show checkpoints that record no hashes.")
-@common_options
-def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
+def demo(session: Session, outputs: tuple[str, ...]) -> None:
     """Show CHECKPOINTs beside their 16-bit model, on a page at http://ADDRESS:PORT/.
 
     A prompt is made by both from the same noise: a slider between the images, where they differ, by how much, and how
@@ -151,13 +134,12 @@ def demo(outputs: tuple[str, ...], **arguments: Any) -> None:
       fluxq demo tiny-nvfp4
       fluxq demo tiny-nvfp4 tiny-int8 --port 8080
     """
-    with session_of(arguments) as session:
-        from fluxq.demo.page import Demo, DemoOptions
+    from fluxq.demo.page import Demo, DemoOptions
 
-        page = Demo(DemoOptions(outputs, **arguments))
-        session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
-        session.start_work()
-        page.run()
+    page = Demo(DemoOptions(outputs, **session.arguments))
+    session.say(f"checkpoints {', '.join(page.pairs.facts)}; open {page.address}")
+    session.start_work()
+    page.run()
 
 
 def _ray_server() -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from fluxq.base.console import visible
 from fluxq.base.extras import cure_of, require_for
 from fluxq.base.ranks import launched
 from fluxq.commands import show
+from fluxq.commands.options import COMMON
 
 if TYPE_CHECKING:
     from fluxq.jobs.forecast import Forecast
@@ -61,6 +63,23 @@ def session_of(arguments: dict[str, Any]) -> Iterator[Session]:
         if session.verbose:
             traceback.print_exc()
         raise Failure(session.who + str(error), session.exit_code) from None
+
+
+class Command(click.Command):
+    """A command whose function gets a session, and those of the options that it names; the session has the others."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.params += COMMON
+
+    def invoke(self, ctx: click.Context) -> None:
+        function: Any = self.callback
+        named = inspect.signature(function).parameters
+        with session_of({name: value for name, value in ctx.params.items() if name not in named}) as session:
+            ctx.invoke(function, session, **{name: value for name, value in ctx.params.items() if name in named})
+
+
+command = partial(click.command, cls=Command)
 
 
 class Session:
@@ -209,9 +228,6 @@ class Session:
         self.requirements.require_call(folder, call, given)
         is_chosen = click.get_current_context().get_parameter_source("recipe") is not ParameterSource.DEFAULT
         return fits.best_fit(folder, room, call, (recipe,) if is_chosen else (), model=model)
-
-    def job(self, **how: Any) -> Any:
-        return self.jobs.job_of(self.options, **how)
 
     @contextmanager
     def together(self) -> Iterator[Any]:

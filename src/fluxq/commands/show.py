@@ -313,12 +313,10 @@ def quantized(job: Job, record: Record) -> None:
     if job.finished:
         echo(f"already done: {job.output} holds this recipe on this model")
     parts = record.components
-    columns = {part.component: _facts(part) for part in parts}
-    if len(parts) == 1:
-        (component,) = columns
-        header = (component, job.recipe_name)
-    else:
-        columns["total"] = _facts(_together(parts))
+    columns = {part.component: _facts([part]) for part in parts}
+    header = (parts[0].component, job.recipe_name)
+    if len(parts) > 1:
+        columns["total"] = _facts(parts)
         header = (job.recipe_name, *columns)
     rows = [(fact, *(facts[fact] for facts in columns.values())) for fact in next(iter(columns.values()))]
     rows.append(("paired PSNR", *[""] * (len(columns) - 1), _psnr(record.check)))
@@ -671,27 +669,30 @@ def _cost(component: str, cost: Cost) -> None:
         echo(f"efficiency of {name}: {efficiency}")
 
 
-def _facts(part: RecordedComponent) -> dict[str, str]:
-    """Return the closing table's lines about a component, or about all together."""
-    before, after = part.bytes_before, part.bytes_after
+def _facts(parts: list[RecordedComponent]) -> dict[str, str]:
+    """Return the closing table's lines about components together."""
+    from fluxq.quantize.record import bits_per_weight
+
+    before, after = sum(part.bytes_before for part in parts), sum(part.bytes_after for part in parts)
+    layers, quantized = sum(len(part.layers) for part in parts), sum(len(part.quantized) for part in parts)
     return {
-        "layers quantized": f"{len(part.quantized)} of {len(part.layers)} Linears",
-        "bits per weight": f"{part.bits_per_weight:.2f} (all Linears)",
+        "layers quantized": f"{quantized} of {layers} Linears",
+        "bits per weight": f"{bits_per_weight(parts):.2f} (all Linears)",
         "size": f"{_size(before)} -> {_size(after)} ({after / before:.0%})",
-        "layers' SQNR": _layers_sqnr(part),
+        "layers' SQNR": _layers_sqnr(parts),
     }
 
 
-def _layers_sqnr(part: RecordedComponent) -> str:
+def _layers_sqnr(parts: list[RecordedComponent]) -> str:
     """Return the gain of fitting, in words; where nothing was fitted, the SQNR of the weights.
 
     Not both: fitting moves weights away from the originals so that outputs come nearer.
     """
     from fluxq.quantize.record import fitted_db
 
-    if sqnr := fitted_db(part.groups):
+    if sqnr := fitted_db([group for part in parts for group in part.groups]):
         return f"{sqnr[0]:.1f} -> {sqnr[1]:.1f} dB by fitting (outputs, held out)"
-    errors = [layer.weight_sqnr_db for layer in part.layers if layer.weight_sqnr_db is not None]
+    errors = [la.weight_sqnr_db for part in parts for la in part.layers if la.weight_sqnr_db is not None]
     return f"{sum(errors) / len(errors):.1f} dB (weights)" if errors else "exact"
 
 
@@ -720,20 +721,6 @@ def _decisions(parts: list[RecordedComponent]) -> None:
 
 def _gain(db: tuple[float, float] | None) -> str:
     return f"{db[0]:.1f} -> {db[1]:.1f}" if db else "not measured"
-
-
-def _together(parts: list[RecordedComponent]) -> RecordedComponent:
-    """Return several components as if they were one."""
-    from fluxq.quantize.record import RecordedComponent, bits_per_weight
-
-    return RecordedComponent(
-        component="total",
-        layers=[layer for part in parts for layer in part.layers],
-        groups=[group for part in parts for group in part.groups],
-        bits_per_weight=bits_per_weight(parts),
-        bytes_before=sum(part.bytes_before for part in parts),
-        bytes_after=sum(part.bytes_after for part in parts),
-    )
 
 
 def advised(file: Path, advice: Advice, model: str) -> None:
@@ -811,7 +798,8 @@ def _summary(component: Plan) -> None:
     attention = f", attention in {words}" if (words := _attention(component)) else ""
     steps = f", {component.steps} {component.steps.how}" if component.steps else ""
     steps += f", {100 * component.compute:g}% of the steps of a call computed" if component.compute else ""
-    echo(f"{component.component}: {_counts(component)}, {_bits(component)}{attention}{steps}")
+    counts = f"{len(component.quantized)} of {len(component.layers)} Linears quantized"
+    echo(f"{component.component}: {counts}, {_bits(component)}{attention}{steps}")
 
 
 def _attention(component: Plan) -> str:
@@ -828,10 +816,6 @@ def _bits(component: Plan) -> str:
         return f"{bits} bits per weight"
     tried = dict.fromkeys(name for layer in component.quantized for name in layer.method.stored)
     return f"{bits} bits per weight before fitting, at most {most} with what it keeps of {', '.join(tried)}"
-
-
-def _counts(component: Plan) -> str:
-    return f"{len(component.quantized)} of {len(component.layers)} Linears quantized"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: bool = False) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 from fluxq.base.console import bytes_of, is_terminal
 from fluxq.commands import show
-from fluxq.commands.options import PATH, bytes_in, common_options
-from fluxq.commands.session import session_of
+from fluxq.commands.options import PATH, bytes_option
+from fluxq.commands.session import Command, Session
 
 WANTS = ("quality", "speed")
 TARGETS = ("fluxq", "comfy", "torchao", "modelopt", "bfl", "nunchaku", "nunchaku_lite")  # a test compares
@@ -29,24 +28,21 @@ def recipe() -> None:
     """
 
 
-@recipe.command(short_help="Ask a few questions, and write a commented recipe file.")
+@recipe.command(cls=Command, short_help="Ask a few questions, and write a commented recipe file.")
 @click.option("--gpu", metavar="NAME", help="The card that will run it, as 4070 or h100; or cpu.")
 @click.option("--want", type=click.Choice(WANTS), help="What comes first among what fits.")
-@click.option(
-    "--memory", callback=bytes_in, metavar="SIZE", help="Memory that is free for it; by default all of the card's."
-)
+@bytes_option("--memory", help="Memory that is free for it; by default all of the card's.")
 @click.option("--for", "target", type=click.Choice(TARGETS), help="The format to export to; by default fluxq runs it.")
 @click.option("--model", metavar="NAME", help=f"A model of `fluxq families`; by default {_MODEL}.")
-@click.option("--output", "-o", type=PATH, default=_FILE, show_default=True, metavar="FILE", help="Where to write.")
-@common_options
+@click.option("--output", "-o", type=PATH, default=_FILE, metavar="FILE", help="Where to write.")
 def new(
+    session: Session,
     gpu: str | None,
     want: str | None,
     memory: int | None,
     target: str | None,
     model: str | None,
     output: Path,
-    **arguments: Any,
 ) -> None:
     """Choose a recipe for a GPU, and write it as a commented file that is yours to change.
 
@@ -60,32 +56,30 @@ def new(
       fluxq recipe new --gpu 4070 --want speed -o mine.yaml
       fluxq recipe new --gpu 3060 --memory 10GB --want quality --for comfy
     """
-    with session_of(arguments) as session:
-        from fluxq.recipes.devices import find_device
+    from fluxq.recipes.devices import find_device
 
-        asks = is_terminal(sys.stdin) and session.speaks
-        if not asks and (missing := [f"--{name}" for name, said in {"gpu": gpu, "want": want}.items() if not said]):
-            raise ValueError(f"there is no terminal to ask in: give {' and '.join(missing)}")
-        gpu = gpu or click.prompt("GPU, as 4070 or h100, or cpu")
-        own = None if gpu.lower() == "cpu" else f"{find_device(gpu).memory:g}GiB"
-        if asks:
-            memory = memory or bytes_of(click.prompt("Memory for it", default=own))
-            want = want or click.prompt("First comes", type=click.Choice(WANTS), default="quality")
-            target = target or click.prompt("Export to", type=click.Choice(TARGETS), default="fluxq")
-            model = model or click.prompt("Model, as in `fluxq families`", default=_MODEL)
-        from fluxq.jobs import advising
+    asks = is_terminal(sys.stdin) and session.speaks
+    if not asks and (missing := [f"--{name}" for name, said in {"gpu": gpu, "want": want}.items() if not said]):
+        raise ValueError(f"there is no terminal to ask in: give {' and '.join(missing)}")
+    gpu = gpu or click.prompt("GPU, as 4070 or h100, or cpu")
+    own = None if gpu.lower() == "cpu" else f"{find_device(gpu).memory:g}GiB"
+    if asks:
+        memory = memory or bytes_of(click.prompt("Memory for it", default=own))
+        want = want or click.prompt("First comes", type=click.Choice(WANTS), default="quality")
+        target = target or click.prompt("Export to", type=click.Choice(TARGETS), default="fluxq")
+        model = model or click.prompt("Model, as in `fluxq families`", default=_MODEL)
+    from fluxq.jobs import advising
 
-        wants = "speed" if want == "speed" else "quality"
-        wish = advising.Wish(gpu, wants, memory, target or advising.OWN, model or _MODEL)
-        advice = advising.write_recipe(wish, output, session.start_work)
-        hub_id = advising.hub_id_of(wish.model)
-        session.print({"output": str(output), **advice.describe()}, lambda: show.advised(output, advice, hub_id))
+    wants = "speed" if want == "speed" else "quality"
+    wish = advising.Wish(gpu, wants, memory, target or advising.OWN, model or _MODEL)
+    advice = advising.write_recipe(wish, output, session.start_work)
+    hub_id = advising.hub_id_of(wish.model)
+    session.print({"output": str(output), **advice.describe()}, lambda: show.advised(output, advice, hub_id))
 
 
-@recipe.command(short_help="Say what is wrong with recipe files, with lines and cures.")
+@recipe.command(cls=Command, short_help="Say what is wrong with recipe files, with lines and cures.")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True)
-@common_options
-def check(files: tuple[str, ...], **arguments: Any) -> None:
+def check(session: Session, files: tuple[str, ...]) -> None:
     """Say what is wrong with recipe files: each fault with its line and a cure.
 
     A shipped recipe's name will do, too. Exits with 0 if all can be used, with 2 if any cannot. Which layers a recipe
@@ -95,13 +89,12 @@ def check(files: tuple[str, ...], **arguments: Any) -> None:
     Example:
       fluxq recipe check recipe.yaml
     """
-    with session_of(arguments) as session:
-        from fluxq.recipes.checking import faults_of
+    from fluxq.recipes.checking import faults_of
 
-        found = {file: faults_of(file) for file in files}
-        session.print(found, lambda: show.checked([file for file, faults in found.items() if not faults]))
-        if faults := [fault for of_file in found.values() for fault in of_file]:
-            raise ValueError("\n".join(faults))
+    found = {file: faults_of(file) for file in files}
+    session.print(found, lambda: show.checked([file for file, faults in found.items() if not faults]))
+    if faults := [fault for of_file in found.values() for fault in of_file]:
+        raise ValueError("\n".join(faults))
 
 
 COMMANDS = (recipe,)

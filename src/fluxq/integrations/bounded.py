@@ -10,7 +10,6 @@ are read by `TensorFile`, which checks them, and nothing is copied on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -18,10 +17,11 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 
-from fluxq.base.model import ModelFolder, check_weights, load_pipeline
+from fluxq.base.model import ModelFolder, load_pipeline
 from fluxq.base.residence import Residence, put_tensor
-from fluxq.base.tensors import DTYPES, TensorFile
+from fluxq.base.tensors import DTYPES, TensorFile, by_tensor
 from fluxq.integrations.loading import FluxqConfig, lacking, put_layers, refuse_unannounced
 from fluxq.integrations.transformers import FluxqHfQuantizer
 from fluxq.kernels.linear import quant_layers
@@ -49,7 +49,6 @@ def load_bounded(
     ranks, working: of components, see `Residence.add`; 0 by default.
     updates: component -> additions of LoRA files to its weights.
     """
-    check_weights(folder)
     models = {}
     for component in folder.components:
         if not is_model(folder, component):
@@ -63,7 +62,6 @@ def load_bounded(
 
 def load_empty(folder: ModelFolder, dtype: str) -> DiffusionPipeline:
     """Load the pipeline that `load_pipeline` loads, its weights on the meta device: none is read."""
-    check_weights(folder)
     components = [component for component in folder.components if is_model(folder, component)]
     models = {name: (_quantized(folder, name, dtype) or _plain(folder, name, dtype))[0] for name in components}
     return load_pipeline(folder, dtype, models=models)
@@ -80,8 +78,7 @@ def _quantized(folder: ModelFolder, component: str, dtype: str) -> tuple[nn.Modu
     config = folder.config(component).get("quantization_config")
     if config is None:
         return None
-    files = [TensorFile(path) for path in folder.weight_files(component)]
-    places = {name: file for file in files for name in file.keys()}
+    places = by_tensor(map(TensorFile, folder.weight_files(component)))
     model = _built(folder, component, dtype, places)
     dtypes = {name: getattr(torch, DTYPES[file.stored[name].dtype][0]) for name, file in places.items()}
     stored = QuantizationConfig.from_dict(config)
@@ -162,7 +159,7 @@ def _construct(folder: ModelFolder, component: str, dtype: str, place: Any) -> A
     config.pop("quantization_config", None)
     is_transformers = issubclass(model_class, PreTrainedModel)
     make: Any = model_class  # whose class attributes are of any type
-    with place, _default_dtype(getattr(torch, dtype)):
+    with place, local_torch_dtype(getattr(torch, dtype)):
         if is_transformers:
             return make._from_config(make.config_class.from_dict(config), dtype=getattr(torch, dtype))
         return make.from_config(config)
@@ -195,13 +192,3 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, also under their second names, and buffers."""
     yield from list(model.named_parameters(remove_duplicate=False))
     yield from list(model.named_buffers(remove_duplicate=False))
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -29,6 +29,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
+from fluxq.base.residence import put_tensor
 from fluxq.integrations.loading import (
     FluxqConfig,
     attention_in,
@@ -40,7 +41,6 @@ from fluxq.integrations.loading import (
     refuse_unannounced,
     require_present,
     require_whole_set,
-    set_tensor,
     with_stored_tensors,
 )
 from fluxq.integrations.whole import in_words_of_diffusers, refuse_casting
@@ -107,7 +107,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             for _, layer in quant_layers(model):
                 for name in layer.scale_names:
                     scale = layer.get_parameter(name)
-                    set_tensor(layer, name, torch.empty_like(scale, dtype=_SAME_BITS.get(scale.dtype, scale.dtype)))
+                    put_tensor(layer, name, torch.empty_like(scale, dtype=_SAME_BITS.get(scale.dtype, scale.dtype)))
             return
         from fluxq.integrations.on_the_fly import Arrivals, plan_for
 
@@ -117,7 +117,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             put_layers(model, dict(plan.schemes()), self.dtype)
             for _, layer in quant_layers(model):  # the loader compares a weight's shape before it asks
                 shape = layer.plain(False, self.dtype).weight.shape
-                set_tensor(layer, "weight", torch.empty(shape, dtype=torch.uint8, device="meta"))
+                put_tensor(layer, "weight", torch.empty(shape, dtype=torch.uint8, device="meta"))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         if self.arrivals is not None:
@@ -127,7 +127,7 @@ class FluxqQuantizer(DiffusersQuantizer):
             for name in layer.scale_names:
                 stored = layer.stored(name)
                 if stored is not None and not stored.is_meta:
-                    set_tensor(layer, name, stored)
+                    put_tensor(layer, name, stored)
         self.exact, self.arrivals, self.model = {}, None, None
         require_present(model)
         if self.attention != "16bit":
@@ -179,10 +179,10 @@ class FluxqQuantizer(DiffusersQuantizer):
         if self.arrivals is not None:
             for name, q in self.arrivals.add(param_name, tensor.to(target_device)).items():
                 for part, value in q.tensors().items():
-                    set_tensor(model.get_submodule(name), part, value)
+                    put_tensor(model.get_submodule(name), part, value)
             return
         module, _, name = param_name.rpartition(".")
-        set_tensor(model.get_submodule(module), name, tensor.to(target_device))
+        put_tensor(model.get_submodule(module), name, tensor.to(target_device))
 
     def get_state_dict_and_metadata(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the model's own tensors under its own names, also while adapters are attached."""

@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 class Engine:
     """An engine whose plug-in was tried.
 
-    package: on PyPI. tried: the public version. group: of its entry points. back_ends: what the plug-in does in each.
+    package: on PyPI. tried: the public version.
     """
 
     name: str
     package: str
     tried: str
-    group: str
-    back_ends: Mapping[str, str]
 
     @property
     def present(self) -> str:
@@ -39,35 +37,21 @@ class Engine:
         except Exception:  # of a damaged file whatever its parser raises, and the engine must go on
             return ""
 
-    @property
-    def why_not(self) -> str:
-        """Reason why fluxq does nothing in this version of the engine; empty in the one that was tried."""
-        present = self.present
-        if present.partition("+")[0] == self.tried:  # "+cu129" names a build of it
-            return ""
-        return (
-            f"fluxq's plug-in was tried with {self.name} {self.tried}, and this is "
-            f"{present or 'an unknown version'}: it changes nothing in it"
-        )
-
     def is_tried(self) -> bool:
         """Tell whether this is the version that was tried; where it is not, say so in the log."""
-        if self.why_not:
+        present = self.present
+        is_tried = present.partition("+")[0] == self.tried  # "+cu129" names a build of it
+        if not is_tried:
             logger.warning(
-                "%s. Checkpoints load by its diffusers back end, without what fluxq does after loading; for that, "
-                'pip install "%s==%s"',
-                self.why_not,
-                self.package,
-                self.tried,
+                "fluxq's plug-in was tried with %s %s, and this is %s: it changes nothing in it. Checkpoints load by "
+                'its diffusers back end, without what fluxq does after loading; for that, pip install "%s==%s"',
+                *(self.name, self.tried, present or "an unknown version", self.package, self.tried),
             )
-        return not self.why_not
+        return is_tried
 
 
-_STOCK = {"diffusers' pipelines": "prepares what was loaded"}
-_OWN = {"its own models": "computes their Linears with fluxq's ops"}
-VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0", "vllm_omni.general_plugins", {**_STOCK, **_OWN})
-SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23", "sglang.multimodal_gen.plugins", _STOCK)
-ENGINES = (VLLM_OMNI, SGLANG)
+VLLM_OMNI = Engine("vLLM-Omni", "vllm-omni", "0.30.0")
+SGLANG = Engine("SGLang-Diffusion", "sglang", "0.5.23")
 
 
 def after_loading(pipe: Any, engine: Engine) -> list[str]:
@@ -95,7 +79,13 @@ def _after_loading(pipe: Any, engine: Engine) -> list[str]:
     models = [part for part in models_of(pipe).values() if quant_layers(part)]
     if not models:
         return []
-    done = [name for name, do in _actions(recorded_runtime(models)) if _did(engine, name, do, pipe)]
+    done = []
+    for name, do in _actions(recorded_runtime(models)):
+        try:
+            if do(pipe) is not None:
+                done.append(name)
+        except Exception as error:  # a kernel that does not compile, a folder that cannot be read: it runs without
+            _left_out(engine, name, error)
     logger.info("fluxq in %s, after loading: %s", engine.name, ", ".join(done) or "nothing")
     return done
 
@@ -135,14 +125,6 @@ def _actions(runtime: Mapping[str, Any]) -> list[tuple[str, Callable[[Any], Any]
         ("kept steps", keep_recorded_steps),
         ("skipped steps", skip_recorded_steps),
     ]
-
-
-def _did(engine: Engine, name: str, do: Callable[[Any], Any], pipe: Any) -> bool:
-    try:
-        return do(pipe) is not None
-    except Exception as error:  # a kernel that does not compile, a folder that cannot be read: the model runs without
-        _left_out(engine, name, error)
-        return False
 
 
 def _left_out(engine: Engine, name: str, error: Exception) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import INDEX, read_json, require_one_set, sets_of_weights, write_text
-from fluxq.base.tensors import TensorFile
+from fluxq.base.tensors import TensorFile, by_tensor
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by
@@ -201,12 +201,8 @@ def require_whole_set(files: Iterable[str | PathLike[str]]) -> None:
     Libraries read all files that an index names, and of a tensor in two of them they take the later one.
     """
     paths = [Path(file) for file in files]
-    held: dict[str, str] = {}
-    for path in paths if len(paths) > 1 else ():
-        for name in TensorFile(path).stored:
-            if name in held:
-                raise ValueError(f"{path.parent}: {held[name]} and {path.name} both hold {name!r}: copy them again")
-            held[name] = path.name
+    files_of = by_tensor(map(TensorFile, paths)) if len(paths) > 1 else {}
+    held = {name: file.path.name for name, file in files_of.items()}
     for folder in {path.parent for path in paths}:
         require_one_set(folder)
         for index in sets_of_weights(folder, False) if held else ():
@@ -253,15 +249,6 @@ def require_present(model: nn.Module, device_map: object = None) -> None:
             f"loading left tensors without values, on the meta device: {named}. Something else made modules on that "
             "device meanwhile (accelerate.init_empty_weights, torch.device): load the model again, outside of it"
         )
-
-
-def set_tensor(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a layer a parameter that needs no gradient.
-
-    Not by `register_parameter`: while another thread loads a model, accelerate has its own in that place, and two that
-    load at once leave it there, so that every parameter would end on the meta device.
-    """
-    layer._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
 def with_stored_tensors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from peft.tuners.lora.variants import DoraConv2dVariant, DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from fluxq.kernels.linear import PIXELS, QuantLinear, QuantPointwise
+from fluxq.kernels.linear import PIXELS, QuantLinear, QuantPointwise, quant_layers
 
 
 class IntoBranch(lora.LoraLayer):
@@ -150,7 +150,7 @@ def register_with_peft() -> None:
             around = QuantPointwiseLora if isinstance(base, QuantPointwise) else QuantLora
             return around(target, adapter_name, config=lora_config, **options)
         adapter = stock(lora_config, adapter_name, target, **options)
-        if type(adapter) is lora.Linear and any(_is_quantized(tuner.model) for tuner in tuners):
+        if type(adapter) is lora.Linear and any(quant_layers(tuner.model) for tuner in tuners):
             adapter.__class__ = KeptLora  # built as PEFT builds it; only merging differs
         return adapter
 
@@ -194,7 +194,3 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
         return stock(self, *args, **kwargs)
 
     return merge
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, QuantLinear) for module in model.modules())

@@ -21,6 +21,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
+from fluxq.base.residence import put_tensor
 from fluxq.base.tensors import DTYPES, TensorFile
 from fluxq.integrations.loading import (
     FluxqConfig,
@@ -32,7 +33,6 @@ from fluxq.integrations.loading import (
     refuse_unannounced,
     require_present,
     require_whole_set,
-    set_tensor,
     with_stored_tensors,
 )
 from fluxq.kernels.linear import stored_dtype
@@ -95,11 +95,11 @@ class FluxqHfQuantizer(HfQuantizer):
             if self.dtype == torch.float16 and _is_kept_in_fp32(model, name):
                 layer.register_forward_pre_hook(_in_fp32)
             if self.pre_quantized:
-                set_tensor(layer, "weight", layer.weight.data.view(torch.int8))
+                put_tensor(layer, "weight", layer.weight.data.view(torch.int8))
             else:
                 # A placeholder of the file's shape; named as fp32, or the weight would be rounded to dtype first.
                 shape = (layer.out_features, layer.in_features)
-                set_tensor(layer, "weight", torch.empty(shape, dtype=self.dtype, device="meta"))
+                put_tensor(layer, "weight", torch.empty(shape, dtype=self.dtype, device="meta"))
                 model._keep_in_fp32_modules_strict.add(_exactly(f"{name}.weight"))
             parts: list[Any] = [layer, *layer.parameters()]
             for part in parts:

@@ -216,9 +216,13 @@ def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
 
     diffusers casts none of its own that is quantized, not even to the dtype that it has.
     """
+    from diffusers import ModelMixin
+
     for name, model in models.items():
         for _, layer in quant_layers(model):
-            if layer.compute_dtype != dtype or (_is_diffusers(model) and getattr(model, "is_quantized", False)):
+            if layer.compute_dtype != dtype or (
+                isinstance(model, ModelMixin) and getattr(model, "is_quantized", False)
+            ):
                 raise ValueError(
                     f"{name} is quantized and computes in {layer.compute_dtype}: the pipeline cannot be cast to "
                     f"{dtype}, and nothing of it was. Name the dtype in from_pretrained(…, dtype=), and only a device "
@@ -251,9 +255,3 @@ def _asking_first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     fuse.asks_first = True  # pyright: ignore[reportAttributeAccessIssue]
     return fuse
-
-
-def _is_diffusers(model: nn.Module) -> bool:
-    from diffusers import ModelMixin
-
-    return isinstance(model, ModelMixin)

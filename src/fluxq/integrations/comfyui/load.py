@@ -19,8 +19,8 @@ from fluxq.base.console import logger
 from fluxq.base.files import read_json
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.kernels.linear import QuantLinear, QuantPointwise, quant_layers
-from fluxq.recipes.all_families import FAMILIES, family_of
-from fluxq.recipes.computing import QUANT_METHOD, QuantizationConfig
+from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.computing import QuantizationConfig, quantization_of
 from fluxq.recipes.family import Family
 from fluxq.recipes.keymap_rows import Order
 from fluxq.recipes.keymaps import original_names
@@ -111,8 +111,8 @@ def computing_dtype() -> torch.dtype:
 def denoiser_of(folder: ModelFolder) -> tuple[str, Family]:
     """Return the component that fluxq quantized and ComfyUI has a model of, and its family; ValueError without one."""
     quantized = {name: kind for name, kind in folder.components.items() if _is_ours(folder.path / name / "config.json")}
-    rows = {name: family_of(kind) for name, kind in quantized.items() if _known(kind)}
-    mapped = {name: row for name, row in rows.items() if row.originals}
+    families = {family.model: family for family in FAMILIES.values() if family.originals}
+    mapped = {name: families[kind] for name, kind in quantized.items() if kind in families}
     if len(mapped) == 1:
         return mapped.popitem()
     if len(mapped) > 1:
@@ -125,7 +125,7 @@ def denoiser_of(folder: ModelFolder) -> tuple[str, Family]:
             f"fluxq load: nothing in {folder.name} is quantized by fluxq; load a 16-bit model with "
             "*Load Diffusion Model*"
         )
-    names = ", ".join(row.name for row in FAMILIES.values() if row.originals)
+    names = ", ".join(family.name for family in families.values())
     raise ValueError(
         f"fluxq load: ComfyUI's names of {', '.join(quantized.values())} are not known (known: {names}); "
         "run it in diffusers, which loads the folder as it is"
@@ -231,14 +231,9 @@ def _roots() -> list[str]:
 def _is_ours(config: Path) -> bool:
     """Tell whether a config.json says that fluxq quantized its model; what is no such file says nothing."""
     try:
-        quantization = read_json(config).get("quantization_config")
+        return quantization_of(read_json(config)) is not None
     except (OSError, ValueError):
         return False
-    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
-
-
-def _known(kind: str) -> bool:
-    return any(row.model == kind for row in FAMILIES.values())
 
 
 def _is_native(layer: QuantLinear) -> bool:
