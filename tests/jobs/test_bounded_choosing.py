@@ -133,7 +133,7 @@ def test_too_little_is_refused_with_the_least_that_does(recipe):
     assert "or a smaller --height and --width, or --measure velocity" in done.output
     velocity = replace(OPTIONS, measure="velocity")
     bounds = [search(recipe, options, max_memory=1 << 40).job.run.memory for options in (OPTIONS, velocity)]
-    adjoint, plain = (bound.working["transformer"] for bound in bounds if bound)
+    adjoint, plain = (bound.demand.working["transformer"] for bound in bounds if bound)
     assert adjoint > 2 * plain > 0
     assert not list(Path().glob("*.safetensors"))
 

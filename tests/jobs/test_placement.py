@@ -29,7 +29,7 @@ def settled(device: str, free: dict[str, int], monkeypatch, asked: str = "auto")
     """A job's run on `device` of a machine with so many MiB free, by type of device."""
     job = job_on("cpu")
     monkeypatch.setattr(planning, "free_bytes", lambda place: int(MIB * free[place.type]))
-    return planning.settle(replace(job, run=Run(device)), asked, writes=True)
+    return planning.settle(replace(job, run=Run(device)), replace(job.options, device=asked), writes=True)
 
 
 def test_auto_is_the_gpu_if_there_is_one(monkeypatch):

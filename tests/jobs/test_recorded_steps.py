@@ -141,7 +141,7 @@ def test_a_list_is_within_the_bound_of_memory_where_nothing_else_runs(root) -> N
     with pytest.raises(ValueError, match="--max-memory 977KiB: running transformer on 12 images of 16x16 needs"):
         making.job_of(options(root, max_memory=10**6, **how))
     job = making.job_of(options(root, max_memory=70 << 20, **how))
-    assert job.run.memory is not None and job.run.memory.working["transformer"] > 0
+    assert job.run.memory is not None and job.run.memory.demand.working["transformer"] > 0
     assert (
         demand(replace(job, plans=tuple(replace(plan, compute=None) for plan in job.plans)), "cpu", writes=True) is None
     )

@@ -27,13 +27,13 @@ from fluxq.jobs.choosing import choose
 from fluxq.jobs.job import JobOptions
 from fluxq.jobs.menu import Costs
 from fluxq.jobs.search import AutoOptions, Search, auto_options, outline_of, search_of
-from fluxq.jobs.shares import Listed, Lists
+from fluxq.jobs.shares import Lists
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Share, counts_of_shares, extremes
 from fluxq.recipes.recipe import Auto, load_recipe
 from fluxq.recipes.step_list import StepList
 from fluxq.runtime.skip import recorded_lists
-from fluxq.runtime.step_trials import computed_of
+from fluxq.runtime.step_trials import TriedList, computed_of
 from tests.jobs.test_choosing import Known, small
 
 STEPS = 6
@@ -135,13 +135,17 @@ def test_without_it_nothing_speaks_of_steps(model, here) -> None:
     assert search(model, replace(LISTED, ms=None, gate="latent_sqnr>=1")).job.output.name == "small-1dB-steps.yaml"
 
 
+def of_error(steps: StepList, predicted: float) -> TriedList:
+    return TriedList(steps, predicted, squares=[1e-9], signals=[1.0])
+
+
 def test_a_plan_runs_with_the_steps_of_its_list(model, here) -> None:
     """In 16 bit it makes the error of the list, as `fluxq.skip_steps` makes it."""
     asked = search(model, budget(model, 0.4))
     pipe, steps = asked.job.load_reference(), a_list()
     bench = Bench(asked, pipe, here / "runs.json")
     plain = dict.fromkeys(asked.offer.units, "16bit")
-    tried = bench.run(plain, "mine", listed=Listed(steps, 1e-3, 1e-3))
+    tried = bench.run(plain, "mine", listed=of_error(steps, 1e-3))
     with torch.no_grad():
         reference = final_latents(pipe, asked.judging[0], asked.job.call)
         with fluxq.skip_steps(pipe, steps):
@@ -150,7 +154,7 @@ def test_a_plan_runs_with_the_steps_of_its_list(model, here) -> None:
     assert tried.cost == asked.cost(plain) * 3 / STEPS and tried.predicted_of_list == 1e-3
     assert bench.run(plain, "mine").error == 0  # another run, of all steps
     other = replace(steps, order=0)
-    assert bench.run(plain, "mine", listed=Listed(other, 1e-3, 1e-3)).squares != expected
+    assert bench.run(plain, "mine", listed=of_error(other, 1e-3)).squares != expected
 
 
 def test_plans_are_compared_with_the_predicted_error_of_their_lists() -> None:
@@ -158,7 +162,7 @@ def test_plans_are_compared_with_the_predicted_error_of_their_lists() -> None:
     few, more = (bench.plan(name, 1, [0.0] * 16) for name in ("few", "more"))
     predicted = {"few": 1e-5, "more": 1e-3}
     assert bench.winner(predicted, few, more) == "few"
-    few.listed = Listed(steps, 2e-3, 1e-9)
+    few.listed = of_error(steps, 2e-3)
     assert bench.winner(predicted, few, more) == "more"
 
 
@@ -199,12 +203,12 @@ def test_swaps_stay_within_the_time_of_the_steps_that_are_computed(monkeypatch) 
     )
     costs = Costs({"unit": {"4": 1.0, "8": 1.9, "16": 3.0}}, 0.0)
     asked: Any = SimpleNamespace(costs=costs, limit=1.0, offer=SimpleNamespace(choices={"unit": ("4", "8", "16")}))
-    listed = Listed(a_list(), 0.0, 0.0)
+    listed = of_error(a_list(), 0.0)
     monkeypatch.setattr(choosing, "_proposals", lambda *_: [(["mine"], {"unit": "4"}, listed)])
     ran = []
 
     class Noted(Known):
-        def run(self, choice: Any, *names: str, listed: Listed | None = None) -> Tried:
+        def run(self, choice: Any, *names: str, listed: TriedList | None = None) -> Tried:
             ran.append((choice["unit"], listed))
             tried = self.plan(choice["unit"], 1, [len(ran) * 3.0] * 16)
             tried.listed = listed
@@ -220,7 +224,7 @@ def test_an_outline_counts_lists_and_the_fewest_steps(model, here) -> None:
         JobOptions(model=str(model), call=CALL), replace(LISTED, ms=None, gate="latent_sqnr>=30"), writes=False
     )
     plain = replace(asked, options=replace(asked.options, steps=False))
-    assert outline_of(asked).passes["lists of steps"] > 0 and "lists of steps" not in outline_of(plain).passes
+    assert outline_of(asked)["passes"]["lists of steps"] > 0 and "lists of steps" not in outline_of(plain)["passes"]
     assert asked.least_part == 2 / STEPS and plain.least_part == 1
     low = extremes(asked.costs.numbers)[0] + asked.costs.fixed
     with pytest.raises(ValueError, match=r"smallest plan takes .* ms with the fewest steps computed; give at"):

@@ -341,7 +341,7 @@ def test_a_checkpoint_says_it_and_its_model_computes_it(written: Path, plain_che
     assert torch.equal(output(in_fp8), output(in_16_bit))
     card = (written / "README.md").read_text(encoding="utf-8")
     assert "of the transformer are quantized, its self-attention is computed in fp8" in card
-    (model,) = making.quantized_models(str(written))
+    (model,) = making.quantized_components(str(written)).values()
     assert attention_of(model) == "fp8"
 
 

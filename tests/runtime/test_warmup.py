@@ -16,7 +16,7 @@ from fluxq.runtime.warmup import AttentionKind, LayerKind, kinds_of
 
 
 def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
-    (model,) = making.quantized_models(str(checkpoint("nvfp4")))
+    (model,) = making.quantized_components(str(checkpoint("nvfp4"))).values()
     kinds = kinds_of(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert len(kinds) == len(set(kinds)) > 2
@@ -25,7 +25,7 @@ def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
 
 @pytest.mark.slow
 def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, monkeypatch) -> None:
-    (model,) = making.quantized_models(str(plain_checkpoint("fp8")))
+    (model,) = making.quantized_components(str(plain_checkpoint("fp8"))).values()
     assert not any(isinstance(kind, AttentionKind) for kind in kinds_of(model))
     fluxq.set_attention(model, "fp8")
     kinds = [kind for kind in kinds_of(model) if isinstance(kind, AttentionKind)]
@@ -95,7 +95,7 @@ def test_without_a_gpu_the_command_says_where_to_run_it(checkpoint):
 
 def test_a_16_bit_folder_has_nothing_to_compile():
     with pytest.raises(ValueError, match="tiny holds no component that fluxq quantized"):
-        making.quantized_models("tiny")
+        making.quantized_components("tiny")
 
 
 @pytest.mark.gpu

@@ -147,6 +147,7 @@ class Session:
         has_recipe: whether the recipe is the user's.
         """
         from fluxq.base.model import DEFAULT_MODEL
+        from fluxq.base.output import Output
         from fluxq.recipes.recipe import load_recipe
 
         arguments = self.arguments
@@ -167,7 +168,8 @@ class Session:
         if writes:
             is_file = writes == "file"
             place = self.requirements.output_for(arguments["output"], folder.name, recipe_name, is_file=is_file)
-            self.requirements.require_output(place, folder, arguments, is_file=is_file)
+            reads = self.requirements.reads_of(folder.path, arguments)
+            Output(place, is_file).require(reads, overwrite=arguments["overwrite"], exists_ok=True)
         chosen = model or f"{DEFAULT_MODEL} (no MODEL given: the small FLUX pipeline that comes with fluxq)"
         of_recipe = f", recipe {recipe_name}" if has_recipe else ""
         self.say(f"model {chosen}{of_recipe}{self._device()}")
@@ -246,7 +248,7 @@ class Session:
         from fluxq.jobs import choosing, forecast
         from fluxq.jobs.search import outline_of
 
-        passes = outline_of(search).passes
+        passes = outline_of(search)["passes"]
         self.start_work(None if search.job.finished else forecast.of_choosing(search.job, passes))
         return choosing.choose(search)
 

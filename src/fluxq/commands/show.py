@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fluxq.jobs.job import Job, JobOptions
     from fluxq.jobs.memory import Demand
     from fluxq.jobs.passports import PassportResult
-    from fluxq.jobs.search import Outline, Search
+    from fluxq.jobs.search import Search
     from fluxq.quantize.exchange.export import Changed, Exported
     from fluxq.quantize.record import Check, Group, Record, RecordedComponent
     from fluxq.quantize.verify import Result
@@ -155,24 +155,16 @@ def forecast(of_job: Forecast) -> None:
         echo(f"takes {of_job} and {of_job.memory_bytes / 1e9:.1f} GB of memory, estimated")
 
 
-def outline_json(search: Search, outline: Outline) -> dict[str, Any]:
+def outline_json(search: Search, outline: Mapping[str, Any]) -> dict[str, Any]:
     """Return as JSON what may be chosen and what the search will take."""
     units = {
         unit: {"layers": list(names), "options": list(search.offer.choices[unit])}
         for unit, names in search.offer.units.items()
     }
-    return {
-        "menu": list(search.offer.options),
-        "units": units,
-        "least": outline.least,
-        "largest": outline.largest,
-        "passes": dict(outline.passes),
-        "runs": outline.runs,
-        "modelled_seconds": outline.seconds,
-    }
+    return {"menu": list(search.offer.options), "units": units, **outline}
 
 
-def outline(search: Search, outline: Outline) -> None:
+def outline(search: Search, outline: Mapping[str, Any]) -> None:
     """Print what may be chosen and what the search will take."""
     offer, weights = search.offer, search.offer.weights
     rows = [
@@ -180,10 +172,12 @@ def outline(search: Search, outline: Outline) -> None:
         for unit, names in offer.units.items()
     ]
     print_table(("input group", "Linears", "of the weights", "options"), rows)
-    echo(f"least budget {outline.least}, largest {outline.largest}{f' with {search.seat.way}' if search.seat else ''}")
-    passes = ", ".join(f"{count} of {name}" for name, count in outline.passes.items())
-    modelled = "" if outline.seconds is None else f"; modelled on {search.options.gpu}: {_duration(outline.seconds)}"
-    echo(f"at most {outline.runs} runs; forward passes of one image, at most: {passes}{modelled}")
+    way = f" with {search.seat.way}" if search.seat else ""
+    echo(f"least budget {outline['least']}, largest {outline['largest']}{way}")
+    passes = ", ".join(f"{count} of {name}" for name, count in outline["passes"].items())
+    seconds = outline["modelled_seconds"]
+    modelled = "" if seconds is None else f"; modelled on {search.options.gpu}: {_duration(seconds)}"
+    echo(f"at most {outline['runs']} runs; forward passes of one image, at most: {passes}{modelled}")
 
 
 def listed_steps(result: dict[str, Any], output: str) -> None:
@@ -592,11 +586,11 @@ def _family(model: CatalogueModel, recipes: Sequence[str]) -> None:
     echo(f"{size}; {model.quantized_share:.1%} of the parameters are quantized")
     rows = [
         (
-            role.role or "16 bit",
-            str(role.count),
-            number(role.weights / 1e6),
-            ", ".join(f"{n}×{k}" for n, k in role.shapes[:3]) + (", …" if len(role.shapes) > 3 else ""),
-            f"{role.made_by}, read by {' | '.join(role.together)}" if role.role else role.reason,
+            role["role"],
+            str(role["linears"]),
+            number(role["weights"] / 1e6),
+            ", ".join(f"{n}×{k}" for n, k in role["shapes"][:3]) + (", …" if len(role["shapes"]) > 3 else ""),
+            role["reason"] or f"{role['made_by']}, read by {' | '.join(role['together'])}",
         )
         for role in model.roles()
     ]

@@ -75,38 +75,6 @@ class ModelSize:
         }
 
 
-@dataclass(frozen=True)
-class Role:
-    """Linears of a model that are treated alike.
-
-    role: name in the family's row, "" for Linears that stay in 16 bit.
-    shapes: (N, K) of each kind, the most frequent first.
-    made_by: source of their input.
-    together: names of the Linears that read one input.
-    reason: why, for people.
-    """
-
-    role: str
-    count: int
-    weights: int
-    shapes: tuple[tuple[int, int], ...]
-    made_by: str
-    together: tuple[str, ...]
-    reason: str
-
-    def describe(self) -> dict[str, Any]:
-        """Return the role as JSON."""
-        return {
-            "role": self.role or "16 bit",
-            "linears": self.count,
-            "weights": self.weights,
-            "shapes": [list(shape) for shape in self.shapes],
-            "made_by": self.made_by,
-            "together": list(self.together),
-            "reason": self.reason,
-        }
-
-
 class CatalogueModel:
     """A published model on the meta device, with its plan and its size under any recipe."""
 
@@ -228,8 +196,12 @@ class CatalogueModel:
         )
         return most_at_once(sizes) + rounded
 
-    def roles(self) -> Iterator[Role]:
-        """Yield the quantized Linears by role, then those in 16 bit by reason."""
+    def roles(self) -> Iterator[dict[str, Any]]:
+        """Yield rows as JSON has them: the quantized Linears by role, then those in 16 bit by reason.
+
+        shapes: (N, K) of each kind, the most frequent first. made_by: source of their input. together: names of the
+        Linears that read one input.
+        """
         plan = self.plan("fp8")
         groups: dict[tuple[str, str], list[LayerPlan]] = {}
         for layer in plan.layers:
@@ -239,15 +211,15 @@ class CatalogueModel:
             shapes: dict[tuple[int, int], int] = {}
             for layer in layers:
                 shapes[layer.n, layer.k] = shapes.get((layer.n, layer.k), 0) + 1
-            yield Role(
-                role,
-                len(layers),
-                sum(layer.n * layer.k for layer in layers),
-                tuple(sorted(shapes, key=lambda shape: -shapes[shape])),
-                ", ".join(dict.fromkeys(layer.made_by for layer in layers)) if role else "",
-                tuple(dict.fromkeys(" ".join(self._together(layer)) for layer in layers)) if role else (),
-                reason,
-            )
+            yield {
+                "role": role or "16 bit",
+                "linears": len(layers),
+                "weights": sum(layer.n * layer.k for layer in layers),
+                "shapes": [list(shape) for shape in sorted(shapes, key=lambda shape: -shapes[shape])],
+                "made_by": ", ".join(dict.fromkeys(layer.made_by for layer in layers)) if role else "",
+                "together": [*dict.fromkeys(" ".join(self._together(layer)) for layer in layers)] if role else [],
+                "reason": reason,
+            }
 
     def _together(self, layer: LayerPlan) -> tuple[str, ...]:
         """Return the Linears of the block that read the same input, by their last names."""
@@ -271,7 +243,7 @@ class CatalogueModel:
             "quantized_share": round(self.quantized_share, 4),
             "gb_16bit": round(self.bytes_16bit / 1e9, 3),
             "activations_gb": round(self.activation_bytes / 1e9, 3),
-            "linears": [role.describe() for role in self.roles()],
+            "linears": list(self.roles()),
             "recipes": [self.size(recipe).describe() for recipe in recipes],
             "fits": {card(nbytes): self.fits(nbytes) for nbytes in CARDS},
         }

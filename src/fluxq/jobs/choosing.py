@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fluxq.base.console import logger, progress, without_cure
-from fluxq.base.files import (
-    read_json,
-    sha256_json,
-    sync,
-    write_json,
-    write_text,
-)
+from fluxq.base.files import read_json, sha256_json, sync, write_json, write_text
 from fluxq.base.output import Output, atomic_output, job_digest, seal
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable, measure_errors
 from fluxq.calibrate.stand_ins import Menu
@@ -38,10 +32,11 @@ from fluxq.jobs.chosen import chosen_recipe, chosen_result, require_same_plan
 from fluxq.jobs.job import RUNS, clear_leftovers, decisive, work_of
 from fluxq.jobs.making import sampling_of
 from fluxq.jobs.search import MOST_PLANS, Search, table_job
-from fluxq.jobs.shares import Listed, Lists
+from fluxq.jobs.shares import Lists
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, best, improved_together, paying_moves
 from fluxq.recipes.recipe import gate_holds, latent_bound
+from fluxq.runtime.step_trials import TriedList
 
 _FAILURES = 2  # in a row that end the swaps
 
@@ -149,21 +144,21 @@ def _candidates(search: Search, bench: Bench, tables: Mapping[str, ErrorTable], 
 
 def _proposals(
     search: Search, bench: Bench, tables: Mapping[str, ErrorTable], lists: Lists | None
-) -> list[tuple[list[str], Choice, Listed | None]]:
+) -> list[tuple[list[str], Choice, TriedList | None]]:
     """Return what measures propose, each plan once, with its list of steps; with lists also fewer and more steps."""
     shares = lists.to_run(_errors(search, next(iter(tables.values())))) if lists else []
     first = lists.of(shares[0].computed) if lists else None
     plans = [(m, choice, first) for m, choice in _candidates(search, bench, tables, _room(search, first)).items()]
     if lists:
         plans += [(next(iter(tables)), share.choice, lists.of(share.computed)) for share in shares[1:]]
-    alike: dict[str, tuple[list[str], Choice, Listed | None]] = {}
+    alike: dict[str, tuple[list[str], Choice, TriedList | None]] = {}
     for measure, choice, listed in plans:
         key = sha256_json([sorted(choice.items()), listed.steps.computed if listed else None])
         alike.setdefault(key, ([], choice, listed))[0].append(measure)
     return list(alike.values())[:MOST_PLANS]
 
 
-def _room(search: Search, listed: Listed | None) -> float:
+def _room(search: Search, listed: TriedList | None) -> float:
     """Return what the options of a plan may cost at most, in each step that is computed."""
     return (search.limit / listed.steps.share if listed else search.limit) - search.costs.fixed
 
@@ -214,7 +209,9 @@ def _hold(search: Search, bench: Bench, tables: Mapping[str, ErrorTable], lists:
     return min(holding, key=lambda each: (each.cost, each.error))
 
 
-def _cheapest(search: Search, errors: Numbers, most: float, lists: Lists | None) -> tuple[Choice | None, Listed | None]:
+def _cheapest(
+    search: Search, errors: Numbers, most: float, lists: Lists | None
+) -> tuple[Choice | None, TriedList | None]:
     """Return the cheapest plan of at most so much predicted error, with its list of steps; None where there is none."""
     if lists is None:
         return best(search.costs.numbers, errors, most), None

@@ -7,28 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fluxq.base.files import (
-    write_text,
-)
+from fluxq.base.files import write_text
 from fluxq.base.model import DEFAULT_MODEL
 from fluxq.calibrate.errors import SIXTEEN_BIT, ErrorTable
+from fluxq.eval.metrics.schema import number
 from fluxq.eval.metrics.statistics import clustered_interval
 from fluxq.jobs.menu import is_like
 from fluxq.jobs.search import Search
 from fluxq.jobs.seat import Seat
-from fluxq.jobs.shares import Listed, Lists
+from fluxq.jobs.shares import Lists
 from fluxq.jobs.trials import Bench, Tried
 from fluxq.recipes.budget import Choice, Numbers, front
 from fluxq.recipes.plan import MODULATION_ROLE, component_recipe, override_for
 from fluxq.recipes.recipe import latent_bound, load_recipe
 from fluxq.recipes.writing import recipe_with
-from fluxq.runtime.step_trials import computed_of
+from fluxq.runtime.step_trials import TriedList, computed_of
 
 _AGREES = 1.5  # a factor
 _KIND = "fluxq auto"
 
 
-def chosen_recipe(search: Search, choice: Choice, errors: Numbers, listed: Listed | None = None) -> str:
+def chosen_recipe(search: Search, choice: Choice, errors: Numbers, listed: TriedList | None = None) -> str:
     """Return the recipe of a choice: an override for each role whose layers agree, and for each option of the rest.
 
     listed: steps that are computed, None for all.
@@ -99,7 +98,7 @@ def _reason(search: Search, units: Iterable[str], option: str, errors: Numbers) 
     return f"in {first} {of(first)}, in {option} {of(option)}; {share:.1%} of the weights"
 
 
-def require_same_plan(search: Search, choice: Choice, text: str, work: Path, listed: Listed | None = None) -> None:
+def require_same_plan(search: Search, choice: Choice, text: str, work: Path, listed: TriedList | None = None) -> None:
     """Raise RuntimeError if the recipe gives another plan than the choice, or another number of computed steps."""
     file = work / search.job.output.name
     write_text(file, text)
@@ -156,7 +155,7 @@ def chosen_result(
                 "option": winner.choice[unit],
                 "checkpoint": offer.fitted[winner.choice[unit]].path if winner.choice[unit] in offer.fitted else None,
                 "weights": offer.weights[unit],
-                "nmse": {o: error if math.isfinite(error) else None for o, error in errors[unit].items()},
+                "nmse": {o: number(error) for o, error in errors[unit].items()},
             }
             for unit in offer.units
         ],
@@ -167,9 +166,9 @@ def chosen_result(
                 "cost": each.cost / per,
                 **({"computed": _computed(each, lists)} if lists else {}),
                 "predicted_nmse": table.predicted_together(each.choice) + each.predicted_of_list,
-                "nmse": each.error if math.isfinite(each.error) else None,
+                "nmse": number(each.error),
                 "images": len(each.squares),
-                "sqnr_db": each.decibels if math.isfinite(each.decibels) else None,
+                "sqnr_db": number(each.decibels),
                 "changes": {u: o for u, o in each.choice.items() if o != winner.choice[u]},
             }
             for each in bench.tried
@@ -177,7 +176,7 @@ def chosen_result(
         "front": _front(search, table, errors, per, lists),
         **({"steps": _steps(search, bench, errors, winner, lists)} if lists else {}),
         "predicted_nmse": predicted,
-        "measured_nmse": winner.error if math.isfinite(winner.error) else None,
+        "measured_nmse": number(winner.error),
         "measured_interval": [interval.low, interval.high] if math.isfinite(interval.low + interval.high) else None,
         "agrees": agrees,
         "images": {"measured": len(search.measuring), "judged": len(winner.squares)},

@@ -30,13 +30,18 @@ from fluxq.base.console import first_line, logger, progress
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.jobs.making import quantized_components
-from fluxq.jobs.memory import forward_pass_of
+from fluxq.jobs.memory import call_size, forward_pass_of
+from fluxq.kernels import findings
 from fluxq.kernels.adaln_quantize.op import NormTensors, modulated_norm
 from fluxq.kernels.all_ops import ADALN_QUANTIZE, ATTENTION_FP8, OPS, QK_NORM_ROPE, QUANTIZE_ACTIVATION
 from fluxq.kernels.attention.op import format_of
+from fluxq.kernels.attention_peers import peers_for
+from fluxq.kernels.compare import Sample, Verdict
+from fluxq.kernels.findings import Cell, Keeper, launch_of, told
 from fluxq.kernels.linear import placeholder
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.tensor import read_named, unpack_named
+from fluxq.kernels.tiles import CHIPS, NoTile, chip_of
 from fluxq.quantize.checkpoint import build_on_meta
 from fluxq.recipes.all_families import FAMILIES, find_published
 from fluxq.recipes.family import Family
@@ -47,10 +52,8 @@ from fluxq.recipes.workloads import CallSize, ForwardPass, forward_pass
 from fluxq.runtime.launches import LINEAR, TOKENS, Launch, Machine, kind_of, launches_of
 from fluxq.runtime.optimize import lacks_on
 
-if TYPE_CHECKING:  # they need Triton
-    from fluxq.kernels.compare import Sample, Verdict
+if TYPE_CHECKING:  # it needs Triton
     from fluxq.kernels.dispatch import Choice
-    from fluxq.kernels.findings import Cell, Keeper
 
 MODEL = "FLUX.1-dev"  # whose shapes are those of an examination without a checkpoint
 COMPARED = 512  # tokens of a launch, at most
@@ -78,10 +81,6 @@ class Request:
     output: str | None
     components: dict[str, nn.Module]
     outside: Outside | None
-
-    @property
-    def interprets(self) -> bool:
-        return self.machine.device.type == "cpu"
 
 
 @dataclass
@@ -151,7 +150,7 @@ def examine(request: Request) -> Examination:
 
     Raises RuntimeError while another run examines the same kind of GPU.
     """
-    from fluxq.kernels import dispatch, findings
+    from fluxq.kernels import dispatch
     from fluxq.kernels.interpreter import interpreting
 
     machine = request.machine
@@ -163,7 +162,7 @@ def examine(request: Request) -> Examination:
         try:
             with findings.instead(), _unverified():  # what was wrong before is proved anew
                 dispatch.forget()
-                with interpreting(machine.chip) if request.interprets else nullcontext():
+                with interpreting(machine.chip) if machine.device.type == "cpu" else nullcontext():
                     choosers = _examined(request, examination, keeper)
             with findings.instead(findings.document(examination.machine, examination.own)):
                 dispatch.forget()
@@ -195,8 +194,6 @@ def _ended(times: int) -> str:
 
 def _place(device: str, chip: str | None) -> tuple[torch.device, str]:
     """Return the device and chip to prove for; ValueError where there is none."""
-    from fluxq.kernels.tiles import CHIPS, chip_of
-
     if find_spec("triton") is None:
         raise ValueError("doctor proves kernels in Triton, which is not there: install triton")
     if chip is not None:
@@ -259,9 +256,7 @@ Subject = tuple[nn.Module, Family | None, ForwardPass | None, tuple[int, ...]]
 def _of_checkpoint(output: str, components: dict[str, nn.Module]) -> Iterator[Subject]:
     """Yield (model on the meta device, family, tokens of a call, tokens of a layer otherwise) of each component."""
     folder = resolve_model(output, local_files_only=True, one_model=True)
-    defaults = folder.generation_defaults
-    names = ("height", "width", "num_frames", "max_sequence_length")
-    size = CallSize(1, *(defaults.get(name) for name in names))
+    size = call_size(folder.generation_defaults)
     for component, model in components.items():
         family = next((row for row in FAMILIES.values() if row.model == type(model).__name__), None)
         reads_text = family is not None and family.kind == "text_encoder"
@@ -284,8 +279,7 @@ def _of_recipes(machine: Machine) -> Iterator[Subject]:
         folder = resolve_model("tiny")
         config = {name: value for name, value in folder.config("transformer").items() if not name.startswith("_")}
         row = replace(row, name="tiny", config=config)
-        defaults, vae = folder.generation_defaults, folder.config("vae")
-        size = CallSize(1, defaults["height"], defaults["width"], None, defaults["max_sequence_length"])
+        size, vae = call_size(folder.generation_defaults), folder.config("vae")
     published = CatalogueModel(row)
     family = published.family
     tokens = forward_pass(family.name, dict(row.config), size, vae=vae)
@@ -352,8 +346,6 @@ def _examined(
 
     Returns (scheme, m, n, k) of what the dispatcher chooses for -> function that asks it.
     """
-    from fluxq.kernels.findings import launch_of
-
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     choosers: dict[tuple[Any, ...], Callable[[], Choice]] = {}
     seen: set[Any] = set()
@@ -393,7 +385,6 @@ def _chooser(launch: Launch, chip: str) -> tuple[tuple[int, ...], Callable[[], C
 def _judged(launch: Launch, request: Request, examination: Examination, keeper: Keeper) -> list[dict[str, Any]]:
     """Return the rows of a launch; what cannot be judged is noted in the examination."""
     from fluxq.kernels.dispatch import WARPS_APART
-    from fluxq.kernels.findings import told
 
     machine = request.machine
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -433,7 +424,6 @@ def _verdicts(
     """Call and judge: (cell, share of its bound, what is wrong or empty); nothing of what was noted instead."""
     from fluxq.kernels import proofs
     from fluxq.kernels.dispatch import NoKernel
-    from fluxq.kernels.tiles import NoTile
 
     place = f"{attempt.name} in {launch.place}"
     before = _copied(launch.arguments)
@@ -481,7 +471,7 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
 
     given = launch.arguments
     if launch.op != LINEAR:
-        judge = partial(proofs.judge, launch.op, given, chip=chip, sample=_sample())
+        judge = partial(proofs.judge, launch.op, given, chip=chip, sample=Sample(tokens=COMPARED))
         cells = proofs.cells_of(launch.op, given, chip)
         if not cells:
             left_out[f"{launch.op} in {launch.place}"] = f"{chip} has no kernel for it"
@@ -496,7 +486,7 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
         Attempt(
             choice.implementation,
             partial(linear_by, choice, chip=chip),
-            partial(proofs.judge_linear, choice, given, chip=chip, sample=_sample()),
+            partial(proofs.judge_linear, choice, given, chip=chip, sample=Sample(tokens=COMPARED)),
             [(*choice.cell, chip)],
             is_library=choice.implementation not in OPS,
         )
@@ -509,7 +499,6 @@ def _instead_of_ours(launch: Launch, chip: str, left_out: dict[str, str]) -> lis
     if launch.op != ATTENTION_FP8.name:
         return []
     from fluxq.kernels import dispatch
-    from fluxq.kernels.attention_peers import peers_for
 
     kernel = ATTENTION_FP8.kernel
     (q, k, v, scale), codes = launch.arguments[:4], _codes(launch)
@@ -540,15 +529,9 @@ def _outside_attempt(outside: Outside, launch: Launch, chip: str) -> Attempt:
     cell = outside.name, "", chip
 
     def judge(found: Any) -> list[tuple[Cell, Verdict]]:
-        return [(cell, proofs.judge_outside(launch.op, launch.arguments, found, chip, _sample()))]
+        return [(cell, proofs.judge_outside(launch.op, launch.arguments, found, chip, Sample(tokens=COMPARED)))]
 
     return Attempt(outside.name, outside.function, judge, [cell])
-
-
-def _sample() -> Sample:
-    from fluxq.kernels.compare import Sample
-
-    return Sample(tokens=COMPARED)
 
 
 @contextmanager

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.base.output import Output
+from fluxq.eval.report.card import model_card
 from fluxq.quantize.exchange import export
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import PlannedExport, SideLayers
-
-if TYPE_CHECKING:
-    from fluxq.quantize.exchange.importing import Imported
-    from fluxq.quantize.exchange.inspect import Inspection
+from fluxq.quantize.exchange.importing import Imported, import_model
+from fluxq.quantize.exchange.inspect import Inspection, inspect_path
 
 FORMATS = tuple(DIALECTS[name].option or name for name in WRITERS)
 
@@ -27,8 +25,6 @@ def inspect(path: str, base: str | None = None) -> dict[str, Inspection]:
 
     Raises FileNotFoundError for a missing file, and ValueError for a damaged or unsafe one or a base that is quantized.
     """
-    from fluxq.quantize.exchange.inspect import inspect_path
-
     return inspect_path(Path(path).expanduser(), _base_folder(base).path if base else None)
 
 
@@ -37,26 +33,20 @@ def import_(
     base: str | None = None,
     output: str | None = None,
     *,
-    dequantize: bool = False,
     overwrite: bool = False,
-    on_start: Callable[[], None] = lambda: None,
+    **how: Any,
 ) -> list[Imported]:
     """Make a checkpoint of fluxq of a file or folder that another program quantized; by default at ./<name>-fluxq.
 
     Arguments and errors are those of `inspect`, and of `import_model` in quantize/exchange/importing.py.
     """
-    from fluxq.eval.report.card import model_card
-    from fluxq.quantize.exchange.importing import import_model
-
     source = Path(path).expanduser()
     name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", source.resolve().name)
     target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
     where = _base_folder(base) if base else None
     reads = {"what is imported": source, "the 16-bit model": where.path if where else None}
     Output(target).require(reads, overwrite=overwrite, exists_ok=True)
-    return import_model(
-        source, target, where, dequantize=dequantize, overwrite=overwrite, card=model_card, on_start=on_start
-    )
+    return import_model(source, target, where, overwrite=overwrite, card=model_card, **how)
 
 
 def plan_export(

@@ -16,15 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fluxq.base.console import amount
 from fluxq.base.model import ModelFolder
-from fluxq.calibrate.capture import FRAMES, batches, frames_in, images_per_batch, number_of_steps, steps_to_see
+from fluxq.calibrate.capture import batches, images_per_batch, number_of_steps, steps_to_see
 from fluxq.calibrate.sensitivity import IMAGES as LEVEL_IMAGES
 from fluxq.jobs import memory
+from fluxq.jobs.job import Job
 from fluxq.jobs.listing import passes_of_list
 from fluxq.jobs.making import MOST_CALLS
 from fluxq.jobs.passports import floor_images
@@ -34,11 +35,7 @@ from fluxq.quantize.structure import component_family, denoisers_of, list_linear
 from fluxq.recipes.cost import steps
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
-from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.step_trials import IMAGES
-
-if TYPE_CHECKING:
-    from fluxq.jobs.job import Job
 
 _ANY_CHIP = "sm_90"  # FLOPs are the same on all
 _PROGRAM = 700_000_000  # bytes of torch, diffusers and the libraries that they load
@@ -99,7 +96,7 @@ def of_quantizing(job: Job) -> Forecast:
         parts["fitting"] = sum(_fitting(plan, forward, items, seen) for plan in job.fitted.values())
     if job.options.check:
         check = forward.seconds(job.check_items, forward.steps)
-        frames = frames_in(job.check_call) if {*FRAMES} & job.check_call.keys() else None
+        frames = memory.call_size(job.check_call).frames
         again = forward.seconds(job.check_items[: floor_images(job, images_per_batch(job.check_call))], forward.steps)
         parts[f"closing check of {amount(len(job.check_items), frames)}"] = (1 + QUANTIZED) * check + QUANTIZED * again
     return Forecast(parts, _memory(job, writes=True))
@@ -176,13 +173,13 @@ class _Forward:
 
     def tokens(self, component: str, images: int) -> int:
         """Return the tokens that a denoiser sees in one step of a batch."""
-        return memory.tokens(self.folder, component, self._size(images))
+        return memory.tokens(self.folder, component, memory.call_size(self.call, images))
 
     def flops(self, component: str, images: int) -> float:
         """Return the FLOPs of a denoiser's forward pass; 2 · weights · tokens where its family is not modelled."""
         tokens = self.tokens(component, images)
         try:
-            forward = memory.forward_pass_of(self.folder, component, self._size(images))
+            forward = memory.forward_pass_of(self.folder, component, memory.call_size(self.call, images))
             plan = self._plan(component)
         except ValueError:
             return 2.0 * tokens * sum(linear.n * linear.k for linear in self.linears[component])
@@ -206,10 +203,6 @@ class _Forward:
         family = component_family(self.folder, component)
         entry = component_recipe(load_recipe("fp8")[1], None, family)
         return make_plan(family, component, entry, self.linears[component], static_inputs=False, profile="rtn")
-
-    def _size(self, images: int) -> CallSize:
-        height, width, text = (self.call.get(name) for name in ("height", "width", "max_sequence_length"))
-        return CallSize(images, height, width, frames_in(self.call) if {*FRAMES} & self.call.keys() else None, text)
 
 
 def _fitting(plan: Plan, forward: _Forward, items: Sequence[Any], seen: int) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,15 +38,16 @@ from fluxq.eval.gate.sources import PipelineSource, Source
 from fluxq.eval.gate.speed import PAIRS, SLOWER, WARMUP, Call, GateSpeed, judge_speed
 from fluxq.eval.history.results import row_of_gate
 from fluxq.eval.history.rows import append, commit_at, current_commit, require_history
+from fluxq.eval.images.executor import WORK_FILE, one_thread
 from fluxq.eval.images.protocols import items_of
 from fluxq.eval.images.sides import Side, pipeline_digest, side_stamps
 from fluxq.eval.metrics.fidelity import psnr
+from fluxq.eval.metrics.metrics import Sample, metric_rows, missing
+from fluxq.eval.metrics.networks import Networks
+from fluxq.eval.speed.speed import WHOLE, time_pairs
 from fluxq.jobs import memory
-from fluxq.jobs.judge import networks_of
+from fluxq.jobs.judge import TimedSide, networks_of
 from fluxq.jobs.requirements import call_of, require_call, require_pictures, require_prompts_suffice, require_steps
-
-if TYPE_CHECKING:
-    from fluxq.eval.metrics.networks import Networks
 
 IMAGES = 64
 LEAST_PROMPTS = 2
@@ -129,16 +130,7 @@ def gate_of(options: GateOptions) -> Gate:
     for source in (a, b, floor):
         if isinstance(source, EndpointSource) and source != a.again():
             source.require_seeds(*items[0])
-    return Gate(
-        options=options,
-        a=a,
-        b=b,
-        floor=floor,
-        items=items,
-        call=opener.call or {},
-        rules=rules,
-        networks=networks,
-    )
+    return Gate(options, a, b, floor, items, opener.call or {}, rules, networks)
 
 
 def run_gate(gate: Gate) -> GateResult:
@@ -192,8 +184,6 @@ def _last_look(gate: Gate) -> _Look:
 
 
 def _look(gate: Gate, count: int, looks: Sequence[int]) -> _Look:
-    from fluxq.eval.images.executor import one_thread
-
     items = gate.items[:count]
     a, b = gate.a.make(items), gate.b.make(items)
     again = gate.floor.make(items) if gate.floor else None
@@ -211,8 +201,6 @@ def _look(gate: Gate, count: int, looks: Sequence[int]) -> _Look:
 
 
 def _result_of(gate: Gate, last: _Look, speed: GateSpeed | None, seconds: float) -> GateResult:
-    from fluxq.eval.metrics.metrics import metric_rows
-
     table = metric_rows()
     metrics = {
         key: MetricResult.of(table[key].name, table[key].unit, gate.rules[key], finding)
@@ -297,8 +285,6 @@ def _require_second_run(gate: Gate, a: Any, again: Any) -> None:
 
 def _values(gate: Gate, a: Any, b: Any) -> dict[str, tuple[float, ...]]:
     """Return metric -> value per image, NaN for one that is not finite."""
-    from fluxq.eval.metrics.metrics import Sample, metric_rows
-
     _require_sizes(gate, a, b)
     if not a.finite.all():
         prompt, seed = a.items[int((~a.finite).nonzero()[0])]
@@ -373,8 +359,6 @@ def _require_prompts(items: Sequence[tuple[str, int]], name: str) -> None:
 
 def _rules(options: GateOptions, sources: Sequence[Source], networks: Networks) -> dict[str, Rule]:
     """Return metric -> its rule; ValueError for one that cannot be had here."""
-    from fluxq.eval.metrics.metrics import missing
-
     without = [source.name for source in sources if not source.has_latents]
     reasons = {
         key: f"{without[0]} has images only" if key.startswith("latent_") and without else missing(key, networks)
@@ -395,8 +379,6 @@ def _rules(options: GateOptions, sources: Sequence[Source], networks: Networks) 
 
 def _require_outputs(options: GateOptions) -> None:
     """Raise ValueError for a place that cannot be written, or a file there that no gate wrote."""
-    from fluxq.eval.images.executor import WORK_FILE
-
     reads = {"A": options.a, "B": options.b, "the floor": options.floor}
     folders = {name: text for name, text in reads.items() if text and Path(text).expanduser().exists()}
     Output(options.work).require_addable(folders, "--work", pattern=f"*/{WORK_FILE}")
@@ -425,34 +407,16 @@ def _require_timeable(options: GateOptions, a: Source, b: Source) -> None:
 
 def _speed(gate: Gate) -> GateSpeed:
     """Time both pipelines in turn, and judge their calls."""
-    from fluxq.eval.speed.speed import WHOLE, time_pairs
-
     options, a, b = gate.options, gate.a, gate.b
     if not (isinstance(a, PipelineSource) and isinstance(b, PipelineSource)):
         raise TypeError("only pipelines are timed, which was checked before")
     prompts = [prompt for prompt, _ in gate.items]
     pairs = options.pairs or PAIRS
-    timed = time_pairs(_Timed(a.side), _Timed(b.side), prompts, gate.call, pairs, warmup=WARMUP, device=a.device)
+    # Steps are skipped by the timer, call by call.
+    one, other = (TimedSide(s.name, partial(s.open, skips=False), folder=s.folder) for s in (a.side, b.side))
+    timed = time_pairs(one, other, prompts, gate.call, pairs, warmup=WARMUP, device=a.device)
     first, second = ([Call(each.stages[WHOLE], each.slowdowns, each.megahertz) for each in side] for side in timed)
     return judge_speed(first, second, SLOWER if options.slower is None else options.slower)
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """A side as its timer opens it: steps are skipped by the timer, call by call."""
-
-    side: Side
-
-    @property
-    def name(self) -> str:
-        return self.side.name
-
-    @property
-    def folder(self) -> str:
-        return self.side.folder
-
-    def open(self, device: str) -> Any:
-        return self.side.open(device, skips=False)
 
 
 def _require_one_machine(a: Source, b: Source, floor: Source | None) -> None:

@@ -244,6 +244,14 @@ def finished_checkpoint(job: Job) -> bool:
     return True
 
 
+def is_finished(job: Job, output: Output) -> bool:
+    """Tell whether the file that a job writes is there, with those beside it; ValueError for another one."""
+    if job.options.overwrite:
+        return False
+    output.require_free(overwrite=False, job=job_digest(decisive(job)))
+    return output.holds(job_digest(decisive(job)))
+
+
 def require_same_statistics(job: Job) -> None:
     """Raise ValueError for finished statistics at the output that are not this job's."""
     if Statistics.stored_job(job.output) != job_digest(decisive(job)):

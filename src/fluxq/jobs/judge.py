@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 
+from fluxq import tiny
 from fluxq.base import FLUXQ_VERSION, devices
 from fluxq.base.console import first_line, logger
 from fluxq.base.devices import free_bytes, utc_now, versions
@@ -37,7 +38,12 @@ from fluxq.base.output import (
 )
 from fluxq.calibrate.capture import frames_argument, frames_in, images_per_batch, number_of_steps
 from fluxq.calibrate.prompts import DATASETS, PromptSet, load_prompts
+from fluxq.eval.debug.debug import Search
+from fluxq.eval.debug.debug import debug as find_faults
 from fluxq.eval.gate.passport import NAMED
+from fluxq.eval.history.results import row_of_bench
+from fluxq.eval.history.rows import HISTORY_FILE, HistoryRow, append, current_commit, read_history, require_history
+from fluxq.eval.images.executor import WORK_FILE, ImageFolder, Work, ensure_images, one_thread, open_engine
 from fluxq.eval.images.protocols import PROTOCOLS, items_of
 from fluxq.eval.images.sides import (
     BACKENDS,
@@ -49,6 +55,18 @@ from fluxq.eval.images.sides import (
     side_stamps,
     variants,
 )
+from fluxq.eval.metrics.drift import drift, floor_attention, follow
+from fluxq.eval.metrics.evaluate import (
+    DRIFT_IMAGES,
+    DRIFT_VIDEOS,
+    FLOOR_IMAGES,
+    VELOCITY_ERROR,
+    Candidate,
+    measure_floor,
+    measure_runs,
+)
+from fluxq.eval.metrics.metrics import metric_rows, missing
+from fluxq.eval.metrics.networks import Networks, find_networks
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
@@ -63,7 +81,11 @@ from fluxq.eval.metrics.schema import (
     read_report,
 )
 from fluxq.eval.report import card
-from fluxq.jobs import forecast, memory
+from fluxq.eval.speed.served import served
+from fluxq.eval.speed.speed import LENGTH, Setting, Timing, measure_speed
+from fluxq.eval.speed.trace import require_trace, write_trace
+from fluxq.jobs import forecast, memory, passports
+from fluxq.jobs.forecast import Forecast
 from fluxq.jobs.listing import lists_of_checkpoint
 from fluxq.jobs.requirements import (
     call_of,
@@ -92,14 +114,6 @@ from fluxq.recipes.step_list import nearest_list
 from fluxq.runtime.optimize import optimize
 from fluxq.runtime.prepare import Prefer, prepare
 from fluxq.runtime.step_caches import StepCache
-
-if TYPE_CHECKING:
-    from fluxq.eval.history.rows import HistoryRow
-    from fluxq.eval.images.executor import ImageFolder
-    from fluxq.eval.metrics.evaluate import Candidate
-    from fluxq.eval.metrics.networks import Networks
-    from fluxq.eval.speed.speed import Timing
-    from fluxq.jobs.forecast import Forecast
 
 EVAL_FOLDER, SPEED_FILE, DEBUG_FILE = "eval", "speed.json", "debug.json"
 IMAGES_FOLDER = "fluxq-images"
@@ -186,8 +200,6 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     revision = options.revision or record.model.revision
     folder = resolve_model(source, revision=revision, local_files_only=options.local_files_only)
     if options.images is not None:
-        from fluxq.eval.images.executor import WORK_FILE
-
         reads = {"the checkpoint": output, "the 16-bit model": folder.path, "--fid-reference": options.fid_reference}
         Output(options.images).require_addable(reads, "--images", pattern=f"*/{WORK_FILE}")
     require_pictures(folder, "`fluxq verify` proves what the checkpoint holds")
@@ -195,8 +207,6 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     for gate in options.gates:
         parse_gate(gate)
     if options.metrics:
-        from fluxq.eval.metrics.metrics import metric_rows
-
         _require_known("metric", options.metrics, metric_rows())
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
@@ -277,11 +287,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
 
     Raises ValueError, before that, for a metric, backend or gate that cannot be had.
     """
-    from fluxq.eval.images.executor import Work, ensure_images, one_thread, open_engine
-    from fluxq.eval.metrics.drift import floor_attention
-    from fluxq.eval.metrics.evaluate import FLOOR_IMAGES, measure_floor, measure_runs
     from fluxq.eval.report.report import compare_runs
-    from fluxq.jobs import passports
 
     options, started = subject.options, time.perf_counter()
     networks = _networks(subject)
@@ -311,7 +317,7 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
         sides += dict.fromkeys(fewer.values())
         sets += [made(side) for side in sides[len(sets) :]]
         named = passports.of_evaluation(subject, batch, floor_batch) if NATIVE in backends else ()
-        repeated = [made(each.side, each.items, each.batch_size) for each in named]
+        repeated = [made(*each) for each in named]
     available = [images for images in sets if images is not None]
     if reference is None or again is None or len(available) < len(sets):
         return None  # the process that leads the others has all of them
@@ -420,8 +426,6 @@ def bench(
     on_start: called with a forecast.
     how: fields of `Timing`.
     """
-    from fluxq.eval.speed.speed import Timing, measure_speed
-
     require_own(subject.output, [f"{EVAL_FOLDER}/{SPEED_FILE}"])
     device, timing = subject.options.device, Timing(**how)
     _require_bench(subject, timing, history, trace)
@@ -429,7 +433,7 @@ def bench(
     if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in timing.sizes):
         raise ValueError(f"{subject.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
     plain = [subject.reference, *_in_fp32(subject)]
-    served = [_Served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
+    served = [_as_served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in subject.items]
     on_start(_forecast_of_bench(subject, len(plain), len(served), timing))
     if (subject.output / EVAL_FOLDER / SPEED_FILE).exists():
@@ -451,10 +455,6 @@ def bench(
 
 def _require_bench(subject: Subject, timing: Timing, history: Path | None, trace: Path | None) -> None:
     """Raise ValueError for lengths that the pipeline does not take, and places that cannot be written."""
-    from fluxq.eval.history.rows import require_history
-    from fluxq.eval.speed.speed import LENGTH
-    from fluxq.eval.speed.trace import require_trace
-
     pipeline = subject.folder.pipeline_class or object
     if timing.lengths and LENGTH not in inspect.signature(pipeline.__call__).parameters:
         raise ValueError(f"--length: a {pipeline.__name__} takes no {LENGTH}; leave it out")
@@ -468,9 +468,6 @@ def _require_bench(subject: Subject, timing: Timing, history: Path | None, trace
 
 
 def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float, prefer: Prefer) -> None:
-    from fluxq.eval.history.results import row_of_bench
-    from fluxq.eval.history.rows import append, current_commit
-
     row = row_of_bench(
         speed,
         current_commit(),
@@ -484,11 +481,8 @@ def _add_to_history(folder: Path, subject: Subject, speed: Speed, seconds: float
     append(folder, row)
 
 
-def _trace(target: Path, subject: Subject, side: _Served, timing: Timing) -> None:
+def _trace(target: Path, subject: Subject, side: TimedSide, timing: Timing) -> None:
     """Write the trace of one call of the quantized side, of the first size, length and batch."""
-    from fluxq.eval.speed.speed import LENGTH, Setting
-    from fluxq.eval.speed.trace import write_trace
-
     pipe = side.open(subject.options.device)
     batch = timing.batches[0]
     sized = Setting(batch, *timing.sizes[0]).arguments(pipe) if timing.sizes else {}
@@ -508,47 +502,44 @@ def _forecast_of_bench(subject: Subject, plain: int, served: int, timing: Timing
     return _forecast(replace(subject, call=call), runs, sides=plain + served)
 
 
-def _in_fp32(subject: Subject) -> list[_InFp32]:
-    """Return the 16-bit side once more in fp32, which a CPU may compute faster; elsewhere none."""
-    is_16_bit = getattr(torch, subject.reference.dtype).itemsize == 2
-    return [_InFp32(subject)] if is_16_bit and torch.device(subject.options.device).type == "cpu" else []
-
-
 @dataclass(frozen=True)
-class _InFp32:
-    """The unquantized side of a bench in fp32, where there is room for it."""
+class TimedSide:
+    """A side as `measure_speed` opens it. open: function of the device; folder: whose classes are imported first."""
 
-    subject: Subject
-    name: str = "fp32"
-    dtype: str = "float32"
+    name: str
+    open: Callable[[str], Any]
+    dtype: str = ""
+    folder: str = ""
 
-    def open(self, device: str) -> Any:
+
+def _in_fp32(subject: Subject) -> list[TimedSide]:
+    """Return the 16-bit side once more in fp32, which a CPU may compute faster; elsewhere none."""
+    side = replace(subject.reference, name="fp32", dtype="float32")
+
+    def load(device: str) -> Any:
         """Load the side; MemoryError where its weights exceed free memory: the system might end the whole process."""
-        needed, free = memory.weight_bytes(self.subject.folder, self.dtype), free_bytes(torch.device(device))
+        needed, free = memory.weight_bytes(subject.folder, side.dtype), free_bytes(torch.device(device))
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
-        return replace(self.subject.reference, name=self.name, dtype=self.dtype).open(device)
+        return side.open(device)
+
+    is_16_bit = getattr(torch, subject.reference.dtype).itemsize == 2
+    is_on_cpu = torch.device(subject.options.device).type == "cpu"
+    return [TimedSide(side.name, load, side.dtype)] if is_16_bit and is_on_cpu else []
 
 
-@dataclass(frozen=True)
-class _Served:
-    """A quantized side as one would serve it."""
+def _as_served(side: Side, is_optimized: bool, prefer: Prefer) -> TimedSide:
+    """Return a quantized side as one would serve it."""
 
-    side: Side
-    is_optimized: bool
-    prefer: Prefer
-
-    @property
-    def name(self) -> str:
-        return f"{self.side.name}, optimized" if self.is_optimized else self.side.name
-
-    def open(self, device: str) -> Any:
-        pipe = self.side.open(skips=False)  # the list comes after graphs (speed.py)
-        prepare(pipe, device=device, prefer=self.prefer)
-        pipe = self.side.placed(pipe, device)
-        if self.is_optimized:
+    def load(device: str) -> Any:
+        pipe = side.open(skips=False)  # the list comes after graphs (speed.py)
+        prepare(pipe, device=device, prefer=prefer)
+        pipe = side.placed(pipe, device)
+        if is_optimized:
             optimize(pipe, device=device)
         return pipe
+
+    return TimedSide(f"{side.name}, optimized" if is_optimized else side.name, load)
 
 
 def debug(
@@ -564,9 +555,6 @@ def debug(
     growth: share of bits that the patch may add.
     budget: runs of the prompts that the damages may take.
     """
-    from fluxq.eval.debug.debug import Search
-    from fluxq.eval.debug.debug import debug as find_faults
-
     options = subject.options
     inputs = [subject.reference.digest, subject.quantized.digest, subject.items, subject.call]
     job = job_digest([FLUXQ_VERSION, [*inputs, options.dtype, options.batch_size], growth, budget])
@@ -664,7 +652,6 @@ def history(
 
     on_start: called when all is checked and writing begins.
     """
-    from fluxq.eval.history.rows import HISTORY_FILE, read_history
     from fluxq.eval.report.past import write_past
 
     if target.suffix != ".html":
@@ -708,9 +695,6 @@ def networks_of(
     weights: a folder, or "hub" to fetch what is missing.
     options: as `find_networks` takes them.
     """
-    from fluxq import tiny
-    from fluxq.eval.metrics.networks import Networks, find_networks
-
     from_hub = weights == "hub"
     if folder is not None and folder.path.resolve() == Path(tiny.path()).resolve():
         images, _captions = tiny.held_out()
@@ -748,9 +732,6 @@ def _networks(subject: Subject) -> Networks:
 
 def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
     """Return the metrics to take; ValueError if one that an option or a published protocol names cannot be."""
-    from fluxq.eval.metrics.evaluate import VELOCITY_ERROR
-    from fluxq.eval.metrics.metrics import metric_rows, missing
-
     row, options = PROTOCOLS[subject.options.protocol], subject.options
     table, is_video = metric_rows(), makes_video(subject.folder)
     keys = list(options.metrics or [key for key in row.metrics or table if is_video or not table[key].only_video])
@@ -791,10 +772,6 @@ def _candidates(
 
     Errors are of the first few prompts, each beside the noise floor.
     """
-    from fluxq.eval.metrics.drift import drift, follow
-    from fluxq.eval.metrics.evaluate import DRIFT_IMAGES, DRIFT_VIDEOS, Candidate
-    from fluxq.eval.speed.served import served
-
     items = subject.items[: DRIFT_VIDEOS if makes_video(subject.folder) else DRIFT_IMAGES]
     device = subject.options.device
     followed = follow(subject.reference.open(device), items, subject.call, min(batch, len(items)))

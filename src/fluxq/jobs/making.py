@@ -46,7 +46,6 @@ from fluxq.jobs import memory, passports
 from fluxq.jobs.job import (
     RUNS,
     Job,
-    JobOptions,
     clear_leftovers,
     decisive,
     finished_checkpoint,
@@ -57,8 +56,10 @@ from fluxq.jobs.job import (
     work_folder,
     work_of,
 )
+from fluxq.jobs.job import JobOptions as JobOptions  # with these the commands reach all of a job through this file
 from fluxq.jobs.listing import VELOCITIES, list_of_recipe, lists_of_checkpoint
-from fluxq.jobs.planning import demand, job_of
+from fluxq.jobs.planning import demand as demand
+from fluxq.jobs.planning import job_of as job_of
 from fluxq.quantize import checkpoint
 from fluxq.quantize.checkpoint import is_model, model_on_meta
 from fluxq.quantize.record import (
@@ -86,23 +87,9 @@ from fluxq.recipes.devices import find_device
 from fluxq.recipes.plan import Plan
 from fluxq.recipes.recipe import gate_holds, split_gates
 from fluxq.recipes.step_list import StepList
-from fluxq.recipes.workloads import CallSize
 from fluxq.runtime.skipped import SkippedSteps
 from fluxq.runtime.steps import KeptSteps, about_to_keep
 
-__all__ = [  # all names that the commands need of a job, whichever file they are in
-    "Job",
-    "JobOptions",
-    "calibrate",
-    "closing_check",
-    "demand",
-    "holding_on",
-    "job_of",
-    "model_costs",
-    "quantize",
-    "quantized_models",
-    "warm_up",
-]
 _STATISTICS, _SHARES = "statistics.safetensors", "statistics"  # in the work folder
 MOST_CALLS = 128  # of a transformer, that layers are fitted to; batches times steps
 _OF_16_BIT = 2  # bytes
@@ -117,14 +104,15 @@ def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: i
     if not job.calibrated:
         planned = ", ".join(plan.component for plan in job.plans)
         raise ValueError(f"{planned}: runs once per image and is not modelled; --gpu needs a transformer")
-    device, folder, call = find_device(gpu), job.folder, job.call
+    device, folder = find_device(gpu), job.folder
+    size = replace(memory.call_size(job.call, batch), frames=frames)
     vae = folder.config("vae") if "vae" in folder.components else None
     costs = {}
     for component, plan in job.calibrated.items():
         forward = forward_pass(
             plan.family,
             folder.config(component),
-            CallSize(batch, call.get("height"), call.get("width"), frames, call.get("max_sequence_length")),
+            size,
             vae=vae,
             convolutions=convolutions_of(model_on_meta(folder, component)),
         )
@@ -134,10 +122,9 @@ def model_costs(job: Job, gpu: str, prefer: Prefer, frames: int | None, batch: i
 
 def holding_on(job: Job, gpu: str, costs: dict[str, Cost], prefer: Prefer) -> Holding:
     """Return the bytes that the whole pipeline takes of a GPU. costs: of its transformers, from `model_costs`."""
-    folder, device, call = job.folder, find_device(gpu), job.call
+    folder, device = job.folder, find_device(gpu)
     plans = {plan.component: plan for plan in job.plans}
-    shape = (call.get(name) for name in ("height", "width", "num_frames", "max_sequence_length"))
-    size, pieces = CallSize(1, *shape), []
+    size, pieces = memory.call_size(job.call), []
     for name in folder.components:
         if not is_model(folder, name):
             continue
@@ -321,13 +308,8 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
     from fluxq.kernels.tiles import chip_of
     from fluxq.runtime.warmup import kinds_of, warm_up
 
-    kinds = dict.fromkeys(kind for model in quantized_models(output) for kind in kinds_of(model))
+    kinds = dict.fromkeys(kind for model in quantized_components(output).values() for kind in kinds_of(model))
     return [asdict(row) for row in warm_up(kinds, tokens, where, chip_of(where), prefer, getattr(torch, dtype))]
-
-
-def quantized_models(output: str) -> list[torch.nn.Module]:
-    """Return the quantized components of a checkpoint folder, on the meta device."""
-    return [*quantized_components(output).values()]
 
 
 def quantized_components(output: str) -> dict[str, torch.nn.Module]:

@@ -65,29 +65,22 @@ _JOINT_GRAMS, _JOINT_K = 7, 6144  # Grams of joint fitting, three sums and room 
 
 @dataclass(frozen=True)
 class Bound:
-    """Bound on the memory of a job.
-
-    limit: bytes that weights and computing may take together.
-    working: component -> bytes beside its weights while it runs.
-    fitting: component -> bytes beside its weights while it is fitted.
-    """
+    """Bound on the memory of a job. limit: bytes that weights and computing may take together."""
 
     limit: int
-    device: str
-    dtype: str
-    working: Mapping[str, int]
-    fitting: Mapping[str, int]
+    demand: Demand
 
     def load(self, folder: ModelFolder, updates: Mapping[str, Sequence[Updates]]) -> Any:
         """Load a pipeline within the bound. updates: component -> LoRA updates that are fused into it."""
-        on_gpu = torch.device(self.device).type == "cuda"
-        residence = Residence(self.device, int(self.limit * _OF_GPU) if on_gpu else self.limit - _OF_HOST)
+        demand = self.demand
+        on_gpu = torch.device(demand.device).type == "cuda"
+        residence = Residence(demand.device, int(self.limit * _OF_GPU) if on_gpu else self.limit - _OF_HOST)
         every_step = dict.fromkeys(denoisers_of(folder), 1)
-        return load_bounded(folder, self.dtype, residence, ranks=every_step, working=self.working, updates=updates)
+        return load_bounded(folder, demand.dtype, residence, ranks=every_step, working=demand.working, updates=updates)
 
     def begin_fitting(self, pipe: Any) -> None:
         """Set aside the memory of fitting, block by block, in place of that of running."""
-        for component, working in self.fitting.items():
+        for component, working in self.demand.fitting.items():
             model = getattr(pipe, component)
             residence = residence_of(model)
             if residence is not None:
@@ -96,8 +89,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class Demand:
-    """Demand of a job on a device; `working` and `fitting` are those of a Bound.
+    """Demand of a job on a device.
 
+    working, fitting: component -> bytes beside its weights while it runs, and while it is fitted.
     needs: work in words -> bytes that it takes at once.
     """
 
@@ -137,7 +131,7 @@ class Demand:
                 f"--max-memory {in_words(limit)}: {self.most} needs {in_words(self.least)}; give at least that"
                 f"{smaller}{fewer}"
             )
-        return Bound(limit, self.device, self.dtype, self.working, self.fitting)
+        return Bound(limit, self)
 
 
 def demand_of(
@@ -146,9 +140,9 @@ def demand_of(
     folder: ModelFolder,
     *,
     sizes: Iterable[CallSize],
-    shown: Iterable[CallSize],
-    fitted: Iterable[Plan],
-    fused: Collection[str],
+    shown: Iterable[CallSize] = (),
+    fitted: Iterable[Plan] = (),
+    fused: Collection[str] = (),
 ) -> Demand:
     """Return the demand of a job on `device`, from shapes.
 
@@ -193,7 +187,7 @@ def demand_of_search(
     plans: of the transformers with these layers.
     """
     sizes, itemsize = {*sizes}, getattr(torch, dtype).itemsize
-    plain = demand_of(device, dtype, folder, sizes=sizes, shown=(), fitted=(), fused=())
+    plain = demand_of(device, dtype, folder, sizes=sizes)
     working, needs = dict(plain.working), dict(plain.needs)
     for component, plan in ((plan.component, plan) for plan in plans):
         coming = 2 * _largest(folder, component, itemsize)
@@ -320,14 +314,18 @@ def let_go(pipe: Any) -> None:
 
 def sizes_of(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSize]:
     """Return the sizes of the calls that make these items."""
-    call_sizes = set()
-    for batch in batches(items, None, call):
-        row = batch[0][0]
-        arguments = {**call, **(dict(row.arguments) if isinstance(row, PromptRow) else {})}
-        frames = frames_in(arguments) if {*FRAMES} & arguments.keys() else None
-        height, width, text = (arguments.get(name) for name in ("height", "width", "max_sequence_length"))
-        call_sizes.add(CallSize(len(batch), height, width, frames, text))
-    return frozenset(call_sizes)
+    made = ((batch[0][0], len(batch)) for batch in batches(items, None, call))
+    return frozenset(
+        call_size({**call, **(dict(row.arguments) if isinstance(row, PromptRow) else {})}, images)
+        for row, images in made
+    )
+
+
+def call_size(call: Mapping[str, Any], images: int = 1) -> CallSize:
+    """Return the size of a call that makes so many images together, by its arguments."""
+    frames = frames_in(call) if {*FRAMES} & call.keys() else None
+    height, width, text = (call.get(name) for name in ("height", "width", "max_sequence_length"))
+    return CallSize(images, height, width, frames, text)
 
 
 def activations(folder: ModelFolder, component: str, size: CallSize, itemsize: int) -> int:
@@ -387,12 +385,9 @@ def _fitting(plan: Plan, running: int, itemsize: int, *, widened: bool, on_gpu: 
 
 def _observed(members: Sequence[LayerPlan], itemsize: int) -> int:
     """Return the bytes kept of a group's input: its Grams, and its samples, which are put together of parts."""
-    grams = 0 if all(layer.method.is_plain for layer in members) else _gram(members)
+    is_plain = all(layer.method.is_plain for layer in members)
+    grams = 0 if is_plain else _FP32 * sum(k * k for k in members[0].segments)
     return grams + 2 * itemsize * _SAMPLES * members[0].k
-
-
-def _gram(members: Sequence[LayerPlan]) -> int:
-    return _FP32 * sum(k * k for k in members[0].segments)
 
 
 def _chunk(k: int) -> int:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from fluxq.base.console import did_you_mean
-from fluxq.calibrate.capture import FRAMES, frames_in
 from fluxq.calibrate.errors import SIXTEEN_BIT
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import Fitted, tied_layers
 from fluxq.jobs.job import Job
 from fluxq.jobs.making import model_costs
+from fluxq.kernels.findings import times_in
 from fluxq.quantize.exchange.dialects import DIALECTS, joined_modules, misfit, misfit_beside
 from fluxq.quantize.structure import component_family, list_linears
 from fluxq.recipes.budget import Numbers
@@ -139,7 +139,6 @@ class Offer:
         "component" of one that runs once per image.
     choices: unit -> options that it may take.
     plans: option -> component -> plan with every unit in that option that can be.
-    layers: option -> layer "component.path" -> its plan there.
     fitted: option -> checkpoint that has its layers; empty where they are rounded to nearest.
     """
 
@@ -148,8 +147,12 @@ class Offer:
     units: Mapping[str, Unit]
     choices: Mapping[str, tuple[str, ...]]
     plans: Mapping[str, Mapping[str, Plan]]
-    layers: Mapping[str, Mapping[str, LayerPlan]]
     fitted: Mapping[str, Fitted] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> dict[str, dict[str, LayerPlan]]:
+        """Option -> layer "component.path" -> its plan there."""
+        return {option: _layers(of_option) for option, of_option in self.plans.items()}
 
     @property
     def once(self) -> tuple[str, ...]:
@@ -173,6 +176,13 @@ class Offer:
     def schemes(self, choice: Mapping[str, str]) -> dict[str, Scheme | None]:
         """Return layer -> scheme, of the layers of all units in `choice`."""
         return {name: self.layers[option][name].scheme for unit, option in choice.items() for name in self.units[unit]}
+
+    def sums(self, cost: Callable[[str, str], float]) -> Numbers:
+        """Return unit -> option -> sum of what its layers take. cost: function of an option and a layer."""
+        return {
+            unit: {option: sum(cost(option, name) for name in self.units[unit]) for option in options}
+            for unit, options in self.choices.items()
+        }
 
     @property
     def weights(self) -> dict[str, int]:
@@ -243,38 +253,33 @@ def _fitted_menu(job: Job, parts: Mapping[str, Part], names: Sequence[str], fitt
     first, options = next(iter(fitted.values())), tuple(sorted(dict.fromkeys(names), key=[*fitted, SIXTEEN_BIT].index))
     offer = _menu(parts, options, None, tied_layers(job, fitted))
     chosen = {name for names in offer.units.values() for name in names}
-    layers = {
-        option: {
-            name: replace(layer, scheme=(fitted[option] if name in chosen else first).schemes.get(name))
-            for name, layer in planned.items()
-        }
-        if option in fitted
-        else planned
-        for option, planned in offer.layers.items()
-    }
-    plans = {
-        option: {
-            component: replace(plan, layers=tuple(layers[option][f"{component}.{la.name}"] for la in plan.layers))
-            for component, plan in of_option.items()
-        }
-        for option, of_option in offer.plans.items()
-    }
+
+    def as_fitted(option: str, plan: Plan) -> Plan:
+        if option not in fitted:
+            return plan
+        names = [f"{plan.component}.{layer.name}" for layer in plan.layers]
+        schemes = [(fitted[option] if name in chosen else first).schemes.get(name) for name in names]
+        return replace(plan, layers=tuple(replace(la, scheme=s) for la, s in zip(plan.layers, schemes, strict=True)))
+
+    plans = {o: {name: as_fitted(o, plan) for name, plan in of_option.items()} for o, of_option in offer.plans.items()}
+    made = replace(offer, plans=plans, fitted=fitted)
     choices = {
         unit: tuple(
             option
             for option in of_unit
-            if all(is_like(layers[option][n].scheme, offer.layers[option][n].scheme) for n in offer.units[unit])
+            if all(is_like(made.layers[option][n].scheme, offer.layers[option][n].scheme) for n in offer.units[unit])
         )
         for unit, of_unit in offer.choices.items()
     }
     return replace(
-        offer,
+        made,
         units={unit: names for unit, names in offer.units.items() if choices[unit]},
         choices={unit: of_unit for unit, of_unit in choices.items() if of_unit},
-        plans=plans,
-        layers=layers,
-        fitted=fitted,
     )
+
+
+def _layers(plans: Mapping[str, Plan]) -> dict[str, LayerPlan]:
+    return {f"{component}.{layer.name}": layer for component, plan in plans.items() for layer in plan.layers}
 
 
 def is_like(one: Scheme | None, other: Scheme | None) -> bool:
@@ -303,10 +308,7 @@ def _menu(
         }
         for option in options
     }
-    layers = {
-        option: {f"{component}.{layer.name}": layer for component, plan in of_option.items() for layer in plan.layers}
-        for option, of_option in plans.items()
-    }
+    layers = {option: _layers(of_option) for option, of_option in plans.items()}
     for option in options if dialect else ():
         for unit in [unit for unit in units if unit not in refused[option]]:
             of_layers = [{each: layers[each][name] for each in options} for name in units[unit]]
@@ -320,7 +322,7 @@ def _menu(
     kept = {unit: names for unit, names in units.items() if choices[unit]}  # the others follow the base recipe
     attention = _attention_units(parts) if "attention" in extra else {}
     choices = {unit: choices[unit] for unit in kept} | attention
-    return Offer(options, parts, kept | dict.fromkeys(attention, ()), choices, plans, layers)
+    return Offer(options, parts, kept | dict.fromkeys(attention, ()), choices, plans)
 
 
 def _attention_units(parts: Mapping[str, Part]) -> dict[str, tuple[str, ...]]:
@@ -424,14 +426,7 @@ class Costs:
 
 def stored_bits(offer: Offer) -> Costs:
     """Return the bits of the Linears of all units before fitting, as `fluxq plan` says them."""
-    return Costs(_sums(offer, lambda layer: layer.stored_bits), 0)
-
-
-def _sums(offer: Offer, bits: Callable[[LayerPlan], int]) -> Numbers:
-    return {
-        unit: {option: sum(bits(offer.layers[option][name]) for name in offer.units[unit]) for option in options}
-        for unit, options in offer.choices.items()
-    }
+    return Costs(offer.sums(lambda option, name: offer.layers[option][name].stored_bits), 0)
 
 
 def stored_size(job: Job, offer: Offer) -> Costs:
@@ -454,7 +449,7 @@ def stored_size(job: Job, offer: Offer) -> Costs:
         source, linears = job.weights(component), {f"{layer.name}.weight" for layer in plan.layers}
         for stored, stays in ((source.stored(n), source.stays_fp32(n)) for n in source.names if n not in linears):
             fixed += 8 * (stored.nbytes if stays else prod(stored.shape) * itemsize)
-    return Costs(_sums(offer, bits), fixed)
+    return Costs(offer.sums(lambda option, name: bits(offer.layers[option][name])), fixed)
 
 
 def most_bits(job: Job, offer: Offer) -> Callable[[LayerPlan], int]:
@@ -484,14 +479,10 @@ def _fitted_size(job: Job, offer: Offer) -> Costs:
         names = [each for each in source.names if each.rpartition(".")[0] == path]
         return 8 * itemsize * sum(prod(source.stored(each).shape) for each in names)
 
-    numbers = {
-        unit: {option: sum(bits(option, name) for name in offer.units[unit]) for option in of_unit}
-        for unit, of_unit in offer.choices.items()
-    }
     others = sum(size for name, size in memory.part_bytes(first.folder).items() if name not in first.components)
     kept = sum(stored.nbytes for part in first.components.values() for stored in part.stored.values())
     replaced = sum(first.nbytes(name) for names in offer.units.values() for name in names)
-    return Costs(numbers, 8 * (others + kept - replaced))
+    return Costs(offer.sums(bits), 8 * (others + kept - replaced))
 
 
 def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> Costs:
@@ -501,8 +492,8 @@ def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> 
     clock compares options. ValueError for a file of another GPU, or one that is damaged.
     """
     measured = _times_of(times, gpu) if times else {}
-    frames = frames_in(job.call) if {*FRAMES} & job.call.keys() else None
-    forwards = {name: cost.forward for name, cost in model_costs(job, gpu, "speed", frames, 1).items()}
+    costs = model_costs(job, gpu, "speed", memory.call_size(job.call).frames, 1)
+    forwards = {name: cost.forward for name, cost in costs.items()}
 
     def of(plans: Mapping[str, Plan], times: Mapping[Product, float] | None) -> dict[tuple[str, str], float]:
         return {
@@ -543,8 +534,6 @@ def modelled_ms(job: Job, offer: Offer, gpu: str, times: Path | None = None) -> 
 
 def _times_of(file: Path, gpu: str) -> dict[Product, float]:
     """Return the times of products that `fluxq doctor` measured on a GPU; ValueError for a file of another one."""
-    from fluxq.kernels.findings import times_in  # which needs Triton
-
     there, seconds = times_in(file)
     if not is_called(find_device(gpu), there):
         raise ValueError(

@@ -73,15 +73,6 @@ class PassportResult(Strict):
 
 
 @dataclass(frozen=True)
-class Named:
-    """Images of a passport to make, or their second run."""
-
-    side: Side
-    items: tuple[tuple[str, int], ...]
-    batch_size: int
-
-
-@dataclass(frozen=True)
 class Request:
     """A passport to repeat, read and checked."""
 
@@ -159,6 +150,9 @@ def floor_images(job: Job, batch: int) -> int:
     return min(floor_batch(job, batch), len(job.check_items))
 
 
+Named = tuple[Side, tuple[tuple[str, int], ...], int]  # images to make, and how many in a call
+
+
 def of_evaluation(subject: Any, batch: int, again_at: int) -> tuple[Named, Named]:
     """Return the images of a passport that an evaluation makes, which it has mostly made already; and a second run.
 
@@ -167,16 +161,16 @@ def of_evaluation(subject: Any, batch: int, again_at: int) -> tuple[Named, Named
     items, side = subject.items[:NAMED], subject.quantized
     size = batch if batch <= NAMED or len(subject.items) <= NAMED else NAMED  # as they are cut anyway, if they are
     again = replace(side, name=f"{side.name} again", attention=floor_attention(subject.options.device))
-    return Named(side, items, size), Named(again, items, again_at)
+    return (side, items, size), (again, items, again_at)
 
 
 def write_from_evaluation(subject: Any, named: Sequence[Named], made: Sequence[Any], report: Report) -> None:
     """Write the passport of a checkpoint that was evaluated. named, made: of `of_evaluation`, and their images."""
-    (first, second), (images_made, again) = named, made
+    ((_, items, batch), (side, _, again_at)), (images_made, again) = named, made
     run = next(run for run in report.runs if run.backend == NATIVE and run.cache is None)
     try:
-        images = named_images(first.items, images_made.latents)
-        floor = floor_of(images, named_images(second.items, again.latents))
+        images = named_images(items, images_made.latents)
+        floor = floor_of(images, named_images(items, again.latents))
     except ValueError as error:
         logger.warning("no passport: %s", error)
         return
@@ -192,7 +186,7 @@ def write_from_evaluation(subject: Any, named: Sequence[Named], made: Sequence[A
         units={name: metric.unit for name, metric in paired.items()},
         gates=run.gates,
         call=dict(subject.call),
-        batch_size=min(first.batch_size, len(images)),
+        batch_size=min(batch, len(images)),
         dtype=_dtype(subject.options.dtype),
         device=device,
         machine=devices.cpu_name() if device == "cpu" else images_made.device,
@@ -201,7 +195,7 @@ def write_from_evaluation(subject: Any, named: Sequence[Named], made: Sequence[A
         shape=tuple(images_made.latents[0].shape),
         images=images,
         floor=floor,
-        floor_run={"batch_size": second.batch_size, "attention": second.side.attention},
+        floor_run={"batch_size": again_at, "attention": side.attention},
     )
     write_passport(subject.output, passport)
 

@@ -67,7 +67,7 @@ def job_of(options: JobOptions, *, writes: bool = True, runs: bool = True, ranks
 
 
 def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identity: dict[str, Any] | None) -> Job:
-    device_option, options = options.device, replace(options, device=devices.choose(options.device))
+    given, options = options, replace(options, device=devices.choose(options.device))
     recipe_name, recipe = load_recipe(options.recipe, profile=options.profile)
     model = options.model or recipe.model or DEFAULT_MODEL
     folder = resolve_model(model, revision=options.revision, local_files_only=options.local_files_only)
@@ -108,12 +108,8 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
         if recipe.profile == "rtn":
             raise ValueError("profile rtn takes no data: leave out --statistics, or choose another --profile")
         _require_useful_statistics(statistics, job)
-    if options.max_memory is not None:
-        needs, limit = demand(job, run.device, writes=writes), options.max_memory
-        bound = needs.bound(limit) if needs else Bound(limit, run.device, options.dtype, {}, {})
-        job = replace(job, run=replace(run, memory=bound))
-    elif runs:
-        job = replace(job, run=settle(job, device_option, writes=writes))
+    if runs or options.max_memory is not None:
+        job = replace(job, run=settle(job, given, writes=writes))
     if not writes and not runs:
         return job
     Output(output, not writes).require(
@@ -225,27 +221,30 @@ def demand(job: Job, device: str, *, writes: bool) -> Demand | None:
     )
 
 
-def settle(job: Job, device_option: str, *, writes: bool) -> Run:
+def settle(job: Job, given: JobOptions, *, writes: bool) -> Run:
     """Return where quantizing can run, or gathering statistics unless it `writes`; else as `settle_by`."""
     without = " without `steps: {compute: …}`" if job.is_listed else ""
     rounding = f"`--profile rtn --no-check`{without} only rounds, which takes a few GB"
-    return settle_by(partial(demand, job, writes=writes), job, device_option, rounding)
+    return settle_by(partial(demand, job, writes=writes), job, given, rounding)
 
 
-def settle_by(demand_on: Callable[[str], Demand | None], job: Job, device_option: str, cure: str) -> Run:
+def settle_by(demand_on: Callable[[str], Demand | None], job: Job, given: JobOptions, cure: str) -> Run:
     """Return where a job can run: as it is, within a bound, or on the CPU.
 
     With auto, weights that do not fit are read when it is their turn, and a GPU without room even for that is left for
-    the CPU. Raises ValueError for a model that does not fit.
+    the CPU. Raises ValueError for a model that does not fit, or not into `--max-memory`.
 
     demand_on: device -> the job's demand there, None if it takes nothing.
-    device_option: the value of `--device`.
+    given: of which `device` is that of the command line.
     cure: what takes less, in the message that nothing does.
     """
-    run, name = job.run, job.folder.name
+    run, name, device_option = job.run, job.folder.name, given.device
     device = torch.device(run.device)
-    free = free_bytes(device)
     needs = demand_on(run.device)
+    if (limit := given.max_memory) is not None:
+        nothing = Demand(run.device, given.dtype, {}, {}, {})
+        return replace(run, memory=needs.bound(limit) if needs else Bound(limit, nothing))
+    free = free_bytes(device)
     if free is None or needs is None:
         return run
     weights = weight_bytes(job.folder, job.options.dtype)
@@ -266,7 +265,7 @@ def settle_by(demand_on: Callable[[str], Demand | None], job: Job, device_option
         return replace(run, memory=needs.bound(limit))
     if device.type == "cuda":
         logger.warning("%s needs %s on %s, %s are free: the CPU is used", name, needs, device, in_words(free))
-        return settle_by(demand_on, replace(job, run=replace(run, device="cpu")), AUTO, cure)
+        return settle_by(demand_on, replace(job, run=replace(run, device="cpu")), replace(given, device=AUTO), cure)
     raise ValueError(f"{name} does not fit on this machine: {needs}, and {in_words(free)} are free; {cure}")
 
 

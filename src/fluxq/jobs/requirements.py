@@ -20,7 +20,7 @@ from fluxq.base.console import did_you_mean, path_near
 from fluxq.base.console import size as _size
 from fluxq.base.files import read_json, require_no_pipe
 from fluxq.base.model import GENERATION_FILE, PLAN_FILE, ModelFolder, check_weights, resolve_model
-from fluxq.base.output import ANY_JOB, Output, plain_path
+from fluxq.base.output import ANY_JOB, plain_path
 
 _SHOWN = 80  # characters of a value, and names
 _LONGEST_TEXT = 10_000  # characters; no text encoder reads a tenth of it
@@ -303,16 +303,6 @@ def require_model(
     for component in components:
         folder.require_component(component)
     return folder
-
-
-def require_output(output: Path, folder: ModelFolder, options: Mapping[str, Any], *, is_file: bool) -> None:
-    """Raise ValueError for an output that cannot or must not be written.
-
-    folder: of the model.
-    options: of the command.
-    """
-    reads = reads_of(folder.path, options)
-    Output(output, is_file).require(reads, overwrite=options["overwrite"], exists_ok=True)
 
 
 def require_checkpoint(output: str | Path, *, recorded: bool = False) -> None:

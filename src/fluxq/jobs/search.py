@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ from fluxq.calibrate.capture import Item, number_of_steps
 from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import fitted_of
-from fluxq.jobs.job import Job, JobOptions, Run, decisive, require_no_other
+from fluxq.jobs.job import Job, JobOptions, Run, is_finished, require_no_other
 from fluxq.jobs.listing import items_of_list, listed_call
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of, settle_by
@@ -53,23 +53,11 @@ _JUDGING_SEEDS = 1 << 21  # calibration's begin at 1 << 20, those of evaluation 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """Options of a search beside those of its job.
+    """Options of a search beside those of its job, as a recipe's `Auto` and `fluxq.auto` describe them.
 
-    bits: most bits per weight, over the Linears whose format is chosen, before fitting.
-    size: most bytes of all weights of the checkpoint, whatever fitting keeps.
-    vram: bytes of the card that a whole call of the pipeline has to fit.
-    ms: most modelled milliseconds of a forward pass on `gpu`.
-    gate: on the final latents, as "latent_sqnr>=30"; the cheapest plan that holds it, by time on `gpu`, else by size.
-    times: file of `fluxq doctor` on that GPU, whose times count in place of modelled ones.
-    menu: formats, and "16bit"; () for the usual ones.
-    dialect: program that shall read the checkpoint, a key of WRITERS as commands spell it.
-    measure: None measures in every way that the model allows.
-    count: images that errors are measured on.
-    modulation: whether Linears of the modulation are units too.
-    attention: whether the self-attention of each block is one, in 16 bit or in fp8.
-    steps: whether it is chosen how many steps of a call are computed; `ms` is then that of a step in the mean of all.
-    fitted: checkpoints of the model, whose layers are the options; the first gives all that is not chosen.
-    assemble: folder for the checkpoint that is put together of them.
+    bits: before fitting. size, vram: bytes; the former of all weights of the checkpoint, whatever fitting keeps.
+    menu: () for the usual formats. dialect: a key of WRITERS as commands spell it. measure: None for every way that the
+    model allows. fitted: checkpoints, of which the first gives all that is not chosen.
     """
 
     bits: float | None = None
@@ -248,7 +236,7 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
     job = replace(search.job, run=_run(search, job_options))
     job = replace(job, identity=ranks.agree(_identity(search) if ranks.leads else None))
     search = replace(search, job=job)
-    if ranks.leads and _is_finished(search):
+    if ranks.leads and is_finished(job, output):
         search = replace(search, job=replace(job, finished=True))
     elif ranks.leads:
         require_no_other(job)
@@ -260,24 +248,19 @@ def search_of(job_options: JobOptions, options: AutoOptions, *, writes: bool = T
 
 def _run(search: Search, job_options: JobOptions) -> Run:
     """Return where the search can run; ValueError for memory in which it cannot."""
-    job, limit = search.job, job_options.max_memory
+    job = search.job
     images = memory.sizes_of([*search.measuring, *chain.from_iterable(search.judging)], job.call)
     if search.options.steps:
         images |= memory.sizes_of(items_of_list(job), job.call)
-
-    def demand_on(device: str) -> memory.Demand:
-        return memory.demand_of_search(
-            device,
-            job_options.dtype,
-            job.folder,
-            sizes=images,
-            plans=job.calibrated.values(),
-            by_adjoint="adjoint" in search.measures,
-        )
-
-    if limit is not None:
-        return replace(job.run, memory=demand_on(job.run.device).bound(limit))
-    return settle_by(demand_on, job, job_options.device, "--measure velocity takes less")
+    needs = partial(
+        memory.demand_of_search,
+        dtype=job_options.dtype,
+        folder=job.folder,
+        sizes=images,
+        plans=job.calibrated.values(),
+        by_adjoint="adjoint" in search.measures,
+    )
+    return settle_by(needs, job, job_options, "--measure velocity takes less")
 
 
 def _with_patterns(job: Job) -> Job:
@@ -476,15 +459,6 @@ def _identity(search: Search) -> dict[str, Any]:
     } | ({"fitted": {option: one.digest for option, one in offer.fitted.items()}} if offer.fitted else {})
 
 
-def _is_finished(search: Search) -> bool:
-    """Tell whether this search's recipe is at the output; ValueError for another file."""
-    output, job = Output(search.job.output, True, (".json",)), search.job
-    if job.options.overwrite:
-        return False
-    output.require_free(overwrite=False, job=job_digest(decisive(job)))
-    return output.holds(job_digest(decisive(job)))
-
-
 def _require_assemblable(search: Search, reads: Mapping[str, Any], *, exists_ok: bool) -> None:
     """Raise ValueError, as `Output.require` does, for a place that a checkpoint cannot be put together at."""
     try:
@@ -517,25 +491,14 @@ def table_job(table: Path) -> str | None:
         return ErrorTable.stored_job(table) if table.is_file() else None
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Cost of a search, and bounds of its budget.
+def outline_of(search: Search) -> dict[str, Any]:
+    """Return the cost of a search and bounds of its budget as JSON has them, without computing anything.
 
     least, largest: cost of the smallest and the largest plan, in words.
     passes: name of a part -> forward passes of the transformers with one image; of the adjoint about, with backward.
     runs: of the pipeline over the judging images, at most.
-    seconds: modelled on the GPU, None without one.
+    modelled_seconds: on the GPU, None without one.
     """
-
-    least: str
-    largest: str
-    passes: Mapping[str, int]
-    runs: int
-    seconds: float | None
-
-
-def outline_of(search: Search) -> Outline:
-    """Return the cost of a search, without computing anything."""
     low, high = extremes(search.costs.numbers)
     steps = number_of_steps(search.job.folder.pipeline_class, search.job.call)
     images = search.options.count
@@ -556,4 +519,4 @@ def outline_of(search: Search) -> Outline:
     digits = 4 if search.seat else 2  # of which most is the same in all plans
     low, high = ((low + search.costs.fixed) * search.least_part, high + search.costs.fixed)
     least, largest = (search.in_words(cost, digits) for cost in (low, high))
-    return Outline(least, largest, passes, runs, seconds)
+    return {"least": least, "largest": largest, "passes": passes, "runs": runs, "modelled_seconds": seconds}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxq.base.model import ModelFolder
+from fluxq.integrations.bounded import load_empty
 from fluxq.jobs.fits import IN_16_BIT, Component, Fit, components_of, in_words_of, most_bytes
 from fluxq.jobs.job import Job
 from fluxq.jobs.menu import Costs, Offer, most_bits
@@ -72,15 +73,10 @@ def seat_of(job: Job, offer: Offer, room: float) -> tuple[Costs, Seat]:
 
     Raises ValueError that names the least bytes where nothing fits.
     """
-    from fluxq.integrations.bounded import load_empty  # which imports diffusers' pipelines
-
     pipe = load_empty(job.folder, "bfloat16")
     components = components_of(job.folder, pipe, job.call)
     units = _units(job, offer, components)
-    numbers = {
-        unit: {option: 8 * sum(units[option][name] for name in offer.units[unit]) for option in options}
-        for unit, options in offer.choices.items()
-    }
+    numbers = offer.sums(lambda option, name: 8 * units[option][name])
     smallest = {
         name: units[min(options, key=lambda option: options[option])][name]
         for unit, options in numbers.items()

@@ -10,12 +10,12 @@ The list of a number of steps is that which `fluxq quantize` makes by the recipe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fluxq.eval.metrics.schema import number
 from fluxq.jobs.listing import items_of_list, trials_of
 from fluxq.jobs.search import MOST_SHARES, Search
 from fluxq.quantize.structure import denoisers_of
@@ -27,20 +27,7 @@ from fluxq.recipes.budget import (
     counts_of_shares,
     front_of_shares,
 )
-from fluxq.recipes.step_list import StepList
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A list of steps under which plans run.
-
-    predicted: NMSE of the final latents by the list alone. measured: the same, of the images that decided on the list.
-    Plans are compared by what is predicted: these images are few, and the list is the best of several on them.
-    """
-
-    steps: StepList
-    predicted: float
-    measured: float
+from fluxq.runtime.step_trials import TriedList
 
 
 class Lists:
@@ -59,21 +46,23 @@ class Lists:
         self.total = len(self.trials.velocities.levels)
         self.coarse = counts_of_shares(self.total, min(self.trials.ways))
         self.errors = {count: self.trials.proposed(count).nmse for count in self.coarse}
-        self._made: dict[int, Listed] = {}
+        self._made: dict[int, TriedList] = {}
 
-    def of(self, count: int) -> Listed | None:
-        """Return the list of so many computed steps, decided by runs; None where all are computed."""
+    def of(self, count: int) -> TriedList | None:
+        """Return the list of so many computed steps, decided by runs; None where all are computed.
+
+        Plans with it are compared by what `errors` predicts: the images that decided are few, and the list is the best
+        of several on them.
+        """
         if count == self.total:
             return None
         if count not in self._made:
-            best = self.trials.best(count)
-            self._made[count] = Listed(best.steps, self.errors[count], best.error)
+            self._made[count] = replace(self.trials.best(count), predicted=self.errors[count])
         return self._made[count]
 
     def measured(self, count: int) -> float | None:
         """Return the error of a list alone; None of one that was not made, or whose latents were not finite."""
-        error = self._made[count].measured if count in self._made else math.inf
-        return error if math.isfinite(error) else None
+        return number(self._made[count].error) if count in self._made else None
 
     def best(self, errors: Numbers) -> list[Share]:
         """Return a plan for each number of computed steps within the budget, that of least predicted error first."""

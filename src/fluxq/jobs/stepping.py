@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from fluxq.base.model import resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal, with_seal, writing
 from fluxq.calibrate.capture import number_of_steps
 from fluxq.calibrate.paths import FEWEST_IMAGES
+from fluxq.eval.metrics.schema import number
 from fluxq.jobs import memory
-from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, require_no_other, work_of
+from fluxq.jobs.job import Job, JobOptions, Run, clear_leftovers, decisive, is_finished, require_no_other, work_of
 from fluxq.jobs.listing import listed_call, lists_of_checkpoint, trials_of
 from fluxq.jobs.planning import job_of, settle_by
 from fluxq.jobs.requirements import reads_of, scheduler_of
@@ -100,10 +101,7 @@ def request_of(
     output.require(reads_of(job.folder.path, vars(options)), overwrite=options.overwrite, exists_ok=True)
     request = Request(replace(job, output=place), compute, gate, count, denoisers_of(job.folder), numbers)
     job = replace(request.job, identity=_identity(request), run=_run(request, options))
-    finished = False
-    if not options.overwrite:
-        output.require_free(overwrite=False, job=job_digest(decisive(job)))
-        finished = output.holds(job_digest(decisive(job)))
+    finished = is_finished(job, output)
     if not finished:
         require_no_other(job)
     return replace(request, job=replace(job, finished=finished))
@@ -113,13 +111,8 @@ def _run(request: Request, options: JobOptions) -> Run:
     """Return where the list can be made; ValueError for memory in which it cannot."""
     job = request.job
     sizes = memory.sizes_of(request.items, job.call)
-
-    def demand_on(device: str) -> memory.Demand:
-        return memory.demand_of(device, options.dtype, job.folder, sizes=sizes, shown=(), fitted=(), fused=())
-
-    if options.max_memory is not None:
-        return replace(job.run, memory=demand_on(job.run.device).bound(options.max_memory))
-    return settle_by(demand_on, job, options.device, "smaller images (--height, --width) take less")
+    needs = partial(memory.demand_of, dtype=options.dtype, folder=job.folder, sizes=sizes)
+    return settle_by(needs, job, options, "smaller images (--height, --width) take less")
 
 
 def make_list(request: Request) -> dict[str, Any]:
@@ -243,15 +236,15 @@ def _result(request: Request, trials: Trials, best: TriedList) -> dict[str, Any]
         "model": request.job.folder.name,
         "list": best.steps.to_dict(),
         "predicted_nmse": best.predicted,
-        "measured_nmse": best.error if math.isfinite(best.error) else None,
-        "sqnr_db": best.decibels if math.isfinite(best.decibels) else None,
+        "measured_nmse": number(best.error),
+        "sqnr_db": number(best.decibels),
         "tried": [
             {
                 "computed": len(each.steps.computed),
                 "order": each.steps.order,
                 "fitted": bool(each.steps.fitted),
                 "predicted_nmse": each.predicted,
-                "measured_nmse": each.error if math.isfinite(each.error) else None,
+                "measured_nmse": number(each.error),
             }
             for each in trials.tried
         ],

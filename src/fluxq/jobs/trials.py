@@ -27,12 +27,12 @@ from fluxq.calibrate.stand_ins import MadeAnew, module_of, replaced, with_weight
 from fluxq.eval.debug.patch import improved
 from fluxq.eval.metrics.statistics import Interval, clustered_interval
 from fluxq.jobs.search import Search
-from fluxq.jobs.shares import Listed
 from fluxq.kernels.linear import in_place_of
 from fluxq.recipes.budget import Choice, Numbers, total
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime.attention_choice import with_attention
 from fluxq.runtime.skipped import SkippedSteps
+from fluxq.runtime.step_trials import TriedList
 
 LEVEL = 0.1  # dB
 
@@ -47,7 +47,7 @@ class Tried(Judged):
     proposed_by: tuple[str, ...]
     choice: Choice
     cost: float
-    listed: Listed | None = None
+    listed: TriedList | None = None
     squares: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
     prompts: list[Any] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Bench:
             if scheme is not None
         )
 
-    def run(self, choice: Choice, *proposed_by: str, listed: Listed | None = None) -> Tried:
+    def run(self, choice: Choice, *proposed_by: str, listed: TriedList | None = None) -> Tried:
         """Return the plan, with a list of steps if there is one, with its errors on the images of the first round."""
         cost = self.search.cost(choice)
         cost = cost * len(listed.steps.computed) / listed.steps.total if listed else cost
@@ -153,7 +153,7 @@ class Bench:
                 if each.rounds == rounds:
                     self.run_again(each)
 
-    def _squares(self, choice: Choice, number: int, listed: Listed | None) -> list[float]:
+    def _squares(self, choice: Choice, number: int, listed: TriedList | None) -> list[float]:
         plain = self._reference(number)
         layers = {n: la for u, o in choice.items() if o != SIXTEEN_BIT for n, la in self.layers(u, o).items()}
         skipped = SkippedSteps(self.pipe, listed.steps) if listed else nullcontext()
