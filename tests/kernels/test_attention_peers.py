@@ -364,7 +364,7 @@ def test_what_cannot_be_timed_takes_no_times_of_the_others(codes: str, name: str
 
 
 def test_warmup_compiles_our_kernel_beside_the_package_that_is_chosen(installed, monkeypatch) -> None:
-    from fluxq.runtime.warmup import AttentionKind, warm_up
+    from fluxq.runtime.warmup import AttentionKind, Machine, warm_up
 
     ours: list[str] = []
     by_kernel = kernel.by_kernel
@@ -375,7 +375,7 @@ def test_warmup_compiles_our_kernel_beside_the_package_that_is_chosen(installed,
     with findings.instead(rows), interpreting():
         dispatch.forget()
         kinds = [AttentionKind(2, 64, "int8")]
-        warmed = warm_up(kinds, [64], torch.device("cpu"), "sm_90", "speed", torch.bfloat16)
+        warmed = warm_up(kinds, [64], Machine(torch.device("cpu"), "sm_90", "speed", torch.bfloat16))
     assert [each.implementation for each in warmed] == ["attention_fp8", SAGE] and ours == ["ours", "ours"]
     dispatch.forget()
 

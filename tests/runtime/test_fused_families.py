@@ -415,6 +415,20 @@ def test_modulation_of_tokens_is_the_blocks_own() -> None:
     assert reasons(video, timestep=torch.linspace(0, 900, 7)[None]) == {"modulation that differs from token to token"}
 
 
+@torch.no_grad()
+def test_a_call_of_wans_block_without_rotary_embedding_is_its_own() -> None:
+    model = quantized("int8-int8", family="wan")
+    fluxq.optimize(model)
+    block, width = model.blocks[0], model.blocks[0].scale_shift_table.shape[-1]
+    x, text, temb = (torch.randn(1, count, width) for count in (5, 518, 6))  # text and an image
+    given = x.bfloat16(), text.bfloat16(), temb.bfloat16(), None
+    with Calls() as calls:
+        got = block(*given)
+    assert calls.reasons == {"no rotary embedding"}
+    fluxq.restore(model)
+    assert torch.equal(got, block(*given))
+
+
 def test_a_feed_forward_in_chunks_and_an_ip_adapter_of_sd3_are_the_blocks_own() -> None:
     model = quantized("int8-int8", family="sd3")
     fluxq.optimize(model)

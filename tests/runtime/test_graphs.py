@@ -346,7 +346,7 @@ def test_a_graph_keeps_the_memory_it_reads(flux):
     model = flux.transformer
     with fluxq.capture(model) as captured:
         velocity(model)
-        (form,) = captured._steps[0]._forms
+        (form,) = captured._put[0]._forms
         held = {tensor.data_ptr() for tensor in form._recorded if tensor is not None}
         assert held == {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -530,7 +530,7 @@ def test_a_step_that_waits_for_the_device_is_found_out_before_it_is_recorded(flu
 def test_on_another_gpu_it_is_to_be_captured_anew(flux, caplog):
     with fluxq.capture(flux) as captured:
         want = velocity(flux.transformer)
-        (step,) = captured._steps
+        (step,) = captured._put
         step.device.device = torch.device("cuda", 1)
         flux.transformer.proj_out.bias = nn.Parameter(flux.transformer.proj_out.bias.float())
         flux.transformer.proj_out.bfloat16()

@@ -13,7 +13,8 @@ from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.workloads import ForwardPass
 from fluxq.runtime import launches
-from fluxq.runtime.launches import LINEAR, Launch, Machine, launches_of, random_layer
+from fluxq.runtime.launches import LINEAR, Launch, Machine, launches_of
+from fluxq.runtime.warmup import LayerKind, random_layer
 
 CPU = torch.device("cpu")
 MACHINE = Machine(CPU, "sm_90", "speed", torch.bfloat16)
@@ -55,9 +56,7 @@ def test_without_a_family_each_layer_is_launched_at_some_numbers_of_tokens() -> 
 
 def test_random_layers_of_one_input_have_its_vectors_in_common() -> None:
     scheme = Scheme.parse("nvfp4-nvfp4-static-center-smooth-d16-h128-46-r8")
-    with torch.device("meta"):
-        wide, narrow = (QuantLinear(128, n, True, scheme, torch.bfloat16) for n in (64, 32))
-    made = [random_layer(like, CPU, torch.bfloat16) for like in (wide, narrow)]
+    made = [random_layer(LayerKind(scheme, n, 128, True), CPU, torch.bfloat16) for n in (64, 32)]
     for name in ("pre_quant_mean", "pre_quant_scale", "deflate_basis", "input_scale"):
         assert torch.equal(*(layer.get_parameter(name) for layer in made))
     x = torch.randn(4, 128).bfloat16()

@@ -370,7 +370,7 @@ def test_streamed_weights_are_two_blocks_at_most_and_none_in_between(pipe, monke
     monkeypatch.setattr(Originals, "read", read)
     monkeypatch.setattr(originals.Streamed, "_advance", advance_late)
     with keep_steps(pipe, weights="streamed") as kept:
-        found = kept._switches[0].originals
+        found = kept._put[0].originals
         assert found is not None
         sizes = [sum(found.nbytes(path) for path in block) for block in found.blocks()]
         assert len(sizes) == 5 and kept.nbytes == 0 and not alive
@@ -387,7 +387,7 @@ def test_blocks_that_are_called_in_another_order_are_learned(pipe, loaded, sixte
     asked: list[int] = []
     monkeypatch.setattr(originals.Originals, "blocks", backwards(originals.Originals.blocks))
     with keep_steps(pipe, weights="streamed") as kept:
-        store = kept._switches[0].store
+        store = kept._put[0].store
         assert isinstance(store, originals.Streamed)
         real = store._read
         store._read = lambda index, *how: (asked.append(index), real(index, *how))[1]  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ from fluxq.kernels.attention import kernel as attention
 from fluxq.kernels.interpreter import interpreting
 from fluxq.recipes.formats import Scheme
 from fluxq.runtime import warmup
-from fluxq.runtime.warmup import AttentionKind, LayerKind, kinds_of
+from fluxq.runtime.warmup import AttentionKind, LayerKind, Machine, kinds_of
 
 
 def test_the_kinds_of_a_checkpoint_are_found_without_its_weights(checkpoint):
@@ -34,7 +34,7 @@ def test_attention_in_fp8_is_launched_where_there_is_a_kernel(plain_checkpoint, 
     monkeypatch.setattr(attention, "by_kernel", lambda *a, r=attention.by_kernel, **k: launched.append(r(*a, **k)))
     for chip, tokens in (("sm_90", [5, 16]), ("sm_80", [])):
         with interpreting():
-            rows = warmup.warm_up(kinds, (5, 16, 5), torch.device("cpu"), chip, "speed", torch.bfloat16)
+            rows = warmup.warm_up(kinds, (5, 16, 5), Machine(torch.device("cpu"), chip, "speed", torch.bfloat16))
         assert [(row.implementation, row.shape) for row in rows] == [("attention_fp8", (2, 64))] * len(tokens)
         assert [row.m for row in rows] == tokens
     assert [tuple(o.shape) for o in launched] == [(1, m, 2, 64) for m in (5, 5, 16, 16)]
@@ -66,7 +66,7 @@ def test_each_kind_is_launched_at_each_number_of_tokens(monkeypatch, prefer: str
         LayerKind(Scheme.parse("fp8-16bit"), 32, 128, False),
     ]
     with interpreting():
-        rows = warmup.warm_up(kinds, (2, 5, 2), torch.device("cpu"), "sm_80", prefer, torch.bfloat16)
+        rows = warmup.warm_up(kinds, (2, 5, 2), Machine(torch.device("cpu"), "sm_80", prefer, torch.bfloat16))
     dispatch.choose.cache_clear()
     four_bit = "scaled_matmul" if prefer == "speed" else "w4a8_matmul"
     assert [(row.implementation, row.m) for row in rows] == [
@@ -79,9 +79,9 @@ def test_each_kind_is_launched_at_each_number_of_tokens(monkeypatch, prefer: str
     assert all(row.first_s > 0 and row.again_s > 0 for row in rows)
 
 
-def test_random_codes_give_finite_outputs() -> None:
+def test_random_weights_give_finite_outputs() -> None:
     for scheme in ("nvfp4-nvfp4-static", "mxfp8-mxfp8", "mxfp4-mxfp4", "int4-int4", "fp8-fp8", "int8-int8"):
-        layer = warmup._random_layer(LayerKind(Scheme.parse(scheme), 16, 64, True), torch.device("cpu"), torch.float32)
+        layer = warmup.random_layer(LayerKind(Scheme.parse(scheme), 16, 64, True), torch.device("cpu"), torch.float32)
         assert torch.isfinite(layer(torch.randn(3, 64))).all(), scheme
 
 

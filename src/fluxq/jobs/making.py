@@ -306,10 +306,11 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
             "device; run this on the machine that will serve"
         )
     from fluxq.kernels.tiles import chip_of
-    from fluxq.runtime.warmup import kinds_of, warm_up
+    from fluxq.runtime.warmup import Machine, kinds_of, warm_up
 
     kinds = dict.fromkeys(kind for model in quantized_components(output).values() for kind in kinds_of(model))
-    return [asdict(row) for row in warm_up(kinds, tokens, where, chip_of(where), prefer, getattr(torch, dtype))]
+    machine = Machine(where, chip_of(where), prefer, getattr(torch, dtype))
+    return [asdict(row) for row in warm_up(kinds, tokens, machine)]
 
 
 def quantized_components(output: str) -> dict[str, torch.nn.Module]:

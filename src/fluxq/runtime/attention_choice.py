@@ -45,18 +45,16 @@ def set_attention(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) -
     Raises ValueError for an unknown choice, a missing package, a model that is no transformer fluxq knows, attention
     that cannot be replaced, and for a pattern that names none.
     """
-    if isinstance(attention, Mapping) and not attention:
+    chosen = attention if isinstance(attention, Mapping) else {attention: ()}
+    if not chosen:
         raise ValueError("attention: {} names no module; write '16bit' to set all to 16 bit")
-    for word in attention if isinstance(attention, Mapping) else (attention,):
+    for word in chosen:
         if word not in BACKENDS:
             raise ValueError(f"attention is {word!r}, expected one of {', '.join(BACKENDS)}")
         _require_package(word)
-    for patterns in attention.values() if isinstance(attention, Mapping) else ():
-        if (
-            not isinstance(patterns, Sequence)
-            or isinstance(patterns, str)
-            or not all(isinstance(pattern, str) for pattern in patterns)
-        ):
+    for patterns in chosen.values():
+        are_several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not are_several or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(f"attention: expected a list of patterns, as in ['blocks.*.attn'], got {patterns!r}")
     modules = _set_modules(model, attention)
     for name, module, _ in modules:
@@ -69,7 +67,7 @@ def set_attention(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) -
     for _, module, word in modules:
         if isinstance(attention, Mapping) and uses[id(module.processor)] > 1:  # `set_attn_processor` shares one
             module.processor = copy.copy(module.processor)
-        module.processor._attention_backend = _named(BACKENDS[word])
+        module.processor._attention_backend = backend_of(word)
     return len(modules)
 
 
@@ -98,7 +96,7 @@ def with_attention(module: Any, attention: Choice) -> Any:
     twin = copy.copy(module)
     twin.__dict__.pop("forward", None)  # a hook's, which is the other's
     twin.__dict__["processor"] = copy.copy(module.processor)
-    twin.processor._attention_backend = _named(BACKENDS[attention])
+    twin.processor._attention_backend = backend_of(attention)
     return twin
 
 
@@ -210,7 +208,7 @@ def _require_package(attention: str) -> None:
         from diffusers.models.attention_dispatch import _check_attention_backend_requirements
 
         try:
-            _check_attention_backend_requirements(_named(BACKENDS[attention]))
+            _check_attention_backend_requirements(backend_of(attention))
         except RuntimeError as error:
             raise ValueError(
                 f"attention {attention!r} is that of {PACKAGES[attention]}, which cannot be used here: install it, or "
@@ -218,10 +216,11 @@ def _require_package(attention: str) -> None:
             ) from None
 
 
-def _named(backend: str | None) -> Any:
+def backend_of(attention: str) -> Any:
     """Return the member of diffusers' enum; None for its default, unless `set_attention_backend` made that ours."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+    backend = BACKENDS[attention]
     if backend is None:
         is_ours = _AttentionBackendRegistry.get_active_backend()[0] in computing.BACKENDS.values()
         return AttentionBackendName.NATIVE if is_ours else None

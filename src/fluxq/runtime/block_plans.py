@@ -142,7 +142,7 @@ class _State:
             torch_modules._global_forward_pre_hooks,
         ]
         self._is_hooked = any(self._hooks)  # a hook may decide at each call what to do
-        attributes = _attributes(self.modules)
+        attributes = attributes_of(self.modules)
         children = [module._modules for module in (block, *self.modules) if module._modules]
         self._read = [*children, *chain.from_iterable(map(_containers, attributes))]
         self._copies = [each if isinstance(each, tuple) else each.copy() for each in self._read]
@@ -258,7 +258,7 @@ def _is_not_kept(block: nn.Module) -> bool:
     modules = [*block.modules()][1:]
     if any("instead" in vars(module) for module in modules):
         return True
-    read = chain(_containers(_plain(block)), chain.from_iterable(map(_containers, _attributes(modules))))
+    read = chain(_containers(_plain(block)), chain.from_iterable(map(_containers, attributes_of(modules))))
     return any(isinstance(value, (Tensor, nn.Module)) for each in read for value in _values(each))
 
 
@@ -278,8 +278,8 @@ def _processor_of(module: nn.Module) -> Any:
     return vars(module).get("processor")
 
 
-def _attributes(modules: list[nn.Module]) -> list[dict[str, Any]]:
-    """Return the attributes of modules and of their processors."""
+def attributes_of(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """Return the attributes of modules, then those of their processors; set_attention_backend() writes to these."""
     return [vars(each) for each in (*modules, *map(_processor_of, modules)) if hasattr(each, "__dict__")]
 
 

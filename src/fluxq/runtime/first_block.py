@@ -14,6 +14,8 @@ from typing import Any
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor, nn
 
+from fluxq.runtime.placed import diffusers_hooks
+
 
 class FirstBlock:
     """The FirstBlockCache of a denoiser."""
@@ -70,7 +72,7 @@ class FirstBlock:
 def first_block_of(model: nn.Module) -> FirstBlock | None:
     """Return the FirstBlockCache that is enabled in a model, if one is."""
     for module in model.modules():
-        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
+        for hook in diffusers_hooks(module).values():
             if isinstance(hook, FBCHeadBlockHook):
                 return FirstBlock(hook)
     return None

@@ -22,9 +22,9 @@ Here it is decided what is fused, and told; fused_calls.py reads a call, fused_f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -84,11 +84,7 @@ def optimize(
             f"{family.model} has no fused form: recipes/families describes the blocks of {fusable_models()}"
         )
     parts: list[FusedPart] = []
-    fused = 0
-    for path, block in model.named_modules():
-        row = _row_of(path, family)
-        if row is None:
-            continue
+    for path, block, row in fusable_blocks(model, family):
         fusion = _describe(block, row, family, device, lacks)
         why = _why_not_fused(block, row)
         if why:
@@ -103,16 +99,14 @@ def optimize(
         block.__dict__[FUSION_ATTRIBUTE] = fusion
         block.__class__ = fused_class(_stock(block))
         parts += _parts(path, block, fusion)
-        fused += 1
-    if not fused:
+    if all(part.part == "block" for part in parts):
         raise _none_fused(model, *((parts[0].block, parts[0].why_not) if parts else ("", "")))
     return parts
 
 
 def require_fusable(model: nn.Module, family: Family) -> None:
     """Raise the ValueError of `optimize` where no block can be fused; nothing is changed."""
-    rows = ((path, block, _row_of(path, family)) for path, block in model.named_modules())
-    whys = [(path, _why_not_fused(block, row)) for path, block, row in rows if row]
+    whys = [(path, _why_not_fused(block, row)) for path, block, row in fusable_blocks(model, family)]
     if all(why for _, why in whys):
         raise _none_fused(model, *(whys[0] if whys else ("", "")))
 
@@ -123,8 +117,12 @@ def _none_fused(model: nn.Module, path: str, why: str) -> ValueError:
     )
 
 
-def _row_of(path: str, family: Family) -> FusableBlock | None:
-    return next((row for row in family.fusable if matches(row.block, uncompiled_path(path))), None)
+def fusable_blocks(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module, FusableBlock]]:
+    """Yield (path, block, its row) of the blocks of a model that have a fused form."""
+    for path, block in model.named_modules():
+        row = next((row for row in family.fusable if matches(row.block, uncompiled_path(path))), None)
+        if row is not None:
+            yield path, block, row
 
 
 def restore(model: nn.Module) -> int:
@@ -181,7 +179,7 @@ def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
 
     members = {"forward": forward, "__reduce_ex__": reduce, "fused_from": stock, "__module__": stock.__module__}
     subclass = type(stock.__name__, (stock,), members)
-    _tell_step_caches(stock, subclass)
+    TransformerBlockRegistry.register(subclass, copy(TransformerBlockRegistry.get(stock)))
     return subclass
 
 
@@ -189,10 +187,6 @@ def _empty(stock: type[nn.Module]) -> nn.Module:
     """Make an empty fused block for pickle and copy, which would look up the stock class by its name."""
     subclass = fused_class(stock)
     return subclass.__new__(subclass)
-
-
-def _tell_step_caches(stock: type[nn.Module], subclass: type[nn.Module]) -> None:
-    TransformerBlockRegistry.register(subclass, copy(TransformerBlockRegistry.get(stock)))
 
 
 # --- when
@@ -372,31 +366,25 @@ def _attention_part(path: str, block: nn.Module, row: FusableBlock) -> FusedPart
 
 
 def _behind_norm_part(path: str, block: nn.Module, fusion: Fusion, first: str) -> FusedPart:
-    layers = layers_of(block, fusion, first)
-    takers = takers_of(layers, fusion, first)
-    reads_input = len(takers) < len(layers) or any(layer.scheme.rank for layer in takers.values())
+    part, layers = _shared_part(path, block, fusion, first), layers_of(block, fusion, first)
+    branches = [f"{name}: its low-rank branch reads the input" for name in part.layers if layers[name].scheme.rank]
     fused = "norm + modulation"
-    if takers:
-        fused += f"{', then ' if reads_input else ' + '}{_format_of(takers)} codes"
-    alone = _alone(layers, takers, fusion)
-    alone += [f"{name}: its low-rank branch reads the input" for name, layer in takers.items() if layer.scheme.rank]
-    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), "; ".join(alone))
+    if part.layers:
+        reads_input = len(part.layers) < len(layers) or branches
+        fused += f"{', then ' if reads_input else ' + '}{part.fused}"
+    return replace(part, fused=fused, why_not="; ".join(filter(None, (part.why_not, *branches))))
 
 
 def _shared_part(path: str, block: nn.Module, fusion: Fusion, first: str) -> FusedPart:
     layers = layers_of(block, fusion, first)
     takers = takers_of(layers, fusion, first)
     fused = f"{_format_of(takers)} codes" if takers else ""
-    why_not = "; ".join(_alone(layers, takers, fusion))
-    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), why_not)
-
-
-def _alone(layers: dict[str, nn.Module], takers: dict[str, QuantLinear], fusion: Fusion) -> list[str]:
-    return [
+    alone = [
         f"{name}: {why_alone(fusion, name, layer) or 'its input is rounded in another way'}"
         for name, layer in layers.items()
         if name not in takers
     ]
+    return FusedPart(path, fusion.groups[first].role, fused, tuple(takers), "; ".join(alone))
 
 
 def _down_part(path: str, block: nn.Module, fusion: Fusion, stream: Stream) -> FusedPart:

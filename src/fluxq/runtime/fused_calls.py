@@ -40,24 +40,13 @@ class BlockInputs:
 
 
 def _flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
-    if image_rotary_emb is None or joint_attention_kwargs:
-        return BlockInputs(_why_unknown(joint_attention_kwargs))
-    return BlockInputs(
-        streams={"text": encoder_hidden_states, "image": hidden_states},
-        modulation={"text": temb, "image": temb},
-        rope=image_rotary_emb,
-    )
+    streams = {"text": encoder_hidden_states, "image": hidden_states}
+    return _with_rope(streams, {"text": temb, "image": temb}, image_rotary_emb, joint_attention_kwargs)
 
 
 def _flux_single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
-    if image_rotary_emb is None or joint_attention_kwargs:
-        return BlockInputs(_why_unknown(joint_attention_kwargs))
-    return BlockInputs(
-        streams={"text": encoder_hidden_states, "image": hidden_states},
-        modulation={"both": temb},
-        rope=image_rotary_emb,
-        text_tokens=encoder_hidden_states.shape[1],
-    )
+    streams, text_tokens = {"text": encoder_hidden_states, "image": hidden_states}, encoder_hidden_states.shape[1]
+    return _with_rope(streams, {"both": temb}, image_rotary_emb, joint_attention_kwargs, text_tokens)
 
 
 def _flux2(
@@ -69,16 +58,9 @@ def _flux2(
     image_rotary_emb=None,
     joint_attention_kwargs=None,
 ):
+    streams = {"text": encoder_hidden_states, "image": hidden_states}
     modulation = {"text": _per_image(temb_mod_txt), "image": _per_image(temb_mod_img)}
-    if image_rotary_emb is None or joint_attention_kwargs:
-        return BlockInputs(_why_unknown(joint_attention_kwargs))
-    if any(chunks.ndim != 2 for chunks in modulation.values()):
-        return BlockInputs(PER_TOKEN)
-    return BlockInputs(
-        streams={"text": encoder_hidden_states, "image": hidden_states},
-        modulation=modulation,
-        rope=image_rotary_emb,
-    )
+    return _with_rope(streams, modulation, image_rotary_emb, joint_attention_kwargs)
 
 
 def _flux2_single(
@@ -91,22 +73,28 @@ def _flux2_single(
     split_hidden_states=False,
     text_seq_len=None,
 ):
-    modulation = {"both": _per_image(temb_mod)}
-    if image_rotary_emb is None or joint_attention_kwargs:
-        return BlockInputs(_why_unknown(joint_attention_kwargs))
-    if any(chunks.ndim != 2 for chunks in modulation.values()):
-        return BlockInputs(PER_TOKEN)
     streams = {"image": hidden_states}
     if encoder_hidden_states is not None:
         streams, text_seq_len = {"text": encoder_hidden_states, **streams}, encoder_hidden_states.shape[1]
     if split_hidden_states and text_seq_len is None:
         return BlockInputs("a stream to split at text_seq_len None")
-    return BlockInputs(
-        streams=streams,
-        modulation=modulation,
-        rope=image_rotary_emb,
-        text_tokens=text_seq_len if split_hidden_states else None,
-    )
+    text_tokens = text_seq_len if split_hidden_states else None
+    return _with_rope(streams, {"both": _per_image(temb_mod)}, image_rotary_emb, joint_attention_kwargs, text_tokens)
+
+
+def _with_rope(
+    streams: Mapping[str, Tensor],
+    modulation: Mapping[str, Tensor],
+    rope: tuple[Tensor, Tensor] | None,
+    attention_arguments: dict[str, Any] | None,
+    text_tokens: int | None = None,
+) -> BlockInputs:
+    """Return the inputs of a block with rotary embeddings, unless something of them is unknown."""
+    if rope is None or attention_arguments:
+        return BlockInputs(_why_unknown(attention_arguments))
+    if any(chunks.ndim != 2 for chunks in modulation.values()):
+        return BlockInputs(PER_TOKEN)
+    return BlockInputs(streams=streams, modulation=modulation, rope=rope, text_tokens=text_tokens)
 
 
 def _sd3(block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs=None):
@@ -152,6 +140,8 @@ def _qwen_image(
 def _wan(block, hidden_states, encoder_hidden_states, temb, rotary_emb):
     if temb.ndim != 3:
         return BlockInputs(PER_TOKEN)
+    if rotary_emb is None:
+        return BlockInputs(_why_unknown(None))
     return BlockInputs(
         streams={"image": hidden_states, "text": encoder_hidden_states},
         modulation={"image": (block.scale_shift_table + temb.float()).flatten(1)},

@@ -149,14 +149,13 @@ def self_and_cross(block: Any, fusion: Fusion, inputs: BlockInputs) -> Tensor:
     """
     (stream,) = fusion.row.streams
     x, attention = inputs.x, at(block, fusion.row.attention)
-    if inputs.rope is None:
-        raise RuntimeError(f"{fusion.row.model}: its call brings no rotary embedding")
+    rope: Any = inputs.rope
     shift, scale, gate, *later = _modulation(block, stream, inputs)
     qkv, _ = _behind_norm(block, fusion, stream.qkv, x, Normed(at(block, stream.norm), shift, scale))
     q, k, v = (y.view(*x.shape[:2], -1) for y in qkv)
     q, k = at(block, stream.q_norm)(q), at(block, stream.k_norm)(k)
     q, k, v = (y.unflatten(2, (attention.heads, -1)) for y in (q, k, v))
-    q, k = (_rotated(y, *inputs.rope) for y in (q, k))
+    q, k = (_rotated(y, *rope) for y in (q, k))
     attended = _attention(block, fusion, fusion.row.attention, (q, k, v))
     x = (x.float() + at(block, stream.out)(attended) * gate.unsqueeze(1)).to(x.dtype)
     branch = _cross_attention(block, fusion, stream, x, inputs.streams["text"])
@@ -165,9 +164,7 @@ def self_and_cross(block: Any, fusion: Fusion, inputs: BlockInputs) -> Tensor:
 
 def _cross_attention(block: Any, fusion: Fusion, stream: Stream, x: Tensor, context: Tensor) -> Tensor:
     """Attend from x (B, S, D) to text, and to an image's features, (B, L, D): a branch (B, S, D)."""
-    cross = stream.cross
-    if cross is None:
-        raise RuntimeError(f"{fusion.row.model}: its row names no cross-attention")
+    cross: Any = stream.cross
     attention, text, image = at(block, cross.path), context, None
     if cross.image_kv in fusion.groups:
         image, text = context.split([context.shape[1] - cross.text_tokens, cross.text_tokens], dim=1)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,10 +50,10 @@ from fluxq.base.console import first_line, logger
 from fluxq.kernels.quantize_activation.op import Rounding
 from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.formats import Scheme
-from fluxq.runtime.block_plans import kernel_settings
+from fluxq.runtime.block_plans import attributes_of, kernel_settings
 from fluxq.runtime.first_block import FirstBlock, first_block_of
-from fluxq.runtime.modulation import Choice, HoistedModulation, Rows
-from fluxq.runtime.placed import Handle, Placed
+from fluxq.runtime.modulation import Choice, HoistedModulation, Rows, hoisted_in
+from fluxq.runtime.placed import Handle, Placed, diffusers_hooks
 from fluxq.runtime.skipped import place_of, skipped_in
 from fluxq.runtime.steps import is_captured, why_not_captured
 
@@ -116,14 +116,14 @@ class CapturedSteps(Handle):
     """Handle of what `capture` put into a pipeline; `remove()`, or leaving its `with` block, takes it out."""
 
     def __init__(self, steps: list[_Step]) -> None:
-        self._steps = steps
+        self._put = steps
 
     @property
     def captured(self) -> tuple[CapturedStep, ...]:
         """The graphs that are kept, the least recently used first."""
         return tuple(
             CapturedStep(step.name, graph.arguments, each.replays, each.bytes, each is graph.from_cache)
-            for step in self._steps
+            for step in self._put
             for graph in step.graphs.values()
             for each in (graph, graph.from_cache)
             if each is not None
@@ -131,18 +131,13 @@ class CapturedSteps(Handle):
 
     def tie_to_optimize(self) -> None:
         """Let `fluxq.restore` take it out, as what `fluxq.optimize` did."""
-        for step in self._steps:
+        for step in self._put:
             step.by_optimize = True
 
     @property
     def captures(self) -> int:
         """Number of graphs recorded so far, those included that are gone."""
-        return sum(step.captures for step in self._steps)
-
-    def remove(self) -> None:
-        """Give each denoiser its own forward again, and all graphs' memory back."""
-        for step in self._steps:
-            step.remove()
+        return sum(step.captures for step in self._put)
 
 
 class CudaGraphs:
@@ -472,10 +467,7 @@ class _Form:
         self.hoisted = hoisted_in(self.modules)
         self.cache = first_block_of(model)
         self._classes = [*map(type, self.modules)]
-        # A processor is no module, and set_attention_backend() writes to it.
-        processors = [vars(module).get("processor") for module in self.modules]
-        states = [vars(each) for each in processors if hasattr(each, "__dict__") and not isinstance(each, nn.Module)]
-        self._attributes = [*map(vars, self.modules[1:]), *states]
+        self._attributes = attributes_of(self.modules)[1:]  # the model's own first ones are `_model_vars`
         self._aside = _NOTES + (_HOOKS if place == "forward" else ())
         self._kept = [_kept(each, self.device) for each in (self._model_vars(), *self._attributes)]
         self._owners = [*chain.from_iterable((module._parameters, module._buffers) for module in self.modules)]
@@ -576,7 +568,7 @@ def why_not(model: nn.Module) -> str:
                 "accelerate moves its weights between calls (offloading, or a map of devices): load it without, and "
                 "move the pipeline to one GPU"
             )
-        names = getattr(getattr(module, "_diffusers_hook", None), "hooks", ())
+        names = diffusers_hooks(module)
         for name in names:
             reasons = (why for start, why in DIFFUSERS_HOOKS.items() if name.startswith(start))
             why = next(
@@ -609,15 +601,6 @@ def step_of(model: nn.Module) -> _Step | None:
     skipped = skipped_in(model)
     placed = skipped.plain if skipped else vars(model).get(place_of(model))
     return placed if isinstance(placed, _Step) and placed.is_replayed else None
-
-
-def hoisted_in(modules: Iterable[nn.Module]) -> HoistedModulation | None:
-    """Return what hoisted the modulation of a model, if anything did."""
-    for module in modules:
-        hoisted = getattr(vars(module).get("forward"), "hoisted", None)
-        if isinstance(hoisted, HoistedModulation) and hoisted.on:
-            return hoisted
-    return None
 
 
 def _is_own(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ Tables live for one call: when the scheduler makes new timesteps they are droppe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -68,7 +68,7 @@ def hoist_modulation(pipe: Any, *, max_rows: int = MAX_ROWS, offload: bool = Fal
         raise ValueError(f"max_rows is {max_rows}, expected at least 1")
     _require_eager(transformer)
     layers, embedded_timestep = modulation_of(transformer)
-    if any(_is_hoisted(linear) for linear, _ in layers.values()):
+    if hoisted_in(linear for linear, _ in layers.values()) is not None:
         raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")
     if offload:
         _require_not_offloaded(transformer, [linear for linear, _ in layers.values()])
@@ -464,9 +464,13 @@ def _modulations(transformer: nn.Module, family: Family) -> Iterator[tuple[str, 
             yield path, (module, activation)
 
 
-def _is_hoisted(linear: nn.Linear) -> bool:
-    placed = vars(linear).get("forward")
-    return isinstance(placed, _Modulation) and placed.hoisted.on
+def hoisted_in(modules: Iterable[nn.Module]) -> HoistedModulation | None:
+    """Return what hoisted the modulation of a model, if anything did."""
+    for module in modules:
+        hoisted = getattr(vars(module).get("forward"), "hoisted", None)
+        if isinstance(hoisted, HoistedModulation) and hoisted.on:
+            return hoisted
+    return None
 
 
 def _require_eager(transformer: nn.Module) -> None:

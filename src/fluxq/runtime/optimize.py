@@ -28,9 +28,7 @@ from fluxq.runtime.fused_forms import product_of
 from fluxq.runtime.graphs import capture, hoisted_in, require_capturable, step_of
 from fluxq.runtime.modulation import hoist_modulation
 from fluxq.runtime.placed import models_of, target_device
-from fluxq.runtime.prepare import Prefer, prepare
-
-MANY_TOKENS = 4096  # of an image of 1024x1024
+from fluxq.runtime.prepare import MANY_TOKENS, Prefer, prepare
 
 
 def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bool = False) -> list[FusedPart]:
@@ -55,19 +53,19 @@ def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bo
     if not denoisers:
         classes = ", ".join(type(part).__name__ for part in models.values()) or type(model).__name__
         raise ValueError(f"{classes}: no fused form is known, only of {fused.fusable_models()}")
+    targets = {name: target_device(next(part.parameters()).device, device) for name, part in denoisers.items()}
     if graphs:
         require_capturable(model)
-        for part in denoisers.values():
-            target = target_device(next(part.parameters()).device, device)
-            if not _wrong_there(target):
-                _lacks(target)
+        for name, part in denoisers.items():
+            if not _wrong_there(targets[name]):
+                _lacks(targets[name])
                 fused.require_fusable(part, families[type(part).__name__])
     _take_out_graphs(models)
     if graphs:
         _prepare_rest(model, [layer for part in models.values() for _, layer in quant_layers(part)], device)
     parts: list[FusedPart] = []
     for name, part in denoisers.items():
-        target = target_device(next(part.parameters()).device, device)
+        target = targets[name]
         if why := _wrong_there(target):
             fused.restore(part)
             parts.append(FusedPart(name, "block", why_not=why))

@@ -4,7 +4,7 @@
     streamed    a block is read from the model's files when one of its layers is called, and the next one meanwhile:
                 two blocks at most are in memory, and none between such steps
 
-Steps whose activations alone are in 16 bit need none of it: layers compute them with their codes (`Codes`).
+Steps whose activations alone are in 16 bit need none of it: layers compute them with their codes (`codes_of`).
 
 Only quantized layers have something here; all other weights are in 16 bit anyway. The original weight takes the input
 as it comes, with the original bias: mean, factors, rotation and deflation of the input belong to the codes, and so do
@@ -13,7 +13,7 @@ the changes of bias and low-rank branch that make up for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -139,59 +139,54 @@ def first_fused(layer: QuantLinear, rank: int) -> int:
     return 0
 
 
-class Resident:
-    """Every original beside its codes, where these are now."""
+class Held:
+    """Functions of a layer and its input x (…, K), by path, with which layers compute in such steps."""
 
-    def __init__(self, originals: Originals) -> None:
-        self._layers = originals.layers
-        self._by_layer = {path: _on(originals.read(path), layer.weight.device) for path, layer in self._layers.items()}
+    def __init__(
+        self, layers: Mapping[str, QuantLinear], instead: Mapping[str, Callable[[QuantLinear, Tensor], Tensor]]
+    ) -> None:
+        self._layers, self._instead = layers, instead
 
     @property
     def nbytes(self) -> int:
-        return sum(original.nbytes for original in self._by_layer.values())
+        """Bytes of 16-bit weights that are in memory."""
+        return sum(each.nbytes for each in self._instead.values() if isinstance(each, Original))
 
     def enter(self) -> None:
-        """Let layers compute with their originals from now on."""
-        for path, layer in self._layers.items():
-            layer.instead = self._by_layer[path]
+        """Let layers compute so from now on."""
+        for path, instead in self._instead.items():
+            self._layers[path].instead = instead
 
     def leave(self) -> None:
-        """Let layers compute with their codes again."""
-        give_back(self._layers)
-
-    def close(self) -> None:
-        self._by_layer = {}
-
-
-class Codes:
-    """The layers' own codes, which 16-bit activations meet as they come: no weights beside them."""
-
-    nbytes = 0
-
-    def __init__(self, layers: Mapping[str, QuantLinear]) -> None:
-        self._layers = layers
-
-    def enter(self) -> None:
-        """Let layers take their inputs without rounding from now on; those that are weight-only do so anyway."""
+        """Let layers compute as ever again."""
         for layer in self._layers.values():
-            if layer.scheme.activations is not None:
-                layer.instead = QuantLinear.without_rounding
-
-    def leave(self) -> None:
-        """Let layers round their inputs again."""
-        give_back(self._layers)
+            vars(layer).pop("instead", None)
 
     def close(self) -> None:
-        pass
+        self.leave()
+        self._instead = {}
 
 
-class Streamed:
+def resident(originals: Originals) -> Held:
+    """Return every original beside its codes, where these are now."""
+    layers = originals.layers
+    return Held(layers, {path: _on(originals.read(path), layer.weight.device) for path, layer in layers.items()})
+
+
+def codes_of(layers: Mapping[str, QuantLinear]) -> Held:
+    """Return the layers' own codes for inputs that are not rounded; those that are weight-only do so anyway."""
+    rounding = [path for path, layer in layers.items() if layer.scheme.activations is not None]
+    return Held(layers, dict.fromkeys(rounding, QuantLinear.without_rounding))
+
+
+class Streamed(Held):
     """Originals that come block by block, between `enter` and `leave`; blocks may be called in any order.
 
     The order is learned: at first the next block is the one that is defined next.
     """
 
     def __init__(self, originals: Originals) -> None:
+        super().__init__(originals.layers, {path: partial(self._compute, path) for path in originals.layers})
         self._originals = originals
         self._blocks = originals.blocks()
         self._index = {path: index for index, paths in enumerate(self._blocks) for path in paths}
@@ -208,19 +203,14 @@ class Streamed:
         here += [self._coming[2].result()] if self._coming and self._coming[2].done() else []
         return sum(block.nbytes for block in here)
 
-    def enter(self) -> None:
-        """Let layers compute with their originals from now on."""
-        for path, layer in self._originals.layers.items():
-            layer.instead = partial(self._compute, path)
-
     def leave(self) -> None:
-        """Let layers compute with their codes again, and drop all originals."""
-        give_back(self._originals.layers)
+        """Let layers compute as ever again, and drop all originals."""
+        super().leave()
         self._present = None
         self._drop_coming()
 
     def close(self) -> None:
-        self.leave()
+        super().close()
         self._reader.shutdown()
 
     @torch.compiler.disable(reason="16-bit weights are streamed, which no graph can: weights='resident'")
@@ -291,12 +281,6 @@ class _Brought:
             each.weight.record_stream(stream)
             if each.bias is not None:
                 each.bias.record_stream(stream)
-
-
-def give_back(layers: Mapping[str, QuantLinear]) -> None:
-    """Let layers compute with their codes."""
-    for layer in layers.values():
-        vars(layer).pop("instead", None)
 
 
 def _on(original: Original, device: torch.device, pinned: bool = False) -> Original:

@@ -46,7 +46,9 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
     """
     with torch.no_grad(), _quiet(), _watched(models_of(pipe)) as alive, _Attention(), alive:
         try:
-            prompt = None if call.get("prompt_embeds") is not None else " ".join(["a"] * _tokens(call))
+            length = call.get("max_sequence_length")
+            prompt = " ".join(["a"] * (_TEXT if length is None else length))
+            prompt = None if call.get("prompt_embeds") is not None else prompt
             pipe(**{"prompt": prompt, "output_type": "pt", **call, "num_inference_steps": _STEPS})
         except Exception as error:
             given = ", ".join(f"{name}={str(value)[:40]}" for name, value in call.items())
@@ -55,11 +57,6 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
                 f"({type(error).__name__}: {first_line(error)}); give the arguments that it needs"
             ) from error
     return {name: most for name, most in alive.peaks.items() if name}
-
-
-def _tokens(call: Mapping[str, Any]) -> int:
-    length = call.get("max_sequence_length")
-    return _TEXT if length is None else length
 
 
 def on_meta(pipe: Any) -> Any:

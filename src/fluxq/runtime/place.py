@@ -18,7 +18,7 @@ from torch import nn
 
 from fluxq.base import console
 from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, in_words, least
-from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, modulation_of
+from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, hoisted_in, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
 from fluxq.runtime.placed import is_offloaded, models_of
 
@@ -174,16 +174,10 @@ def part_of(
 
 def _sizes(model: nn.Module, stored: Mapping[str, float]) -> dict[str, float]:
     """Return path of a module -> bytes of its own tensors; a tensor that several share counts once."""
-    seen: set[int] = set()
-    sizes: dict[str, float] = {}
-    for path, module in model.named_modules():
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        new = {name: tensor for name, tensor in tensors if id(tensor) not in seen}
-        seen |= {id(tensor) for tensor in new.values()}
-        bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in new.items()}
-        sizes[path] = sum(bytes_of.values())
-        if path in stored:
-            sizes[path] += stored[path] - bytes_of["weight"]
+    sizes: dict[str, float] = dict.fromkeys((path for path, _ in model.named_modules()), 0)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        path, _, own = name.rpartition(".")
+        sizes[path] += stored[path] if own == "weight" and path in stored else tensor.nbytes
     return sizes
 
 
@@ -213,7 +207,7 @@ def _hoisted(model: nn.Module, sizes: Mapping[str, float], rows: int) -> float |
 
 def _require_plain(pipe: Any) -> None:
     """Raise ValueError for what is no pipeline, and for one whose weights or steps something holds already."""
-    from fluxq.runtime.graphs import hoisted_in, step_of  # which imports diffusers
+    from fluxq.runtime.graphs import step_of  # which imports diffusers
 
     if not hasattr(pipe, "components") or not hasattr(pipe, "enable_model_cpu_offload"):
         raise ValueError(f"place needs a pipeline of diffusers, got {type(pipe).__name__}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,9 +19,17 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Tell whether accelerate or diffusers moves a model's weights: as a whole, by layer or in groups."""
-    hooks = [getattr(module, "_diffusers_hook", None) for module in model.modules()]
-    grouped = any(hook and hook.get_hook("group_offloading") for hook in hooks)
-    return grouped or any(hasattr(module, "_hf_hook") for module in model.modules())
+    return is_grouped(model) or any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def is_grouped(model: nn.Module) -> bool:
+    """Tell whether diffusers moves a model's weights in groups."""
+    return any("group_offloading" in name for module in model.modules() for name in diffusers_hooks(module))
+
+
+def diffusers_hooks(module: nn.Module) -> dict[str, Any]:
+    """Return the hooks of diffusers that a module has, by their names."""
+    return getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
 
 
 def target_device(present: torch.device, device: str | torch.device | None) -> torch.device:
@@ -34,6 +42,8 @@ def target_device(present: torch.device, device: str | torch.device | None) -> t
 class Handle:
     """Handle of something put into a pipeline: `remove()`, or leaving its `with` block, takes it out."""
 
+    _put: Sequence[Any] = ()
+
     def __enter__(self) -> Self:
         return self
 
@@ -41,7 +51,9 @@ class Handle:
         self.remove()
 
     def remove(self) -> None:
-        raise NotImplementedError
+        """Let the models be as they were, and give memory back."""
+        for each in self._put:
+            each.remove()
 
 
 class Placed:

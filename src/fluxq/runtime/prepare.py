@@ -23,7 +23,7 @@ from fluxq.kernels import ops
 from fluxq.kernels.linear import Layout, QuantLinear, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD
 from fluxq.runtime.layout import StoredLayer, add_decoded, lay_out, reencode_layer, targets_on_cpu
-from fluxq.runtime.placed import models_of, target_device
+from fluxq.runtime.placed import is_grouped, models_of, target_device
 
 MANY_TOKENS = 4096  # of an image of 1024x1024
 Prefer = Literal["speed", "memory", "decoded"]
@@ -99,9 +99,7 @@ def prepare(
 def _require_present(models: dict[str, nn.Module]) -> None:
     """Raise ValueError for weights that are elsewhere, or that a hook of diffusers keeps a copy of."""
     for part in models.values():
-        hooks = [getattr(module, "_diffusers_hook", None) for module in part.modules()]
-        grouped = any(hook and hook.get_hook("group_offloading") for hook in hooks)
-        if grouped or any(layer.weight.is_meta for _, layer in quant_layers(part)):
+        if is_grouped(part) or any(layer.weight.is_meta for _, layer in quant_layers(part)):
             raise ValueError(
                 f"this {type(part).__name__} is offloaded, and what is done to it would be lost: load it again, call "
                 "fluxq.prepare first, then offload"

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from fluxq.base.files import read_json
-from fluxq.base.wrappers import uncompiled
 from fluxq.calibrate.paths import levels_of, list_of, require_listed
 from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.step_list import StepList
@@ -81,7 +80,7 @@ def skip_recorded_steps(pipe: Any) -> SkippedSteps | None:
 
 def recorded_lists(outer: Any) -> list[StepList]:
     """Return the lists of steps that a denoiser's checkpoint records."""
-    stored = recorded_in(uncompiled(outer))
+    stored = recorded_in(outer)
     return [*stored.step_lists.values()] if stored else []
 
 

@@ -49,12 +49,7 @@ class SkippedSteps(Handle):
         self._chosen: tuple[Any, ...] = (None, frozenset[int](), ())
         self.factors: tuple[dict[int, float], ...] = ()
         self._told: set[int] = set()
-        self._placed = [SkippedCalls(self, outer) for _, outer in denoisers_in(pipe)]
-
-    def remove(self) -> None:
-        """Let every step be computed again."""
-        for each in self._placed:
-            each.remove()
+        self._put = [SkippedCalls(self, outer) for _, outer in denoisers_in(pipe)]
 
     def step(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int, bool, tuple[float, ...]]:
         """Return of this call of a denoiser its schedule, its step, whether that is computed, and all noise levels."""

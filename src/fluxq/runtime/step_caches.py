@@ -233,10 +233,11 @@ def _fits(row: CacheRow, value: float, most: float) -> bool:
     return math.isfinite(value) and 0 < value <= most
 
 
-def _first_block(_pipe: Any, threshold: float, _made: Any = None, **settings: Any) -> Any:
-    from diffusers import FirstBlockCacheConfig
+def _by_threshold(config: str, _pipe: Any, threshold: float, _made: Any = None, **settings: Any) -> Any:
+    """Return a configuration of diffusers, by the name of its class, that a threshold decides."""
+    import diffusers
 
-    return FirstBlockCacheConfig(threshold=threshold, **settings)
+    return getattr(diffusers, config)(threshold=threshold, **settings)
 
 
 def _taylor(_pipe: Any, interval: float, _made: Any = None, **settings: Any) -> Any:
@@ -247,45 +248,24 @@ def _taylor(_pipe: Any, interval: float, _made: Any = None, **settings: Any) -> 
     return TaylorSeerCacheConfig(cache_interval=int(interval), taylor_factors_dtype=torch.float32, **settings)
 
 
-def _mag(_pipe: Any, threshold: float, ratios: list[float], **settings: Any) -> Any:
-    from diffusers import MagCacheConfig
+def _mag(pipe: Any, threshold: float, ratios: list[float], **settings: Any) -> Any:
+    steps = len(ratios)
+    return _by_threshold("MagCacheConfig", pipe, threshold, mag_ratios=ratios, num_inference_steps=steps, **settings)
 
-    return MagCacheConfig(threshold=threshold, mag_ratios=ratios, num_inference_steps=len(ratios), **settings)
 
+def _of_attention(config: str, least: int, pipe: Any, every: float, _made: Any = None, **settings: Any) -> Any:
+    """Return a configuration of diffusers, by the name of its class, that leaves out attention alone.
 
-def _faster(pipe: Any, every: float, _made: Any = None, **settings: Any) -> Any:
-    """Return a configuration that leaves out attention alone, and no half of a guided call."""
-    from diffusers import FasterCacheConfig
+    least: of the timesteps in which it does.
+    """
+    import diffusers
 
-    return FasterCacheConfig(
+    return getattr(diffusers, config)(
         spatial_attention_block_skip_range=int(every),
-        spatial_attention_timestep_skip_range=(-1, _NOISY),
-        is_guidance_distilled=True,
-        current_timestep_callback=_at(pipe),
+        spatial_attention_timestep_skip_range=(least, _NOISY),
+        current_timestep_callback=lambda: int(pipe._current_timestep),
         **settings,
     )
-
-
-def _pab(pipe: Any, every: float, _made: Any = None, **settings: Any) -> Any:
-    from diffusers import PyramidAttentionBroadcastConfig
-
-    return PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=int(every),
-        spatial_attention_timestep_skip_range=(0, _NOISY),
-        current_timestep_callback=_at(pipe),
-        **settings,
-    )
-
-
-def _sea(_pipe: Any, threshold: float, _made: Any = None, **settings: Any) -> Any:
-    from diffusers import SeaCacheConfig
-
-    return SeaCacheConfig(threshold=threshold, **settings)
-
-
-def _at(pipe: Any) -> Callable[[], int]:
-    """Return the function that tells a cache the present timestep."""
-    return lambda: int(pipe._current_timestep)
 
 
 def _mag_ratios(pipe: Any, call: Mapping[str, Any], item: tuple[str, int]) -> list[float]:
@@ -310,14 +290,17 @@ def _mag_ratios(pipe: Any, call: Mapping[str, Any], item: tuple[str, int]) -> li
 
 _INTERVAL = "interval of computed steps"
 
+_faster = partial(_of_attention, "FasterCacheConfig", -1, is_guidance_distilled=True)  # and no half of a guided call
+_pab = partial(_of_attention, "PyramidAttentionBroadcastConfig", 0)
+
 # kind -> name, meaning of X, a usual X, …
 CACHES = {
-    PLAIN: CacheRow("FirstBlockCache", "threshold", 0.1, config=_first_block),
+    PLAIN: CacheRow("FirstBlockCache", "threshold", 0.1, config=partial(_by_threshold, "FirstBlockCacheConfig")),
     "taylor": CacheRow("TaylorSeer", _INTERVAL, 3, True, _taylor),
     "taylor_lite": CacheRow("TaylorSeer lite", _INTERVAL, 3, True, partial(_taylor, use_lite_mode=True)),
     "mag": CacheRow("MagCache", "threshold", 0.12, config=_mag, measure=_mag_ratios),
     "faster": CacheRow("FasterCache", "interval of computed attention", 2, True, _faster),
     "pab": CacheRow("PAB", "interval of computed attention", 2, True, _pab),
-    "sea": CacheRow("SeaCache", "threshold", 0.25, config=_sea),
+    "sea": CacheRow("SeaCache", "threshold", 0.25, config=partial(_by_threshold, "SeaCacheConfig")),
     LIST: CacheRow("list", "share of computed steps", 0.5),  # which jobs/step_caches.py makes
 }

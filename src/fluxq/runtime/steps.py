@@ -35,16 +35,16 @@ from fluxq.base.console import logger
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.base.residence import residence_of
 from fluxq.base.wrappers import path_in_file, uncompiled
-from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
 from fluxq.quantize.record import read_record
 from fluxq.quantize.structure import denoisers_in
-from fluxq.recipes.computing import BACKENDS, QuantizationConfig, Steps, attention_by
+from fluxq.recipes.computing import QuantizationConfig, Steps, attention_by
 from fluxq.recipes.formats import Scheme
 from fluxq.recipes.step_list import StepList
-from fluxq.runtime.originals import Codes, Originals, Resident, Streamed
-from fluxq.runtime.placed import Handle
+from fluxq.runtime.originals import Held, Originals, Streamed, codes_of, resident
+from fluxq.runtime.placed import Handle, is_grouped
 
 Placing = Literal["auto", "resident", "streamed"]
 Components = Literal["16bit", "a16"]
@@ -77,12 +77,12 @@ def keep_steps(
     none is recorded by its weights), and for resident weights of an offloaded model or streamed ones of a captured or
     compiled one.
     """
-    models = dict(_quantized_denoisers(pipe))
-    if getattr(pipe, "scheduler", None) is None or not models:
+    denoisers = _quantized_denoisers(pipe)
+    if getattr(pipe, "scheduler", None) is None or not denoisers:
         raise ValueError(
             f"keep_steps needs a pipeline with a scheduler and a quantized denoiser, got {type(pipe).__name__}"
         )
-    steps = _steps_to_keep((model for _, model in models.values()), first, last, components)
+    steps = _steps_to_keep(denoisers.values(), first, last, components)
     if steps.components == "a16":
         if source is not None or weights != "auto":
             raise ValueError(
@@ -90,7 +90,7 @@ def keep_steps(
                 "leave out source= and weights=, or say components='16bit'"
             )
         return KeptSteps(pipe, steps)
-    weights_of, recorded = _sources(pipe, models, source)
+    weights_of, recorded = _sources(pipe, denoisers, source)
     return KeptSteps(pipe, steps, weights_of, recorded, weights)
 
 
@@ -134,8 +134,9 @@ class KeptSteps(Handle):
         self.calls = self.calls_in_16_bit = 0
         follower = Follower(lambda: pipe.scheduler)
         require_followed(pipe.scheduler)
-        self._switches: list[StepSwitch] = []
-        for name, (outer, model) in _quantized_denoisers(pipe):
+        self._put: list[StepSwitch] = []
+        for name, outer in _quantized_denoisers(pipe).items():
+            model = uncompiled(outer)
             if any(True for _ in _switches_of(outer)):
                 raise ValueError(f"steps of this {type(model).__name__} are kept already: remove() that first")
             originals = None
@@ -143,40 +144,34 @@ class KeptSteps(Handle):
                 if weights_of is None:
                     raise ValueError("steps in 16 bit need weights_of, from where their weights are read")
                 originals = _originals_of(model, weights_of(name), None if recorded is None else recorded.get(name, {}))
-            self._switches.append(StepSwitch(self, follower, outer, model, originals))
-        for switch in self._switches:
+            self._put.append(StepSwitch(self, follower, outer, originals))
+        for switch in self._put:
             switch.choose()  # what cannot be is refused before anything is put in place
-        for switch in self._switches:
+        for switch in self._put:
             switch.place()
 
     @property
     def placed(self) -> tuple[str, ...]:
         """Of each denoiser, where its 16-bit weights are: "resident" or "streamed"; () where none are read."""
-        return tuple("streamed" if each.is_streamed else "resident" for each in self._switches if each.originals)
+        return tuple("streamed" if each.is_streamed else "resident" for each in self._put if each.originals)
 
     @property
     def nbytes(self) -> int:
         """Bytes of 16-bit weights that are held now."""
-        return sum(switch.store.nbytes for switch in self._switches if switch.store)
-
-    def remove(self) -> None:
-        """Let every step be quantized again, and give the memory of 16-bit weights back."""
-        for switch in self._switches:
-            switch.remove()
+        return sum(switch.store.nbytes for switch in self._put if switch.store)
 
 
 class StepSwitch:
     """Switch between quantized and 16-bit steps: hooks before and after each call of a denoiser.
 
-    outer: the module that the pipeline calls. model: the one in it, where torch.compile has put something around it.
+    outer: the module that the pipeline calls, in which the model is, where torch.compile has put something around it.
     originals: None for steps at 16-bit activations.
     """
 
-    def __init__(
-        self, kept: KeptSteps, follower: Follower, outer: nn.Module, model: nn.Module, originals: Originals | None
-    ) -> None:
-        self.kept, self.follower, self.outer, self.model, self.originals = kept, follower, outer, model, originals
-        self.store: Resident | Streamed | Codes | None = None
+    def __init__(self, kept: KeptSteps, follower: Follower, outer: nn.Module, originals: Originals | None) -> None:
+        self.kept, self.follower, self.outer, self.originals = kept, follower, outer, originals
+        self.model = uncompiled(outer)
+        self.store: Held | None = None
         self._chosen_for: tuple[object, ...] = ()
         self._coded: list[tuple[Any, Any]] = []  # attention processors and their backends
         self._handles: list[Any] = []
@@ -203,9 +198,7 @@ class StepSwitch:
         if self._compiled is not None and vars(self.outer).get("_compiled_call_impl") is self:
             vars(self.outer)["_compiled_call_impl"] = self._compiled
         self._leave()
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        self._close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of a compiled call."""
@@ -218,7 +211,7 @@ class StepSwitch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepSwitch:
         """Copy it switched off: a copy of the model is quantized at every step."""
-        twin = StepSwitch(self.kept, self.follower, self.outer, self.model, self.originals)
+        twin = StepSwitch(self.kept, self.follower, self.outer, self.originals)
         twin._on = False
         return twin
 
@@ -241,20 +234,19 @@ class StepSwitch:
         if self._on:
             self._leave()
 
-    def choose(self) -> Resident | Streamed | Codes:
+    def choose(self) -> Held:
         """Return the store of the steps' weights; a new one where those in 16 bit were moved or offloaded since.
 
         Raises ValueError where the weights can be neither resident nor streamed, or not in the way that was asked for.
         """
         if self.originals is None:
-            self.store = self.store or Codes(_layers_of(self.model))
+            self.store = self.store or codes_of(_layers_of(self.model))
             return self.store
         layers, offloaded = self.originals.layers, _is_offloaded(self.model)
         situation = (offloaded, *(layer.weight.device for layer in layers.values()))
         if self.store is not None and (situation == self._chosen_for or self.is_streamed):
             return self.store
-        if self.store is not None:
-            self.store.close()
+        self._close()
         placing, name = self.kept.weights, type(self.model).__name__
         why_not_streamed = _why_not_streamed(self.outer, self.model)
         if placing == "resident" and offloaded:
@@ -268,20 +260,24 @@ class StepSwitch:
                 f"{why_not_streamed}"
             )
         self._chosen_for = situation
-        self.store = Resident(self.originals) if fits else Streamed(self.originals)
+        self.store = resident(self.originals) if fits else Streamed(self.originals)
         if placing == "auto":
             logger.info("16-bit weights of this %s are %s", name, "streamed" if self.is_streamed else "resident")
         return self.store
 
     def _set_attention(self) -> None:
         """Compute self-attention in 16 bit meanwhile, where it is in fp8 or int8."""
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+        from fluxq.runtime.attention_choice import backend_of  # which few checkpoints need
 
         processors = (getattr(module, "processor", None) for module in self.model.modules())
         self._coded = [(each, each._attention_backend) for each in processors if each and attention_by(each)]
-        is_default = _AttentionBackendRegistry.get_active_backend()[0] in BACKENDS.values()
         for processor, _ in self._coded:
-            processor._attention_backend = AttentionBackendName.NATIVE if is_default else None
+            processor._attention_backend = backend_of("16bit")
+
+    def _close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
 
     def _leave(self) -> None:
         if self.store is not None:
@@ -382,18 +378,14 @@ def _not_followed(scheduler: Any, why: str) -> ValueError:
 # --- the pipeline
 
 
-def _quantized_denoisers(pipe: Any) -> Iterator[tuple[str, tuple[nn.Module, nn.Module]]]:
-    """Yield component -> (module that the pipeline calls, model in it) of quantized models that run at every step."""
-    for name, part in denoisers_in(pipe):
-        model = uncompiled(part)
-        if _layers_of(model):
-            yield name, (part, model)
+def _quantized_denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """Return component -> module that the pipeline calls, of quantized models that run at every step."""
+    return {name: outer for name, outer in denoisers_in(pipe) if quant_layers(outer)}
 
 
 def _layers_of(model: nn.Module) -> dict[str, QuantLinear]:
     """Return every QuantLinear by its path in the files, without modules of adapters and torch.compile around it."""
-    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, QuantLinear))
-    return {path_in_file(path): module for path, module in layers}
+    return {path_in_file(path): layer for path, layer in quant_layers(model)}
 
 
 def _originals_of(model: nn.Module, source: SourceWeights, recorded: Mapping[str, int] | None) -> Originals:
@@ -422,8 +414,6 @@ def _steps_to_keep(
     if components is None:
         kinds: set[Components] = {each.components for each in all_recorded if each}
         components = kinds.pop() if len(kinds) == 1 else "16bit"
-    if first is not None and last is not None:
-        return Steps(first=first, last=last, components=components)
     recorded = all_recorded[0] if all_recorded.count(all_recorded[0]) == len(all_recorded) else None
     if recorded is None and first is None and last is None:
         raise ValueError(
@@ -438,7 +428,7 @@ def _steps_to_keep(
 
 def keep_recorded_steps(pipe: Any, source: str | None = None) -> KeptSteps | None:
     """Call `keep_steps` as the pipeline's checkpoint says; None where it says nothing."""
-    recorded = [steps for _, (_, model) in _quantized_denoisers(pipe) if (steps := recorded_steps(model))]
+    recorded = [steps for outer in _quantized_denoisers(pipe).values() if (steps := recorded_steps(outer))]
     if not recorded:
         return None
     return keep_steps(pipe, source=source if any(steps.components == "16bit" for steps in recorded) else None)
@@ -483,22 +473,19 @@ def recorded_steps(model: Any) -> Steps | None:
 
 def recorded_in(model: Any) -> QuantizationConfig | None:
     """Return what a model's checkpoint says of it; None for a model that fluxq did not quantize."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    config = getattr(getattr(uncompiled(model), "config", None), "quantization_config", None)
     return getattr(config, "stored", None)
 
 
 def _is_offloaded(model: nn.Module) -> bool:
     """Tell whether anything moves a model's weights between calls."""
-    if residence_of(model) is not None:
+    if residence_of(model) is not None or is_grouped(model):
         return True
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
             if type(each).__name__ == "CpuOffload" or getattr(each, "offload", False):
                 return True
-        hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", ())
-        if any("group_offloading" in name for name in hooks):
-            return True
     return False
 
 
@@ -547,13 +534,13 @@ def why_not_captured(model: nn.Module) -> str:
 
 
 def _sources(
-    pipe: Any, models: Mapping[str, tuple[nn.Module, nn.Module]], source: str | Path | None
+    pipe: Any, denoisers: Mapping[str, nn.Module], source: str | Path | None
 ) -> tuple[Callable[[str], SourceWeights], dict[str, dict[str, int]] | None]:
     """Return (component -> its 16-bit weights; component -> layer -> rank, or None if nothing is recorded).
 
     The source is compared with the recorded digests, if there are any.
     """
-    homes = list(_homes(pipe, [model for _, model in models.values()]))
+    homes = list(_homes(pipe, map(uncompiled, denoisers.values())))
     home = next((folder for folder in homes if (folder / PLAN_FILE).is_file()), None)
     record = read_record(home) if home else None
     if source is not None:
@@ -561,20 +548,20 @@ def _sources(
     elif record is not None and record.model.source:
         folder = resolve_model(record.model.source, revision=record.model.revision)
     else:  # quantized while it was loaded: from there
-        origin = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in models)), None)
+        origin = next((folder for folder in homes if all(_is_16_bit(folder, name) for name in denoisers)), None)
         if origin is None:
             raise ValueError(
                 f"what 16-bit model this {type(pipe).__name__} was quantized from is not known, because it was not "
                 f"loaded from a folder with a {PLAN_FILE} that says so: name that model's folder or hub id as source="
             )
         folder = resolve_model(str(origin))
-    for name in models:
+    for name in denoisers:
         if "quantization_config" in folder.config(name):
             raise ValueError(f"{folder.path / name} is quantized itself; name the 16-bit model as source=")
     if record is None:
         return lambda name: SourceWeights(folder, name), None
     digests = record.model.digests
-    for name in models if digests or record.imported is None else ():  # none where there was no base
+    for name in denoisers if digests or record.imported is None else ():  # none where there was no base
         digest, wanted = folder.digest(name), digests.get(name)
         if digest != wanted:
             raise ValueError(
@@ -593,7 +580,7 @@ def _sources(
     return weights_of, ranks
 
 
-def _homes(pipe: Any, models: list[nn.Module]) -> Iterator[Path]:
+def _homes(pipe: Any, models: Iterable[nn.Module]) -> Iterator[Path]:
     """Yield folders that a pipeline may have been loaded from, its own before those around its models."""
     for part in (pipe, *models):
         name = str(getattr(getattr(part, "config", None), "_name_or_path", "") or "")
