@@ -959,7 +959,7 @@ FAULTS: dict[str, Fault] = {
     "drift: the other pipeline is not steered": Fault(
         "eval/metrics/drift.py",
         "        whole[image][step] += float(v.double().square().sum())\n        return v\n",
-        "        whole[image][step] += float(v.double().square().sum())\n        return found\n",
+        "        whole[image][step] += float(v.double().square().sum())\n        return velocity\n",
         _in("eval/test_drift.py", "test_the_other_pipeline_is_fed_what_the_16_bit_one_was_fed"),
     ),
     "metrics: two sets of other seeds compared": Fault(

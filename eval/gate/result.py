@@ -40,8 +40,10 @@ class MetricResult(Strict):
     @classmethod
     def of(cls, name: str, unit: str, rule: Rule, finding: Finding) -> MetricResult:
         """Return what a finding says."""
-        found = {key: number(each) if isinstance(each, float) else each for key, each in vars(finding).items()}
-        return cls(name=name, unit=unit, margin=rule.margin, c=rule.c, **found)
+        facts: dict[str, Any] = {}
+        for key, value in vars(finding).items():
+            facts[key] = number(value) if isinstance(value, float) else value
+        return cls(name=name, unit=unit, margin=rule.margin, c=rule.c, **facts)
 
 
 class GateResult(Strict):

@@ -1,10 +1,13 @@
 """The proof of 16-bit activations at edge steps: the page has the figures, and the rule decides by both."""
 
+import pytest
+
 from benchmarks import a16
 from benchmarks.pages import between
 from fluxq.base.files import read_json
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_of_the_committed_result() -> None:
     report, page = read_json(a16.RESULT), a16.PAGE.read_text(encoding="utf-8")
     assert between(page, a16.BEGIN, a16.END, a16.table(report)) == page, "python -m benchmarks.a16 --tables"
@@ -14,6 +17,7 @@ def test_the_page_has_the_table_of_the_committed_result() -> None:
     assert report["prompts"] == 256 and "dirty" not in report["commit"]
 
 
+@pytest.mark.slow
 def test_an_edge_pays_where_it_brings_more_for_its_time_than_the_next_format() -> None:
     best = max(map(a16.next_format, a16.NATIVE))
     row = {"gain_db": [1.01 * best, 0.0, 0.0], "added_time_percent": dict.fromkeys(a16.NATIVE, 1.0)}

@@ -10,6 +10,7 @@ from benchmarks.kernels import workloads
 from benchmarks.kernels.apart import apart
 
 
+@pytest.mark.slow
 def test_a_call_returns_raises_ends_or_takes_too_long(capfd) -> None:
     assert apart(divmod, 7, 2, seconds=60) == (3, 1)
     with pytest.raises(RuntimeError, match="ValueError: invalid literal for int"):

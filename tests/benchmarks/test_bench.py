@@ -171,6 +171,7 @@ def test_every_case_of_a_dry_run_is_right_and_reported(tmp_path):
     assert {row["verdict"] for row in report.goals(found)} == {"not measured"}
 
 
+@pytest.mark.slow
 def test_there_is_no_report_of_wrong_results(tmp_path, monkeypatch):
     monkeypatch.setattr(workloads, "error", lambda work: 0.5)
     file = tmp_path / "bench.json"
@@ -227,6 +228,7 @@ def test_one_that_cannot_be_timed_takes_no_other_of_its_shape_with_it(monkeypatc
     assert [row["case"] for row in found["left_out"]] == [other.name]
 
 
+@pytest.mark.slow
 def test_rates_are_timed_in_turns_written_after_each_shape_and_of_what_is_proven(monkeypatch, tmp_path):
     ours, wrong = workloads.QUANTIZERS[:2]
     sweep = [((3, 64, 64), (BASELINE, wrong, ours)), ((3, 64, 64), (ours,))]
@@ -268,6 +270,7 @@ def test_exact_sums_are_asked_for_in_their_case_alone(monkeypatch):
     assert seen == ["exact", "fast"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", workloads.GATED[-3:], ids=lambda case: case.name)
 def test_gated_products_are_launched_with_what_follows_them(case, monkeypatch):
     """`gate_kernel` is behind the library's product of fp8, and ours of int8; of 4-bit codes a kernel adds itself."""

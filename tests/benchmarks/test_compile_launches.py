@@ -52,6 +52,7 @@ def test_a_launch_is_computed_and_then_compiled(monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == 3
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_is_named() -> None:
     x = torch.ones(16)
     with pytest.raises(AssertionError, match=r"^1 of 2 launches do not compile:\nof_two_types_kernel for sm_90: "):

@@ -29,6 +29,7 @@ def script(monkeypatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_recipe_is_timed_in_every_layout(script, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(script, "SMALL", ((5, 64, 384),))
     arguments = ["--small", "--rounds", "2", "--out", str(tmp_path / "found.json")]

@@ -248,6 +248,7 @@ def test_a_profiler_that_does_not_run_or_sees_nothing_takes_no_time_away(script,
         assert found["parts"] is None and why in found["unseen"]
 
 
+@pytest.mark.slow
 def test_a_profiler_is_tried_before_it_is_needed(script, monkeypatch, tmp_path: Path) -> None:
     def never(*_: Any, seconds: float) -> None:
         raise RuntimeError(f"no result after {seconds:g} s")
@@ -271,6 +272,7 @@ def rows_of(script: ModuleType, *names: str) -> list[Any]:
     return [row for row in script.ROWS if row.name in names]
 
 
+@pytest.mark.slow
 def test_a_row_is_kept_before_it_is_taken_apart(script, monkeypatch, tmp_path: Path) -> None:
     """A profiler that never ends takes the rest of a run, and no row."""
 
@@ -292,6 +294,7 @@ def test_a_row_is_kept_before_it_is_taken_apart(script, monkeypatch, tmp_path: P
     assert [row["parts"] for row in bench.found["rows"]] == [{"products": 1.0}]
 
 
+@pytest.mark.slow
 def test_a_row_that_is_to_be_a_graph_is_none_without_one(script, monkeypatch, tmp_path: Path) -> None:
     from recorder import Recorder
 
@@ -312,6 +315,7 @@ def test_a_row_that_is_to_be_a_graph_is_none_without_one(script, monkeypatch, tm
         assert bench.found["complete"] == (device is Recorder)
 
 
+@pytest.mark.slow
 def test_a_row_says_what_was_not_fused_and_which_kernels_were_withdrawn(script, monkeypatch, tmp_path: Path) -> None:
     import fluxq
     from fluxq.runtime.fused import FusedPart
@@ -327,6 +331,7 @@ def test_a_row_says_what_was_not_fused_and_which_kernels_were_withdrawn(script, 
     assert optimized["withdrawn"] == ["scaled_matmul fp8 sm_90"]
 
 
+@pytest.mark.slow
 def test_without_a_baseline_rows_keep_their_seconds_and_it_is_tried_once(script, monkeypatch, tmp_path: Path) -> None:
     tried = []
 
@@ -346,6 +351,7 @@ def test_without_a_baseline_rows_keep_their_seconds_and_it_is_tried_once(script,
     assert not again.found["rows"]  # they are timed again, for the ratio
 
 
+@pytest.mark.slow
 def test_a_package_that_is_not_there_costs_no_model(script, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "find_spec", lambda name: None)
     bench = bench_of(script, tmp_path / "x")
@@ -377,6 +383,7 @@ def test_every_size_and_row_is_compiled_by_itself(script, monkeypatch, tmp_path:
     assert len(compiled) >= 8 and all(compiled)  # two kinds of block, of row and baseline, at two sizes
 
 
+@pytest.mark.slow
 def test_a_row_with_a_kernel_that_is_not_proven_is_not_timed(script, monkeypatch, tmp_path: Path) -> None:
     took = {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3}
     monkeypatch.setattr(script.Bench, "_time", lambda *_: dict(took))
@@ -532,6 +539,7 @@ def test_an_h200_is_priced_by_what_was_measured(script) -> None:
         assert efficiency.measured.startswith(rate) and model.RATES_FILE.name in efficiency.measured
 
 
+@pytest.mark.slow
 def test_the_modelled_tables_are_those_of_the_committed_file_and_of_the_model(script) -> None:
     found = json.loads(script.MODELLED_FILE.read_text(encoding="utf-8"))
     page, with_tables = script.PAGE.read_text(encoding="utf-8"), script.flux_modelled.with_tables

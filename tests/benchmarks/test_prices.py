@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks import prices
 
 
+@pytest.mark.slow
 def test_dearer_time_buys_less_of_both(tmp_path):
     file = tmp_path / "prices.json"
     sizes = ("--layers", "drawn", "--drawings", "1", "--size", "128", "--recipe", "nvfp4-max")

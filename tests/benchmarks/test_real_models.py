@@ -125,6 +125,7 @@ def run(*words: object):
     return CliRunner().invoke(real_models.main, [str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_every_row_of_every_layer_is_measured_and_what_is_missing_says_why(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(real_models.main.params[0], "type", real_models.click.STRING)
     done = run("--recipe", "nvfp4", "--json", tmp_path / "rows.json")

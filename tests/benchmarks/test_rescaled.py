@@ -33,6 +33,7 @@ def inputs_of(pipe, names) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return made, seen
 
 
+@pytest.mark.slow
 def test_images_are_the_same_and_channels_are_not(folder):
     names = [
         *(f"transformer_blocks.0.{name}" for name in ("attn.to_q", "attn.to_out.0", "attn.to_add_out")),

@@ -58,6 +58,7 @@ def test_every_command_and_every_public_name_has_its_entry():
     assert "{py:function} fluxq.tiny.load(" in api
 
 
+@pytest.mark.slow
 def test_links_lead_to_the_same_on_the_site(tmp_path):
     """The README is the first page, a recipe's file its page, a file comes along, a folder is its words alone."""
     root, copy = tmp_path / "checkout", tmp_path / "copy"

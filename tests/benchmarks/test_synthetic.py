@@ -46,6 +46,7 @@ def test_weights_of_large_channels_are_smaller():
     assert columns[large] < columns.median()
 
 
+@pytest.mark.slow
 def test_adaln_has_noise_levels():
     """Tokens of one level share scale and shift, so means of levels differ more than by chance."""
     layer = draw("adaln", k=K, n=8, fit=4096, held=8)

@@ -7,6 +7,7 @@ from benchmarks import training
 from fluxq.base.files import read_json
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_committed_file_and_of_the_model() -> None:
     found = read_json(training.RESULT)
     page = training.PAGE.read_text(encoding="utf-8")

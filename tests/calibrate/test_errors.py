@@ -286,6 +286,7 @@ def test_a_residual_is_the_change_of_the_latents_along_its_probe(monkeypatch):
     torch.testing.assert_close(table.residuals[:, 0], -table.residuals[:, 1])
 
 
+@pytest.mark.slow
 def test_gaussian_probes_give_the_norm_of_the_change():
     """24 images of 8 probes: a standard deviation is 10 %."""
     torch.manual_seed(0)
@@ -376,6 +377,7 @@ def test_a_graph_that_is_cut_is_named_with_the_cure(make, message):
 # Both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["velocity", "adjoint"])
 def test_the_pipeline_is_left_as_it_was(measure):
     pipe = tiny.load(dtype="float32")
@@ -454,6 +456,7 @@ def embedded():
     return pipe, menu, items, call, true_errors(pipe, menu, items, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measure", "low", "high", "farthest"), [("velocity", 0.4, 1.1, 4), ("adjoint", 0.75, 1.33, 2)]
 )

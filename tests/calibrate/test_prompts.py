@@ -191,6 +191,7 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path, model, name):
         load_prompts(str(tmp_path / name), model)
 
 
+@pytest.mark.slow
 def test_a_dataset_that_cannot_be_reached_is_named(model, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach the Hub\nsecond line")
@@ -359,6 +360,7 @@ def refused(tmp_path: Path, name: str, model, most: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("column", "values"),
     [
@@ -376,6 +378,7 @@ def test_a_table_is_refused_before_it_is_unpacked(tmp_path, model, column, value
     assert said.endswith("more than 256 MiB of text unpacked; make it shorter")
 
 
+@pytest.mark.slow
 def test_a_table_of_too_many_texts_is_refused(tmp_path, model):
     """R18: in one row, so that no limit of rows sees them."""
     pyarrow.parquet.write_table(pyarrow.table({"captions": [["b"] * (1 << 22), ["c"]]}), tmp_path / "p.parquet")

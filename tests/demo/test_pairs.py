@@ -37,6 +37,7 @@ def alone(pipe: Any, steps: int) -> Any:
     return generate_batch(pipe, [(PROMPT, 5)], tiny.CALL_KWARGS | {"num_inference_steps": steps})
 
 
+@pytest.mark.slow
 def test_a_pair_is_what_both_pipelines_make_alone_and_another_checkpoint_changes_one_side(
     pairs: Pairs, pipe: Any, plain_checkpoint, monkeypatch
 ) -> None:
@@ -74,6 +75,7 @@ def test_an_image_that_is_being_made_when_the_demo_ends_is_let_go(pairs: Pairs, 
     assert steps == [1]
 
 
+@pytest.mark.slow
 def test_an_image_stops_after_a_step_or_before_the_first_and_can_be_made_again(pairs: Pairs) -> None:
     steps: list[int] = []
     for stops, made in ((lambda: len(steps) == 1, [1]), (lambda: True, [])):

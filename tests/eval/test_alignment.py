@@ -42,6 +42,7 @@ def scored(scorer, images, prompts, batch_size=64):
     return scorer.align(scorer.embed(images, batch_size), prompts, batch_size)
 
 
+@pytest.mark.slow
 def test_C2_score_is_100_cos_of_the_saved_model(folder, images):
     torch.manual_seed(0)
     model = open_clip.CLIP(**CONFIG["model_cfg"]).eval()  # the same random weights, never saved
@@ -79,6 +80,7 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_C1_file_and_folder_give_the_same_bits(files, images):
     digest = sha256_file(files / "clip.pt")
     sources = (f"small={files / 'clip.safetensors'}", f"small={files / 'clip.pt'}#{digest[:12]}", files / "folder")
@@ -97,6 +99,7 @@ def test_a_pickle_needs_its_published_hash(files):
         ClipScorer(f"small={files / 'clip.pt'}#0")
 
 
+@pytest.mark.slow
 def test_C4_openai_weights_without_quickgelu_are_warned_of(files, monkeypatch):
     openai = files / "vit_small.openai.safetensors"
     shutil.copy(files / "clip.safetensors", openai)
@@ -110,6 +113,7 @@ def test_C4_openai_weights_without_quickgelu_are_warned_of(files, monkeypatch):
     assert "QuickGELU" in ClipScorer(files / "openai-clip").warnings[0]
 
 
+@pytest.mark.slow
 def test_a_repository_of_the_hub_is_read_from_its_cache(files, images, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(files / "hub"))
     snapshot = files / "hub" / "models--someone--clip" / "snapshots" / ("0" * 40)

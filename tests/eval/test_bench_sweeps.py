@@ -41,6 +41,7 @@ def test_a_grid_goes_into_a_history_and_a_trace_has_ranges_by_stage_and_role(pla
     assert {"attn_out", "ff_down"} <= set(named), sorted(set(named))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_swept_or_written_is_refused_before_work(plain_checkpoint, tmp_path: Path) -> None:
     checkpoint, mine = plain_checkpoint("int8"), tmp_path / "mine.json"
     mine.write_text("{}", encoding="utf-8")

@@ -62,6 +62,7 @@ def test_dominated_is_as_good_or_better_and_no_dearer(points, better, expected):
     assert dominated(points, better) == expected
 
 
+@pytest.mark.slow
 def test_quality_is_drawn_against_compute_where_a_run_leaves_steps_out(three, no_svg):
     plain, cached, fewer = three.runs
     cached = cached.model_copy(update={"cache": "list 0.5", "computed": 0.5})
@@ -95,6 +96,7 @@ def test_cost_charts_hold_every_run_with_its_interval_and_cost(three, no_svg):
     assert "lpips" not in bits.choices and next(iter(bits.choices)) == "psnr"
 
 
+@pytest.mark.slow
 def test_a_file_that_is_re_encoded_in_memory_dominates_nothing_for_its_size_on_disk(three, no_svg):
     stored = three.runs[0]
     as_int8 = three.runs[1].model_copy(
@@ -162,6 +164,7 @@ def test_a_dot_for_every_image_in_order(three, no_svg):
     assert image_chart(three.model_copy(update={"runs": runs})) is None
 
 
+@pytest.mark.slow
 def test_many_images_are_drawn_by_evenly_spaced_ranks(no_svg):
     report = example_report.example(1, count=900, wall=None)
     dots = rows(image_chart(report), "rank")
@@ -229,6 +232,7 @@ def test_drawings_are_well_formed_with_ids_of_their_own_and_the_pages_colours(th
     assert damage_charts(0, three.runs[0].debug)[1].svg == first.svg  # the same chart is the same text
 
 
+@pytest.mark.slow
 def test_script_holds_no_end_of_itself_and_asks_for_nothing():
     script = javascript()
     assert "</script" not in script.lower() and 3e5 < len(script) < 1.5e6

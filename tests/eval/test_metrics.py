@@ -91,6 +91,7 @@ def test_images_of_one_prompt_stay_together_in_the_interval(sample):
     assert len(set(sample.prompts)) == COUNT // 2
 
 
+@pytest.mark.slow
 def test_Q1_a_model_against_itself(pictures, networks):
     same = Sample(some(pictures[1]), some(pictures[1].clone()), networks)
     taken = {key: METRICS[key].measure(same) for key in METRICS.keys() - FOREIGN - OF_VIDEOS}

@@ -92,6 +92,7 @@ def test_a_gpu_computes_re_encoded_layers_as_the_cpu_does(side, monkeypatch):
     assert served(pipe, "cuda") == on_cpu
 
 
+@pytest.mark.slow
 def test_codes_that_are_decoded_in_the_kernel_are_named_as_that(side, native):
     pipe = side.open()
     for layer in quantized_layers(pipe).values():

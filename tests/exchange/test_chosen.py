@@ -60,6 +60,7 @@ def options_in(units: list[Any], option_of: dict[str, str]) -> dict[str, set[str
     return {name: options for name, options in found.items() if options}
 
 
+@pytest.mark.slow
 def test_what_is_chosen_for_comfyui_is_written_as_it_is(mixed) -> None:
     option_of, source, done = mixed("comfy", 6.5)
     assert set(option_of.values()) == {"nvfp4", "fp8_tensor"} and not done.dequantized and not done.requantized

@@ -289,6 +289,7 @@ def test_comfyui_rounds_x_by_our_scales_and_factors(tmp_path) -> None:
     assert ((ours - wide).norm() / wide.norm()).item() > 0.05  # what rounding x costs
 
 
+@pytest.mark.slow
 def test_int4_is_not_written_for_a_program_that_has_no_such_format(plain_checkpoint, tmp_path) -> None:
     folder, target = resolve_model(str(plain_checkpoint("int4"))), tmp_path / "x.safetensors"
     with pytest.raises(ValueError, match="does not load awq_w4a16"):

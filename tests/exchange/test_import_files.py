@@ -138,6 +138,7 @@ def test_nunchakus_single_file_comes_back_byte_for_byte(main, tmp_path) -> None:
     assert set(checked(tmp_path / "back").values()) == {"ok"}
 
 
+@pytest.mark.slow
 def test_what_nunchaku_rounds_to_16_bit_is_all_that_differs(tmp_path) -> None:
     folder, file = native(tmp_path / "native", "nvfp4-nvfp4-smooth-r16", arbitrary), tmp_path / "there.safetensors"
     weights = folder / "transformer" / WEIGHTS
@@ -316,6 +317,7 @@ def test_a_whole_checkpoint_of_which_only_another_component_is_quantized_is_refu
         import_model(tmp_path / "x.safetensors", tmp_path / "out", TINY / "transformer")
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_of_a_family_that_comfyui_gives_its_own_names(tmp_path) -> None:
     """Qwen-Image, whose names are diffusers' behind the prefix."""
     base, state = write_family(tmp_path / "base", "qwen_image")
@@ -529,6 +531,7 @@ def test_original_names_of_a_family_are_found_in_every_dialect(family, dialect, 
             assert torch.equal(values, exact[name]), name
 
 
+@pytest.mark.slow
 def test_a_dequantized_import_is_verified_too(tmp_path) -> None:
     """A pipeline in which nothing is quantized any more."""
     held, _, exact = encoded("flux", "bnb", tiny_state())

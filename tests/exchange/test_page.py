@@ -248,6 +248,7 @@ def test_what_is_run_is_what_the_package_asks_for(reader: Reader) -> None:
 # --- what is there to copy
 
 
+@pytest.mark.slow
 def test_the_lines_for_diffusers_make_an_image(plain_checkpoint, tmp_path, monkeypatch) -> None:
     """In this process, beside fluxq; test_export.py has one without."""
     monkeypatch.chdir(tmp_path)

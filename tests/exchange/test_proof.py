@@ -215,6 +215,7 @@ ONE_COLUMN: dict[str, tuple[Callable[[Tensor], Tensor] | None, set[str]]] = {
 }
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("by", [0.6, 1.5])
 @pytest.mark.parametrize("case", ONE_COLUMN)
 def test_a_factor_of_one_column_is_folding_where_it_is_taken_back(case: str, by: float, base, tmp_path) -> None:
@@ -300,6 +301,7 @@ def test_folding_is_what_the_same_block_takes_back_in_all_that_read_it(state, ba
     assert wrong == ({"0", "to_v"} if state is folded_elsewhere else {"to_k", "to_v"}), report.faults
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", [FP8, NVFP4])
 def test_values_with_factors_of_rows_and_of_columns(scheme, base, tmp_path) -> None:
     """Rows with an fp32 scale each take any factor in, scales of blocks powers of two."""
@@ -430,7 +432,7 @@ def without_low_bits(module: str, tensors: Tensors) -> None:
     tensors["weight"] = (tensors["weight"].view(torch.uint8) & 0xF8).view(torch.float8_e4m3fn)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("broken", "state"), [(None, trained_on), (without_low_bits, dict)])
 def test_what_is_further_off_than_rounding_in_most_linears_is_not_the_bases(broken, state, base, tmp_path) -> None:
     """Another training, or damage of all layers: numbers do not tell them apart, and neither is taken for the base."""

@@ -107,6 +107,7 @@ def test_a_pipeline_is_what_the_command_writes(recipe, profile, written, tmp_pat
         assert same_bits(getattr(again, part).state_dict(), getattr(pipe, part).state_dict())
 
 
+@pytest.mark.slow
 def test_two_scales_for_blocks_of_weights_need_no_data(tmp_path):
     """4-over-6 of weights is chosen by the weights: what loads is what the command writes, joined scales included."""
     recipe = tmp_path / "two-scales.yaml"

@@ -294,6 +294,7 @@ def test_a_layer_that_the_config_forgets_fails_to_load(damaged, clip_layer):
         load(damaged, FAMILIES["clip"])
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_a_method_that_transformers_does_not_know_fails_to_load_and_is_not_noise(recipe, text_encoder, tmp_path):
     import shutil

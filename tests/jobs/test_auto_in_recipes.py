@@ -47,6 +47,7 @@ def formats(folder: Path) -> dict[str, str]:
     return {name: scheme.partition("-")[0] for scheme, names in config["layers"].items() for name in names}
 
 
+@pytest.mark.slow
 def test_quantizing_searches_first_and_a_repeat_does_nothing(model, mine, monkeypatch) -> None:
     done = quantized(model, mine)
     kept = ["out", "out-chosen.json", "out-chosen.yaml", "small-velocity-errors.safetensors"]
@@ -64,6 +65,7 @@ def test_quantizing_searches_first_and_a_repeat_does_nothing(model, mine, monkey
     assert stamps == {path: path.stat().st_mtime_ns for path in Path.cwd().rglob("*")}
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_goes_on_without_another_search(model, mine, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(making, "quantize_component", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -74,6 +76,7 @@ def test_an_interrupted_job_goes_on_without_another_search(model, mine, monkeypa
     assert quantized(model, mine).path.is_dir()
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_chooses_for(model, mine) -> None:
     done = CliRunner().invoke(cli, ["quantize", str(model), "--recipe", "mine.yaml", *ONE_STEP, "--no-check"])
     assert done.exit_code == 0, done.stderr

@@ -50,6 +50,7 @@ def made(folder: str, recipe: str, **job: Any) -> tuple[dict[str, bytes], dict[s
     return files, {**(result or {}), "seconds": 0}
 
 
+@pytest.mark.slow
 def test_nothing_that_is_written_differs(recipe, tight):
     plain = made("plain", recipe)
     assert not tight
@@ -59,6 +60,7 @@ def test_nothing_that_is_written_differs(recipe, tight):
     assert len(plain[0]) == 3 and plain[1]["measured_nmse"] > 0
 
 
+@pytest.mark.slow
 def test_attention_is_measured_where_some_of_its_weights_stay(recipe, monkeypatch):
     Path(recipe).write_text(RECIPE.replace("nvfp4", "fp8"))
     options = AutoOptions(gate="latent_sqnr>=1", gpu="h200", attention=True, menu=("fp8",), count=1)
@@ -101,6 +103,7 @@ def settled(recipe: str, monkeypatch, free: int, device: str = "auto") -> Run:
     return search(recipe, device=device).job.run
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_read_in_turn(recipe, monkeypatch, caplog):
     assert settled(recipe, monkeypatch, 1 << 40).memory is None
     small = 81 * MIB

@@ -184,6 +184,7 @@ def test_sizes_of_flux_dev_by_hand():
     )  # and the table of positions, which is stored
 
 
+@pytest.mark.slow
 def test_a_shared_weight_is_stored_once_and_two_experts_twice():
     tied, free = named("Qwen3-4B for causal LM"), named("Qwen3-8B for causal LM")
     assert tied.bytes_16bit == 2 * tied.parameters and "lm_head.weight" not in tied.weights.names
@@ -286,7 +287,7 @@ ARGUMENTS = {
 SHALLOW = {"num_layers": 1, "num_single_layers": 1, "transformer_layers_per_block": 1}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
     """At full width and the usual size, with tensors that have no data. Depth does not matter: layers come in turn."""
@@ -313,7 +314,7 @@ def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
 # Cards
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cells"),
     [
@@ -327,7 +328,7 @@ def test_the_best_that_fits_eight_and_twelve_gigabytes(name, cells):
     assert named(name).fits(CONTEXT + 1) == "no" and named("T5-XXL").fits(8e9) == "–"
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whole", "in_tiles"),
     [
@@ -374,6 +375,7 @@ def run(*arguments: str):
     return CliRunner().invoke(cli, ["families", *arguments])
 
 
+@pytest.mark.slow
 def test_one_model_is_shown_in_detail_with_every_recipe():
     result = run("FLUX.1-Kontext-dev")
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -391,6 +393,7 @@ def test_a_small_model_is_counted_in_millions():
     assert any(line.startswith("123 M parameters, 246 MB in 16 bit; ") for line in said)
 
 
+@pytest.mark.slow
 def test_json_has_the_numbers_and_the_chosen_recipe():
     result = run("sana-1.6b", "--recipe", "int4-svd", "--json")
     (model,) = json.loads(result.stdout)

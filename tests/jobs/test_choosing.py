@@ -123,6 +123,7 @@ def test_the_recipe_gives_the_plan_within_the_budget(model, here, done) -> None:
     assert overrides and all("% of the error" in each.reason and "of the weights" in each.reason for each in overrides)
 
 
+@pytest.mark.slow
 def test_another_budget_takes_the_table_as_it_is_and_the_same_search_nothing(model, here, done, monkeypatch) -> None:
     made = (here / "small-5.5bits.yaml").stat().st_mtime_ns
     monkeypatch.setattr(choosing, "measure_errors", lambda *_, **__: pytest.fail("measured again"))
@@ -151,6 +152,7 @@ def test_errors_of_other_steps_or_of_another_pipeline_are_not_taken(model, here,
         search(here / "copy" / "small", replace(VELOCITY, bits=8.0), **recipe)
 
 
+@pytest.mark.slow
 def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here, done, monkeypatch) -> None:
     squares, ran = Bench._squares, []
 
@@ -173,6 +175,7 @@ def test_searches_repeat_to_the_byte_and_go_on_after_an_interruption(model, here
     assert not list((here / "two").glob(".*"))
 
 
+@pytest.mark.slow
 def test_runs_are_kept_where_the_table_was_there(model, here, done, monkeypatch) -> None:
     """And what another search is writing beside it is left alone."""
     squares, ran = Bench._squares, []
@@ -194,6 +197,7 @@ def test_runs_are_kept_where_the_table_was_there(model, here, done, monkeypatch)
     assert part.exists()
 
 
+@pytest.mark.slow
 def test_a_menu_of_one_is_the_recipe(model, here) -> None:
     result = run(model, replace(VELOCITY, menu=("nvfp4",), bits=4.6))
     assert set(chosen(result).values()) == {"nvfp4"} and len(result["tried"]) == 1
@@ -223,6 +227,7 @@ def test_layers_that_the_recipe_sets_apart_stay(model, here) -> None:
     assert found["single_transformer_blocks.0.proj_out"] == "None"
 
 
+@pytest.mark.slow
 def test_layers_that_options_leave_out_are_excluded_by_the_recipe(model, here) -> None:
     kept = {"include": ("transformer_blocks.**",), "exclude": ("**.ff_context.**",)}
     result = run(model, replace(VELOCITY, menu=("nvfp4", "fp8")), **kept)
@@ -340,6 +345,7 @@ def test_images_of_one_prompt_refute_nothing() -> None:
     assert bench.winner(predicted, hoped, good) == "hoped"
 
 
+@pytest.mark.slow
 def test_modulation_is_units_of_weights_alone_where_it_is_asked_for(model, here) -> None:
     plain, asked = search(model), search(model, replace(VELOCITY, modulation=True))
     more = asked.offer.units.keys() - plain.offer.units.keys()
@@ -374,6 +380,7 @@ def test_attention_is_not_chosen_over_a_recipe_that_has_it_in_int8(model, here) 
         search(model, AutoOptions(ms=1.5, gpu="b200", attention=True), recipe="mine.yaml")
 
 
+@pytest.mark.slow
 def test_attention_of_each_block_is_a_unit_that_takes_time(model, here, monkeypatch) -> None:
     """Planted times: attention in fp8 takes one less, all else is free; the call is too small for it to pay."""
     modelled = search_module.modelled_ms
@@ -402,6 +409,7 @@ def test_attention_of_each_block_is_a_unit_that_takes_time(model, here, monkeypa
     assert bench.run(dict.fromkeys(chosen(result), "16bit")).error == 0
 
 
+@pytest.mark.slow
 def test_a_text_encoder_is_a_unit_of_bytes(model, here) -> None:
     how: dict[str, Any] = {"components": ("transformer", "text_encoder_2")}
     options = replace(VELOCITY, bits=None, size=10**12)
@@ -523,6 +531,7 @@ def test_prompts_are_needed(model, here) -> None:
     assert [path.name for path in here.iterdir()] == ["none.txt"]
 
 
+@pytest.mark.slow
 def test_other_files_are_not_replaced(model, here, done) -> None:
     table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
     before = table.read_bytes()
@@ -549,6 +558,7 @@ def test_what_is_no_table_is_not_replaced(model, here, content) -> None:
     assert table.is_dir() if content is None else table.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_link_is_followed_and_stays_one(model, here, done) -> None:
     (here / "link.yaml").symlink_to("small-5.5bits.yaml")
     (here / "ahead.yaml").symlink_to("small-6bits.yaml")

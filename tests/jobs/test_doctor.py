@@ -89,6 +89,7 @@ def on_interpreter(output: Path, *words: object) -> Result:
     return run(output, "--chip", CHIP, "--interpret", *words)
 
 
+@pytest.mark.slow
 def test_what_is_right_is_told_op_by_op(few, plain_checkpoint, tmp_path) -> None:
     done = on_interpreter(plain_checkpoint("int8"), "--json")
     assert done.exit_code == 0, done.output
@@ -109,6 +110,7 @@ def test_what_is_right_is_told_op_by_op(few, plain_checkpoint, tmp_path) -> None
     assert not (tmp_path / "cache").exists()  # the interpreter says nothing of a GPU
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_found_and_the_kernel_not_chosen(few, planted, plain_checkpoint, tmp_path) -> None:
     done = on_interpreter(plain_checkpoint("int8"), "--share", tmp_path / "shared.json")
     assert done.exit_code == 1 and "wrong here: scaled_matmul int8" in done.output, done.output
@@ -168,6 +170,7 @@ def test_a_whole_checkpoint_is_right(recipe: str, chip: str, plain_checkpoint) -
     ), done.output
 
 
+@pytest.mark.slow
 def test_every_shipped_recipe_is_launched_plain_and_with_all_that_it_may_try() -> None:
     subjects = [*doctor._of_recipes(doctor.Machine(torch.device("cpu"), CHIP, "speed", torch.bfloat16))]
     schemes = {str(layer.scheme) for model, *_ in subjects for layer in model.modules() if hasattr(layer, "scheme")}
@@ -275,6 +278,7 @@ def test_nothing_else_is_replaced_by_the_file_to_share(what: str, plain_checkpoi
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_the_table_is_there_even_if_the_file_to_share_cannot_be_written(one, plain_checkpoint, tmp_path, monkeypatch):
     sharing.share(doctor.Examination({}), tmp_path / "shared.json")  # which may be replaced
 
@@ -331,6 +335,7 @@ def mine(tmp_path, monkeypatch) -> None:
     Path("bye.py").write_text("raise SystemExit(0)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -370,6 +375,7 @@ def test_a_candidate_that_cannot_be_had_is_one_sentence(name: str, said: str, mi
     assert done.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_candidate_that_nothing_launches_was_not_judged(one, mine, plain_checkpoint) -> None:
     done = on_interpreter(plain_checkpoint("int8"), "--candidate", "mine:right", "--op", "dequantize")
     assert done.exit_code == 1 and "mine:right: no layer or block launches dequantize" in done.output, done.output
@@ -378,6 +384,7 @@ def test_a_candidate_that_nothing_launches_was_not_judged(one, mine, plain_check
 # --- runs that do not come to an end
 
 
+@pytest.mark.slow
 def test_a_launch_that_ended_two_runs_is_wrong_until_it_is_asked_for_again(
     one, kept, plain_checkpoint, monkeypatch, caplog
 ) -> None:
@@ -403,6 +410,7 @@ def test_a_launch_that_ended_two_runs_is_wrong_until_it_is_asked_for_again(
     assert not json.loads(file.read_text())["unended"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_found_and_says_where_it_was(few, kept, plain_checkpoint, monkeypatch) -> None:
     every, calls = launch.linear_by, []
 
@@ -420,12 +428,14 @@ def test_an_interrupted_run_keeps_what_it_found_and_says_where_it_was(few, kept,
     assert len(document["rows"]) == 1 and document["unended"] == {}
 
 
+@pytest.mark.slow
 def test_the_table_is_there_even_if_nothing_can_be_kept(one, kept, plain_checkpoint, tmp_path) -> None:
     (tmp_path / "cache").write_text("no folder")
     done = on_interpreter(plain_checkpoint("int8"))
     assert done.exit_code == 0 and "1 results, 0 wrong, 0 not compared; not kept: [Errno" in done.output, done.output
 
 
+@pytest.mark.slow
 def test_what_could_not_be_compared_is_no_proof(one, plain_checkpoint, monkeypatch, tmp_path) -> None:
     def short(*_: object, **__: object) -> None:
         raise MemoryError("too little memory")

@@ -134,7 +134,7 @@ def ddim() -> tuple[DiffusionPipeline, dict]:
     return pipe, call
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [wan_2, ltx, fill, wan, hunyuan_video, sd3, qwen_image, sana, pixart, flux2, chroma, z_image, hidream, ddim],

@@ -213,6 +213,7 @@ def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, unche
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_python_has_it_too(mixed, unchecked, tmp_path, monkeypatch) -> None:
     shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("run again"))
@@ -232,6 +233,7 @@ def test_another_choice_is_not_written_over_a_checkpoint(mixed, tmp_path) -> Non
         assemble(replace(mixed.search, options=replace(mixed.search.options, assemble=str(tmp_path / "mixed"))), result)
 
 
+@pytest.mark.slow
 def test_a_search_that_has_to_run_writes_over_no_checkpoint(folders, mixed, tmp_path) -> None:
     shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
     assert search(folders, tmp_path).job.finished  # its own checkpoint
@@ -252,6 +254,7 @@ def test_another_first_checkpoint_is_not_taken_for_the_one_that_gave_all_else(mi
             assemble(replace(asked, offer=replace(asked.offer, fitted=fitted)), mixed.result)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_changes_meanwhile_is_refused(folders, mixed, tmp_path) -> None:
     copies = copies_of(folders, tmp_path)
     asked = search(copies, tmp_path / "out")
@@ -310,6 +313,7 @@ LAYER = "transformer_blocks.0.ff.net.2"
 LORA = {"file": "x.safetensors", "weight": 1.0, "sha256": "0", "component": "transformer"}
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -350,6 +354,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_computed(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -385,6 +390,7 @@ def test_two_of_one_format_and_a_recipe_beside_them_are_refused(folders, tmp_pat
         fluxq.auto("tiny", "fp8", bits=6.0, fitted=Path(folders[0]))
 
 
+@pytest.mark.slow
 def test_options_are_the_checkpoints_formats_and_16_bit_only_where_a_menu_says_so(folders, tmp_path) -> None:
     asked = search(folders, tmp_path, menu=(), bits=7.0)
     assert asked.offer.options == ("nvfp4", "int8")
@@ -393,6 +399,7 @@ def test_options_are_the_checkpoints_formats_and_16_bit_only_where_a_menu_says_s
     assert other.offer.options == ("int8", "nvfp4") and other.job.recipe_name == "int8"
 
 
+@pytest.mark.slow
 def test_a_table_is_of_the_tensors_that_were_there(folders, tmp_path) -> None:
     copies = copies_of(folders, tmp_path)
     digests = [search(copies, tmp_path).table_digest("velocity"), search(folders, tmp_path).table_digest("velocity")]
@@ -402,6 +409,7 @@ def test_a_table_is_of_the_tensors_that_were_there(folders, tmp_path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.slow
 def test_input_groups_with_one_mean_and_one_set_of_factors_stay_together(folders, tmp_path) -> None:
     """Both outputs of an attention have them in the checkpoint that can be exported, in the other one their own."""
     ends = {f"transformer.transformer_blocks.0.attn.{name}" for name in ("to_out.0", "to_add_out")}

@@ -40,6 +40,7 @@ def test_a_pipeline_is_equivalent_to_itself_and_a_change_that_does_nothing_is_na
     assert suite.get("failures") == "1" and suite.get("tests") == "3"
 
 
+@pytest.mark.slow
 def test_a_gross_fault_costs_eight_images_and_a_margin_can_allow_it(tmp_path: Path) -> None:
     a, b, again = (picture_folder(tmp_path / name, shift, 32) for name, shift in (("a", 0), ("b", 40), ("again", 0)))
     code, result, error = gate(a, b, "--floor", again)
@@ -123,6 +124,7 @@ def test_what_cannot_be_compared_is_refused_before_work(tmp_path: Path) -> None:
         assert re.search(message, error.replace("\n", " "), re.IGNORECASE), error
 
 
+@pytest.mark.slow
 def test_a_floor_of_other_images_is_refused_and_one_broken_image_of_many_named(tmp_path: Path) -> None:
     a, again, b = (picture_folder(tmp_path / name, count=64) for name in ("a", "again", "b"))
     for index in range(64):  # of another seed: its green and blue are another image's
@@ -140,6 +142,7 @@ def coloured(body: dict[str, Any], shift: int = 0) -> Image.Image:
     return Image.new("RGB", (16, 16), (body["seed"] % 200, 100 + shift, len(body["prompt"]) % 256))
 
 
+@pytest.mark.slow
 def test_a_server_is_its_own_floor_and_a_second_call_asks_for_no_more_than_one_image(tmp_path: Path) -> None:
     size = ("--height", 16, "--width", 16, "--work", tmp_path / "w")
     with images_server(coloured) as (a, asked), images_server(lambda body: coloured(body, 40)) as (b, _):

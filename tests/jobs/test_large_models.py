@@ -129,6 +129,7 @@ def row_of(lines: list[str], card: str) -> dict[str, str]:
     return {name.replace("`", ""): cell for name, cell in zip(title, cells, strict=True)}
 
 
+@pytest.mark.slow
 def test_twelve_gb_hold_flux_in_4_bits_where_they_stay_4_bits():
     lines = large_models.cards_table("FLUX.1-dev")
     ada, blackwell = row_of(lines, "RTX 4070"), row_of(lines, "RTX 5070")
@@ -140,6 +141,7 @@ def test_twelve_gb_hold_flux_in_4_bits_where_they_stay_4_bits():
     }
 
 
+@pytest.mark.slow
 def test_a_videos_vae_counts_the_frames_that_it_has_at_once():
     *_, vae = large_models.pieces("Wan2.1-T2V-14B", "fp8", DEVICES["rtx4090"], "speed", encoders=False)
     assert (vae.name, vae.activations) == ("vae", 2048 * 832 * 480 * 5)
@@ -167,6 +169,7 @@ def test_the_parts_of_a_pipeline_by_hand():
     assert quantized["T5-XXL"] < 0.31 * found["T5-XXL"].weights and quantized["vae"] == found["vae"].weights
 
 
+@pytest.mark.slow
 def test_a_model_of_two_halves_counts_them_both():
     names = [
         piece.name for piece in large_models.pieces("Wan2.2-T2V-A14B", "fp8", DEVICES["a100"], "speed", encoders=False)

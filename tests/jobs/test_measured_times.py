@@ -90,6 +90,7 @@ def test_16_bit_takes_the_time_beside(modelled, products, tmp_path, monkeypatch)
     assert found.costs.numbers[one]["16bit"] >= 9 * len(found.offer.units[one])
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

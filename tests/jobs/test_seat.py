@@ -86,6 +86,7 @@ def test_a_whole_call_of_the_checkpoint_takes_no_more_than_the_card(here) -> Non
     assert CONTEXT + weights + max(peaks(pipe, CALL).values()) <= 1e9 * card["peak_gb"] <= room
 
 
+@pytest.mark.slow
 def test_every_plan_within_the_budget_fits_and_less_than_the_least_is_refused(counted) -> None:
     ways, encoders = [], []
     with pytest.raises(
@@ -114,6 +115,7 @@ def test_every_plan_within_the_budget_fits_and_less_than_the_least_is_refused(co
     assert encoders == [IN_16_BIT, "nvfp4", IN_16_BIT, IN_16_BIT]
 
 
+@pytest.mark.slow
 def test_the_recipe_has_the_text_encoders_too(counted, here) -> None:
     found = search(CONTEXT + 1.96e6)
     choice = planned(found)

@@ -38,6 +38,7 @@ def made(**how: Any) -> dict[str, Any]:
     return stepping.make_list(stepping.request_of(OPTIONS, count=4, **given))
 
 
+@pytest.mark.slow
 def test_a_list_is_written_whole_and_runs(here) -> None:
     result = made()
     stored = json.loads(Path("out.json").read_text())
@@ -58,6 +59,7 @@ def test_a_list_is_written_whole_and_runs(here) -> None:
     assert (skipped.calls, skipped.computed) == (6, 3)
 
 
+@pytest.mark.slow
 def test_the_same_request_is_finished_and_another_one_refused(monkeypatch) -> None:
     first = made()
     before = Path("out.json").read_bytes()
@@ -70,6 +72,7 @@ def test_the_same_request_is_finished_and_another_one_refused(monkeypatch) -> No
         made()
 
 
+@pytest.mark.slow
 def test_another_text_encoder_is_another_request(tiny_folder) -> None:
     options = replace(OPTIONS, model=str(tiny_folder))
     stepping.make_list(stepping.request_of(options, compute=0.5, count=4))
@@ -104,6 +107,7 @@ def test_an_interrupted_run_goes_on(monkeypatch) -> None:
     assert not [*Path().glob(".out.json.*.work")]
 
 
+@pytest.mark.slow
 def test_a_list_is_the_same_within_a_bound_of_memory(tight) -> None:
     plain = made()
     bounded = stepping.request_of(replace(OPTIONS, output="bounded.json", max_memory=1 << 30), compute=0.5, count=4)
@@ -113,6 +117,7 @@ def test_a_list_is_the_same_within_a_bound_of_memory(tight) -> None:
         stepping.request_of(replace(OPTIONS, output="less.json", max_memory=1 << 20), compute=0.5, count=4)
 
 
+@pytest.mark.slow
 def test_a_gate_takes_the_fewest_steps_that_hold_it() -> None:
     result = made(compute=None, gate="latent_sqnr>=30")
     assert result["sqnr_db"] >= 30
@@ -147,6 +152,7 @@ def test_a_gate_is_held_by_the_fewest_between_those_that_ran() -> None:
         fewest("latent_sqnr>=50")
 
 
+@pytest.mark.slow
 def test_a_mask_is_judged_as_other_lists_are(here) -> None:
     """Its own steps are computed, and a list that was made costs as a mask what it did."""
     result = made(compute=None, mask="1,1,0,1,0,1")
@@ -158,6 +164,7 @@ def test_a_mask_is_judged_as_other_lists_are(here) -> None:
     assert again["tried"] == own["tried"] and again["list"] == own["list"]
 
 
+@pytest.mark.slow
 def test_what_is_predicted_of_the_best_list_is_with_exchanges(monkeypatch) -> None:
     """Of its own number of steps, and of that of a mask, which is compared with it."""
     ways = Velocities.ways
@@ -188,6 +195,7 @@ def test_a_mask_that_leaves_out_the_first_step_of_a_denoiser_is_refused() -> Non
         trials.judged([0, 1, 3])
 
 
+@pytest.mark.slow
 def test_a_list_is_exported_and_its_mask_judged(here) -> None:
     made(compute=None, mask="1,1,0,1,0,1")
     for name in OF_LISTS:
@@ -243,6 +251,7 @@ def test_other_outputs_and_calls_are_refused(tiny_folder) -> None:
         stepping.request_of(replace(OPTIONS, output="mine.json", overwrite=True), compute=0.5)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_list_and_the_verb_returns_it() -> None:
     words = ["steps", "tiny", "--compute", "0.5", "--count", "4", "--dtype", "float32", "--num-inference-steps", "6"]
     done = CliRunner().invoke(cli, words)

@@ -111,6 +111,7 @@ def test_a_quantized_pipeline_is_not_quantized_again(tmp_path, plain_checkpoint)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
@@ -159,6 +160,7 @@ def test_a_copy_that_a_kill_left_goes_and_the_next_asks_for_its_space(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_from_the_folder_above_has_a_name_of_its_own(tmp_path, monkeypatch) -> None:
     """Its path's last part is "..", which would be the output's folder."""
     (tmp_path / "model" / "here").mkdir(parents=True)

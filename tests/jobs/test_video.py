@@ -95,6 +95,7 @@ def test_eval_measures_each_video_frame_by_frame(made):
     assert "missing" in str(run.metrics["lpips"].missing) and "video_distance" not in run.metrics
 
 
+@pytest.mark.slow
 def test_videos_are_short_and_few_where_nobody_says_otherwise(made, tmp_path):
     model, out = saved(wan, tmp_path / "wan"), Path(shutil.copytree(made[0], tmp_path / "out"))
     for folder in (model, out):
@@ -141,6 +142,7 @@ def test_bench_times_sizes_with_frames_and_debug_finds_layers(made):
     assert run.debug.layers and run.debug.blocks and run.debug.sqnr_db > 10
 
 
+@pytest.mark.slow
 def test_the_page_speaks_of_videos(made, tmp_path):
     done = fluxq("report", made[0], "-o", tmp_path / "r.html")
     assert done.exit_code == 0, done.output

@@ -160,6 +160,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_activation_turns_its_check_red(fault: str, tmp_path: Path) -> None:
     old, new, check = FAULTS[fault]

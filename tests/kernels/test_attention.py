@@ -48,6 +48,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_it_is_a_well_formed_op(scale: float | None) -> None:
     q, k, v = operands(2, 5, 130, 2, 16)

@@ -210,6 +210,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_package_is_taken_where_doctor_found_it_right_and_faster(case: str, installed, monkeypatch) -> None:
     us, why, expected = CASES[case]
@@ -226,6 +227,7 @@ def test_a_package_is_taken_where_doctor_found_it_right_and_faster(case: str, in
     dispatch.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_package_found_wrong_is_not_used_again(strict: bool, installed, monkeypatch) -> None:
     called: list[str] = []
@@ -247,6 +249,7 @@ def test_a_package_found_wrong_is_not_used_again(strict: bool, installed, monkey
     dispatch.forget()
 
 
+@pytest.mark.slow
 def test_doctor_judges_packages_beside_our_kernel(installed) -> None:
     from fluxq.jobs import doctor
     from fluxq.runtime.launches import Launch, Machine
@@ -283,6 +286,7 @@ def judged_in_fp8(chip: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
         return doctor._judged(call, request, examination, keeper), examination.left_out
 
 
+@pytest.mark.slow
 def test_doctor_judges_the_kernel_with_warps_apart_beside_the_other_kernel_on_hopper_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -300,6 +304,7 @@ def test_doctor_judges_the_kernel_with_warps_apart_beside_the_other_kernel_on_ho
     assert left_out == {f"{dispatch.WARPS_APART} in here": "its Gluon was never compiled with Triton 3.7"}
 
 
+@pytest.mark.slow
 def test_doctor_finds_the_kernel_with_warps_apart_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = warp_specialized.attend
     monkeypatch.setattr(warp_specialized, "attend", lambda *x: attend(*x) * 1.05)
@@ -307,6 +312,7 @@ def test_doctor_finds_the_kernel_with_warps_apart_wrong(monkeypatch: pytest.Monk
     assert [(row["op"], bool(row["why"])) for row in rows] == [("attention_fp8", False), (dispatch.WARPS_APART, True)]
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_kernel_with_warps_apart_makes_it_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(*operands: Any) -> Tensor:
         raise Fault("deadlock in program (0, 0)")
@@ -338,6 +344,7 @@ def timed(turns: dict[str, Any], device: Any, repeats: int) -> dict[str, Any]:
     return {name: SimpleNamespace(us=10.0) for name in turns}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ImportError, NotImplementedError, AssertionError, TypeError])
 def test_a_package_that_cannot_be_used_is_left_out_and_not_wrong(error: type, installed, monkeypatch) -> None:
     def attend(*q: Tensor, **how: Any) -> Tensor:
@@ -351,6 +358,7 @@ def test_a_package_that_cannot_be_used_is_left_out_and_not_wrong(error: type, in
     assert examination.left_out == {f"{SAGE} in here": f"{error.__name__}: libcudart.so.12 is not there"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codes", "name"), [("int8", SAGE), ("fp8", dispatch.WARPS_APART)])
 def test_what_cannot_be_timed_takes_no_times_of_the_others(codes: str, name: str, installed, monkeypatch) -> None:
     monkeypatch.setattr(timing, "measure", timed)

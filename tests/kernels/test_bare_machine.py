@@ -63,6 +63,7 @@ def on_a_bare_machine(code: str, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_what_a_session_runs_is_imported() -> None:
     modules = ["gpu_session", *(f"benchmarks.kernels.{name}" for name in ("tune", "bench", "same_bits", "on_gpu"))]
     done = on_a_bare_machine(f"for name in {modules}: importlib.import_module(name)")
@@ -83,6 +84,7 @@ def test_a_session_runs_its_stages_there_and_says_what_the_others_lack(tmp_path)
     assert json.loads((out / "rates.json").read_text())["results"]
 
 
+@pytest.mark.slow
 def test_tests_of_the_kernels_are_collected() -> None:
     code = (
         "import pytest\nsys.exit(pytest.main(['-o', 'addopts=--import-mode=importlib', '-q', '--co', *sys.argv[1:]]))"
@@ -92,6 +94,7 @@ def test_tests_of_the_kernels_are_collected() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_package_that_is_absent_fails_to_import() -> None:
     done = on_a_bare_machine("import pydantic")
     assert done.returncode == 1 and "No module named 'pydantic'" in done.stderr

@@ -64,6 +64,7 @@ def test_no_row_was_accepted_because_a_tool_failed() -> None:
     assert failed <= {("3.6", "sm_103")}
 
 
+@pytest.mark.slow
 def test_with_fusion_switched_on_multiply_adds_are_found() -> None:
     cell = CELLS["scaled_matmul_kernel int8 128x128x128"]
     cell = dataclasses.replace(cell, options=cell.options | {"enable_fp_fusion": True})

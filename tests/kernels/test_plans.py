@@ -114,6 +114,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 def test_a_planned_call_gives_what_the_op_gives(call: str, monkeypatch) -> None:
     name, arguments = CALLS[call]
@@ -132,6 +133,7 @@ def test_a_planned_call_gives_what_the_op_gives(call: str, monkeypatch) -> None:
             assert_same(value, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -161,6 +163,7 @@ def test_after_a_change_of_settings_calls_are_planned_anew(monkeypatch) -> None:
     assert len(launch.PLANS) == 3
 
 
+@pytest.mark.slow
 def test_one_tensor_for_two_operands_makes_no_plan() -> None:
     first, second = norm(1), norm(11)
     scale, _, *rest = first[1]
@@ -302,6 +305,7 @@ def test_several_results_and_tensors_in_tuples_are_done_again(monkeypatch) -> No
     assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["codes", "layer"])
 def test_in_a_wider_watch_an_ops_own_launches_are_noted(call: str) -> None:
     """They are made with the operands of the call around it."""
@@ -337,6 +341,7 @@ def test_plans_are_not_kept_without_end(monkeypatch) -> None:
     assert len(launch.PLANS) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_holds_no_tensor() -> None:
     import gc
 

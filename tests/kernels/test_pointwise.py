@@ -412,6 +412,7 @@ def lora(folder, tmp_path):
     return state, model
 
 
+@pytest.mark.slow
 def test_a_lora_of_convolutions_loads_computes_and_fuses_without_loss(folder, model_of, tmp_path):
     state, trained = lora(folder, tmp_path)
     assert state[f"transformer.{UP}.lora_A.weight"].shape == (4, 128, 1, 1)
@@ -476,7 +477,7 @@ def test_a_lora_is_fused_before_quantizing(folder, tmp_path):
 # --- K = 5600: SANA 1.6B's conv_point
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "chip", "k"),
     [

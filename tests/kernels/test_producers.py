@@ -186,6 +186,7 @@ def calls() -> dict[str, dict]:
 CALLS = calls()
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("case", CALLS)
 def test_the_ops_keep_their_contract_with_torch(case: str) -> None:
     arguments = CALLS[case]

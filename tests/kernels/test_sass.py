@@ -78,6 +78,7 @@ GOALS = {
 }
 
 
+@pytest.mark.often(20)
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("chip", ["sm_89", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("version", ["3.6", "3.8", "3.9"])

@@ -60,7 +60,7 @@ def check(
     return o
 
 
-@pytest.mark.often(6)
+@pytest.mark.often(4)
 @pytest.mark.parametrize("d", reference.HEAD_SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_within_the_bound_of_the_other_kernel(shape: Shape, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +72,13 @@ def test_other_dtypes_are_within_it_too(dtype: torch.dtype, monkeypatch: pytest.
     check(warp_specialized, monkeypatch, (2, 17, 257, 2), dtype=dtype)
 
 
+@pytest.mark.slow
 def test_no_order_of_what_runs_at_once_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = (check(warp_specialized, monkeypatch, seed=seed) for seed in range(8))
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_and_infinity_go_where_the_references_go(name: str, value: float) -> None:
@@ -271,6 +273,7 @@ CASES: dict[str, tuple[dict[str, float | None], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_taken_where_doctor_found_it_right_and_faster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     us, why, expected = CASES[case]
@@ -295,6 +298,7 @@ def test_times_of_other_gpus_do_not_choose_it(here: dict[str, float | None], mon
         assert dispatch.choose_attention("fp8", 64, "sm_90", 140, 128, 130, Q.dtype).implementation == OURS
 
 
+@pytest.mark.slow
 def test_a_call_of_it_has_no_plan() -> None:
     operands = q, k, v = Q.clone(), K.clone(), V.clone()
     found, plan = watched(lambda: kernel.by_warps_apart(q, k, v, None, chip="sm_90"), operands)

@@ -251,6 +251,7 @@ def test_patterns_concern_the_components_that_they_match(fluxq):
     assert "pattern '**.nothing' matches no Linear" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_vae_is_quantized_with_a_warning_that_says_what_it_saves(tiny_folder, tmp_path, caplog):
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL.from_config({**TINY_CONFIGS["kl"], "latent_channels": 4})
@@ -392,6 +393,7 @@ def test_two_transformers_are_calibrated_in_one_run(fluxq, wan, quick_recipe):
     assert all(torch.equal(one[name], two[name]) for name in two if name.endswith("scale"))
 
 
+@pytest.mark.slow
 def test_sound_is_not_compared_and_that_is_said_before_any_work(fluxq, wan, tmp_path):
     model = shutil.copytree(wan, tmp_path / "sound")
     index = json.loads((model / "model_index.json").read_text())

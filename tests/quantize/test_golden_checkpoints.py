@@ -35,6 +35,7 @@ def test_every_shipped_recipe_has_one() -> None:
     assert {path.name for path in CHECKPOINTS.iterdir() if path.is_dir()} == set(shipped_recipes())
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("recipe", sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir()))
 def test_an_earlier_versions_checkpoint_computes_what_it_did(recipe, inputs) -> None:
     loaded: Any = FluxTransformer2DModel.from_pretrained(CHECKPOINTS / recipe, dtype=torch.bfloat16)

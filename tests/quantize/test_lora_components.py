@@ -207,6 +207,7 @@ def motion(wan, tmp_path) -> Path:
     return tmp_path / "motion.safetensors"
 
 
+@pytest.mark.slow
 def test_of_two_experts_a_file_changes_the_first_or_the_one_that_is_named(wan, motion):
     folder = resolve_model(str(wan))
     for component, text, how in (

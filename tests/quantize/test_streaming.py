@@ -286,6 +286,7 @@ def files_below(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrupted, caplog):
     work = interrupted("tiny", "fp8")
     before = {path: path.stat().st_mtime_ns for path in work.rglob("*")}
@@ -298,6 +299,7 @@ def test_another_recipe_is_refused_by_name_and_the_work_stays(tmp_path, interrup
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_overwrite_removes_what_another_job_had_done(tmp_path, interrupted, caplog):
     work = interrupted("tiny", "fp8")
     quantize(tmp_path, recipe="int4", overwrite=True)
@@ -390,6 +392,7 @@ def test_the_second_writer_is_refused_with_the_first_one_s_number(tmp_path):
     assert watched.run(tmp_path, *QUANTIZE)["code"] == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path, monkeypatch):
     prepared = making.job_of(making.JobOptions("tiny", "fp8", "rtn", str(tmp_path / "out"), check=False))
     first = quantize(tmp_path)
@@ -401,6 +404,7 @@ def test_a_checkpoint_that_another_process_finished_meanwhile_is_taken(tmp_path,
 # Memory and cost
 
 
+@pytest.mark.slow
 def test_what_is_hashed_as_it_is_rounded_has_the_digest_of_the_model(tmp_path, tiny_folder, monkeypatch):
     """However its tensors are cut into files; only the first of these runs may read the model before it begins."""
     folder = resolve_model(str(tiny_folder))
@@ -559,6 +563,7 @@ def test_every_tensor_is_in_one_block_and_what_shares_a_scale_in_one_piece():
 # Shards, space, progress
 
 
+@pytest.mark.slow
 def test_shards_are_what_safetensors_would_write(tmp_path):
     folder, plan = resolve_model("tiny"), tiny_plan()
     source = SourceWeights(folder, "transformer")
@@ -580,7 +585,7 @@ def test_shards_are_what_safetensors_would_write(tmp_path):
                if tensor.ndim)  # fmt: skip
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "slack"), [("fp8", 1.01), ("nvfp4", 1.01), pytest.param("nvfp4-max", 1.6, marks=pytest.mark.slow)]
 )

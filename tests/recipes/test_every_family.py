@@ -141,7 +141,7 @@ def test_what_a_recipe_fits_to_its_calls_is_saved_and_loaded(case, recipe, tmp_p
     assert 1e-4 < (got - want).norm() / want.norm() < 0.25
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(6)
 def test_it_computes_what_the_16_bit_model_computes_up_to_four_bits(case):
     model, plain = case.load(), case.load(case.plain)
     assert len(quantized(model)) > 10
@@ -176,7 +176,7 @@ def test_blocks_on_disk_compute_alike(case, tmp_path):
     torch.testing.assert_close(case.output(model, **how), case.output(whole, **how), rtol=0, atol=1e-5)
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(5)
 def test_group_offload_computes_alike(case):
     model = case.load()
     want = case.output(model)
@@ -185,7 +185,7 @@ def test_group_offload_computes_alike(case):
     assert torch.equal(case.output(model), want)
 
 
-@pytest.mark.often(1)
+@pytest.mark.often(4)
 @pytest.mark.parametrize("case", TAKES_ADAPTERS, ids=lambda row: row.name, indirect=True)
 def test_a_lora_fuses_without_loss_and_leaves_no_trace(case):
     model = case.load()
@@ -218,7 +218,7 @@ def test_compiled_it_is_one_graph(case):
     assert torch.equal(case.output(compiled), want)
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(3)
 def test_dequantized_it_is_a_plain_model(case, tmp_path):
     model = case.load()
     model.dequantize()

@@ -58,6 +58,7 @@ def parts(family: Family, found: ModuleTree) -> tuple[set[frozenset[str]], set[s
     return {frozenset(group) for group in groups.values()}, modulation, kept
 
 
+@pytest.mark.often(8)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_it_finds_what_a_row_says(row):
     _, missed = compared_with_the_row(row, TINY_CONFIGS[row.name])
@@ -340,6 +341,7 @@ def test_groups_of_a_class_without_a_row_read_the_same_values(name):
         assert all(torch.equal(first, other) for other in others), group
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recipe"), [("AuraFlowTransformer2DModel", "nvfp4"), ("CogVideoXTransformer3DModel", "int4")]
 )
@@ -422,6 +424,7 @@ def test_a_pipeline_without_a_row_is_calibrated_fitted_written_loaded_and_run(lu
     assert run("verify", "out").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_and_its_time_is_said_not_to_be_modelled(lumina):
     shown = run("plan", lumina, "--recipe", "fp8")
     assert shown.exit_code == 0 and "outside of the repeated blocks" in shown.stdout

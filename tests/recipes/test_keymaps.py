@@ -139,6 +139,7 @@ def test_the_way_back_is_the_inverse(name, config):
     assert diffusers_names(name, whole) == found
 
 
+@pytest.mark.slow
 def test_every_name_of_every_published_model_maps():
     for family in DENOISERS:
         if family.name in ORIGINALS:
@@ -146,6 +147,7 @@ def test_every_name_of_every_published_model_maps():
             assert sum(len(each.parts) for each in original_names(family.name, names)) == len(names), family.name
 
 
+@pytest.mark.slow
 def test_every_row_is_some_model_s():
     seen: dict[str, set[str]] = {}
     for name, config in CASES:

@@ -148,7 +148,7 @@ def test_a_layer_encoded_anew_takes_its_new_codes() -> None:
     assert 0 < distance(layer.without_rounding(x), other(x)) < distance(layer(x), other(x)) < 0.02
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "int4-svd", "fp8", "mxfp8", "int8", "nvfp4-max"])
 def test_all_steps_are_the_weight_only_model(checkpoint, plain_checkpoint, recipe, dtype: str) -> None:
@@ -161,6 +161,7 @@ def test_all_steps_are_the_weight_only_model(checkpoint, plain_checkpoint, recip
     assert kinds(run(pipe, num_inference_steps=1), quantized, other) == "q"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "last", "want"), [(1, 1, "kqk"), (0, 2, "qkk"), (2, 0, "kkq")])
 def test_steps_are_asked_for(pipe, loaded, weight_only, first, last, want) -> None:
     with keep_steps(pipe, first=first, last=last, components="a16") as kept:
@@ -171,6 +172,7 @@ def test_steps_are_asked_for(pipe, loaded, weight_only, first, last, want) -> No
     assert not any("instead" in vars(module) for module in pipe.transformer.modules())
 
 
+@pytest.mark.slow
 def test_an_image_to_image_call_counts_its_own_steps(pipe, loaded, weight_only) -> None:
     again = diffusers.FluxImg2ImgPipeline(**pipe.components)
     again.set_progress_bar_config(disable=True)
@@ -179,6 +181,7 @@ def test_an_image_to_image_call_counts_its_own_steps(pipe, loaded, weight_only) 
     assert kinds(calls, loaded.transformer, weight_only) == "kqqk"
 
 
+@pytest.mark.slow
 def test_two_denoisers_share_the_steps_of_one_run(pipe, loaded, weight_only) -> None:
     """As Wan 2.2's: one for high noise, one for low."""
     second = copy.deepcopy(loaded.transformer)
@@ -215,7 +218,7 @@ def graphs_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 2)
 
 
-@pytest.mark.often(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE)
 def test_it_works_beside(pipe, loaded, weight_only, graphs_on_the_cpu, beside) -> None:
     torch._dynamo.reset()
@@ -244,7 +247,7 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, weight_only) -> None
     assert attention_of(pipe.transformer) == "fp8"
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fused", [False, True], ids=["beside", "fused"])
 def test_an_adapter_counts_in_these_steps_too(pipe, loaded, weight_only, lora_file, is_fused) -> None:
     models, file = [], lora_file("style.safetensors", ADAPTED)
@@ -260,6 +263,7 @@ def test_an_adapter_counts_in_these_steps_too(pipe, loaded, weight_only, lora_fi
         assert kinds(calls, loaded.transformer, weight_only) == "??"
 
 
+@pytest.mark.slow
 def test_a_prepared_model_computes_with_the_codes_it_has(pipe) -> None:
     with keep_steps(pipe, first=0, last=1, components="a16"):
         assert len(fluxq.prepare(pipe, device="cpu")) > 20
@@ -267,6 +271,7 @@ def test_a_prepared_model_computes_with_the_codes_it_has(pipe) -> None:
         assert kinds(run(pipe, num_inference_steps=2), other, weight_only_model(other)) == "qk"
 
 
+@pytest.mark.slow
 def test_hoisted_modulation_is_made_once(pipe, loaded, weight_only) -> None:
     """It is weight-only, so that its table holds in every step."""
     block, seen = pipe.transformer.transformer_blocks[0], []
@@ -292,6 +297,7 @@ def folder(tmp_path_factory) -> Path:
     return root / "out"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_policy_and_keep_steps_reads_it(folder, caplog, tmp_path) -> None:
     said = read_json(folder / "transformer" / "config.json")["quantization_config"]
     assert said["runtime"]["diffusion_step_policy"] == policy_of(1, 2) and "steps" not in said
@@ -313,6 +319,7 @@ def test_a_checkpoint_has_the_policy_and_keep_steps_reads_it(folder, caplog, tmp
     )
 
 
+@pytest.mark.slow
 def test_a_side_of_an_evaluation_keeps_them_without_a_source(folder, tmp_path) -> None:
     pipe = Side("a16", str(folder), "digest", source=str(tmp_path / "nowhere")).open()
     calls, other = run(pipe, num_inference_steps=4), tiny.load(folder=folder).transformer
@@ -362,6 +369,7 @@ def test_what_other_policies_say_is_kept() -> None:
     assert QuantizationConfig.from_dict(said | {"runtime": {"diffusion_step_policy": policy_of(0, 0)}}).steps is None
 
 
+@pytest.mark.slow
 def test_the_policy_goes_to_modelopt_and_comes_back(folder, tmp_path) -> None:
     checkpoint = ModelFolder("a16", folder)
     done = export(checkpoint, "modelopt", tmp_path / "modelopt")

@@ -69,7 +69,7 @@ def planned(model: Any, **call) -> Any:
     return model
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("scheme", ["fp8-fp8", FULL, "16 bit", "int8-int8", "int4-16bit"])
 @pytest.mark.parametrize("family", FUSABLE)
 def test_from_the_third_call_on_the_steps_are_replayed(family: str, scheme: str, replays: list[int]) -> None:
@@ -189,7 +189,7 @@ STAY = ("a_hook_of_a_block", "a_step_in_16_bit", "another_layer", "another_schem
 # the first is around the forward, the second has no state, and the others' states are let go
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_a_change_of_the_block_no_earlier_plan_is_replayed(change: str, replays: list[int]) -> None:
     model = planned(optimized())
@@ -204,6 +204,7 @@ def test_after_a_change_of_the_block_no_earlier_plan_is_replayed(change: str, re
     assert len(plans_of(model.transformer_blocks[0])._states) == double + (change not in STAY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["scaled", "merged", "taken out"])
 def test_adapters_are_replayed_as_they_are_now(how: str, replays: list[int]) -> None:
     model = optimized()
@@ -224,6 +225,7 @@ def test_adapters_are_replayed_as_they_are_now(how: str, replays: list[int]) -> 
     assert len(replays) == 2 * FLUX
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a backend", "a processor", "a forward"])
 def test_changes_of_classes_are_seen(what: str, replays: list[int], monkeypatch) -> None:
     model = planned(optimized("int4-16bit"))
@@ -243,6 +245,7 @@ def test_changes_of_classes_are_seen(what: str, replays: list[int], monkeypatch)
     assert bool(replays) == (what != "a forward")  # of which nothing is known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a copy", "the block"])
 def test_other_registries_of_a_block_are_seen(what: str, replays: list[int]) -> None:
     model = planned(optimized())
@@ -269,6 +272,7 @@ class Doubling(nn.Parameter):
             return 2 * result if func is torch.nn.functional.linear else result
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("what", ["another class", "no memory", "another name", "called otherwise"])
 def test_weights_that_are_not_what_they_were_are_seen(what: str, monkeypatch) -> None:
     model = optimized("16 bit").float()
@@ -297,6 +301,7 @@ def test_weights_written_in_place_are_read(replays: list[int]) -> None:
     assert torch.equal(output(model), want) and len(replays) == FLUX
 
 
+@pytest.mark.slow
 def test_a_global_scale_written_in_place_takes_layers_apart(replays: list[int]) -> None:
     model = optimized("nvfp4-nvfp4-static")
     layers = [model.get_submodule(f"{ATTENTION}.to_{each}") for each in "qkv"]
@@ -335,6 +340,7 @@ def test_attention_that_a_context_chooses_is_planned_as_chosen(backend: str, rep
     assert is_fused == (backend == "native") and "aten::scaled_dot_product_attention" not in names
 
 
+@pytest.mark.slow
 def test_steps_in_16_bit_between_others_leave_their_plans(replays: list[int]) -> None:
     model = planned(optimized())
     want = output(model)
@@ -391,6 +397,7 @@ def float32_settings() -> Iterator[None]:
     everything.fp32_precision = everything.cuda.matmul.fp32_precision = "none"
 
 
+@pytest.mark.often(1)
 @pytest.mark.usefixtures("float32_settings")
 @pytest.mark.parametrize("place", [torch.backends, torch.backends.cuda.matmul], ids=["all", "products"])
 def test_a_precision_of_fp32_products_set_in_the_newer_way_is_a_kind(place: Any, replays: list[int]) -> None:
@@ -417,6 +424,7 @@ def test_settings_of_attention_that_choose_its_kernel_are_seen(setting: str) -> 
     assert block_plans.kernel_settings() == before
 
 
+@pytest.mark.slow
 def test_what_a_mode_would_count_is_not_hidden_from_it(replays: list[int]) -> None:
     model = optimized()
     want = ops(model)
@@ -424,6 +432,7 @@ def test_what_a_mode_would_count_is_not_hidden_from_it(replays: list[int]) -> No
     assert ops(model) == want and want["adaln_quantize"] and not replays
 
 
+@pytest.mark.slow
 def test_a_mode_of_functions_is_not_passed_by(replays: list[int]) -> None:
     class Doubling(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -440,6 +449,7 @@ def test_a_mode_of_functions_is_not_passed_by(replays: list[int]) -> None:
     assert not replays
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("how", ["negated", "functionalized", "differentiated"])
 def test_tensors_that_are_more_than_their_memory_have_no_plan(how: str, replays: list[int]) -> None:
     model = planned(optimized("16 bit", "qwen_image"))
@@ -500,6 +510,7 @@ def test_attention_of_other_packages_has_no_plan(backend: str, replays: list[int
     assert not replays
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("reads", [lambda x: x * float(x.sum() > 0), lambda x: x[x > -9].view(x.shape), nn.Dropout()])
 def test_values_and_random_numbers_have_no_plan(reads: Callable, replays: list[int], monkeypatch) -> None:
     model = optimized()
@@ -521,6 +532,7 @@ def test_a_block_that_runs_its_own_forward_has_none(replays: list[int]) -> None:
     assert len(replays) == FLUX - 1
 
 
+@pytest.mark.slow
 def test_hoisted_modulation_is_looked_up(pipe, replays: list[int]) -> None:
     pipe = copy.deepcopy(pipe)
     call = {"prompt": "a red circle", "height": 16, "width": 16, "num_inference_steps": 4, "output_type": "latent"}
@@ -562,6 +574,7 @@ def test_copies_begin_without_plans(replays: list[int]) -> None:
         assert torch.equal(output(other), want) and not replays
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_neither_activations_nor_weights(replays: list[int]) -> None:
     model = planned(optimized())
     kept: list[weakref.ref] = []
@@ -587,6 +600,7 @@ def test_a_plan_keeps_neither_activations_nor_weights(replays: list[int]) -> Non
         gc.enable()
 
 
+@pytest.mark.slow
 def test_what_a_block_no_longer_has_is_let_go_at_its_next_call() -> None:
     model = planned(optimized())
     layer = weakref.ref(model.get_submodule(f"{ATTENTION}.to_q"))
@@ -596,6 +610,7 @@ def test_what_a_block_no_longer_has_is_let_go_at_its_next_call() -> None:
     assert layer() is None
 
 
+@pytest.mark.slow
 def test_two_models_in_two_threads(replays: list[int]) -> None:
     models = [optimized(), optimized("int8-int8")]
     want = [unplanned(model) for model in models]
@@ -617,6 +632,7 @@ def test_another_thread_may_let_go_of_the_states(replays: list[int], monkeypatch
     assert torch.equal(output(model), want)
 
 
+@pytest.mark.slow
 def test_a_block_that_always_changes_rests_and_is_looked_at_again(replays: list[int]) -> None:
     model = optimized()
     block, before = model.transformer_blocks[0], []
@@ -634,6 +650,7 @@ def test_a_block_that_always_changes_rests_and_is_looked_at_again(replays: list[
     assert len(replays) == FLUX
 
 
+@pytest.mark.slow
 def test_adapters_that_were_taken_out_are_let_go() -> None:
     model = planned(optimized())
     an_adapter(model)
@@ -646,6 +663,7 @@ def test_adapters_that_were_taken_out_are_let_go() -> None:
     assert kept and not any(each() is not None for each in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["a step", "a list", "a tuple", "a block"])
 def test_what_attributes_hold_is_not_kept(of: str, replays: list[int]) -> None:
     """No later call has to see that it was taken out."""
@@ -672,6 +690,7 @@ def test_what_attributes_hold_is_not_kept(of: str, replays: list[int]) -> None:
     assert len(replays) == 3 * (FLUX - 1) + FLUX
 
 
+@pytest.mark.slow
 def test_a_state_without_plans_is_let_go_at_the_next_change() -> None:
     model = planned(optimized())
     a_forward(model)
@@ -712,6 +731,7 @@ def test_steps_that_do_not_give_the_same_are_no_plan(how: str, monkeypatch, capl
     assert f"its steps, done again, {how}" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
 def test_a_captured_step_is_the_same(flux, replays: list[int]) -> None:
     fluxq.optimize(flux)

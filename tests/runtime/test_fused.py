@@ -272,6 +272,7 @@ def test_restore_brings_classes_and_attributes_back() -> None:
     assert {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()} == before
 
 
+@pytest.mark.slow
 def test_a_copy_is_fused_by_itself() -> None:
     model = quantized("nvfp4-nvfp4-static")
     want = output(model)

@@ -16,7 +16,7 @@ from fluxq.runtime.modulation import hoist_modulation
 pytestmark = pytest.mark.usefixtures("recorded")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8", "16 bit"])
 def test_optimize_with_graphs_does_all_of_it_and_restore_takes_it_out(quantized, recipe):
     pipe, plain = quantized(recipe), quantized(recipe)
@@ -79,6 +79,7 @@ def without_a_block_to_fuse(pipe) -> None:
         block.attn.fused_projections = True
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("done", [hooked, hooked_elsewhere, without_a_block_to_fuse], ids=lambda done: done.__name__)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_refusal_takes_out_no_graphs_and_prepares_nothing(quantized, done, before):
@@ -114,6 +115,7 @@ def test_a_transformer_by_itself_has_graphs_and_says_that_its_steps_are_not_know
     assert fluxq.restore(copied) == 5 and graphs.step_of(flux.transformer) is not None
 
 
+@pytest.mark.slow
 def test_saved_with_graphs_and_copied_it_is_what_it_was(quantized, tmp_path):
     pipe = quantized("int8")
     pipe.transformer.save_pretrained(tmp_path / "before")

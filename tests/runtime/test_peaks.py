@@ -30,7 +30,7 @@ def ready(make: Callable[[], tuple[DiffusionPipeline, dict]]) -> tuple[Diffusion
     return pipe, call
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [embedded, *(getattr(family_pipelines, name) for name in FAMILIES)])
 def test_without_weights_a_call_takes_what_it_takes_with_them(make):
     """Stage by stage within 3 %; a denoiser's steps, guidance and the prompts' embeddings are part of it."""
@@ -41,6 +41,7 @@ def test_without_weights_a_call_takes_what_it_takes_with_them(make):
     assert all(abs(counted[name] / taken[name] - 1) < 0.03 for name in taken), (counted, taken)
 
 
+@pytest.mark.slow
 def test_a_larger_image_takes_more_and_the_pipeline_stays_as_it_was():
     pipe, _ = ready(embedded)
     before = {name: tensor.clone() for name, tensor in pipe.transformer.state_dict().items()}
@@ -64,6 +65,7 @@ def test_a_vae_takes_less_where_it_decodes_in_tiles():
     assert peaks(twin, call)["vae"] < 0.6 * whole and not pipe.vae.use_tiling
 
 
+@pytest.mark.slow
 def test_the_counter_by_hand():
     """Two tensors of 4 kB at once, then one of them and a view; weights do not count."""
     weight = torch.ones(1024)
@@ -80,6 +82,7 @@ def test_the_counter_by_hand():
     assert alive._now == 0
 
 
+@pytest.mark.slow
 def test_embeddings_in_place_of_a_prompt_and_latents_in_place_of_an_image_are_counted():
     """Without text encoders and a decoded image: only the transformer runs. No length means the usual one."""
     pipe, _ = ready(embedded)

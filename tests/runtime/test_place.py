@@ -94,6 +94,7 @@ def test_bytes_of_a_component_by_hand(pipe):
     assert part_of("text_encoder", pipe.text_encoder, activations=0).in_blocks is None
 
 
+@pytest.mark.slow
 def test_tables_of_hoisted_modulation_are_counted(pipe):
     """The transformer's stage, hoisted, within 3 % of a real call's, tables and all."""
     assert rows_of(pipe, CALL) == 4 * (1 if pipe.transformer.config.guidance_embeds else 2)
@@ -106,7 +107,7 @@ def test_tables_of_hoisted_modulation_are_counted(pipe):
     assert abs((plain + tables) / taken - 1) < 0.03
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[4], WAYS[6], *WAYS[:4], WAYS[5]], ids=str)
 def test_every_way_makes_the_same_image_and_is_what_its_lines_do(way, pipe, counted, monkeypatch):
     want = image(pipe)
@@ -128,6 +129,7 @@ def test_every_way_makes_the_same_image_and_is_what_its_lines_do(way, pipe, coun
     assert torch.equal(image(other), image(pipe))
 
 
+@pytest.mark.slow
 def test_it_says_what_it_did_in_one_sentence(pipe):
     found = place(pipe, vram="8GB", device="cpu", **CALL)
     assert str(found).startswith(

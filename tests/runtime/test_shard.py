@@ -155,6 +155,7 @@ def test_gradients_are_refused(kind):
         sharded(torch.zeros(1, 512, requires_grad=True))
 
 
+@pytest.mark.slow
 def test_diffusers_refuses_tensor_parallelism_by_name(checkpoint):
     """Its DTensors know nothing of packed codes; the shards above are the way."""
     model = load(checkpoint("fp8") / "transformer", torch.bfloat16)
@@ -243,7 +244,7 @@ def test_a_parallel_transformer_computes_alike(ranks, checkpoint, recipe, how, r
         assert errors[3] < 2e-6
 
 
-@pytest.mark.often(1)
+@pytest.mark.often(5)
 @pytest.mark.parametrize(("recipe", "how"), HOW)
 def test_in_16_bit_a_parallel_transformer_is_as_good(ranks, checkpoint, recipe, how):
     """There the other order moves even the 16-bit model by 6e-3 and codes flip: it is no further from that model."""
@@ -253,6 +254,7 @@ def test_in_16_bit_a_parallel_transformer_is_as_good(ranks, checkpoint, recipe, 
     assert error(got, reference) < 1.25 * error(quantized, reference)
 
 
+@pytest.mark.often(2)
 @EVERY_RECIPE
 def test_a_transformer_of_column_parallel_layers_is_the_transformer_bit_for_bit(ranks, checkpoint, recipe):
     want = output(load(checkpoint(recipe) / "transformer", torch.bfloat16))

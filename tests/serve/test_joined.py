@@ -96,6 +96,7 @@ def test_who_ends_first_keeps_nobody_waiting_and_an_error_is_that_of_all_who_sha
     assert denoiser(**of(1.0))[0].tolist() == [[2.0] * 3]  # in no meeting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 64])
 def test_in_joined_calls_of_int8_no_bit_depends_on_the_others(size: int, plain_checkpoint: Any) -> None:
     pipe: Any = DiffusionPipeline.from_pretrained(plain_checkpoint("int8"), dtype=torch.bfloat16)
@@ -122,6 +123,7 @@ def test_in_joined_calls_of_int8_no_bit_depends_on_the_others(size: int, plain_c
     assert all(torch.equal(one, other) for (one, _), other in zip(made, alone, strict=True))
 
 
+@pytest.mark.slow
 def test_joined_calls_that_fail_leave_nothing_in_the_making(plain_checkpoint: Any, monkeypatch: Any) -> None:
     worker = Worker(Settings({"X": str(plain_checkpoint("int8"))}, "cpu", joins=True))
     call = {**worker.load("X").defaults, "num_inference_steps": 1}

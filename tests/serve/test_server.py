@@ -77,6 +77,7 @@ def test_images_in_turns_are_the_bytes_of_the_pipeline_alone(server: Any, alone:
     assert b'fluxq_images_total{model="tiny-int8"} 5.0' in ask(server, "/metrics")[2].encode()
 
 
+@pytest.mark.slow
 def test_a_stream_tells_of_each_step_and_a_kept_prompt_changes_no_byte(server: Any, alone: Any) -> None:
     body = {"prompt": "a green six on red", "seed": 3, "num_inference_steps": 3, "stream": True}
     before = metric(server, "fluxq_prompts_cached_total")
@@ -385,12 +386,14 @@ def test_a_checkpoint_that_was_damaged_meanwhile_is_no_fault_of_who_asks(
         assert ask(server, IMAGES, {"prompt": PROMPT, "model": "tiny-int8"})[0] == 200
 
 
+@pytest.mark.slow
 def test_the_default_size_is_held_to_the_limit_of_pixels(int8: Path) -> None:
     with running(int8, max_pixels=64) as server:
         status, _, answer = ask(server, IMAGES, {"prompt": PROMPT})
         assert status == 400 and "256 pixels, 64 at most" in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_heads_and_bodies_are_bounded_before_anybody_is_known(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     host, port = server.address.removeprefix("http://").split(":")
 

@@ -135,6 +135,7 @@ def test_stock_loading_is_complete_and_both_ways_agree(caplog):
     assert torch.equal(*images)
 
 
+@pytest.mark.slow
 def test_output_types_and_prompt_matters(pipe):
     latents = draw(pipe, ["a red three on black", "a blue circle on white"], output_type="latent")
     assert latents.shape == (2, 16, 16) and latents.isfinite().all()
@@ -177,6 +178,7 @@ def test_held_out_images():
     assert torch.equal(torch.from_numpy(again.pixels), images)
 
 
+@pytest.mark.slow
 def test_held_out_digits_are_unseen():
     """No mask of a held-out digit is a mask of training."""
     for digit in range(10):

@@ -44,6 +44,7 @@ def project(tmp_path: Path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_each_commit_makes_its_images_once_in_a_worktree_of_its_own(project: Path, tmp_path: Path) -> None:
     after, before = (
         commit_of(f"git:{rev}", "echo set up >> ready", COMMAND, tmp_path / "w") for rev in ("main", "main~1")
@@ -58,6 +59,7 @@ def test_each_commit_makes_its_images_once_in_a_worktree_of_its_own(project: Pat
     assert after.again() != after and after.again().again() == after.again()
 
 
+@pytest.mark.slow
 def test_a_setup_into_a_common_environment_is_repeated_where_another_commit_was_set_up(
     project: Path, tmp_path: Path, monkeypatch
 ) -> None:

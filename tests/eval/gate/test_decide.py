@@ -54,6 +54,7 @@ def test_a_mean_at_the_limit_cannot_be_told_and_the_number_that_would_grows_with
     assert few.more_images and many.more_images and many.more_images > 3 * few.more_images
 
 
+@pytest.mark.slow
 def test_the_rate_of_false_alarms_over_all_looks_is_as_stated() -> None:
     count = 300
     generator = random.Random(3)

@@ -76,6 +76,7 @@ def test_a_server_that_ignores_the_seed_is_found_out(tmp_path: Path, answer: Ans
 CLOCK: list[Any] = []
 
 
+@pytest.mark.often(15)
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

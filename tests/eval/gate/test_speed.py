@@ -20,6 +20,7 @@ def drawn(seed: int, pairs: int = 30, *, slower: float = 0.0, noise: float = 0.0
     return sides
 
 
+@pytest.mark.slow
 def test_two_percent_are_found_in_thirty_pairs_and_none_in_equal_ones() -> None:
     assert [judge_speed(*drawn(seed, slower=0.02)).verdict for seed in range(10)].count("worse") >= 9
     assert {judge_speed(*drawn(seed)).verdict for seed in range(10)} == {"equivalent"}
