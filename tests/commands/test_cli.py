@@ -892,7 +892,7 @@ def test_the_work_of_another_job_is_refused_before_any_work_and_a_process_at_it_
 
 @pytest.mark.parametrize("words", [("plan",), ("inspect", "out"), ("verify", "out"), ("families",)])
 def test_an_interrupted_command_without_output_speaks_of_none(fluxq, monkeypatch, tmp_path, words):
-    def interrupted(**_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     (tmp_path / "out").mkdir()
@@ -905,7 +905,7 @@ def test_an_interrupted_command_without_output_speaks_of_none(fluxq, monkeypatch
 
 
 def test_a_stream_that_ends_early_is_an_error_and_no_interruption(fluxq, monkeypatch):
-    def truncated(**_: object) -> None:
+    def truncated(*_: object, **__: object) -> None:
         raise EOFError("the stream ended")
 
     monkeypatch.setattr(cli.commands["plan"], "callback", truncated)

@@ -343,7 +343,7 @@ def test_too_little_is_refused_with_the_least_that_does(recipe, tmp_path):
     least = int(float(found[3]) * (1 << 20))
     options = making.JobOptions("tiny", recipe, output=str(tmp_path / "out"), max_memory=least)
     bound = making.job_of(options).run.memory
-    assert bound and bound.fitting["transformer"] < least - (64 << 20) < 2 * bound.fitting["transformer"]
+    assert bound and bound.demand.fitting["transformer"] < least - (64 << 20) < 2 * bound.demand.fitting["transformer"]
     with pytest.raises(ValueError, match=f"needs {found[3]}MiB; give at least"):
         making.job_of(making.replace(options, max_memory=least - (1 << 18)))
 
@@ -354,7 +354,7 @@ def test_images_that_are_too_large_for_it_are_refused(recipe):
         ValueError, match=r"running transformer on 1 image of 1024x1024 needs .*, or a smaller --height"
     ):
         making.job_of(options)
-    assert making.job_of(making.replace(options, check=False)).run.memory.working == {}  # no pipeline is run
+    assert making.job_of(making.replace(options, check=False)).run.memory.demand.working == {}  # no pipeline is run
 
 
 @pytest.mark.parametrize("size", ["8", "lots", "0GB"])
