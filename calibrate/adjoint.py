@@ -14,8 +14,8 @@ image go through together: what is computed again on the way, and every δ_o, is
 Only ε has a gradient. Of the forward pass the arguments of the transformers' calls are kept; each call, and within it
 each block of models that can, is run again when the gradient comes to it. So one block's graph is there at a time.
 
-What runs once per image, as text encoders do, is no part of that graph: R_p = ⟨r_p, z' − z⟩, where z' is of a run with
-the option, and the probes are the same, so that its errors add up or cancel with those of all else.
+Models that run once per image, as text encoders do, are no part of that graph: R_p = ⟨r_p, z' − z⟩, where z' is of a
+run with the option, and the probes are the same, so that its errors add up or cancel with those of all else.
 
 From P probes of I images the estimate of an error has a relative standard deviation of about √(2 / PI), an eighth
 with 8 images. Errors of options and units share the probes, so that they are compared better than that.

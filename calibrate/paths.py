@@ -15,7 +15,7 @@ All follows from inner products of the v_t, which are kept, and no outputs:
 
     G[s, t] = Σ ⟨v_s, v_t⟩ over images
 
-What a list does to the final latents is e_T, and what comes back through the denoiser: at level σ an error e of the
+A list changes the final latents by e_T, and by what comes back through the denoiser: at level σ an error e of the
 latents changes the output by about e / σ, as the clean image that it points to stays.
 
     predicted = E ‖e_T‖² + Σ_c w_c² E ‖e_{c−1}‖² / σ_c²,    w_c: what v_c is multiplied by in the final latents

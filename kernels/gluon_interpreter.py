@@ -8,10 +8,10 @@ Warps, copies and matrix products run at once on a GPU, and only barriers in sha
 - `warpgroup_mma` reads shared memory not before it is waited for;
 - an mbarrier counts arrivals and bytes, and completes a phase when none is missing.
 
-What a GPU would answer with wrong numbers, or never, is a `Fault` here: partitions that all wait, a result used before
-it was waited for, arrivals beyond the count, a copy that outlives its program, and any two accesses to a buffer, one of
-them a write, that no barrier orders. Orders are known by vector clocks, so that the last is found though the schedule
-happened to run them apart.
+Code that a GPU would answer with wrong numbers, or never, is a `Fault` here: partitions that all wait, a result used
+before it was waited for, arrivals beyond the count, a copy that outlives its program, and any two accesses to a buffer,
+one of them a write, that no barrier orders. Orders are known by vector clocks, so that the last is found though the
+schedule happened to run them apart.
 
 It knows what kernels/attention/warp_specialized.py uses. Layouts are the compiler's to check. Arithmetic is fp32's, fma
 through float64, products of fp8 exact and summed in no order that a test may rely on; fp8 does not saturate.

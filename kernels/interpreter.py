@@ -23,10 +23,10 @@ value, it computes so:
   test may rely on; Hopper's shorter fp8 accumulator is not modelled, and fp32 operands are not cut to tf32;
 - bf16 arithmetic is fp32 arithmetic, rounded.
 
-What would differ on a GPU, or corrupt its memory, is an error here with the cure in its text: an access outside every
-argument tensor, `/` in fp32 (an approximation there: `tl.div_rn`), sums in bf16, arithmetic on fp8, other fp8 types.
-Not seen here: unless a launch says `enable_fp_fusion=False`, `a * b + c` becomes one fused multiply-add on a GPU;
-`tl.exp` and its like are approximations there; the programs of a grid run one after the other here.
+Code that would compute otherwise on a GPU, or corrupt its memory, is an error here with the cure in its text: an access
+outside every argument tensor, `/` in fp32 (an approximation there: `tl.div_rn`), sums in bf16, arithmetic on fp8, other
+fp8 types. Not seen here: unless a launch says `enable_fp_fusion=False`, `a * b + c` becomes one fused multiply-add on a
+GPU; `tl.exp` and its like are approximations there; the programs of a grid run one after the other here.
 """
 
 from __future__ import annotations

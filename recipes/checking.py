@@ -1,7 +1,7 @@
 """Faults of a recipe file, each with its line and a cure: `fluxq recipe check`.
 
 Beside what reading it refuses, a role that no family has: another family's is skipped by plans, and so would a misspelt
-one be. Whether patterns match is a question to a model, which `fluxq plan` answers.
+one be. `fluxq plan` says which patterns match, for it knows the model.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ cache-dit takes a number for each step, 1 where it is computed. TaylorSeer, whic
 
     step t is computed    ⟺    t < b  or  t ≥ a  or  (t − b − 1) mod k = 0
 
-What stands for the others is theirs: both go on over equal distances, not over noise levels, and cache-dit computes
-the first block of every step and goes on with what the other blocks add.
+Both programs predict the steps between in ways of their own: over equal distances, not over noise levels. cache-dit
+computes the first block of every step and predicts what the other blocks add.
 """
 
 from __future__ import annotations

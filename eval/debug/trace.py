@@ -51,7 +51,7 @@ def watch(
 ) -> Tensor:
     """Run the pipeline and show `observers` every call of the layers `names` ("component.path") at `steps`.
 
-    What runs before the denoiser counts to step 0. Returns the final latents, (images, …) fp64 on the CPU.
+    Calls before the denoiser's first count to step 0. Returns the final latents, (images, …) fp64 on the CPU.
     """
     counts = [len(batch) for batch in batches(items, batch_size)]
     now = {"step": 0, "batch": -1}

@@ -1,8 +1,8 @@
 """Commits of a project as sources of images: `git:REV` or `git:PATH@REV`, each in a worktree of its own.
 
 A command makes the images. It gets `{prompts}`, a JSONL file with a prompt and a seed in each line, and `{out}`, a
-folder to write images and `prompts.jsonl` into (see `pictures`). It runs in the project's folder of the worktree. What
-it made is kept by commit, command and items, and so is the worktree.
+folder to write images and `prompts.jsonl` into (see `pictures`). It runs in the project's folder of the worktree. Its
+images are kept by commit, command and items, and so is the worktree.
 
 The setup runs before the first command in a worktree, in each process, and again where another commit's ran since: both
 may install into one environment, and commands of the first would then run the code of the second. Another process, or

@@ -1,8 +1,8 @@
 """Images or videos, and final latents, of a pipeline, one per (prompt, seed), as the metrics want them.
 
 A set of images, in memory (`Generated`) or on disk (`executor.ImageFolder`), has `items`, `images`, `latents` and
-`finite` in one order. A video is an image with an axis of frames before the others; in one set all have as many. Which
-images share a batch changes their last bits, so a batch is made in one place only.
+`finite` in one order. A video is an image with an axis of frames before the others; in one set all have as many. The
+last bits of an image depend on the others of its batch, so a batch is made in one place only.
 """
 
 from __future__ import annotations

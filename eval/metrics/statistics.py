@@ -2,7 +2,7 @@
 
 Images of one prompt are alike, so prompts are resampled, and the images of a prompt, which differ in their seeds, go
 with it (the cluster bootstrap). The mean is over images: with prompts j, sums S_j and counts n_j it is
-sum S_j / sum n_j. Whether a recipe is good enough is asked as equivalence: its interval has to lie within a margin.
+sum S_j / sum n_j. A recipe is good enough where it is equivalent: its interval lies within a margin.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Dialect:
         removed, put_back: tensors that calibration took out of weights in 16 bit, and what makes the weight whole.
         identify: (family, names), None to go by config.json and names. parts_of: tensor -> those of diffusers.
         config_key: of the model's configuration in the header. refuse: why a file of other names cannot be imported.
-    What its layers are
+    Its layers
         rows: its formats. tiles: shape in which block scales (N, G) are stored, swizzled; None: in the order of the
         matrix. has_nibbles: 4-bit codes are two to a byte. needs_input_scale: `decode` refuses nvfp4 without.
         bias_shift: what its kernels add behind GELU and take from the bias.

@@ -152,12 +152,12 @@ def auto(
 ) -> Recipe:
     """Choose a format for every input group of a pipeline under a budget, write a recipe for it and return that.
 
-    Exactly one budget is given. What ran and what was measured is in a JSON file beside the recipe, errors of formats,
-    which another budget uses again, in .safetensors files.
+    Exactly one budget is given. A JSON file beside the recipe says what ran and what was measured; errors of formats,
+    which another budget uses again, are in .safetensors files.
 
     pipeline: as `quantize_pipeline` has it.
     recipe: the base, by default nvfp4, with `fitted` that of the first; layers that it sets apart stay as it has them.
-        What it says under `auto` is the default of the budget and of menu, count and the like.
+        Its section `auto` has defaults of the budget and of menu, count and the like.
     bits: most bits per weight of what is chosen.
     size: most bytes of the checkpoint's weights.
     vram: the card that a whole call has to fit, as "12GB" or in bytes; the .json has the placement, and lines for it.

@@ -194,7 +194,7 @@ def test_outside_the_command_line_nothing_prints_exits_or_asserts() -> None:
 
 
 def test_no_docstring_begins_with_a_question() -> None:
-    """A first line says what a function does or what a thing is; a question word makes a riddle of it."""
+    """A first line says what a function does or what a thing is, and no later sentence has "What ..." for a subject."""
     riddle = re.compile(r"(What|Whether|Which|Where|Who|Whose|How|When|Why)\b")
     files = [path for folder in (*FOLDERS, "src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -206,6 +206,9 @@ def test_no_docstring_begins_with_a_question() -> None:
     ]
     assert sum(bool(text) for _, text in texts) > 2500
     assert [f"{path}: {text.splitlines()[0]}" for path, text in texts if riddle.match(text)] == []
+    subject = re.compile(r"[.:]\s+(What|Whether|Which|Who|Whose)\b[^?]*?[.:]\s")
+    product = [(path, text) for path, text in texts if path.parts[0] in {*FOLDERS, "src"}]
+    assert [f"{path}: {found[0].strip()}" for path, text in product if (found := subject.search(text + "\n"))] == []
 
 
 def test_no_function_takes_more_than_eight_arguments() -> None:

@@ -46,7 +46,7 @@ def new(
 ) -> None:
     """Choose a recipe for a GPU, and write it as a commented file that is yours to change.
 
-    What no option says is asked where there is a terminal; elsewhere --gpu and --want have to be given. An existing
+    In a terminal, questions stand in for missing options; elsewhere --gpu and --want have to be given. An existing
     file is never replaced. Beside the file stands the schema that editors complete its keys by. Memory and times are
     computed, quality is that of the embedded pipeline; nothing is downloaded.
 
@@ -82,8 +82,8 @@ def new(
 def check(session: Session, files: tuple[str, ...]) -> None:
     """Say what is wrong with recipe files: each fault with its line and a cure.
 
-    A shipped recipe's name will do, too. Exits with 0 if all can be used, with 2 if any cannot. Which layers a recipe
-    reaches depends on the model: `fluxq plan MODEL --recipe FILE` says it.
+    A shipped recipe's name will do, too. Exits with 0 if all can be used, with 2 if any cannot. The layers that a
+    recipe reaches depend on the model: `fluxq plan MODEL --recipe FILE` lists them.
 
     \b
     Example:

@@ -60,8 +60,8 @@ def after_loading(pipe: Any, engine: Engine) -> list[str]:
     prefer: of `fluxq.prepare`, "speed" by default. attention: of `fluxq.set_attention`, by default as loaded. steps,
     diffusion_step_policy: lists and 16-bit activations, where they are recorded. Other keys are ignored.
 
-    A pipeline without layers of fluxq is left alone. What cannot be done is left out, with a warning that says why: a
-    wrong value too, since the images are those of the checkpoint without it.
+    A pipeline without layers of fluxq is left alone. A key that cannot be obeyed is left out, with a warning that says
+    why: a wrong value too, since the images are those of the checkpoint without it.
     """
     try:
         return _after_loading(pipe, engine)

@@ -6,7 +6,7 @@
     order       bytes of the denoisers, then of the text encoders, the most first: that is the order of quality
     answer      the first choice that a way without moving weights at every step lets fit, else the first that any does
 
-Bytes of weights are those of the plan, with all that a recipe may try. Which instructions a chip has is not asked:
+Bytes of weights are those of the plan, with all that a recipe may try. A chip's instructions are not asked for:
 where 4 bits are re-encoded to 8, `fluxq.prepare(pipe, prefer="memory")` keeps them as small (recipes/cost.py).
 """
 

@@ -2,7 +2,7 @@
 
 All that fitting gave a layer (codes, scales, mean and factors of its input, rotation, branches, bias) is in that
 layer's own tensors: a checkpoint of fluxq folds nothing into a norm or another Linear, only exports do. So layers of
-several checkpoints can stand side by side. What has to stay together is what one input feeds, and input groups that
+several checkpoints can stand side by side. Layers that read one input stay together, and so do input groups that
 were given one mean and one set of factors, so that an export can fold these into what makes both inputs.
 """
 

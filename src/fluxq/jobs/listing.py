@@ -73,7 +73,7 @@ def trials_of(
 ) -> Trials:
     """Measure the steps of a pipeline on the first half of the images, and return trials on the other.
 
-    What is measured stays in the work folder, and an interrupted run goes on with it.
+    Measurements stay in the work folder, and an interrupted run goes on with them.
 
     required: steps that every list computes, beside the first and the last.
     """

@@ -1,11 +1,11 @@
 """Units of a search, the options that each may take, and their costs.
 
 A unit is all Linears that read one input, and, for another program's files, those that share a tensor there; a Linear
-of the modulation, the self-attention of a block, or a whole text encoder, if these are asked for. What the base recipe
-says otherwise stays: layers that it keeps in 16 bit or that an override of it names, and other components. An option is
-a format of the menu, computed as the shipped recipe of its name computes it, for modulation weight-only; the base
-recipe's main format is computed as that recipe says. Options that a plan or the dialect refuses are left out.
-Where layers are fitted already, each checkpoint is an option (fitted.py).
+of the modulation, the self-attention of a block, or a whole text encoder, if these are asked for. The base recipe keeps
+its word on all else: layers that it leaves in 16 bit or that an override of it names, and other components. An option
+is a format of the menu, computed as the shipped recipe of its name computes it, for modulation weight-only; the base
+recipe's main format is computed as that recipe says. Options that a plan or the dialect refuses are left out. Where
+layers are fitted already, each checkpoint is an option (fitted.py).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _note(what: str, why: str, candidate: str) -> str:
 def _anonymous(text: str, candidate: str) -> str:
     """Return a text without paths and without the names of user, host and candidate, its module and its function.
 
-    What follows an absolute path goes too, for its folders may have blanks in their names.
+    The rest of the line after an absolute path goes too, for its folders may have blanks in their names.
     """
     for pattern in _PATHS:
         text = pattern.sub("…", text)

@@ -2,8 +2,8 @@
 
 Weights are random. A block of each kind is made, laid out for the chip and fused as `fluxq.prepare` and
 `fluxq.optimize` would do, and computed once by the torch references, while its calls of ops are noted. The layers are
-called by themselves too, as in a model that was not optimized. What layers of a group share in a checkpoint, mean,
-factors and input scale, follows here from their number of inputs.
+called by themselves too, as in a model that was not optimized. Layers of a group share mean, factors and input scale
+in a checkpoint; here these follow from their number of inputs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ order than products of one row do: sums agree to 2^-20 sum |a| |b|, and a bfloat
 goes to the next number, which is 2^-7 |y| away at most.
 
 A step that was recorded as a CUDA graph (graphs.py) compares on the device, and takes its row by the index that it
-finds there. Whether it found one the host reads while the rest of the step runs, and computes anew what found none.
+finds there. The host reads while the rest of the step runs if a row was found, and computes the step anew if none was.
 
 Tables live for one call: when the scheduler makes new timesteps they are dropped. Nothing of this is saved.
 """

@@ -84,7 +84,7 @@ def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bo
 def restore(model: Any) -> int:
     """Give the blocks that `optimize` changed their own forward back; return how many there were. It always works.
 
-    What `optimize` did with graphs=True is taken out too, but that layers stay prepared.
+    Graphs and tables of `optimize(graphs=True)` are taken out too; layers stay prepared.
     """
     models = models_of(model)
     _take_out_graphs(models)

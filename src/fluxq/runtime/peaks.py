@@ -7,10 +7,10 @@ A stage is a component while it runs, with what the pipeline's own code does unt
 so embeddings of prompts, latents and the scheduler's tensors count in every stage in which they are alive. One counter
 watches a real call, or that of a twin with its weights on the meta device: there an operation on what a weight has
 touched makes shapes alone, and all others (on tokens, masks, timesteps, positions) compute values, which code may
-branch on. What a component returns becomes zeros for the pipeline.
+branch on. Outputs of a component become zeros for the pipeline.
 
-Attention counts as fused kernels compute it: inputs, output and a number for each query, no matrix of scores. What a
-kernel takes for itself is not seen, nor what an allocator loses between pieces.
+Attention counts as fused kernels compute it: inputs, output and a number for each query, no matrix of scores. Memory
+that a kernel takes for itself is not seen, nor what an allocator loses between pieces.
 """
 
 from __future__ import annotations

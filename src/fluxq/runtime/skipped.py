@@ -1,6 +1,6 @@
 """Denoisers that compute some steps and extrapolate the others: what `fluxq.skip_steps` puts into a pipeline.
 
-What is put in the place of the denoiser's forward stands before all that was there: a CUDA graph, a compiled forward,
+Our stand-in for the denoiser's forward comes before all that was there: a CUDA graph, a compiled forward,
 or weights that are fetched for it, rest in a skipped step. Calls of one step, as those of guidance, are told apart by
 their order; all are computed, or none.
 """

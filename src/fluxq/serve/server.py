@@ -1,7 +1,7 @@
 """`fluxq serve`: options in, a server that runs until it is told to end.
 
-What cannot work is found before anything is computed: the port, the keys, folders and their names. Checkpoints are
-loaded while the server answers /health already; one that is refused ends it.
+Options that cannot work are found before anything is computed: the port, the keys, folders and their names. Checkpoints
+are loaded while the server answers /health already; one that is refused ends it.
 """
 
 from __future__ import annotations
