@@ -148,6 +148,14 @@ def test_a_checkpoint_runs_without_triton_and_what_windows_lacks(plain_checkpoin
 
 
 @pytest.mark.slow
+def test_doctor_without_triton_says_what_to_install(tmp_path) -> None:
+    done = hidden.run(COMMANDS, "doctor|--chip|sm_90|--interpret", without=["triton"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ((code, out, err),) = json.loads(done.stdout).values()
+    assert (code, out) == (2, "") and "doctor proves kernels in Triton, which is not there: install triton" in err
+
+
+@pytest.mark.slow
 def test_every_command_starts_without_the_extra(answers) -> None:
     from fluxq.cli import cli
 

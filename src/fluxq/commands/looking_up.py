@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,8 @@ def doctor(session: Session, output: str | None, interpret: bool, share: Path | 
     """
     if interpret != (session.arguments["chip"] is not None):
         raise ValueError("--chip names the chip that --interpret stands for: give both, or neither for the GPU")
+    if find_spec("triton") is None:  # before what imports it
+        raise ValueError("doctor proves kernels in Triton, which is not there: install triton")
     from fluxq.jobs import sharing
 
     if share is not None:
