@@ -684,7 +684,7 @@ NATIVE = {
     "gfx1201": {"int8": "int8", "fp8": "fp8"},
 }
 
-# Chip -> 8-bit format of all other schemes: the faster one, on GeForce cards int8.
+# Chip -> 8-bit format of all other schemes: the faster one, on GeForce cards int8. Name a new chip here if it is fp8.
 EIGHT_BIT = {chip: "fp8" if chip in ("sm_90", "sm_100", "gfx950") else "int8" for chip in NATIVE}
 
 # Chips for which there is no kernel, and why.

@@ -40,8 +40,8 @@ class Linear:
     block: that it stands in, "" for none. x: what it reads, the same for all that read it. base: reads the base's
     weight (N, K). cast: the relative error of its bias by rounding to the bias's dtype, at most. modules: of diffusers
     that it holds. modulated_by: module that makes shift and scale of x, and which chunks of it; None where no row says.
-    windows: parts of x that different Linears make. producers: modules of diffusers whose outputs attention or a gated
-    unit makes x of, and which of their rows.
+    windows: parts of x that different Linears make, one at least. producers: modules of diffusers whose outputs
+    attention or a gated unit makes x of, and which of their rows.
     """
 
     against: Against

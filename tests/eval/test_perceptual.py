@@ -67,7 +67,7 @@ def test_L1_identical_images_have_no_distance(lpips):
     assert lpips.distance(images(2, 64), images(2, 64)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.filterwarnings("ignore:The parameter 'pretrained' is deprecated")
 @pytest.mark.filterwarnings("ignore:Arguments other than a weight enum")
 @pytest.mark.parametrize("size", [31, 64, 150])

@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_that_a_loader_uses_are_the_bases(case, tmp_path) -> None:
     other, said = SETTINGS[case]
@@ -85,7 +85,7 @@ BESIDE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", BESIDE)
 def test_other_components_are_the_bases(case, plain_checkpoint, tmp_path) -> None:
     change, name = BESIDE[case]

@@ -432,7 +432,7 @@ def without_low_bits(module: str, tensors: Tensors) -> None:
     tensors["weight"] = (tensors["weight"].view(torch.uint8) & 0xF8).view(torch.float8_e4m3fn)
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("broken", "state"), [(None, trained_on), (without_low_bits, dict)])
 def test_what_is_further_off_than_rounding_in_most_linears_is_not_the_bases(broken, state, base, tmp_path) -> None:
     """Another training, or damage of all layers: numbers do not tell them apart, and neither is taken for the base."""

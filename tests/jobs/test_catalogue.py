@@ -287,7 +287,7 @@ ARGUMENTS = {
 SHALLOW = {"num_layers": 1, "num_single_layers": 1, "transformer_layers_per_block": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_estimated_activations_are_near_what_a_forward_pass_allocates(name):
     """At full width and the usual size, with tensors that have no data. Depth does not matter: layers come in turn."""

@@ -531,7 +531,6 @@ def test_prompts_are_needed(model, here) -> None:
     assert [path.name for path in here.iterdir()] == ["none.txt"]
 
 
-@pytest.mark.slow
 def test_other_files_are_not_replaced(model, here, done) -> None:
     table, two = here / "small-velocity-errors.safetensors", {"num_inference_steps": 2}
     before = table.read_bytes()

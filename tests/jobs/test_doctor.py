@@ -110,7 +110,6 @@ def test_what_is_right_is_told_op_by_op(few, plain_checkpoint, tmp_path) -> None
     assert not (tmp_path / "cache").exists()  # the interpreter says nothing of a GPU
 
 
-@pytest.mark.slow
 def test_a_planted_fault_is_found_and_the_kernel_not_chosen(few, planted, plain_checkpoint, tmp_path) -> None:
     done = on_interpreter(plain_checkpoint("int8"), "--share", tmp_path / "shared.json")
     assert done.exit_code == 1 and "wrong here: scaled_matmul int8" in done.output, done.output
@@ -410,7 +409,6 @@ def test_a_launch_that_ended_two_runs_is_wrong_until_it_is_asked_for_again(
     assert not json.loads(file.read_text())["unended"]
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_found_and_says_where_it_was(few, kept, plain_checkpoint, monkeypatch) -> None:
     every, calls = launch.linear_by, []
 

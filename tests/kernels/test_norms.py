@@ -68,7 +68,7 @@ def compiled(op: Callable, arguments: tuple) -> tuple[Tensor, ...]:
     return torch.compile(op, fullgraph=True, backend="aot_eager")(*arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", ADALN_CASES)
 def test_adaln_quantize_is_a_well_formed_op(case: str) -> None:
     torch.library.opcheck(adaln.adaln_quantize, arguments(case))

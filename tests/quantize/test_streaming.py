@@ -585,7 +585,7 @@ def test_shards_are_what_safetensors_would_write(tmp_path):
                if tensor.ndim)  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("recipe", "slack"), [("fp8", 1.01), ("nvfp4", 1.01), pytest.param("nvfp4-max", 1.6, marks=pytest.mark.slow)]
 )

@@ -148,7 +148,7 @@ def test_a_layer_encoded_anew_takes_its_new_codes() -> None:
     assert 0 < distance(layer.without_rounding(x), other(x)) < distance(layer(x), other(x)) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "int4-svd", "fp8", "mxfp8", "int8", "nvfp4-max"])
 def test_all_steps_are_the_weight_only_model(checkpoint, plain_checkpoint, recipe, dtype: str) -> None:
@@ -218,7 +218,7 @@ def graphs_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_it_works_beside(pipe, loaded, weight_only, graphs_on_the_cpu, beside) -> None:
     torch._dynamo.reset()
@@ -247,7 +247,7 @@ def test_attention_in_fp8_is_16_bit_meanwhile(pipe, loaded, weight_only) -> None
     assert attention_of(pipe.transformer) == "fp8"
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["beside", "fused"])
 def test_an_adapter_counts_in_these_steps_too(pipe, loaded, weight_only, lora_file, is_fused) -> None:
     models, file = [], lora_file("style.safetensors", ADAPTED)

@@ -107,7 +107,7 @@ def test_tables_of_hoisted_modulation_are_counted(pipe):
     assert abs((plain + tables) / taken - 1) < 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.often(1)
 @pytest.mark.parametrize("way", [WAYS[4], WAYS[6], *WAYS[:4], WAYS[5]], ids=str)
 def test_every_way_makes_the_same_image_and_is_what_its_lines_do(way, pipe, counted, monkeypatch):
     want = image(pipe)

@@ -433,12 +433,12 @@ def bench(
     if not makes_video(subject.folder) and any(len(size) == _WITH_FRAMES for size in timing.sizes):
         raise ValueError(f"{subject.folder.name} makes images, which have no frames: write --size as HEIGHTxWIDTH")
     plain = [subject.reference, *_in_fp32(subject)]
-    served = [_as_served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
+    as_served = [_as_served(subject.quantized, is_optimized, prefer) for is_optimized in (False, True)[: 1 + optimized]]
     prompts = [prompt for prompt, _ in subject.items]
-    on_start(_forecast_of_bench(subject, len(plain), len(served), timing))
+    on_start(_forecast_of_bench(subject, len(plain), len(as_served), timing))
     if (subject.output / EVAL_FOLDER / SPEED_FILE).exists():
         logger.warning("figures of an earlier bench are replaced: only sides timed in turn are compared")
-    speed = measure_speed([*plain, *served], prompts, subject.call, timing, device=device, references=len(plain))
+    speed = measure_speed([*plain, *as_served], prompts, subject.call, timing, device=device, references=len(plain))
     layout = {"quantized layers": f"laid out for {device} by fluxq.prepare, prefer={prefer!r}"}
     offloaded = [side.name for side in (subject.reference, subject.quantized) if side.offload]
     if offloaded:
@@ -449,7 +449,7 @@ def bench(
     if history is not None:
         _add_to_history(history, subject, speed, time.perf_counter() - started, prefer)
     if trace is not None:
-        _trace(trace, subject, served[0], timing)
+        _trace(trace, subject, as_served[0], timing)
     return speed
 
 
@@ -491,15 +491,15 @@ def _trace(target: Path, subject: Subject, side: TimedSide, timing: Timing) -> N
     write_trace(pipe, items_of(prompts, batch), {**subject.call, **sized}, target)
 
 
-def _forecast_of_bench(subject: Subject, plain: int, served: int, timing: Timing) -> Forecast:
+def _forecast_of_bench(subject: Subject, plain: int, quantized: int, timing: Timing) -> Forecast:
     """Return the forecast of every setting together; images of the first size stand for all."""
     count = (1 + timing.warmup + timing.rounds) * len(timing.modes)
     count *= max(1, len(timing.sizes)) * max(1, len(timing.lengths))
     names = ("height", "width", frames_argument(subject.folder.pipeline_class or object) or "num_frames")
     call = {**subject.call, **dict(zip(names, (timing.sizes or [()])[0], strict=False))}
     items = [item for size in timing.batches for item in (subject.items * size)[:size]]
-    runs = {"16 bit": (items, count * plain), "quantized": (items, count * served * forecast.QUANTIZED)}
-    return _forecast(replace(subject, call=call), runs, sides=plain + served)
+    runs = {"16 bit": (items, count * plain), "quantized": (items, count * quantized * forecast.QUANTIZED)}
+    return _forecast(replace(subject, call=call), runs, sides=plain + quantized)
 
 
 @dataclass(frozen=True)

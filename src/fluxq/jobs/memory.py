@@ -323,7 +323,7 @@ def sizes_of(items: Sequence[Item], call: Mapping[str, Any]) -> frozenset[CallSi
 
 def call_size(call: Mapping[str, Any], images: int = 1) -> CallSize:
     """Return the size of a call that makes so many images together, by its arguments."""
-    frames = frames_in(call) if {*FRAMES} & call.keys() else None
+    frames = frames_in(call) if any(call.get(name) is not None for name in FRAMES) else None
     height, width, text = (call.get(name) for name in ("height", "width", "max_sequence_length"))
     return CallSize(images, height, width, frames, text)
 

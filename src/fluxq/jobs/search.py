@@ -56,6 +56,7 @@ class AutoOptions:
     """Options of a search beside those of its job, as a recipe's `Auto` and `fluxq.auto` describe them.
 
     bits: before fitting. size, vram: bytes; the former of all weights of the checkpoint, whatever fitting keeps.
+    gate: the least cost that holds it, in time where `gpu` is given, else in bytes.
     menu: () for the usual formats. dialect: a key of WRITERS as commands spell it. measure: None for every way that the
     model allows. fitted: checkpoints, of which the first gives all that is not chosen.
     """

@@ -42,7 +42,7 @@ def target_device(present: torch.device, device: str | torch.device | None) -> t
 class Handle:
     """Handle of something put into a pipeline: `remove()`, or leaving its `with` block, takes it out."""
 
-    _put: Sequence[Any] = ()
+    _put: Sequence[Any]
 
     def __enter__(self) -> Self:
         return self
