@@ -151,7 +151,8 @@ def by_tensor(files: Iterable[File]) -> dict[str, File]:
     for file in files:
         for name in file.keys():
             if name in file_of:
-                raise ValueError(f"{file.path}: tensor {name!r} is in two files; remove the copy that is not meant")
+                both = f"{file_of[name].path} and {file.path.name}"
+                raise ValueError(f"{both} both hold {name!r}: copy them again, or remove the one that is not meant")
             file_of[name] = file
     return file_of
 

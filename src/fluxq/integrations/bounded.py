@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
-from fluxq.base.model import ModelFolder, load_pipeline
+from fluxq.base.model import ModelFolder, check_weights, load_pipeline
 from fluxq.base.residence import Residence, put_tensor
 from fluxq.base.tensors import DTYPES, TensorFile, by_tensor
 from fluxq.integrations.loading import FluxqConfig, lacking, put_layers, refuse_unannounced
@@ -49,6 +49,7 @@ def load_bounded(
     ranks, working: of components, see `Residence.add`; 0 by default.
     updates: component -> additions of LoRA files to its weights.
     """
+    check_weights(folder)  # before any component is built
     models = {}
     for component in folder.components:
         if not is_model(folder, component):
@@ -62,6 +63,7 @@ def load_bounded(
 
 def load_empty(folder: ModelFolder, dtype: str) -> DiffusionPipeline:
     """Load the pipeline that `load_pipeline` loads, its weights on the meta device: none is read."""
+    check_weights(folder)
     components = [component for component in folder.components if is_model(folder, component)]
     models = {name: (_quantized(folder, name, dtype) or _plain(folder, name, dtype))[0] for name in components}
     return load_pipeline(folder, dtype, models=models)

@@ -19,7 +19,7 @@ from peft.tuners.lora.variants import DoraConv2dVariant, DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from fluxq.kernels.linear import PIXELS, QuantLinear, QuantPointwise, quant_layers
+from fluxq.kernels.linear import PIXELS, QuantLinear, QuantPointwise
 
 
 class IntoBranch(lora.LoraLayer):
@@ -150,7 +150,7 @@ def register_with_peft() -> None:
             around = QuantPointwiseLora if isinstance(base, QuantPointwise) else QuantLora
             return around(target, adapter_name, config=lora_config, **options)
         adapter = stock(lora_config, adapter_name, target, **options)
-        if type(adapter) is lora.Linear and any(quant_layers(tuner.model) for tuner in tuners):
+        if type(adapter) is lora.Linear and any(map(_is_quantized, tuners)):
             adapter.__class__ = KeptLora  # built as PEFT builds it; only merging differs
         return adapter
 
@@ -159,6 +159,10 @@ def register_with_peft() -> None:
         setattr(kind, name, _of_a_16_bit_layer(getattr(kind, name)))
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
         setattr(BaseTuner, name, _refusing_to_merge_into_codes(getattr(BaseTuner, name)))
+
+
+def _is_quantized(tuner: Any) -> bool:
+    return any(isinstance(module, QuantLinear) for module in tuner.model.modules())
 
 
 def _of_a_16_bit_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
