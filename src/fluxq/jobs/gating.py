@@ -331,10 +331,11 @@ def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder 
 
 def _require_one_size(sources: Sequence[Pictures]) -> None:
     """Raise ValueError where folders have images of one item in other sizes."""
+    expected = sources[0].sizes if len(sources) > 1 else {}  # of which each call opens every image
     for source in sources[1:]:
         for item, size in source.sizes.items():
-            if size != (expected := sources[0].sizes[item]):
-                (prompt, seed), sizes = item, (expected, size)
+            if size != expected[item]:
+                (prompt, seed), sizes = item, (expected[item], size)
                 shown = " and ".join(f"{width} x {height}" for width, height in sizes)
                 raise ValueError(f"images of {prompt!r}, seed {seed}, are {shown} pixels: make both at one size")
 
