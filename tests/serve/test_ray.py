@@ -297,6 +297,12 @@ def test_what_cannot_be_with_replicas_ends_with_one_sentence(words, said: str, i
     assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1, done.output
 
 
+def test_the_address_of_rays_client_is_refused(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    done = CliRunner().invoke(cli, ["serve", str(int8), "--engine", "ray", "--port", "0", "-q"])
+    assert done.exit_code == 2 and "ray://head:10001: give HOST:PORT" in done.output, done.output
+
+
 @pytest.mark.slow
 def test_without_ray_the_engine_names_its_package(int8: Path) -> None:
     code = "from fluxq.cli import main; import sys; sys.argv = ['fluxq', *sys.argv[1:]]; main()"

@@ -21,7 +21,7 @@ from fluxq.serve.api import Limits
 from fluxq.serve.app import explained
 from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Facts, Failed, NotFinite, Order, Picture, Quantum, Refused, Source, WorkerDied
+from fluxq.serve.orders import Facts, Failed, NotFinite, NotLoaded, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Full
 from fluxq.serve.redis_queue import NO_CLAIM, RedisQueue
 from fluxq.serve.redis_store import require_redis
@@ -296,6 +296,9 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
             with pytest.raises(Failed) as failed:
                 await (await one.submit(orders(one))).images()
             assert explained(failed.value)[1]["error"]["code"] == "NotFinite"
+            hands(one).error = NotLoaded("tiny cannot be loaded now; the server's log says why")
+            with pytest.raises(Unavailable, match="cannot be loaded now"):
+                await (await one.submit(orders(one))).images()
 
     asyncio.run(test())
 

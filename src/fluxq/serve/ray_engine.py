@@ -142,6 +142,8 @@ def _refuse(options: ServeOptions) -> None:
         raise ValueError(f"{names}: not with --engine ray; leave it out")
     if options.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {options.device}: with --engine ray each replica has a GPU, cuda, or is on the cpu")
+    if "://" in (address := os.environ.get("RAY_ADDRESS", "")):  # Ray's client, from outside the cluster
+        raise ValueError(f"RAY_ADDRESS {address}: give HOST:PORT of the cluster, and run this on a machine of it")
 
 
 def _join(replicas: int) -> bool:

@@ -21,7 +21,7 @@ from redis.exceptions import OutOfMemoryError
 from fluxq.base.console import first_line, logger
 from fluxq.serve import api
 from fluxq.serve.dispatcher import Dispatcher, Job, Made, Unavailable
-from fluxq.serve.orders import Facts, Failed, Order, Picture, Refused
+from fluxq.serve.orders import Facts, Failed, NotLoaded, Order, Picture, Refused
 from fluxq.serve.queue import AGEING, Entry, Queue
 from fluxq.serve.redis_store import (
     AWAY,
@@ -450,9 +450,8 @@ class RedisQueue:
         await self._end(held.entry, held.row.job, held.row.image, "made", value, file)
 
     async def _fail(self, entry: str, job: str, image: int | str, error: Exception) -> None:
-        kind = (
-            "refused" if isinstance(error, Refused) else "unavailable" if isinstance(error, Unavailable) else "failed"
-        )
+        known = {Refused: "refused", Unavailable: "unavailable", NotLoaded: "unavailable"}
+        kind = next((word for each, word in known.items() if isinstance(error, each)), "failed")
         message = type(error).__name__ if kind == "failed" else str(error)[:2000]
         value = Failure(kind=kind, message=message, param=getattr(error, "param", None))
         await self._end(entry, job, image, "failed", value)
