@@ -575,7 +575,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "bfl: another program's mark": Fault(
         "quantize/exchange/bfl.py",
-        'or ("nvfp4" in said and any(map(_FUSED.search, model.groups)))',
+        'or ("nvfp4" in formats and any(map(_FUSED.search, model.groups)))',
         "",
         _in("exchange/test_inspect.py", "test_bfls_word_in_the_header_of_a_file_for_comfyui_does_not_make_it_bfls"),
     ),
@@ -683,8 +683,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "group: one half of the tokens is enough": Fault(
         "quantize/group.py",
-        "or all(own > before for own, before in pairs)",
-        "or any(own > before for own, before in pairs)",
+        "or all(half > before for half, before in pairs)",
+        "or any(half > before for half, before in pairs)",
         _in("quantize/test_group.py", "test_a_gain_in_one_half_of_the_held_out_tokens_may_be_chance"),
     ),
     "group: factors to fold are no powers of two": Fault(
@@ -755,7 +755,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "folding: a mean that values lack is not looked for": Fault(
         "quantize/exchange/folding.py",
-        "            wrong[name], errors[name] = (own, base + weight @ mean), weight.square() @ error",
+        "            wrong[name], errors[name] = (bias, base + weight @ mean), weight.square() @ error",
         "            pass",
         _in("exchange/test_export.py", "test_one_number_of_a_bias_that_carries_a_folded_mean_is_found[none]"),
     ),

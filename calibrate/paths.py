@@ -102,22 +102,22 @@ class Velocities:
         total, rows, regular = len(self.levels), np.zeros_like(self.gram), self._regular(_RIDGE)
         for step in range(total):
             before = [each for each in range(step + 1) if each in steps]
-            own = [each for each in before if self.denoisers[each] == self.denoisers[step]]
+            peers = [each for each in before if self.denoisers[each] == self.denoisers[step]]
             if len(before) == step + 1:
                 rows[step, step] = 1  # nothing has been left out
                 continue
             there = self.effects[step, step]
             missing = self.effects[step] - self.effects[step, :step] @ rows[:step] if there else np.eye(total)[step]
-            factors = np.linalg.solve(regular[np.ix_(own, own)], self.gram[own] @ missing)
-            rows[step, own] = factors / (there or 1)
+            factors = np.linalg.solve(regular[np.ix_(peers, peers)], self.gram[peers] @ missing)
+            rows[step, peers] = factors / (there or 1)
         return rows
 
     def extrapolated(self, steps: Collection[int], order: int) -> np.ndarray:
         """Return W of outputs that go on over noise levels, of an order."""
         rows = np.zeros_like(self.gram)
         for step, name in enumerate(self.denoisers):
-            own = [each for each in range(step) if each in steps and self.denoisers[each] == name][-order - 1 :]
-            nodes = [step] if step in steps else own
+            peers = [each for each in range(step) if each in steps and self.denoisers[each] == name][-order - 1 :]
+            nodes = [step] if step in steps else peers
             rows[step, nodes] = extrapolation([self.levels[node] for node in nodes], self.levels[step])
         return rows
 

@@ -50,8 +50,8 @@ def peers_for(codes: str, chip: str, dtype: torch.dtype) -> dict[str, Call]:
     """
     if dtype != torch.bfloat16:
         return {}
-    found = (row for row in PEERS if codes in row.codes and chip in row.chips and find_spec(row.module) is not None)
-    return {f"{row.package} {package_version(row.package)}": row.call for row in found}
+    peers = (row for row in PEERS if codes in row.codes and chip in row.chips and find_spec(row.module) is not None)
+    return {f"{row.package} {package_version(row.package)}": row.call for row in peers}
 
 
 def _sage(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -61,7 +61,7 @@ def _sage(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (coded(x, (1, 3)) for x in (q, smoothed(k), v))
-    found = importlib.import_module("flash_attn_interface").flash_attn_func(
+    out = importlib.import_module("flash_attn_interface").flash_attn_func(
         q8,
         k8,
         v8,
@@ -70,7 +70,7 @@ def _flash3(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         k_descale=k_scale[:, 0, :, 0],
         v_descale=v_scale[:, 0, :, 0],
     )
-    return (found[0] if isinstance(found, tuple) else found).to(q.dtype).contiguous()  # first versions return sums too
+    return (out[0] if isinstance(out, tuple) else out).to(q.dtype).contiguous()  # first versions return sums too
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -119,14 +119,14 @@ def _cudnn_graph(
 
     def execute(operands: list[tuple[Tensor, Tensor]]) -> Tensor:
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = operands
-        found = torch.empty_like(q8)
+        o8 = torch.empty_like(q8)
         scales = q_scale, k_scale, v_scale, inverse, p_scale, v_scale.reciprocal()
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
         filled = dict(zip((*codes.values(), *factors.values()), (q8, k8, v8, *scales), strict=True))
-        filled |= {o: found, amax_s: torch.empty_like(p_scale), amax_o: torch.empty_like(p_scale)}
+        filled |= {o: o8, amax_s: torch.empty_like(p_scale), amax_o: torch.empty_like(p_scale)}
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
         graph.execute(filled, workspace, handle=handle)
-        return found
+        return o8
 
     return execute
 

@@ -116,11 +116,11 @@ def computed_once(values, HADAMARD: tl.constexpr):
 
 
 @triton.jit
-def amax_bits(held, TILES: tl.constexpr):
+def amax_bits(tiles, TILES: tl.constexpr):
     """Return the bits of max |v| of each row (ROWS,), int32, over all tiles (ROWS, COLUMNS): NaN is above infinity."""
-    largest = tl.abs(held[0])
+    largest = tl.abs(tiles[0])
     for tile in tl.static_range(1, TILES):
-        largest = tl.maximum(largest, tl.abs(held[tile]), propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(largest, tl.abs(tiles[tile]), propagate_nan=tl.PropagateNan.ALL)
     return tl.max(largest.to(tl.int32, bitcast=True), 1)
 
 
@@ -181,25 +181,25 @@ def quantize_blocks_tile(
     blocks = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
     amax = tl.max(magnitude_bits(blocks), 2)  # (ROWS, COLUMNS / GROUP)
     if FORMAT == "nvfp4":
-        own = nvfp4_scale(amax, g[:, None], 6.0)
-        scaled = quotient(blocks, (decode_e4m3(own) * g[:, None])[:, :, None], SCALE_GIVEN)
+        block_scale = nvfp4_scale(amax, g[:, None], 6.0)
+        scaled = quotient(blocks, (decode_e4m3(block_scale) * g[:, None])[:, :, None], SCALE_GIVEN)
         if FOUR_OVER_SIX:
-            own, scaled = four_over_six(blocks, amax, g, own, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
+            block_scale, scaled = four_over_six(blocks, amax, g, block_scale, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
     elif FORMAT == "fp8_1x128":
-        own = row_step(amax, 448.0)
-        scaled = quotient(blocks, own[:, :, None], False)
+        block_scale = row_step(amax, 448.0)
+        scaled = quotient(blocks, block_scale[:, :, None], False)
     else:
-        own = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
-        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - own))[:, :, None]  # exact, as x / s is
+        block_scale = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
+        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - block_scale))[:, :, None]  # exact, as x / s is
     groups = tile * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
     mask = (rows < M)[:, None] & (groups < K // GROUP)[None, :]
     if SWIZZLED:
         padded = (rows < (M + 127) // 128 * 128)[:, None] & (groups < (K // GROUP + 3) // 4 * 4)[None, :]
         offset = swizzled_offset(rows[:, None], groups[None, :], K // GROUP)
-        tl.store(scale + offset, tl.where(mask, own, 0).to(tl.uint8), mask=padded)
+        tl.store(scale + offset, tl.where(mask, block_scale, 0).to(tl.uint8), mask=padded)
     else:
         offset = rows[:, None] * (K // GROUP) + groups[None, :]
-        tl.store(scale + offset, own.to(scale.dtype.element_ty), mask=mask)
+        tl.store(scale + offset, block_scale.to(scale.dtype.element_ty), mask=mask)
     scaled = tl.reshape(scaled, (ROWS, COLUMNS))
     if FORMAT == "mxfp8" or FORMAT == "fp8_1x128":
         mask = (rows < M)[:, None] & (columns < K)[None, :]

@@ -70,24 +70,24 @@ def worst(*verdicts: Verdict) -> Verdict:
     return max(verdicts, key=lambda verdict: math.inf if math.isnan(verdict.share) else verdict.share)
 
 
-def same(what: str, found: Tensor, expected: Tensor) -> Verdict:
+def same(what: str, result: Tensor, expected: Tensor) -> Verdict:
     """Compare bytes."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return Verdict(math.inf, f"{what}: {_kind(found)}, expected {_kind(expected)}")
-    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected))
-    wrong = int((left != right).view(-1, found.element_size()).any(1).sum()) if left.numel() else 0
-    return Verdict(math.inf if wrong else 0.0, f"{what}: {wrong} of {found.numel()} differ, expected the same bits")
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return Verdict(math.inf, f"{what}: {_kind(result)}, expected {_kind(expected)}")
+    left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (result, expected))
+    wrong = int((left != right).view(-1, result.element_size()).any(1).sum()) if left.numel() else 0
+    return Verdict(math.inf if wrong else 0.0, f"{what}: {wrong} of {result.numel()} differ, expected the same bits")
 
 
-def same_but_few(found: QuantizedTensor, expected: QuantizedTensor) -> Verdict:
+def same_but_few(result: QuantizedTensor, expected: QuantizedTensor) -> Verdict:
     """Compare codes of numbers that two launches summed, each in an order of its own.
 
     A share of FEW_CODES of the codes, or one, may be the neighbour. A share of FEW_SCALES of the scales, or one, may be
     that of another amax: the numbers of its block are then within a step and a half of the larger one. Scales of
     numbers that were not rounded before may differ in their last bits: up to SAME_SCALE they are alike.
     """
-    element = found.format.element
-    (ours, step), (theirs, other) = (_by_block(q) for q in (found, expected))
+    element = result.format.element
+    (ours, step), (theirs, other) = (_by_block(q) for q in (result, expected))
     alike = (step - other).abs() <= SAME_SCALE * other
     ours, theirs = ours * torch.where(alike, 1.0, step), theirs * torch.where(alike, 1.0, other)
     largest = torch.where(alike, 1.0, torch.maximum(step, other))
@@ -109,11 +109,11 @@ def _by_block(q: QuantizedTensor) -> tuple[Tensor, Tensor]:
     return decode_stored(q.codes, q.format.element).double().view(n, step.shape[1], -1), step
 
 
-def within(what: str, found: Tensor, exact: Tensor, bound: Tensor) -> Verdict:
+def within(what: str, result: Tensor, exact: Tensor, bound: Tensor) -> Verdict:
     """Compare with float64 numbers, each within its bound."""
-    if found.shape != exact.shape:
-        return Verdict(math.inf, f"{what}: {(*found.shape,)}, expected {(*exact.shape,)}")
-    off = (found.double() - exact).abs()
+    if result.shape != exact.shape:
+        return Verdict(math.inf, f"{what}: {(*result.shape,)}, expected {(*exact.shape,)}")
+    off = (result.double() - exact).abs()
     shares = torch.where(off == 0, 0.0, off / bound).nan_to_num(nan=math.inf)
     if not shares.numel():
         return Verdict(0.0, f"{what}: empty")
@@ -122,9 +122,9 @@ def within(what: str, found: Tensor, exact: Tensor, bound: Tensor) -> Verdict:
     return Verdict(float(shares.reshape(-1)[at]), f"{what}: off by {digits(error)}, at most {digits(allowed)} expected")
 
 
-def near(what: str, found: Tensor, expected: Tensor, axes: tuple[int, ...]) -> Verdict:
-    """Compare norms over `axes`: |found - expected| is at most GATE of |expected|."""
-    norm = (found.double() - expected.double()).square().sum(axes).sqrt()
+def near(what: str, result: Tensor, expected: Tensor, axes: tuple[int, ...]) -> Verdict:
+    """Compare norms over `axes`: |result - expected| is at most GATE of |expected|."""
+    norm = (result.double() - expected.double()).square().sum(axes).sqrt()
     return within(what, norm, torch.zeros_like(norm), GATE * expected.double().square().sum(axes).sqrt())
 
 
@@ -154,17 +154,17 @@ class Product(NamedTuple):
     separate: bool = False
 
 
-def product(what: str, found: Tensor, given: Product) -> Verdict:
+def product(what: str, result: Tensor, given: Product) -> Verdict:
     """Compare a product (M, N): of int8 codes that only a bias follows to the bit, else within the bound."""
     x, w, bias, low_rank = given.x, given.w, given.bias, given.low_rank
     follows = low_rank is not None or given.gelu or given.gate is not None or given.residual is not None
     if _is_int8(x) and _is_int8(w) and not follows:
         sums = (x.codes.double() @ w.codes.double().T).float() * x.scale[:, None] * w.scale
-        return same(what, found, (sums if bias is None else sums + bias.float()).to(found.dtype))
+        return same(what, result, (sums if bias is None else sums + bias.float()).to(result.dtype))
     a, b = (_numbers(operand) for operand in (x, w))
     value, size, terms = a @ b.T, a.abs() @ b.abs().T, a.shape[1] + 8 + given.terms
-    in_fp8 = found.is_cuda and isinstance(x, QuantizedTensor) and x.format.name[:3] == "fp8"
-    keeps_few = in_fp8 and torch.cuda.get_device_capability(found.device) in FEW_BITS
+    in_fp8 = result.is_cuda and isinstance(x, QuantizedTensor) and x.format.name[:3] == "fp8"
+    keeps_few = in_fp8 and torch.cuda.get_device_capability(result.device) in FEW_BITS
     lost = lost_in_fp8(value, size, a.shape[1] if keeps_few else 0) if in_fp8 else 0
     if bias is not None:
         value, size = value + bias.double(), size + bias.double().abs()
@@ -172,18 +172,18 @@ def product(what: str, found: Tensor, given: Product) -> Verdict:
         h, up = (part.double() for part in low_rank)
         branch = h @ up.T
         if given.separate:
-            lost = lost + torch.finfo(found.dtype).eps * (value.abs() + branch.abs())
+            lost = lost + torch.finfo(result.dtype).eps * (value.abs() + branch.abs())
         value, size, terms = value + branch, size + h.abs() @ up.abs().T, terms + h.shape[1]
     bound = terms * 2.0**-24 * size + lost
     if given.gelu:
         value, bound = F.gelu(value, approximate="tanh"), 1.13 * bound + 2.0**-20 * size  # 1.13: its steepest slope
     bound = bound + 2.0**-23 * value.abs()
     if given.gate is not None:
-        value, bound = value * given.gate.double(), of_dtype(value, bound, found.dtype) * given.gate.double().abs()
+        value, bound = value * given.gate.double(), of_dtype(value, bound, result.dtype) * given.gate.double().abs()
     if given.residual is not None:
-        value, bound = value + given.residual.double(), of_dtype(value, bound, found.dtype)
-    verdict = within(what, found, value, of_dtype(value, bound, found.dtype))
-    return worst(verdict, _all_together(what, found, value, given.residual)) if in_fp8 or given.terms else verdict
+        value, bound = value + given.residual.double(), of_dtype(value, bound, result.dtype)
+    verdict = within(what, result, value, of_dtype(value, bound, result.dtype))
+    return worst(verdict, _all_together(what, result, value, given.residual)) if in_fp8 or given.terms else verdict
 
 
 def lost_in_fp8(value: Tensor, size: Tensor, k: int) -> Tensor:
@@ -195,11 +195,11 @@ def lost_in_fp8(value: Tensor, size: Tensor, k: int) -> Tensor:
     return FP8_SUMS * size + FP8_STEP * -(-k // 32) * value.abs()
 
 
-def _all_together(what: str, found: Tensor, value: Tensor, residual: Tensor | None) -> Verdict:
-    """Compare norms: |found - value| is at most GATE of |value - residual|, and what rounding to a dtype loses."""
+def _all_together(what: str, result: Tensor, value: Tensor, residual: Tensor | None) -> Verdict:
+    """Compare norms: |result - value| is at most GATE of |value - residual|, and what rounding to a dtype loses."""
     made = value if residual is None else value - residual.double()
-    rounded = torch.finfo(found.dtype).eps / 2 * value.norm()
-    off = (found.double() - value).norm()
+    rounded = torch.finfo(result.dtype).eps / 2 * value.norm()
+    off = (result.double() - value).norm()
     return within(f"{what}, all together", off, torch.zeros_like(off), GATE * made.norm() + rounded)
 
 

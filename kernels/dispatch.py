@@ -153,14 +153,14 @@ def judged(
     scheme: Scheme, chip: str, m: int, n: int, k: int, dtype: torch.dtype, layout: str, library: bool = True
 ) -> list[tuple[Choice, str]]:
     """List all candidates of `choose` with the reasons against them; empty for those that can serve."""
-    found = []
+    choices = []
     for candidate in _candidates(scheme, layout):
         choice = candidate[0]
         why_not = _why_not(candidate, scheme, chip, m, n, k, dtype, layout)
         if not (library or why_not or choice.implementation in (candidate[1].name, INT_MM)):
             why_not = "rows of its codes are not at multiples of 16 bytes"
-        found.append((choice, why_not))
-    return found
+        choices.append((choice, why_not))
+    return choices
 
 
 @functools.lru_cache(4096)
@@ -194,7 +194,7 @@ def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, d
     nearest shape that ours was timed at: times of other GPUs do not count.
     """
     form = format_of(codes, size)
-    own = Choice(ATTENTION_FP8.name, codes, "attention from codes", format=form)
+    default = Choice(ATTENTION_FP8.name, codes, "attention from codes", format=form)
     reasons = dict.fromkeys(peers_for(codes, chip, dtype), "attention of a package")
     if not warps_refusal(codes, size, chip, dtype):
         reasons[WARPS_APART] = "attention from codes, some warps load while others multiply"
@@ -204,8 +204,8 @@ def choose_attention(codes: str, size: int, chip: str, m: int, n: int, k: int, d
         if findings.vouched(name, form, chip, findings.alike(m, n, k))
     ]
     rows = findings.own_timings(f"attention {form}", chip) if others else []
-    ours = {_shape(row) for row in rows if row["op"] == own.implementation}
-    return _fastest([own, *others], [row for row in rows if _shape(row) in ours], m, n, k)
+    ours = {_shape(row) for row in rows if row["op"] == default.implementation}
+    return _fastest([default, *others], [row for row in rows if _shape(row) in ours], m, n, k)
 
 
 def warps_refusal(codes: str, size: int, chip: str, dtype: torch.dtype) -> str:

@@ -153,15 +153,15 @@ def launch_product(
 
     in_16_bit: whether x is values, not codes.
     """
-    given, names = unpack_named(ProductTensors, tensors, formats)
-    epilogue = _following(given, gelu, dtype)
+    operands, names = unpack_named(ProductTensors, tensors, formats)
+    epilogue = _following(operands, gelu, dtype)
     if in_16_bit or names not in op.formats:
         require(op.name, names, chip)
-        return op.kernel.multiply(x, _weight(given, names), None, epilogue, chip)
-    left, w = _codes(x, given, names), _weight(given, names)
-    if _chosen(left, w, given.row_scale, epilogue, chip).implementation != op.name:
-        return gate_in_place(library_product(left, w, given.bias, dtype), epilogue)
-    return op.kernel.multiply(left, w, given.row_scale, epilogue, chip)
+        return op.kernel.multiply(x, _weight(operands, names), None, epilogue, chip)
+    left, w = _codes(x, operands, names), _weight(operands, names)
+    if _chosen(left, w, operands.row_scale, epilogue, chip).implementation != op.name:
+        return gate_in_place(library_product(left, w, operands.bias, dtype), epilogue)
+    return op.kernel.multiply(left, w, operands.row_scale, epilogue, chip)
 
 
 def gate_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
@@ -176,19 +176,19 @@ def gate_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
     return y
 
 
-def _weight(given: ProductTensors, names: str) -> QuantizedTensor:
+def _weight(operands: ProductTensors, names: str) -> QuantizedTensor:
     """Return w (N, K) of a product. names: of its formats, "weights" or "weights-activations"."""
-    return QuantizedTensor.stored(given.w, given.w_scale, given.w_scale_2, formats_of(names)[0])
+    return QuantizedTensor.stored(operands.w, operands.w_scale, operands.w_scale_2, formats_of(names)[0])
 
 
-def _codes(x: Tensor, given: ProductTensors, names: str) -> QuantizedTensor:
+def _codes(x: Tensor, operands: ProductTensors, names: str) -> QuantizedTensor:
     """Return x (M, K) of a product of codes."""
-    return QuantizedTensor.stored(x, given.x_scale, given.x_scale_2, formats_of(names)[1])
+    return QuantizedTensor.stored(x, operands.x_scale, operands.x_scale_2, formats_of(names)[1])
 
 
-def _following(given: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epilogue:
-    low_rank = None if given.h is None or given.up is None else (given.h, given.up)
-    return Epilogue(given.bias, low_rank, gelu, given.gate, given.residual, dtype)
+def _following(operands: ProductTensors, gelu: bool, dtype: torch.dtype) -> Epilogue:
+    low_rank = None if operands.h is None or operands.up is None else (operands.h, operands.up)
+    return Epilogue(operands.bias, low_rank, gelu, operands.gate, operands.residual, dtype)
 
 
 def _chosen(x: QuantizedTensor, w: QuantizedTensor, row_scale: Tensor | None, epilogue: Epilogue, chip: str) -> Choice:
@@ -210,38 +210,38 @@ def product_cells(
     in_16_bit: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """Return the (op, format) that `launch_product` launches: that of the kernel, or of the library's product."""
-    given, names = unpack_named(ProductTensors, tensors, formats)
+    operands, names = unpack_named(ProductTensors, tensors, formats)
     if in_16_bit or names not in op.formats:
         return ((op.name, names),)
-    left, w = _codes(x, given, names), _weight(given, names)
-    return (_chosen(left, w, given.row_scale, _following(given, gelu, dtype), chip).cell,)
+    left, w = _codes(x, operands, names), _weight(operands, names)
+    return (_chosen(left, w, operands.row_scale, _following(operands, gelu, dtype), chip).cell,)
 
 
 def compare_product(
-    op: Op, found: Tensor, *arguments: Any, chip: str, sample: Sample, in_16_bit: bool = False
+    op: Op, result: Tensor, *arguments: Any, chip: str, sample: Sample, in_16_bit: bool = False
 ) -> Verdict:
     """Compare the result of a call of an op of products.py with float64. arguments: those of the op."""
     x, tensors, formats, gelu, _ = arguments
-    given, names = unpack_named(ProductTensors, tensors, formats)
-    m, n = found.shape
+    operands, names = unpack_named(ProductTensors, tensors, formats)
+    m, n = result.shape
     rows, outputs = picked(m, sample.tokens, x.device), picked(n, sample.outputs, x.device)
-    w = taken(_weight(given, names), outputs)
+    w = taken(_weight(operands, names), outputs)
     left: Tensor | QuantizedTensor = x[rows]
     if not in_16_bit:
-        left = taken(_codes(x, given, names), rows)
-        w = as_multiplied(w, left.format, None if given.row_scale is None else given.row_scale[outputs])
-    low_rank = None if given.h is None or given.up is None else (given.h[rows], given.up[outputs])
+        left = taken(_codes(x, operands, names), rows)
+        w = as_multiplied(w, left.format, None if operands.row_scale is None else operands.row_scale[outputs])
+    low_rank = None if operands.h is None or operands.up is None else (operands.h[rows], operands.up[outputs])
     what = Product(
         left,
         w,
-        None if given.bias is None else given.bias[outputs],
+        None if operands.bias is None else operands.bias[outputs],
         low_rank,
         gelu,
-        None if given.gate is None else given.gate[rows // (m // given.gate.shape[0])][:, outputs],
-        None if given.residual is None else given.residual[rows][:, outputs],
+        None if operands.gate is None else operands.gate[rows // (m // operands.gate.shape[0])][:, outputs],
+        None if operands.residual is None else operands.residual[rows][:, outputs],
         terms=ROUNDED_WEIGHTS if in_16_bit and rounds_weights(w.format, x.dtype) else 0,
     )
-    return product(op.name, found[rows][:, outputs], what)
+    return product(op.name, result[rows][:, outputs], what)
 
 
 def rounds_weights(weights: Format, dtype: torch.dtype) -> bool:

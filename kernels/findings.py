@@ -100,11 +100,11 @@ def times_in(file: Path) -> tuple[str, dict[Product, float]]:
     Of several implementations the fastest that is right. Raises ValueError for another file, or a damaged one.
     """
     try:
-        found = _checked(read_json(file))
-        if found.get("kind") != KIND:
-            raise ValueError(f"its kind is {found.get('kind')!r}")
+        content = _checked(read_json(file))
+        if content.get("kind") != KIND:
+            raise ValueError(f"its kind is {content.get('kind')!r}")
         seconds: dict[Product, float] = {}
-        for row in found["rows"]:
+        for row in content["rows"]:
             if not row["scheme"] or row["scheme"].startswith("attention") or row["why"] or not row["us"]:
                 continue
             for formats, us in ((row["scheme"], row["us"]), (BF16, row.get("beside", {}).get(BF16))):
@@ -116,7 +116,7 @@ def times_in(file: Path) -> tuple[str, dict[Product, float]]:
             f"{file} is no file of `fluxq doctor`, or is damaged ({first_line(error)}): run `fluxq doctor` on the GPU "
             "again"
         ) from None
-    return str(found["machine"]["gpu"]), seconds
+    return str(content["machine"]["gpu"]), seconds
 
 
 def _timed(documents: Iterable[dict[str, Any]], scheme: str, chip: str) -> list[dict[str, Any]]:
@@ -250,9 +250,9 @@ def read(machine: dict[str, str]) -> dict[str, Any] | None:
     try:
         if not file.is_file():
             return None
-        found = _checked(read_json(file))
-        if found["machine"] != machine:
-            raise ValueError(f"it is of {found['machine']}, this is {machine}")
+        content = _checked(read_json(file))
+        if content["machine"] != machine:
+            raise ValueError(f"it is of {content['machine']}, this is {machine}")
     except (ValueError, OSError) as error:
         logger.warning(
             "%s is no file of `fluxq doctor` for this GPU and is left out of account (%s); remove it, or run `fluxq "
@@ -260,7 +260,7 @@ def read(machine: dict[str, str]) -> dict[str, Any] | None:
             *(file, error),
         )
         return None
-    return found
+    return content
 
 
 def forget() -> None:
@@ -281,9 +281,9 @@ def launch_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("op", "format", "scheme", "m", "n", "k"))
 
 
-def _checked(found: dict[str, Any], texts: tuple[str, ...] = ("op", "format", "scheme", "why")) -> dict[str, Any]:
+def _checked(content: dict[str, Any], texts: tuple[str, ...] = ("op", "format", "scheme", "why")) -> dict[str, Any]:
     """Return the content of a file; ValueError unless it has the parts that are read."""
-    machine, rows = found.get("machine"), found.get("rows")
+    machine, rows = content.get("machine"), content.get("rows")
     if not isinstance(machine, dict) or not isinstance(rows, list) or {"gpu", "chip"} - machine.keys():
         raise ValueError("it has no machine and no rows")
     numbers = "m", "n", "k"
@@ -292,10 +292,10 @@ def _checked(found: dict[str, Any], texts: tuple[str, ...] = ("op", "format", "s
         sound = sound and all(type(row.get(name)) is int and 0 < row[name] <= LARGEST for name in numbers)
         if not sound or not (row.get("us") is None or (isinstance(row["us"], float) and 0 < row["us"] < math.inf)):
             raise ValueError(f"one of its rows is {row}")
-    unended = found.get("unended", {})
+    unended = content.get("unended", {})
     if not isinstance(unended, dict) or any(type(times) is not int for times in unended.values()):
         raise ValueError(f"unended is {unended}")
-    return found
+    return content
 
 
 @functools.cache
@@ -326,7 +326,7 @@ def _read_here(chip: str) -> tuple[dict[str, Any], ...]:
     except OSError:  # a folder of others
         return ()
     machines = (machine_of(device, chip) for device in devices_of(chip))
-    return tuple(found for machine in _distinct(machines) if (found := read(machine)))
+    return tuple(content for machine in _distinct(machines) if (content := read(machine)))
 
 
 def devices_of(chip: str) -> list[torch.device]:
@@ -343,13 +343,13 @@ def _distinct(machines: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 
 @functools.cache
 def _shipped() -> tuple[dict[str, Any], ...]:
-    found = []
+    documents = []
     for file in sorted(MEASURED.glob("*.json")):
         try:
-            found.append(_checked(read_json(file), ("op", "scheme")))  # times alone are read
+            documents.append(_checked(read_json(file), ("op", "scheme")))  # times alone are read
         except (ValueError, OSError) as error:
             logger.warning("%s is no file of `fluxq doctor` and is left out of account (%s)", file, error)
-    return tuple(found)
+    return tuple(documents)
 
 
 INTERPRETER = "the interpreter"

@@ -61,7 +61,7 @@ def launch(kernel: JITFunction, *args: Any, grid: Sequence[int], **named: Any) -
     with torch.inference_mode():
         for place in product(*map(range, grid)):
             program = _Program(place)
-            program.run(program.own(kernel), values)
+            program.run(program.bind(kernel), values)
 
 
 def _argument(value: Any) -> Any:
@@ -136,7 +136,7 @@ class _Program:
         self.language = _language(self)
         self.functions: dict[str, Callable[..., Any]] = {}
 
-    def own(self, function: Any) -> Callable[..., Any]:
+    def bind(self, function: Any) -> Callable[..., Any]:
         """Return a Gluon function as one of Python, of which each global name is this program's."""
         python = function.fn
         if python.__qualname__ not in self.functions:
@@ -156,7 +156,7 @@ class _Program:
         if isinstance(value, gl.constexpr):
             return value.value
         if isinstance(value, JITFunction):
-            return self.own(value)
+            return self.bind(value)
         if getattr(value, "__module__", "").startswith("triton.experimental.gluon"):
             return getattr(self.language, value.__name__)
         return value
@@ -363,8 +363,8 @@ class _Product:
 
     def finish(self) -> None:
         a, b = (x.data if isinstance(x, _View) else x for x in (self.a, self.b))
-        found = a.float() @ b.float()
-        self.result = found if self.acc is None else found + self.acc
+        sums = a.float() @ b.float()
+        self.result = sums if self.acc is None else sums + self.acc
 
     @classmethod
     def __torch_function__(cls, *call: Any) -> Any:
@@ -473,5 +473,5 @@ def _await(program: _Program, left: int, deps: Sequence[Any]) -> Any:
         done.finish()
         here.follow(done.task.clock)
     here.products = here.products[len(here.products) - left :]
-    found = [dep if dep.result is None else dep.result for dep in deps]
-    return found[0] if len(found) == 1 else tuple(found)
+    results = [dep if dep.result is None else dep.result for dep in deps]
+    return results[0] if len(results) == 1 else tuple(results)

@@ -52,15 +52,15 @@ def verified(name: str, arguments: Sequence[Any], result: Any, chip: str) -> Any
         logger.warning("%s on %s was not compared: %s", name, chip, first_line(error))
         _seen.update(kinds.items())
         return result
-    wrong = [(cell, found) for cell, found in judged if found.is_wrong]
+    wrong = [(cell, verdict) for cell, verdict in judged if verdict.is_wrong]
     if wrong and not _is_comparable(name, arguments):
         logger.warning("%s on %s was not compared: its input, or the reference's result, is not finite", name, chip)
         return result
     _seen.update((cell, kinds[cell]) for cell, _ in judged)  # one behind a wrong one was not
     if not wrong:
         return result
-    for cell, found in wrong:
-        _withdraw(cell, found)
+    for cell, verdict in wrong:
+        _withdraw(cell, verdict)
     return verified(name, arguments, launch.computed_by(name, arguments, chip), chip)
 
 
@@ -84,10 +84,10 @@ def _must_not_wait() -> bool:
     return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
-def _withdraw(cell: Cell, found: Verdict) -> None:
+def _withdraw(cell: Cell, verdict: Verdict) -> None:
     op, name, chip = cell
-    text = f"{op} {name} on {chip} computed something wrong ({found.what}) and is not used again in this process"
-    dispatch.withdraw(op, name, chip, f"wrong on this GPU: {found.what}")
+    text = f"{op} {name} on {chip} computed something wrong ({verdict.what}) and is not used again in this process"
+    dispatch.withdraw(op, name, chip, f"wrong on this GPU: {verdict.what}")
     launch.PLANS.clear()
     cure = "`fluxq doctor --share FILE` proves all kernels on this GPU and writes what a bug report needs"
     if is_strict():
@@ -210,34 +210,34 @@ def _compare_product(
     return product(choice.implementation, y[rows][:, outputs], what)
 
 
-def judge_outside(name: str, arguments: Sequence[Any], found: Any, chip: str, sample: Sample) -> Verdict:
+def judge_outside(name: str, arguments: Sequence[Any], result: Any, chip: str, sample: Sample) -> Verdict:
     """Compare what a kernel that is not ours computed of an op's call; of a layer in the arithmetic of its choice.
 
-    found: of the op's kind (`unlike`). Codes may be those of numbers that were rounded to the other side: where they
+    result: of the op's kind (`unlike`). Codes may be those of numbers that were rounded to the other side: where they
     are not ours, the values that they stand for are compared, all together.
     """
     if name == LINEAR:
         choice = _choice(arguments, chip)
-        judged = judge_linear(choice, arguments, found, chip=chip, sample=sample)
+        judged = judge_linear(choice, arguments, result, chip=chip, sample=sample)
         if judged and judged[-1][0][0] == choice.implementation:  # neither the torch reference nor a wrong quantizer
             return judged[-1][1]
-        return near("values", found.flatten(0, -2), REFERENCES[name](*arguments).flatten(0, -2), (0, 1))
+        return near("values", result.flatten(0, -2), REFERENCES[name](*arguments).flatten(0, -2), (0, 1))
     kernel = OPS[name].kernel
-    verdict = kernel.compare(found, *arguments, chip=chip, sample=sample)
+    verdict = kernel.compare(result, *arguments, chip=chip, sample=sample)
     if not verdict.is_wrong or not hasattr(kernel, "decoded"):
         return verdict
-    values, expected = (kernel.decoded(made, *arguments) for made in (found, REFERENCES[name](*arguments)))
+    values, expected = (kernel.decoded(made, *arguments) for made in (result, REFERENCES[name](*arguments)))
     return near("values", values, expected, (0, 1))
 
 
-def unlike(name: str, arguments: Sequence[Any], found: Any) -> str:
+def unlike(name: str, arguments: Sequence[Any], result: Any) -> str:
     """Return how the result of a call is of another kind than the op's, in words; empty if it is not.
 
     Compared are numbers of tensors, shapes, dtypes and devices, before anything looks inside.
     """
     expected = getattr(torch.ops.fluxq, name)(*tree_map_only(Tensor, lambda each: each.to("meta"), [*arguments]))
     device = arguments[0].device
-    kinds = _kind(found, None), _kind(expected, device)
+    kinds = _kind(result, None), _kind(expected, device)
     return "" if kinds[0] == kinds[1] else f"returned {kinds[0]}, expected {kinds[1]}"
 
 

@@ -376,8 +376,8 @@ def pack_named(named: Any, text: object = "") -> tuple[list[Tensor], str]:
     """Return (tensors, text) as an op takes them: a NamedTuple's tensors but None, and the text with their names."""
     given = tuple(tensor is not None for tensor in named)
     names_of = _names if torch.compiler.is_compiling() else _kept_names  # tracing warns of a cache
-    said = text.__str__()  # torch.compile of 2.11 traces this, and no f-string of a dataclass
-    return [tensor for tensor in named if tensor is not None], f"{said} {names_of(type(named), given)}"
+    prefix = text.__str__()  # torch.compile of 2.11 traces this, and no f-string of a dataclass
+    return [tensor for tensor in named if tensor is not None], f"{prefix} {names_of(type(named), given)}"
 
 
 def _names(kind: type, given: tuple[bool, ...]) -> str:

@@ -106,8 +106,8 @@ class OutputSqnr:
         True where one half has no power, and so nothing to say.
         """
         both = zip(self.halves, other.halves, strict=True)
-        pairs = [(own, before) for own, before in both if own is not None and before is not None]
-        return len(pairs) < len(self.halves) or all(own > before for own, before in pairs)
+        pairs = [(half, before) for half, before in both if half is not None and before is not None]
+        return len(pairs) < len(self.halves) or all(half > before for half, before in pairs)
 
     def lost_by_tokens(self, rounded: OutputSqnr) -> str:
         """Return what single tokens lose against rounding, in words; empty if that is no more than `MOST_LOST`."""
@@ -833,8 +833,8 @@ def _search_smoothing(fits: Sequence[_Fit], states: list[_State], around: bool =
             trial = [
                 fit.smoothed(state, index, part, exponents, factor) for fit, state in zip(fits, states, strict=True)
             ]
-            if (found := error(trial)) < least:
-                best, least = trial, found
+            if (trial_error := error(trial)) < least:
+                best, least = trial, trial_error
         states = best
     return states
 

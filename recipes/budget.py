@@ -130,9 +130,9 @@ def front_of_shares(
     shares: list[Share] = []
     for index in range(points):
         limit = low + (high - low) * index / (points - 1) if index < points - 1 else high
-        found = best_of_shares(errors, costs, limit, lists, fixed)
-        if found and found[0] not in shares:
-            shares.append(found[0])
+        candidates = best_of_shares(errors, costs, limit, lists, fixed)
+        if candidates and candidates[0] not in shares:
+            shares.append(candidates[0])
     return shares
 
 

@@ -300,8 +300,8 @@ def find_format(name: str) -> Format:
 
 def for_tokens(row: Format) -> Format:
     """Return the format of activations beside weights of a format: itself, or that of its groups in one row."""
-    own = (each for each in FORMATS.values() if each.block == (1, row.group_size) and each.element == row.element)
-    return next(own) if row.spans_rows else row
+    matches = (each for each in FORMATS.values() if each.block == (1, row.group_size) and each.element == row.element)
+    return next(matches) if row.spans_rows else row
 
 
 INT4_GROUP_SIZES = (64, 128)

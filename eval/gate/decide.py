@@ -117,15 +117,15 @@ def judge(
     An image that is not finite, a NaN in `values`, makes B worse. Raises ValueError for a NaN in `floor`.
     """
     distances = [rule.distance(value) for value in values]
-    own = [0.0] * len(values) if floor is None else [rule.distance(value) for value in floor]
-    if any(map(math.isnan, own)):
+    floor_distances = [0.0] * len(values) if floor is None else [rule.distance(value) for value in floor]
+    if any(map(math.isnan, floor_distances)):
         raise ValueError("the floor has an image that is not finite: nothing can be compared with it")
-    beyond_all = max(3 * max(own), max(own) + OUTLIER * rule.margin)
+    beyond_all = max(3 * max(floor_distances), max(floor_distances) + OUTLIER * rule.margin)
     outliers = tuple(index for index, value in enumerate(distances) if value > beyond_all)
-    modes = modes_of(own, at_least=rule.margin)
+    modes = modes_of(floor_distances, at_least=rule.margin)
     if modes is not None:
-        own = [max(value, modes.worse) for value in own]
-    floor_mean = fmean(own)
+        floor_distances = [max(value, modes.worse) for value in floor_distances]
+    floor_mean = fmean(floor_distances)
     share = rule.c if rule.c * floor_mean > rule.margin else 0.0
     counted = share * floor_mean  # of the limit, in what is taken off each distance
     limit = counted or rule.margin
@@ -135,7 +135,7 @@ def judge(
         return Finding("worse", len(values), nan, nan, nan, limit, floor_mean, nan, modes)
     beyond, unlucky = (
         [distance - (1 + share) * value for distance, value in zip(distances, each, strict=True)]
-        for each in (own, _farthest(own, rule))
+        for each in (floor_distances, _farthest(floor_distances, rule))
     )
     is_last = len(values) == looks[-1]
     alpha = spent_at(len(values), looks) / metrics
@@ -151,10 +151,10 @@ def judge(
     return Finding(verdict, len(values), *numbers, modes, more, outliers)
 
 
-def _farthest(own: Sequence[float], rule: Rule) -> Sequence[float]:
+def _farthest(floors: Sequence[float], rule: Rule) -> Sequence[float]:
     """Return the floor of each image, the farthest of all where so few images do not show whether it has two modes."""
-    farthest = max(own)
-    return [farthest] * len(own) if len(own) < ENOUGH_IMAGES and farthest - min(own) > rule.margin else own
+    farthest = max(floors)
+    return [farthest] * len(floors) if len(floors) < ENOUGH_IMAGES and farthest - min(floors) > rule.margin else floors
 
 
 def together(verdicts: Iterable[Verdict]) -> Verdict:

@@ -48,7 +48,7 @@ LEAST_WAIT, NOTED_WAIT = 1.0, 5.0  # seconds between tries at a limited rate, an
 MOST_PIXELS = 1 << 24  # of an image whose size was not asked for
 ROOM = 1 << 20  # bytes of an answer besides its image
 FORMATS = ("PNG", "JPEG", "WEBP")  # that the API has; PIL reads others by programs that it starts
-_SAID = 2000  # bytes of an error's answer that are read
+_ERROR_BYTES = 2000  # bytes of an error's answer that are read
 NEARER = 3.0  # dB by which two images of one seed are nearer than those of two seeds, where the seed counts
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class EndpointSource:
         again = pil_to_tensor(self.ask(prompt, seed))
         if not one.shape == other.shape == again.shape:
             raise ValueError(
-                f"{self.name}: images of {', '.join(map(_size, (one, other, again)))} pixels of one prompt; give "
+                f"{self.name}: images of {', '.join(map(_size_of, (one, other, again)))} pixels of one prompt; give "
                 "--height and --width, or another --work if the server was changed"
             )
         if torch.equal(one, other):
@@ -153,18 +153,18 @@ class EndpointSource:
             "response_format": "b64_json",
             "seed": seed,
         }
-        if self._asked is not None:
-            body["size"] = "x".join(map(str, self._asked))
+        if self._size is not None:
+            body["size"] = "x".join(map(str, self._size))
         return body | {name: value for name, value in self.call.items() if name not in ("width", "height")}
 
     @property
-    def _asked(self) -> tuple[int, int] | None:
+    def _size(self) -> tuple[int, int] | None:
         """Width and height that are asked for."""
         return (self.call["width"], self.call["height"]) if "width" in self.call else None
 
     @property
     def _most_pixels(self) -> int:
-        return MOST_PIXELS if self._asked is None else self._asked[0] * self._asked[1]
+        return MOST_PIXELS if self._size is None else self._size[0] * self._size[1]
 
     def _fetch(self, address: str) -> bytes:
         """Read an image that an answer names, from the same server only: it could name any other."""
@@ -187,9 +187,9 @@ class EndpointSource:
         """Decode an image; RuntimeError for one that is none, of another size than was asked for, or too large."""
         try:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                if self._asked not in (None, image.size) or image.width * image.height > self._most_pixels:
-                    asked = "" if self._asked is None else f", and {self._asked[0]} x {self._asked[1]} were asked for"
-                    raise RuntimeError(f"{self.name}: an image of {image.width} x {image.height} pixels{asked}")
+                if self._size not in (None, image.size) or image.width * image.height > self._most_pixels:
+                    remark = "" if self._size is None else f", and {self._size[0]} x {self._size[1]} were asked for"
+                    raise RuntimeError(f"{self.name}: an image of {image.width} x {image.height} pixels{remark}")
                 if image.mode not in ("RGB", "RGBA", "L", "P"):
                     raise RuntimeError(f"{self.name}: an image of mode {image.mode}, expected 8-bit RGB")
                 return image.convert("RGB")
@@ -259,7 +259,7 @@ def send(address: str, body: Mapping[str, Any] | None, timeout: float, longest: 
         tries += code != 429
         waited += waits or 0.0
         if waits is None or waited > PATIENCE:
-            raise RuntimeError(f"{address} answers {code} ({_said(content)})")
+            raise RuntimeError(f"{address} answers {code} ({_error_text(content)})")
         if waits >= NOTED_WAIT:
             logger.info("%s answers %d; asking again in %.0f s", address, code, waits)
         time.sleep(waits)
@@ -277,7 +277,7 @@ def _answer(request: Request, timeout: float, longest: int) -> tuple[int, str, b
             return answer.status, "", content
     except HTTPError as error:
         with error:
-            return error.code, error.headers.get("Retry-After") or "", error.read(_SAID)
+            return error.code, error.headers.get("Retry-After") or "", error.read(_ERROR_BYTES)
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
@@ -325,12 +325,12 @@ def _retry_after(text: str) -> float:
     return min(seconds, PATIENCE + 1)
 
 
-def _said(content: bytes) -> str:
+def _error_text(content: bytes) -> str:
     """Return the server's own words about an error, cut short."""
     text = content.decode(errors="replace")
     try:
-        said = json.loads(text)
-        problem = said.get("error", said) if isinstance(said, dict) else said
+        answer = json.loads(text)
+        problem = answer.get("error", answer) if isinstance(answer, dict) else answer
         text = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
     except (ValueError, RecursionError):
         text = "HTML" if "<html" in text.lower() else text
@@ -357,7 +357,7 @@ def _read_json(content: bytes, base: str) -> dict[str, Any]:
     return value
 
 
-def _size(image: torch.Tensor) -> str:
+def _size_of(image: torch.Tensor) -> str:
     return f"{image.shape[-1]} x {image.shape[-2]}"
 
 

@@ -187,7 +187,7 @@ def nearness(passport: Passport, images: Sequence[NamedImage]) -> Nearness:
     usual = rule.same - fmean(map(rule.distance, floor)) if floor else math.inf
     floor += [usual] * (len(values) - len(floor))
     finding = judge(rule, values, floor, range(len(values)), (len(values),))
-    farthest = max(rule.distance(one) - rule.distance(own) for one, own in zip(values, floor, strict=True))
+    farthest = max(rule.distance(value) - rule.distance(second) for value, second in zip(values, floor, strict=True))
     verdicts: dict[str, Verdict] = {"equivalent": "within the floor", "worse": "not", "cannot tell": "cannot tell"}
     verdict = verdicts[finding.verdict]
     if verdict == "cannot tell" and farthest <= finding.limit:

@@ -99,15 +99,15 @@ def sentences(key: str, metric: MetricResult) -> str:
     digits = ".2f" if metric.unit == "dB" else ".4f"
     shown = {name: format(getattr(metric, name) or 0.0, digits) for name in ("difference", "low", "high", "limit")}
     if metric.verdict == "equivalent" and (metric.high or 0.0) <= 0:
-        said = "not farther from A than A is from itself"
+        statement = "not farther from A than A is from itself"
     else:
         shown["bound"] = {
             "worse": f"at least {shown['low']}",
             "equivalent": f"at most {shown['high']}",
             "cannot tell": f"{shown['low']} to {shown['high']}",
         }[metric.verdict]
-        said = f"{shown['bound']}{unit} farther from A than A is from itself"
-    return f"{key}: {said}, {shown['limit']}{unit} are allowed"
+        statement = f"{shown['bound']}{unit} farther from A than A is from itself"
+    return f"{key}: {statement}, {shown['limit']}{unit} are allowed"
 
 
 def markdown(result: GateResult) -> str:

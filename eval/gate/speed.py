@@ -87,9 +87,9 @@ def judge_speed(a: Sequence[Call], b: Sequence[Call], slower: float = SLOWER) ->
     ratio, most = median(y) / median(x), 1 + slower
     verdict = "worse" if low > most else "equivalent" if high <= most else "cannot tell"
     more = _more_pairs(len(a), ratio, low, high, most) if verdict == "cannot tell" else None
-    said = f"speed: B takes {_percent(ratio)} [{_percent(low)}, {_percent(high)}] of time more than A"
+    statement = f"speed: B takes {_percent(ratio)} [{_percent(low)}, {_percent(high)}] of time more than A"
     would = f"; about {more} more pairs would tell" if more else ""
-    sentence = f"{said}, {slower:.2%} are allowed{would}"
+    sentence = f"{statement}, {slower:.2%} are allowed{would}"
     return GateSpeed(verdict=verdict, sentence=sentence, ratio=ratio, low=low, high=high, more_pairs=more, **facts)
 
 

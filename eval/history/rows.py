@@ -182,17 +182,17 @@ def current_commit(folder: Path | None = None) -> Commit | None:
     commit = commit_at(folder, "HEAD")
     if commit is None:
         return None
-    changed = _said(folder, "status", "--porcelain", "--untracked-files=no")
+    changed = _git_output(folder, "status", "--porcelain", "--untracked-files=no")
     return commit.model_copy(update={"is_changed": bool(changed)})
 
 
 def commit_at(folder: Path | None, revision: str) -> Commit | None:
     """Return a commit of a folder's repository, unchanged; None where it has none of that name."""
-    said = _said(folder, "log", "-1", "--format=%H %cI", revision).split()
-    return Commit(revision=said[0], time=said[1], is_changed=False) if said else None
+    fields = _git_output(folder, "log", "-1", "--format=%H %cI", revision).split()
+    return Commit(revision=fields[0], time=fields[1], is_changed=False) if fields else None
 
 
-def _said(folder: Path | None, *words: str) -> str:
+def _git_output(folder: Path | None, *words: str) -> str:
     """Return what git says, in one piece; "" where it fails or is absent."""
     try:
         return git(folder, *words, timeout=_GIT).strip()

@@ -155,13 +155,13 @@ def stage_chart(index: int, speed: Speed) -> Drawing | None:
     )
 
 
-def front_chart(found: Mapping[str, Any], index: int = 0) -> Drawing:
+def front_chart(search: Mapping[str, Any], index: int = 0) -> Drawing:
     """Draw the front of a search, mixing at random, and the plans that ran as measured.
 
-    found: content of the JSON that `fluxq auto` writes. Mixing the ends of the front at random mixes the energy of
+    search: content of the JSON that `fluxq auto` writes. Mixing the ends of the front at random mixes the energy of
     their errors, so that line is straight in energy and not in dB.
     """
-    unit, points = found["cost_unit"], [(each["cost"], each["predicted_nmse"]) for each in found["front"]]
+    unit, points = search["cost_unit"], [(each["cost"], each["predicted_nmse"]) for each in search["front"]]
     (low, worst), (high, least) = points[0], points[-1]
     shares = [step / _PIECES for step in range(_PIECES + 1)]
     mixed = [(low + (high - low) * t, worst + (least - worst) * t) for t in shares]
@@ -179,7 +179,7 @@ def front_chart(found: Mapping[str, Any], index: int = 0) -> Drawing:
             "proposed by": ", ".join(each["proposed_by"]),
             "text": f"{value:.2f} dB measured at {each['cost']:.4g} {unit}",
         }
-        for each in found["tried"]
+        for each in search["tried"]
         if (value := decibels(each["nmse"])) is not None and math.isfinite(value)
     ]
     x = alt.X(f"{unit}:Q", title=unit, scale=alt.Scale(zero=False))
@@ -239,7 +239,7 @@ def past_chart(series: Any, index: int = 0) -> Drawing:
     if limit is not None:
         allowed = alt.Chart(alt.Data(values=[{"limit": limit}])).mark_rule(color="var(--quiet)", strokeDash=[2, 3])
         layers.append(allowed.encode(y=limit_at))
-    text = f"{y} of {len(rows)} runs" + "".join(f"; {sentence}" for sentence in series.said) + "."
+    text = f"{y} of {len(rows)} runs" + "".join(f"; {sentence}" for sentence in series.sentences) + "."
     note = f"{limit:.4g} are allowed, the dotted line." if limit is not None else ""
     return _drawing(f"past-{index}", y, text, alt.layer(*layers), note=note)
 

@@ -21,7 +21,7 @@ def is_search(file: Path) -> bool:
 
 def write_front(target: Path, searches: Sequence[Mapping[str, Any]], job: str = "") -> Path:
     """Write the page of searches, an .html file, atomically; returns it. job: that the page says it was written by."""
-    charts = [front_chart(found, index) for index, found in enumerate(searches)]
+    charts = [front_chart(search, index) for index, search in enumerate(searches)]
     pairs = list(zip(searches, charts, strict=True))
     return write_page(target, "front.html", job, charts, searches=pairs, decibels=decibels, shown=shown)
 

@@ -34,7 +34,7 @@ class Series:
         return self.points[-1].unit
 
     @property
-    def said(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """Changes of level, a sentence each."""
         ends = [0, *self.changes, len(self.points)]
         values = [point.value or 0.0 for point in self.points]
@@ -53,11 +53,11 @@ def label(row: HistoryRow) -> str:
 
 def series_of(rows: Sequence[HistoryRow]) -> list[Series]:
     """Sort the numbers of all runs into series. Numbers that there are not, as of a refused speed, are left out."""
-    found: dict[tuple[str, str, str, str], list[tuple[HistoryRow, Point]]] = {}
+    groups: dict[tuple[str, str, str, str], list[tuple[HistoryRow, Point]]] = {}
     for row in sorted(rows, key=lambda row: (row.time, row.created)):
         for name, point in {**row.metrics, **row.speed}.items():
             if point.value is not None:
-                found.setdefault((row.subject, row.setting, row.machine, name), []).append((row, point))
+                groups.setdefault((row.subject, row.setting, row.machine, name), []).append((row, point))
     return [
         Series(
             subject,
@@ -67,7 +67,7 @@ def series_of(rows: Sequence[HistoryRow]) -> list[Series]:
             tuple(point for _, point in pairs),
             tuple(change_points([point.value or 0.0 for _, point in pairs])),
         )
-        for (subject, _, machine, name), pairs in found.items()
+        for (subject, _, machine, name), pairs in groups.items()
     ]
 
 

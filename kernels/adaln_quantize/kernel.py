@@ -149,7 +149,7 @@ def cells(
 
 
 def compare(
-    found: Sequence[Tensor],
+    results: Sequence[Tensor],
     x: Tensor,
     tensors: Sequence[Tensor],
     rounding: str,
@@ -163,22 +163,22 @@ def compare(
 
     v is of another launch, which a GPU may add up in another order: few codes may be neighbours.
     """
-    given, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
+    operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
     rows = picked(x.shape[0], sample.tokens, x.device)
-    images = rows // (x.shape[0] // given.scale.shape[0])  # each token is an image of its own from here on
-    some = NormTensors(given.scale[images], given.shift[images], weight=given.weight)
-    if given.branch is not None and given.gate is not None:
-        some = some._replace(branch=given.branch[rows], gate=given.gate[images])
+    images = rows // (x.shape[0] // operands.scale.shape[0])  # each token is an image of its own from here on
+    some = NormTensors(operands.scale[images], operands.shift[images], weight=operands.weight)
+    if operands.branch is not None and operands.gate is not None:
+        some = some._replace(branch=operands.branch[rows], gate=operands.gate[images])
     n, verdicts = modulated_norm(x[rows], some, norm, eps)[1], []
     if n is None:
         n = x[rows]
     else:
-        verdicts.append(same("n", found[3][rows], n))
-    v = launch(x[rows], *pack_named(some, Rounding()), norm, eps, chip=chip)[0] if how.format else found[0][rows]
+        verdicts.append(same("n", results[3][rows], n))
+    v = launch(x[rows], *pack_named(some, Rounding()), norm, eps, chip=chip)[0] if how.format else results[0][rows]
     verdicts.append(within("v", v, *_exact(n, some, norm, eps)))
     if how.format:
-        of_rounding = given.of_rounding
-        verdicts.append(compare_codes(coded(found, of_rounding, how, rows), v, of_rounding, how, rows, sums=True))
+        of_rounding = operands.of_rounding
+        verdicts.append(compare_codes(coded(results, of_rounding, how, rows), v, of_rounding, how, rows, sums=True))
     return worst(*verdicts)
 
 
@@ -186,23 +186,23 @@ def decoded(
     made: Sequence[Tensor], x: Tensor, tensors: Sequence[Tensor], rounding: str, norm: str, eps: float
 ) -> Tensor:
     """Return v, or the numbers that a call's codes stand for."""
-    given, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
-    return coded(made, given.of_rounding, how).dequantize() if how.format else made[0]
+    operands, how = unpack_named(NormTensors, tensors, rounding, Rounding.parse)
+    return coded(made, operands.of_rounding, how).dequantize() if how.format else made[0]
 
 
-def _exact(n: Tensor, given: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor]:
+def _exact(n: Tensor, operands: NormTensors, norm: str, eps: float) -> tuple[Tensor, Tensor]:
     """Return norm(n) · (1 + scale) + shift in float64, a row of scale for each of n, and its bound.
 
     (roundings · u + 2^-18) · (|h · (1 + scale)| + |shift|) + u' · |v|, with u and u' half the spacing at 1 of the
     modulation's and of n's dtype. Rounded are h (twice around RMSNorm's weight), 1 + scale, the product, the sum. 2^-18
     covers fp32's own roundings, and 2^-20 · mean |n| those of LayerNorm's mean.
     """
-    h, scale, shift = n.double(), 1 + given.scale.double(), given.shift.double()
+    h, scale, shift = n.double(), 1 + operands.scale.double(), operands.shift.double()
     off = 2.0**-20 * h.abs().mean(-1, keepdim=True) * (norm == "layer")
     h = h - h.mean(-1, keepdim=True) if norm == "layer" else h
     factor = (h.square().mean(-1, keepdim=True) + eps).rsqrt()
-    factor = factor if given.weight is None else factor * given.weight.double()
-    h, unit = h * factor, (5 if norm == "rms" else 4) * torch.finfo(given.scale.dtype).eps / 2 + 2.0**-18
+    factor = factor if operands.weight is None else factor * operands.weight.double()
+    h, unit = h * factor, (5 if norm == "rms" else 4) * torch.finfo(operands.scale.dtype).eps / 2 + 2.0**-18
     bound = (off * factor * scale).abs() + unit * ((h * scale).abs() + shift.abs())
     return h * scale + shift, of_dtype(h * scale + shift, bound, n.dtype)
 
@@ -302,7 +302,7 @@ def adaln_quantize_kernel(
     scale, shift = modulation.scale, modulation.shift
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     images = rows // modulation.tokens
-    held = ()
+    tiles = ()
     for tile in tl.static_range(TILES):
         columns, mask = tile_of(rows, tile, M, D, COLUMNS)
         n = load_rows(x, rows, stride_x, columns, mask)  # (ROWS, COLUMNS)
@@ -312,12 +312,12 @@ def adaln_quantize_kernel(
             gated = gated * load_rows(residual.branch, rows, residual.stride_branch, columns, mask)
             n = rounded(n + rounded(gated, gate), x)
             tl.store(new + rows[:, None] * D + columns[None, :], n.to(new.dtype.element_ty), mask=mask)
-        held += (n,)
-    held, r = centred(held, rows, M, D, eps, NORM, EVEN, TILES, ROWS, COLUMNS)
+        tiles += (n,)
+    tiles, r = centred(tiles, rows, M, D, eps, NORM, EVEN, TILES, ROWS, COLUMNS)
     modulated = ()
     for tile in tl.static_range(TILES):
         columns, mask = tile_of(rows, tile, M, D, COLUMNS)
-        v = held[tile] * r[:, None]
+        v = tiles[tile] * r[:, None]
         if modulation.weight is not None:
             if NORM == "rms":
                 v = rounded(v, scale)
@@ -377,7 +377,7 @@ def load_rows(x, rows, stride, columns, mask):
 
 @triton.jit
 def centred(
-    held,
+    tiles,
     rows,
     M,
     D,
@@ -388,21 +388,21 @@ def centred(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return rows less their mean, for LayerNorm, and r (ROWS,) = 1 / √(mean square + eps); held is zero beyond D."""
+    """Return rows less their mean, for LayerNorm, and r (ROWS,) = 1 / √(mean square + eps); tiles are zero beyond D."""
     if NORM == "layer":
-        total = held[0]
+        total = tiles[0]
         for tile in tl.static_range(1, TILES):
-            total = total + held[tile]
+            total = total + tiles[tile]
         mean = tl.div_rn(tl.sum(total, 1), D * 1.0)[:, None]
         moved = ()
         for tile in tl.static_range(TILES):
-            n = held[tile] - mean
+            n = tiles[tile] - mean
             if not EVEN:
                 n = tl.where(tile_of(rows, tile, M, D, COLUMNS)[1], n, 0.0)
             moved += (n,)
-        held = moved
+        tiles = moved
     squares = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.static_range(TILES):
-        squares = tl.fma(held[tile], held[tile], squares)
+        squares = tl.fma(tiles[tile], tiles[tile], squares)
     variance = tl.div_rn(tl.sum(squares, 1), D * 1.0)
-    return held, tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    return tiles, tl.div_rn(1.0, tl.sqrt_rn(variance + eps))

@@ -129,7 +129,7 @@ def by_peer(
 
 
 def compare(
-    found: Tensor,
+    result: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,36 +145,36 @@ def compare(
     """
     by_us = _chosen(q, k, codes, chip) in (OP.name, dispatch.WARPS_APART)
     if sample.tokens is not None:
-        q, found, k, v = q[:, :QUERY_BLOCK, :2], found[:, :QUERY_BLOCK, :2], k[:, :, :2], v[:, :, :2]
-    return (compare_own if by_us else compare_peer)(found, q, k, v, scale, codes)
+        q, result, k, v = q[:, :QUERY_BLOCK, :2], result[:, :QUERY_BLOCK, :2], k[:, :, :2], v[:, :, :2]
+    return (compare_own if by_us else compare_peer)(result, q, k, v, scale, codes)
 
 
-def compare_own(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8") -> Verdict:
+def compare_own(result: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8") -> Verdict:
     """Compare the result of a kernel of ours with the reference: it is near to that, or as near to exact attention.
 
     Matrix units that keep few bits of fp8 sums move it away from the reference by more than the first allows.
     """
     ours = REFERENCES[OP.name](q, k, v, scale, codes)
-    verdict = near("heads", found, ours, axes=(1, 3))
-    return _no_farther(found, ours, q, k, v, scale, MOST_OF_OURS) if verdict.is_wrong and found.is_cuda else verdict
+    verdict = near("heads", result, ours, axes=(1, 3))
+    return _no_farther(result, ours, q, k, v, scale, MOST_OF_OURS) if verdict.is_wrong and result.is_cuda else verdict
 
 
-def compare_peer(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8") -> Verdict:
+def compare_peer(result: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, codes: str = "fp8") -> Verdict:
     """Compare the result of a package, which rounds in other places: it may be twice as far from exact as ours.
 
     Norms of errors are compared, of each head.
     """
-    return _no_farther(found, REFERENCES[OP.name](q, k, v, scale, codes), q, k, v, scale, 2.0)
+    return _no_farther(result, REFERENCES[OP.name](q, k, v, scale, codes), q, k, v, scale, 2.0)
 
 
 def _no_farther(
-    found: Tensor, ours: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, most: float
+    result: Tensor, ours: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None, most: float
 ) -> Verdict:
     """Compare errors of each head: those of a result are at most `most` times the reference's."""
     exact = F.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)), scale=scale)
     exact = exact.transpose(1, 2)
-    error, own = ((x.double() - exact).square().sum((1, 3)).sqrt() for x in (found, ours))
-    return within("errors of heads", error, torch.zeros_like(error), most * own)
+    error, our_error = ((x.double() - exact).square().sum((1, 3)).sqrt() for x in (result, ours))
+    return within("errors of heads", error, torch.zeros_like(error), most * our_error)
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, codes: str = "fp8", *, tile: Tile) -> Operands:

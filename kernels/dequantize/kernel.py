@@ -62,12 +62,12 @@ def cells(
     return ((OP.name, format),)
 
 
-def compare(found: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdict:
+def compare(result: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdict:
     """Compare bits of the result of a call with the reference's. arguments: those of the op."""
     w, w_scale, w_scale_2, name, dtype = arguments
     rows = picked(w.shape[0], sample.tokens, w.device)
     q = taken(QuantizedTensor.stored(w, w_scale, w_scale_2, find_format(name)), rows)
-    return same("values", found[rows], q.dequantize(dtype))
+    return same("values", result[rows], q.dequantize(dtype))
 
 
 class Stored(NamedTuple):

@@ -129,11 +129,11 @@ def cells(
     return ((OP.name, q.format.name),)
 
 
-def compare(found: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdict:
+def compare(result: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdict:
     """Compare the result of a call with float64. arguments: those of the op."""
     grad, w, w_scale, w_scale_2, formats, dtype = arguments
     q, codes = operands(grad, w, w_scale, w_scale_2, formats)
-    m, k = found.shape
+    m, k = result.shape
     rows, columns = picked(m, sample.tokens, grad.device), picked(k, sample.outputs, grad.device)
     if _choice_for_codes(q, codes, m, dtype, chip) is not None:
         z = quantize_activation(grad[rows].float() * row_scale(q), FORMATS[codes])
@@ -141,7 +141,7 @@ def compare(found: Tensor, *arguments: Any, chip: str, sample: Sample) -> Verdic
     else:
         rounded = ROUNDED_WEIGHTS if rounds_decoded(q, grad.dtype) else 0
         what = Product(grad[rows], q.dequantize()[:, columns].T, terms=rounded)
-    return product(OP.name, found[rows][:, columns], what)
+    return product(OP.name, result[rows][:, columns], what)
 
 
 def compare_quantizer(*arguments: Any, chip: str, sample: Sample) -> Verdict:

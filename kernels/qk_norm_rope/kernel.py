@@ -108,7 +108,7 @@ def cells(*arguments: Any, chip: str) -> tuple[tuple[str, str], ...]:
 
 
 def compare(
-    found: Sequence[Tensor],
+    results: Sequence[Tensor],
     q: Tensor,
     k: Tensor,
     tensors: Sequence[Tensor],
@@ -122,15 +122,15 @@ def compare(
     u: half the spacing of the dtype at 1. Rounded are v and y, and v twice more before a weight. The attention's v is
     compared by its bytes.
     """
-    given = unpack_named(RopeTensors, tensors, names)[0]
+    operands = unpack_named(RopeTensors, tensors, names)[0]
     eps, interleaved, round_before_weight = how
-    streams = streams_of(q, k, given)
+    streams = streams_of(q, k, operands)
     counts = [stream.q.shape[1] for stream in streams]
     rows = picked(sum(counts), sample.tokens, q.device)
     places = [rows[rows < counts[0]], *(rows[rows >= counts[0]] - counts[0] for _ in streams[1:])]
-    cos, sin = (None if table is None else table[rows, None].double() for table in (given.cos, given.sin))
+    cos, sin = (None if table is None else table[rows, None].double() for table in (operands.cos, operands.sin))
     verdicts = []
-    for name, y in zip(("q", "k"), found, strict=False):
+    for name, y in zip(("q", "k"), results, strict=False):
         parts = [
             _normed_64(getattr(stream, name)[:, at], getattr(stream, f"{name}_weight"), eps)
             for stream, at in zip(streams, places, strict=True)
@@ -142,9 +142,9 @@ def compare(
         unit = (4 if round_before_weight else 2) * kind.eps / 2 + 2.0**-20
         bound = unit * (terms[0].abs() + terms[1].abs()) + 2 * kind.smallest_normal * kind.eps
         verdicts.append(within(name, y[:, rows], terms[0] + terms[1], bound))
-    if given.v is not None:
+    if operands.v is not None:
         vs = [stream.v[:, at] for stream, at in zip(streams, places, strict=True) if stream.v is not None]
-        verdicts.append(same("v", found[2][:, rows], torch.cat(vs, 1)))
+        verdicts.append(same("v", results[2][:, rows], torch.cat(vs, 1)))
     return worst(*verdicts)
 
 

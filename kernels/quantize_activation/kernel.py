@@ -238,49 +238,53 @@ def cells(x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str) -> 
 
 
 def compare(
-    found: Sequence[Tensor], x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str, sample: Sample
+    results: Sequence[Tensor], x: Tensor, tensors: Sequence[Tensor], rounding: str, *, chip: str, sample: Sample
 ) -> Verdict:
     """Compare results of a call: act(x) with float64, codes with the reference's of the kernel's own act(x)."""
-    given, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
-    has_one_scale = how.row.block[0] == 0 and given.input_scale is None  # which follows from all tokens
+    operands, how = unpack_named(RoundingTensors, tensors, rounding, Rounding.parse)
+    has_one_scale = how.row.block[0] == 0 and operands.input_scale is None  # which follows from all tokens
     rows = picked(x.shape[0], None if has_one_scale else sample.tokens, x.device)
     a, verdicts = x[rows], []
     if how.act:
         a = activate(a, how.act, tile=Tile(4, 1024, 4))
         exact, bound = exact_activation(how.act, x[rows])
         verdicts.append(within(how.act, a, exact, of_dtype(exact, bound, a.dtype)))
-    if given.beside is not None:
-        a = torch.cat([given.beside[rows], a], dim=1)
-    verdicts.append(compare_codes(coded(found, given, how, rows), a, given, how, rows))
-    if given.down is not None:
-        verdicts.append(product("h", found[3][rows], Product(a.to(given.down.dtype), given.down)))
+    if operands.beside is not None:
+        a = torch.cat([operands.beside[rows], a], dim=1)
+    verdicts.append(compare_codes(coded(results, operands, how, rows), a, operands, how, rows))
+    if operands.down is not None:
+        verdicts.append(product("h", results[3][rows], Product(a.to(operands.down.dtype), operands.down)))
     return worst(*verdicts)
 
 
 def compare_codes(
-    found: QuantizedTensor, a: Tensor, given: RoundingTensors, how: Rounding, rows: Tensor, sums: bool = False
+    q: QuantizedTensor, a: Tensor, operands: RoundingTensors, how: Rounding, rows: Tensor, sums: bool = False
 ) -> Verdict:
     """Compare codes and scales with those that the torch reference makes of a, the given rows of an input.
 
     sums: whether another launch than that of the codes computed a, by sums whose order it may choose.
     """
-    scale = given.input_scale
-    some = RoundingTensors(scale[rows] if scale is not None and scale.ndim == 2 else scale, given.smooth, given.mean)
+    scale = operands.input_scale
+    some = RoundingTensors(
+        scale[rows] if scale is not None and scale.ndim == 2 else scale, operands.smooth, operands.mean
+    )
     plain = Rounding(how.format, "", how.hadamard, how.four_over_six, regular=how.regular)
     made = coded(REFERENCES[OP.name](a, *pack_named(some, plain)), some, plain)
-    parts = zip(found.tensors().items(), made.tensors().values(), strict=True)
+    parts = zip(q.tensors().items(), made.tensors().values(), strict=True)
     verdict = worst(*(same({"weight": "codes"}.get(name, "scales"), ours, theirs) for (name, ours), theirs in parts))
-    return same_but_few(found, made) if sums and verdict.is_wrong else verdict
+    return same_but_few(q, made) if sums and verdict.is_wrong else verdict
 
 
-def coded(made: Sequence[Tensor], given: RoundingTensors, how: Rounding, rows: Tensor | None = None) -> QuantizedTensor:
+def coded(
+    made: Sequence[Tensor], operands: RoundingTensors, how: Rounding, rows: Tensor | None = None
+) -> QuantizedTensor:
     """Return what an op that quantizes made, or rows of it, as a matrix with the scales that were given."""
     codes, scale, global_scale = made[:3]
-    if given.input_scale is not None:
+    if operands.input_scale is not None:
         if how.row.two_level:
-            global_scale = given.input_scale
+            global_scale = operands.input_scale
         else:
-            scale = given.input_scale.reshape(() if how.row.block[0] == 0 else (-1,))
+            scale = operands.input_scale.reshape(() if how.row.block[0] == 0 else (-1,))
     whole = QuantizedTensor.stored(codes, scale, global_scale if how.row.two_level else None, how.row)
     return whole.unswizzled() if rows is None else taken(whole, rows)
 
@@ -444,20 +448,20 @@ def quantize_rows_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     OWN_AMAX: tl.constexpr = amax is None and not SCALE_GIVEN  # pyright: ignore[reportAssignmentType]
     HELD: tl.constexpr = OWN_AMAX and down is None and holds(TILES * COLUMNS, HADAMARD != 0)  # pyright: ignore
-    held = ()
+    tiles = ()
     if SCALE_GIVEN:
         step = tl.load(out.scale + rows * out.stride, mask=rows < M, other=1.0)  # (ROWS,)
     elif amax is not None:
         step = row_step(tl.load(amax + rows * out.stride, mask=rows < M, other=0), LARGEST)
     elif HELD:
-        held = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
-        step = row_step(amax_bits(held, TILES), LARGEST)
+        tiles = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
+        step = row_step(amax_bits(tiles, TILES), LARGEST)
     else:
         bits, product = scan_rows(source, down, rows, M, K, ACT, HADAMARD, TILES, TILE)
         step = row_step(bits, LARGEST)
     if HELD:
         for tile in tl.static_range(TILES):
-            quantize_rows_tile(held[tile], step, out.codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
+            quantize_rows_tile(tiles[tile], step, out.codes, rows, tile, M, K, ELEMENT, SCALE_GIVEN, COLUMNS)
     else:
         if not OWN_AMAX:
             product = no_product(down, ROWS)
@@ -501,10 +505,10 @@ def quantize_blocks_kernel(
     g = tl.full((ROWS,), 1.0, tl.float32)
     product = no_product(down, ROWS)
     HELD: tl.constexpr = OWN_GLOBAL and down is None and holds(TILES * COLUMNS, True)  # pyright: ignore
-    held = ()
+    tiles = ()
     if HELD:
-        held = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
-        g = row_global(amax_bits(held, TILES), FOUR_OVER_SIX)
+        tiles = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
+        g = row_global(amax_bits(tiles, TILES), FOUR_OVER_SIX)
     elif OWN_GLOBAL:
         bits, product = scan_rows(source, down, rows, M, K, ACT, HADAMARD, TILES, TILE)
         g = row_global(bits, FOUR_OVER_SIX)
@@ -513,7 +517,7 @@ def quantize_blocks_kernel(
     if HELD:
         for tile in tl.static_range(TILES):
             quantize_blocks_tile(
-                held[tile], g, out.codes, out.scale, rows, tile, M, K, FORMAT, GROUP, False, FOUR_OVER_SIX, SWIZZLED,
+                tiles[tile], g, out.codes, out.scale, rows, tile, M, K, FORMAT, GROUP, False, FOUR_OVER_SIX, SWIZZLED,
                 ROWS, COLUMNS,
             )  # fmt: skip
     else:
@@ -575,12 +579,12 @@ def held_rows(source, rows, M, K, ACT: tl.constexpr, HADAMARD: tl.constexpr, TIL
     """Return v of whole rows: a tuple of TILES tiles, fp32 (ROWS, COLUMNS)."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
-    held = ()
+    tiles = ()
     for tile in tl.static_range(TILES):
         inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
         values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
-        held += (computed_once(values, HADAMARD),)
-    return held
+        tiles += (computed_once(values, HADAMARD),)
+    return tiles
 
 
 @triton.jit

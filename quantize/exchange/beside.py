@@ -19,15 +19,15 @@ _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "token
 _SCHEDULER, _SHOWN = "scheduler_config.json", 60
 
 
-def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
+def other_settings(config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
     """Settings of a config.json that are not the base's, both values named. Empty ones are not compared."""
-    if not own or not base:
+    if not config or not base:
         return
-    mine, bases = (side.get("_class_name") for side in (own, base))
+    mine, bases = (side.get("_class_name") for side in (config, base))
     if mine and bases and mine != bases:
         yield f"_class_name is {shown(mine)}, the base's {shown(bases)}"
         return
-    ours, theirs = _settings(own), _settings(base)
+    ours, theirs = _settings(config), _settings(base)
     defaults = _defaults(base) if ours.keys() != theirs.keys() else {}
     for key in sorted(ours.keys() | theirs.keys()):
         if not (key in ours and key in theirs) and key not in defaults:
@@ -37,9 +37,9 @@ def other_settings(own: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[
             yield f"{key} is {shown(mine)}, the base's {shown(bases)}"
 
 
-def other_small_files(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
+def other_small_files(checkpoint: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
     """Yield differences of a component from the base's: a scheduler's settings, a tokenizer's vocabulary."""
-    ours, theirs = own.path / name, base.path / name
+    ours, theirs = checkpoint.path / name, base.path / name
     if (ours / _SCHEDULER).is_file() and (theirs / _SCHEDULER).is_file():
         yield from other_settings(read_json(ours / _SCHEDULER), read_json(theirs / _SCHEDULER))
     for file in _VOCABULARIES:
@@ -57,8 +57,8 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         name, kind = config.get("_class_name"), config.get("model_type")
         if isinstance(name, str):
-            found = inspect.signature(getattr(importlib.import_module("diffusers"), name).__init__).parameters
-            values = {key: each.default for key, each in found.items() if each.default is not each.empty}
+            parameters = inspect.signature(getattr(importlib.import_module("diffusers"), name).__init__).parameters
+            values = {key: each.default for key, each in parameters.items() if each.default is not each.empty}
             return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         if isinstance(kind, str):
             return importlib.import_module("transformers").AutoConfig.for_model(kind).to_dict()

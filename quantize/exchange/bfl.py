@@ -51,14 +51,14 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
 def metadata(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The header of a file, as BFL writes it. entries: by layer."""
     formats = {entry["format"] for entry in entries.values()}
-    said = "+".join(sorted(formats, reverse=True))
-    return {"quantization": said, **({"scale": "per_row_fp32"} if formats == {"fp8r"} else {"format": "pt"})}
+    quantization = "+".join(sorted(formats, reverse=True))
+    return {"quantization": quantization, **({"scale": "per_row_fp32"} if formats == {"fp8r"} else {"format": "pt"})}
 
 
 def said_formats(header: Mapping[str, str]) -> frozenset[str]:
     """The formats that a file's header names; empty where it is not BFL's."""
-    said = frozenset(header.get("quantization", "").split("+"))
-    return said if said <= {row.name for row in ROWS} else frozenset()
+    formats = frozenset(header.get("quantization", "").split("+"))
+    return formats if formats <= {row.name for row in ROWS} else frozenset()
 
 
 _READER = "diffusers"
@@ -70,8 +70,8 @@ ROWS = (
 
 def _mark(model: Headers) -> str:
     """BFL's words; nvfp4 beside fused projections is what converters to ComfyUI's layout write too."""
-    said = said_formats(model.metadata)
-    if not said or ("nvfp4" in said and any(map(_FUSED.search, model.groups))):
+    formats = said_formats(model.metadata)
+    if not formats or ("nvfp4" in formats and any(map(_FUSED.search, model.groups))):
         return ""
     return f"the header says {model.metadata['quantization']}"
 
@@ -95,5 +95,5 @@ DIALECT = Dialect(
     needs_input_scale=True,
     encode=encode,
     writer=Writer(_write, is_file=True, beside=(".config.json",)),
-    said="format",
+    format_key="format",
 )

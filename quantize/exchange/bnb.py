@@ -28,29 +28,29 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Plain:
     """The weight (N, K) = shape in fp32."""
-    held, (n, k) = Tensors(tensors, "bnb"), shape
+    parts, (n, k) = Tensors(tensors, "bnb"), shape
     kind = next((name.removeprefix(_STATE) for name in tensors if name.startswith(_STATE)), "")
     if kind not in ("nf4", "fp4"):
         raise ValueError(f"bnb: the layer has no {_STATE}nf4; 8-bit and other files of bitsandbytes are not read here")
-    state = _state_of(held.take(_STATE + kind, torch.uint8))
+    state = _state_of(parts.take(_STATE + kind, torch.uint8))
     if _shape_of(state) != tuple(shape):
         raise ValueError(f"bnb: quant_state says the weight is {state['shape']}, the model has {list(shape)}")
-    codes = held.take("weight", torch.uint8, (n * k // 2, 1), (n * k // 2,)).reshape(-1)
-    table = held.take("weight.quant_map", torch.float32, (16,))
+    codes = parts.take("weight", torch.uint8, (n * k // 2, 1), (n * k // 2,)).reshape(-1)
+    table = parts.take("weight.quant_map", torch.float32, (16,))
     count = _blocks(n * k, state, "blocksize")
-    if "weight.nested_absmax" in held:
-        indices = held.take("weight.absmax", torch.uint8, (count,)).int()
-        outer = held.scale("weight.nested_absmax", torch.float32, (_blocks(count, state, "nested_blocksize"),))
-        numbers = held.take("weight.nested_quant_map", torch.float32, (256,))
+    if "weight.nested_absmax" in parts:
+        indices = parts.take("weight.absmax", torch.uint8, (count,)).int()
+        outer = parts.scale("weight.nested_absmax", torch.float32, (_blocks(count, state, "nested_blocksize"),))
+        numbers = parts.take("weight.nested_quant_map", torch.float32, (256,))
         wide = outer.repeat_interleave(state["nested_blocksize"])[:count]
         offset = state.get("nested_offset")
         if not isinstance(offset, (int, float)):
             raise ValueError(f"bnb: nested_offset is {offset!r}, no number")
         absmax = numbers[indices] * wide + offset
     else:
-        absmax = held.scale("weight.absmax", torch.float32, (count,))
-    bias = held.bias(n).get("bias")
-    held.finish()
+        absmax = parts.scale("weight.absmax", torch.float32, (count,))
+    bias = parts.bias(n).get("bias")
+    parts.finish()
     values = table[torch.stack([codes >> 4, codes & 0xF], dim=-1).reshape(-1).int()]
     # An absmax of 0 is no lost scale here: bitsandbytes gives a block of zeros whatever codes its division ends at.
     weight = values * absmax.repeat_interleave(state["blocksize"])[: n * k]

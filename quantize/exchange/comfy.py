@@ -74,8 +74,8 @@ def encode(layer: QuantTensors) -> Encoded:
         tensors, more = comfy_int4.encode_svdquant(layer)
         tensors, notes = tensors | bias, notes + more
     elif row.name == "convrot_w4a4":
-        packed, said = comfy_int4.encode_convrot(layer)
-        tensors, entry = tensors | packed, entry | said
+        packed, rotation = comfy_int4.encode_convrot(layer)
+        tensors, entry = tensors | packed, entry | rotation
     tensors |= layer.beside
     tensors["comfy_quant"] = torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)
     return Encoded(tensors, entry, notes)
@@ -83,33 +83,33 @@ def encode(layer: QuantTensors) -> Encoded:
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape; entry: for files whose layers have no `comfy_quant`."""
-    held = Tensors(tensors, "comfy")
-    said = read_entry(held.take("comfy_quant", torch.uint8)) if "comfy_quant" in held else entry
-    row = named_row(ROWS, said.get("format"), "comfy")
-    if said.get(_WIDENED) and row.activations is not None:
+    parts = Tensors(tensors, "comfy")
+    layer_entry = read_entry(parts.take("comfy_quant", torch.uint8)) if "comfy_quant" in parts else entry
+    row = named_row(ROWS, layer_entry.get("format"), "comfy")
+    if layer_entry.get(_WIDENED) and row.activations is not None:
         row = replace(row, activations=None, input_scale="none")
-    whole = said.get("orig_shape", [*shape])
+    whole = layer_entry.get("orig_shape", [*shape])
     if whole != [*shape]:
         raise ValueError(f"comfy: orig_shape {whole!r} is not that of the weight, {[*shape]}; get the file again")
     if row.name in comfy_int4.FORMATS:
-        return comfy_int4.decode(row, held, shape, said)
-    regular = _regular(row, said, shape[1])
-    found, done = _READERS[row.name](held, shape, said), {}
-    if "pre_quant_scale" in held:
-        done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (shape[1],))
-    done |= comfy_int4.rest(held, shape[0])
+        return comfy_int4.decode(row, parts, shape, layer_entry)
+    regular = _regular(row, layer_entry, shape[1])
+    layer, done = _READERS[row.name](parts, shape, layer_entry), {}
+    if "pre_quant_scale" in parts:
+        done["pre_quant_scale"] = parts.scale("pre_quant_scale", FLOATS, (shape[1],))
+    done |= comfy_int4.rest(parts, shape[0])
     if regular and "pre_quant_scale" in done:
         raise ValueError("comfy: the layer has convrot and pre_quant_scale, and no reader says which comes first")
-    if regular and regular not in REGULAR_HADAMARDS and isinstance(found, dict):
+    if regular and regular not in REGULAR_HADAMARDS and isinstance(layer, dict):
         why = f"its columns are rotated in blocks of {regular}"
-        found = rotate(found["weight"] * found["weight_scale"].unsqueeze(1), regular, regular=True), why
-    if isinstance(found, tuple):
-        weight, why = found
+        layer = rotate(layer["weight"] * layer["weight_scale"].unsqueeze(1), regular, regular=True), why
+    if isinstance(layer, tuple):
+        weight, why = layer
         weight = weight * done["pre_quant_scale"].float() if "pre_quant_scale" in done else weight
         return Plain(weight, done.get("bias"), why)
-    if row.name == "awq_w4a16" and found["weight_scale"].shape[1] * 128 == shape[1]:
+    if row.name == "awq_w4a16" and layer["weight_scale"].shape[1] * 128 == shape[1]:
         row = _INT4_G128
-    return native(row, shape, done | found, regular=regular)
+    return native(row, shape, done | layer, regular=regular)
 
 
 def _regular(row: Row, entry: Mapping[str, Any], k: int) -> int:
@@ -127,43 +127,43 @@ def _regular(row: Row, entry: Mapping[str, Any], k: int) -> int:
 _Read = dict[str, Tensor] | tuple[Tensor, str]  # native tensors, or a weight in fp32 and why it is no more
 
 
-def _read_fp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
-    weight = held.take("weight", torch.float8_e4m3fn, shape)
-    return {"weight": weight, "weight_scale": held.scale("weight_scale", torch.float32, (), (1,)).reshape(())}
+def _read_fp8(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+    weight = parts.take("weight", torch.float8_e4m3fn, shape)
+    return {"weight": weight, "weight_scale": parts.scale("weight_scale", torch.float32, (), (1,)).reshape(())}
 
 
-def _read_nvfp4(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+def _read_nvfp4(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
     n, k = shape
-    packed = held.take("weight", torch.uint8, (padded(n, 16), padded(k, 16) // 2))
-    blocked = held.take("weight_scale", (torch.float8_e4m3fn, torch.uint8)).view(torch.float8_e4m3fn)
+    packed = parts.take("weight", torch.uint8, (padded(n, 16), padded(k, 16) // 2))
+    blocked = parts.take("weight_scale", (torch.float8_e4m3fn, torch.uint8)).view(torch.float8_e4m3fn)
     scale = positive(unblock_scales(blocked, n, k // 16), "comfy: weight_scale")
     weight = swap_nibbles(crop(packed, n, k // 2))
-    global_scale = held.scale("weight_scale_2", torch.float32, (), (1,)).reshape(())
+    global_scale = parts.scale("weight_scale_2", torch.float32, (), (1,)).reshape(())
     return {"weight": weight, "weight_scale": scale, "weight_scale_2": global_scale}
 
 
-def _read_mxfp8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+def _read_mxfp8(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
     n, k = shape
-    codes = crop(held.take("weight", torch.float8_e4m3fn, (padded(n, 32), padded(k, 32))), n, k)
-    blocked = held.take("weight_scale", (torch.float8_e8m0fnu, torch.uint8)).view(torch.uint8)
+    codes = crop(parts.take("weight", torch.float8_e4m3fn, (padded(n, 32), padded(k, 32))), n, k)
+    blocked = parts.take("weight_scale", (torch.float8_e8m0fnu, torch.uint8)).view(torch.uint8)
     return {"weight": codes, "weight_scale": unblock_scales(blocked, n, k // 32)}
 
 
-def _read_int8(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+def _read_int8(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
     n, _ = shape
-    codes = held.take("weight", torch.int8, shape)
-    scale = held.scale("weight_scale", torch.float32, (n, 1), (n,), (), (1,)).reshape(-1)
+    codes = parts.take("weight", torch.int8, shape)
+    scale = parts.scale("weight_scale", torch.float32, (n, 1), (n,), (), (1,)).reshape(-1)
     return {"weight": codes, "weight_scale": scale.expand(n).contiguous()}
 
 
-def _read_int4(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
+def _read_int4(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> _Read:
     n, k = shape
     group = entry.get("group_size", 64)
     if type(group) is not int or group < 2 or k % group:
         raise ValueError(f"comfy: group_size {group!r} does not divide K = {k}")
-    packed = held.take("weight", (torch.int8, torch.uint8), (n, k // 2)).view(torch.uint8)
-    scale = held.take("weight_scale", FLOATS, (k // group, n))
-    zeros = held.take("weight_zeros", FLOATS, (k // group, n))
+    packed = parts.take("weight", (torch.int8, torch.uint8), (n, k // 2)).view(torch.uint8)
+    scale = parts.take("weight_scale", FLOATS, (k // group, n))
+    zeros = parts.take("weight_zeros", FLOATS, (k // group, n))
     weight = packed ^ 0x88  # code + 8 to two's complement
     if group in INT4_GROUP_SIZES and scale.dtype == torch.bfloat16 and not zeros.any() and (scale > 0).all():
         return {"weight": weight, "weight_scale": scale.T.contiguous()}
@@ -186,22 +186,22 @@ def read_entry(tensor: Tensor) -> dict[str, Any]:
     return _flat(json_tensor(tensor, "comfy: comfy_quant"), "comfy_quant")
 
 
-def _flat(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """An entry with its `params` among its own keys; ValueError for one that says two things, or that nobody reads."""
-    params = said.get("params")
+    params = settings.get("params")
     inner = params if isinstance(params, dict) else {}
-    for key in inner.keys() & said.keys():
-        if json.dumps(inner[key]) != json.dumps(said[key]):
+    for key in inner.keys() & settings.keys():
+        if json.dumps(inner[key]) != json.dumps(settings[key]):
             raise ValueError(
-                f"comfy: {where} says {key} {said[key]!r}, and in params {inner[key]!r}; get the file again"
+                f"comfy: {where} says {key} {settings[key]!r}, and in params {inner[key]!r}; get the file again"
             )
-    entry = {**inner, **said}
+    entry = {**inner, **settings}
     if type(entry.get(_WIDENED, False)) is not bool:
         raise ValueError(f"comfy: {where} has {_WIDENED} {entry[_WIDENED]!r}, expected true or false")
     for key in entry.keys() - _KEYS:
-        for known in get_close_matches(key.strip().lower(), _MEANT, 1, 0.8):
+        for suggestion in get_close_matches(key.strip().lower(), _MEANT, 1, 0.8):
             raise ValueError(
-                f"comfy: {where} has the unknown key {key!r} (did you mean {known!r}?); get the file again"
+                f"comfy: {where} has the unknown key {key!r} (did you mean {suggestion!r}?); get the file again"
             )
         if entry[key] and _CHANGES & {*key.lower().split("_")}:
             raise ValueError(f"comfy: {where} says {key} {entry[key]!r}, which nothing here reads")
@@ -240,7 +240,7 @@ ROWS = (
 # --- files
 
 
-def _said(model: Headers) -> dict[str, Any]:
+def _entries(model: Headers) -> dict[str, Any]:
     """Layer -> entry, of `_quantization_metadata`."""
     text, what = model.metadata.get("_quantization_metadata"), f"{model.path}: _quantization_metadata"
     layers = json_object(text, what).get("layers", {}) if text else {}
@@ -251,7 +251,7 @@ def _said(model: Headers) -> dict[str, Any]:
 
 def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
     if any("comfy_quant" in parts for parts in model.groups.values()):
-        if not _said(model):
+        if not _entries(model):
             yield "no _quantization_metadata beside the comfy_quant tensors"
         return
     yield (
@@ -264,27 +264,27 @@ def _doubts(model: Headers, others: Iterable[str]) -> Iterator[str]:
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Return what tensor and header say of a layer; ValueError where they differ, or tell only of other layers."""
-    said = _said(model)
-    own = said.get(name, said.get(name.removeprefix(CHECKPOINT_PREFIX)))  # ComfyUI's header knows no prefix
-    if own is not None and not isinstance(own, dict):
-        raise ValueError(f"comfy: _quantization_metadata says {own!r} of it; get the file again")
-    told = _flat(own, "_quantization_metadata") if own is not None else {}
+    entries = _entries(model)
+    settings = entries.get(name, entries.get(name.removeprefix(CHECKPOINT_PREFIX)))  # ComfyUI's header knows no prefix
+    if settings is not None and not isinstance(settings, dict):
+        raise ValueError(f"comfy: _quantization_metadata says {settings!r} of it; get the file again")
+    header = _flat(settings, "_quantization_metadata") if settings is not None else {}
     if "comfy_quant" in stored:
         entry = read_entry(model.read(f"{name}.comfy_quant"))
-        for key in (*_MEANT, *_MEANT_OF_4_BITS) if own is not None else ():
-            if json.dumps(entry.get(key)) != json.dumps(told.get(key)):  # fewer in the header too: ComfyUI reads it
-                differ = f"{key} {entry.get(key)!r}, and the header {told.get(key)!r}"
+        for key in (*_MEANT, *_MEANT_OF_4_BITS) if settings is not None else ():
+            if json.dumps(entry.get(key)) != json.dumps(header.get(key)):  # fewer in the header too: ComfyUI reads it
+                differ = f"{key} {entry.get(key)!r}, and the header {header.get(key)!r}"
                 raise ValueError(f"comfy: comfy_quant says {differ}; ComfyUI would read the header")
         return entry
-    if own is None and (said or any("comfy_quant" in parts for parts in model.groups.values())):
+    if settings is None and (entries or any("comfy_quant" in parts for parts in model.groups.values())):
         raise ValueError("comfy: nothing says the layer's format, and other layers have theirs; get the file again")
-    return {"format": guess_word(stored, _WORDS)} if own is None else told
+    return {"format": guess_word(stored, _WORDS)} if settings is None else header
 
 
 def _shape(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int, int]:
     """(N, K) of a layer; N is that of the bias where padding hides it."""
-    if known := comfy_int4.size_of(stored, entry):
-        return known
+    if shape := comfy_int4.size_of(stored, entry):
+        return shape
     _, codes, rows, columns = codes_of(stored)
     bias = stored.get("bias")
     if bias and len(bias.shape) == 1 and padded(bias.shape[0], 32) >= rows:
@@ -306,7 +306,7 @@ DIALECT = Dialect(
     "ComfyUI's single files",
     decode,
     "original",
-    marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _said(model) else ""),
+    marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _entries(model) else ""),
     doubts=_doubts,
     unsettled=(_LOW_NIBBLES,),
     suffixes=("comfy_quant", "weight_zeros", *comfy_int4.SUFFIXES),
@@ -317,5 +317,5 @@ DIALECT = Dialect(
     tiles=padded_tiles,
     encode=encode,
     writer=file_writer(lambda one: metadata(one.entries)),
-    said="format",
+    format_key="format",
 )

@@ -51,11 +51,11 @@ def encode_svdquant(layer: QuantTensors) -> tuple[dict[str, Tensor], tuple[str, 
 
     A low-rank pair is filled up to a multiple of 16 with zeros. ValueError where numbers leave 16 bit.
     """
-    own, (n, k) = layer.tensors, layer.shape
+    tensors, (n, k) = layer.tensors, layer.shape
     dtype = layer.dtype if layer.dtype == torch.float16 else torch.bfloat16
     factors, notes = torch.ones(k, dtype=torch.float32), (_UNREAD_SVD,)
-    if "pre_quant_scale" in own:
-        factors = 1 / own["pre_quant_scale"].float()
+    if "pre_quant_scale" in tensors:
+        factors = 1 / tensors["pre_quant_scale"].float()
     smooth = _halved(factors, dtype, "weight_smooth_factor")
     if not torch.equal(smooth.float(), factors):
         notes += ("weight_smooth_factor is the reciprocal of pre_quant_scale in 16 bit, within 2^-8",)
@@ -63,9 +63,9 @@ def encode_svdquant(layer: QuantTensors) -> tuple[dict[str, Tensor], tuple[str, 
     filled = padded(max(rank, 1), RANKS)
     down, up = torch.zeros(k, filled, dtype=dtype), torch.zeros(n, filled, dtype=dtype)
     if rank:
-        down[:, :rank], up[:, :rank] = own["svdquant_lora_a"].T.to(dtype), own["svdquant_lora_b"].to(dtype)
-    done = {"weight": own["weight"].view(torch.int8), "weight_smooth_factor": smooth}
-    done["weight_scale"] = _halved(own["weight_scale"], dtype, "weight_scale").T.contiguous()
+        down[:, :rank], up[:, :rank] = tensors["svdquant_lora_a"].T.to(dtype), tensors["svdquant_lora_b"].to(dtype)
+    done = {"weight": tensors["weight"].view(torch.int8), "weight_smooth_factor": smooth}
+    done["weight_scale"] = _halved(tensors["weight_scale"], dtype, "weight_scale").T.contiguous()
     return done | {"weight_proj_down": down, "weight_proj_up": up}, notes
 
 
@@ -78,13 +78,13 @@ def encode_convrot(layer: QuantTensors) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, {"convrot_groupsize": layer.scheme.hadamard}
 
 
-def decode(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
-    """The layer of a row of ROWS. held: its tensors but `comfy_quant`; ValueError for what no reader of it takes."""
-    if "pre_quant_scale" in held:
+def decode(row: Row, parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
+    """The layer of a row of ROWS. parts: its tensors but `comfy_quant`; ValueError for what no reader of it takes."""
+    if "pre_quant_scale" in parts:
         raise ValueError(
             f"comfy: the layer is {row.name} and has pre_quant_scale, and no reader says which comes first"
         )
-    return _READERS[row.name](row, held, shape, entry)
+    return _READERS[row.name](row, parts, shape, entry)
 
 
 def rotation(entry: Mapping[str, Any], k: int) -> int:
@@ -123,12 +123,12 @@ def size_of(stored: Mapping[str, Stored], entry: Mapping[str, Any]) -> tuple[int
 # --- one reader for each format
 
 
-def _read_svdquant(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
+def _read_svdquant(row: Row, parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     n, k = shape
     unsigned = _is_unsigned(row, entry)
-    codes, scale, down, up = _svdquant_in_rows(held, shape, entry.get("layout"))
-    smooth = held.scale(_named(held, "smooth_factor"), FLOATS, (k,))
-    done = rest(held, n)
+    codes, scale, down, up = _svdquant_in_rows(parts, shape, entry.get("layout"))
+    smooth = parts.scale(_named(parts, "smooth_factor"), FLOATS, (k,))
+    done = rest(parts, n)
     _require_computable(entry, smooth, down, up)
     weight = (unpack(codes, _INT4).reshape(n, -1, _GROUP) * scale.float().unsqueeze(-1)).reshape(n, k) / smooth.float()
     if unsigned:
@@ -158,7 +158,7 @@ def _is_unsigned(row: Row, entry: Mapping[str, Any]) -> bool:
     return unsigned
 
 
-def _svdquant_in_rows(held: Tensors, shape: tuple[int, int], layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _svdquant_in_rows(parts: Tensors, shape: tuple[int, int], layout: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes (N, K/2) uint8, scales (N, K/64), and the pair, (K, r) and (N, r), of rows or of tiles.
 
     layout: of the entry. ValueError for another layout, and for shapes that are not of it.
@@ -171,14 +171,14 @@ def _svdquant_in_rows(held: Tensors, shape: tuple[int, int], layout: Any) -> tup
     if layout and n % 128:
         raise ValueError(f"comfy: layout {layout} has rows in tiles of 128, not N = {n}; get the file again")
     in_rows, in_tiles = [] if layout else [(n, k // 2)], [] if n % 128 else [(tiles, groups, 32, 128)]
-    packed = held.take("weight", _BYTES, *in_rows, *in_tiles)
+    packed = parts.take("weight", _BYTES, *in_rows, *in_tiles)
     is_tiled = packed.ndim == 4
-    scale = held.scale("weight_scale", FLOATS, (tiles, groups, 128) if is_tiled else (groups, n))
-    down = held.take(_named(held, "proj_down"), FLOATS)
+    scale = parts.scale("weight_scale", FLOATS, (tiles, groups, 128) if is_tiled else (groups, n))
+    down = parts.take(_named(parts, "proj_down"), FLOATS)
     if down.ndim != 2 or down.shape[0] != k:
         raise ValueError(f"comfy: weight_proj_down is {(*down.shape,)}, expected ({k}, rank)")
     r = down.shape[1]
-    up = held.take(_named(held, "proj_up"), FLOATS, (tiles, r, 128) if is_tiled else (n, r))
+    up = parts.take(_named(parts, "proj_up"), FLOATS, (tiles, r, 128) if is_tiled else (n, r))
     if is_tiled:
         packed = packed.reshape(tiles, groups, 32, 4, 32).permute(0, 2, 3, 1, 4).reshape(n, k // 2)
         scale, up = scale.permute(1, 0, 2).reshape(groups, n), up.permute(0, 2, 1).reshape(n, r)
@@ -199,7 +199,7 @@ def _require_computable(entry: Mapping[str, Any], smooth: Tensor, down: Tensor, 
         )
 
 
-def _read_convrot(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
+def _read_convrot(row: Row, parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     n, k = shape
     size = _rotated(row, entry, k)
     group, kind = entry.get("quant_group_size", _GROUP), entry.get("linear_dtype", "int4")
@@ -207,9 +207,9 @@ def _read_convrot(row: Row, held: Tensors, shape: tuple[int, int], entry: Mappin
         raise ValueError(f"comfy: convrot_w4a4 has quant_group_size 64 dividing K, not {group!r} with K = {k}")
     if kind not in ("int4", "int8"):
         raise ValueError(f"comfy: linear_dtype is {kind!r}, convrot_w4a4 has int4 and int8")
-    codes = held.take("weight", _BYTES, (n, k // 2)).contiguous().view(torch.uint8)
-    scale = held.scale("weight_scale", FLOATS, (n,), (n, 1)).float().reshape(n)
-    done = rest(held, n)
+    codes = parts.take("weight", _BYTES, (n, k // 2)).contiguous().view(torch.uint8)
+    scale = parts.scale("weight_scale", FLOATS, (n,), (n, 1)).float().reshape(n)
+    done = rest(parts, n)
     if size not in REGULAR_HADAMARDS:
         weight = unpack(codes, _INT4).float() * scale.unsqueeze(1)
         return Plain(rotate(weight, size, regular=True), done.get("bias"), _other_size(size))
@@ -223,17 +223,17 @@ def _read_convrot(row: Row, held: Tensors, shape: tuple[int, int], entry: Mappin
     return replace(layer, coarser=_BY_ROWS, notes=(_FINER if kind == "int4" and row.activations else _HELD_IN_INT8,))
 
 
-def _read_asym(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
+def _read_asym(row: Row, parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     n, k = shape
     size, group = _rotated(row, entry, k), _group_size(entry)
     if k % 16 or k % group:
         raise ValueError(f"comfy: group_size {group} does not divide K = {k} in multiples of 16; get the file again")
-    packed = held.take("weight", _BYTES, (n, k // 2), (n, 3 * k // 4)).contiguous().view(torch.uint8)
-    s_rel = held.take("weight_s_rel", (torch.float8_e4m3fn, torch.uint8, *FLOATS), (n, k // group))
+    packed = parts.take("weight", _BYTES, (n, k // 2), (n, 3 * k // 4)).contiguous().view(torch.uint8)
+    s_rel = parts.take("weight_s_rel", (torch.float8_e4m3fn, torch.uint8, *FLOATS), (n, k // group))
     s_rel = positive(s_rel.view(torch.float8_e4m3fn) if s_rel.dtype == torch.uint8 else s_rel, "comfy: weight_s_rel")
-    s_channel = held.scale("weight_s_channel", FLOATS, (n,)).float()
-    codebook = held.take("weight_codebook", FLOATS, (16,)).float() if "weight_codebook" in held else None
-    offset = held.take("weight_correction", FLOATS, (k // group, n)) if "weight_correction" in held else None
+    s_channel = parts.scale("weight_s_channel", FLOATS, (n,)).float()
+    codebook = parts.take("weight_codebook", FLOATS, (16,)).float() if "weight_codebook" in parts else None
+    offset = parts.take("weight_correction", FLOATS, (k // group, n)) if "weight_correction" in parts else None
     for name, tensor in (("weight_codebook", codebook), ("weight_correction", offset)):
         if tensor is not None and not_finite(tensor):
             raise ValueError(f"comfy: {name} holds NaN or infinite numbers; get the file again")
@@ -241,7 +241,7 @@ def _read_asym(row: Row, held: Tensors, shape: tuple[int, int], entry: Mapping[s
             raise ValueError(
                 f"comfy: {name} is up to {float(tensor.abs().max()):.3g}, which no weight is; get the file again"
             )
-    done = rest(held, n)
+    done = rest(parts, n)
     has_6_bits = packed.shape[1] != k // 2
     if has_6_bits and (codebook is not None or offset is not None or k % 32 or group % 16):
         raise ValueError(
@@ -280,18 +280,18 @@ def _group_size(entry: Mapping[str, Any]) -> int:
     return group
 
 
-def rest(held: Tensors, n: int) -> dict[str, Tensor]:
+def rest(parts: Tensors, n: int) -> dict[str, Tensor]:
     """Bias and input_scale, those that are there; ValueError for whatever else is left."""
-    done = held.bias(n)
-    if "input_scale" in held:
-        done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
-    held.finish()
+    done = parts.bias(n)
+    if "input_scale" in parts:
+        done["input_scale"] = parts.scale("input_scale", torch.float32, (), (1,)).reshape(())
+    parts.finish()
     return done
 
 
-def _named(held: Tensors, name: str) -> str:
+def _named(parts: Tensors, name: str) -> str:
     """The name of a tensor of svdquant_w4a4: comfy-kitchen's, or that of comfy-quants."""
-    return name if name in held and f"weight_{name}" not in held else f"weight_{name}"
+    return name if name in parts and f"weight_{name}" not in parts else f"weight_{name}"
 
 
 def _halved(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

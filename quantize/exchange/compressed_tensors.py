@@ -68,24 +68,24 @@ def encode(layer: QuantTensors) -> Encoded:
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: as `encode` gives it, from config.json."""
-    held, (n, _) = Tensors(tensors, "compressed-tensors"), shape
+    parts, (n, _) = Tensors(tensors, "compressed-tensors"), shape
     name = named_row(ROWS, entry.get("format"), "compressed-tensors").name
-    done = held.bias(n)
-    if "weight_shape" in held:
-        said = held.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
-        if tuple(said) != shape:
-            raise ValueError(f"compressed-tensors: weight_shape says {said}, the model has {list(shape)}")
-    if name != "pack-quantized" and "weight_zero_point" in held:
-        if held.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
+    done = parts.bias(n)
+    if "weight_shape" in parts:
+        weight_shape = parts.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
+        if tuple(weight_shape) != shape:
+            raise ValueError(f"compressed-tensors: weight_shape says {weight_shape}, the model has {list(shape)}")
+    if name != "pack-quantized" and "weight_zero_point" in parts:
+        if parts.take("weight_zero_point", (torch.int8, torch.int32, torch.uint8)).any():
             raise ValueError(f"compressed-tensors: zero points other than 0 are not read in {name}")
-    if "input_scale" in held:
-        done["input_scale"] = held.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
+    if "input_scale" in parts:
+        done["input_scale"] = parts.scale("input_scale", FLOATS, (1,), ()).float().reshape(())
     read = _read_words if name == "pack-quantized" else _read_blocks if name in _BLOCKS else _read_rows
-    found = read(held, shape, entry)
-    held.finish()
-    if isinstance(found, Plain):
-        return replace(found, bias=done.get("bias"))
-    weights, own = found
+    layer = read(parts, shape, entry)
+    parts.finish()
+    if isinstance(layer, Plain):
+        return replace(layer, bias=done.get("bias"))
+    weights, native_tensors = layer
     x = entry.get("input_activations")
     is_weight_only = x is None
     if weights == "fp8_128x128" and isinstance(x, dict):
@@ -96,20 +96,20 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     rows = [row for row in ROWS if row.weights == weights and (row.activations is None) == is_weight_only]
     if not rows:
         plain = next(row for row in ROWS if row.weights == weights and row.activations is None)
-        dense, bias = native(plain, shape, done | own).collapsed()
+        dense, bias = native(plain, shape, done | native_tensors).collapsed()
         return Plain(dense, bias, f"{weights} weights are not computed with rounded activations")
-    return native(rows[0], shape, done | own)
+    return native(rows[0], shape, done | native_tensors)
 
 
-def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
-    codes = held.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
+def _read_rows(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
+    codes = parts.take("weight", (torch.float8_e4m3fn, torch.int8), shape)
     of_blocks = tuple(-(-size // BLOCK) for size in shape)
-    scale = held.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
-    said = entry.get("weights")
-    said = said if isinstance(said, dict) else {}
-    named = said.get("strategy") == "block"
-    if named and said.get("block_structure") not in (None, [BLOCK, BLOCK]):
-        raise ValueError(f"compressed-tensors: blocks of {said['block_structure']!r} are not read, 128 by 128 are")
+    scale = parts.scale("weight_scale", FLOATS, (shape[0], 1), (1,), (1, 1), (), of_blocks).float()
+    args = entry.get("weights")
+    args = args if isinstance(args, dict) else {}
+    named = args.get("strategy") == "block"
+    if named and args.get("block_structure") not in (None, [BLOCK, BLOCK]):
+        raise ValueError(f"compressed-tensors: blocks of {args['block_structure']!r} are not read, 128 by 128 are")
     if tuple(scale.shape) == of_blocks and (named or of_blocks not in ((1, 1), (shape[0], 1))):
         if codes.dtype == torch.int8:
             wide = spread(scale, find_format("fp8_128x128"), *shape)
@@ -126,28 +126,28 @@ def _read_rows(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) 
 
 def _bits_of(entry: Mapping[str, Any]) -> int:
     """The bits of a pack-quantized layer's codes, by its entry of config.json; ValueError unless 4 or 8."""
-    said = entry.get("weights")
-    bits = said.get("num_bits") if isinstance(said, dict) else None
+    args = entry.get("weights")
+    bits = args.get("num_bits") if isinstance(args, dict) else None
     if type(bits) is not int or bits not in (4, 8):
         raise ValueError(f"compressed-tensors: pack-quantized of {bits!r} bits is not read here, 4 and 8 are")
     return bits
 
 
-def _read_words(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
+def _read_words(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     (n, k), bits = shape, _bits_of(entry)
-    words = held.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
+    words = parts.take("weight_packed", torch.int32, (n, -(-k * bits // 32)))
     codes = crop(words.contiguous().view(torch.uint8) ^ _HALF[bits], n, k * bits // 8)
-    scale = held.scale("weight_scale", FLOATS)
+    scale = parts.scale("weight_scale", FLOATS)
     if scale.ndim != 2 or scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1]:
         raise ValueError(f"compressed-tensors: weight_scale {(*scale.shape,)} does not divide a weight of {shape}")
     groups, ours = scale.shape[1], scale.bfloat16()
     group, zero = k // groups, torch.zeros(n, groups, dtype=torch.float32)
-    if "weight_zero_point" in held:  # packed along N, as the codes are along K
-        packed = held.take("weight_zero_point", torch.int32, (-(-n * bits // 32), groups))
+    if "weight_zero_point" in parts:  # packed along N, as the codes are along K
+        packed = parts.take("weight_zero_point", torch.int32, (-(-n * bits // 32), groups))
         zeros = packed.T.reshape(-1).view(torch.uint8).reshape(groups, -1) ^ _HALF[bits]
         zero = (unpack(zeros, _INT4) if bits == 4 else zeros.view(torch.int8)).float()[:, :n].T
-    if "weight_g_idx" in held:
-        of = held.take("weight_g_idx", (torch.int32, torch.int64), (k,)).long()
+    if "weight_g_idx" in parts:
+        of = parts.take("weight_g_idx", (torch.int32, torch.int64), (k,)).long()
         if not ((of >= 0) & (of < groups)).all():
             raise ValueError(f"compressed-tensors: weight_g_idx names groups that are not there, of {groups}")
         why = "its groups go by act order"
@@ -165,20 +165,20 @@ def _read_words(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any])
     return Plain(scaled(values - zero[:, of], scale.float()[:, of]), None, why)
 
 
-def _read_blocks(held: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
+def _read_blocks(parts: Tensors, shape: tuple[int, int], entry: Mapping[str, Any]) -> Read:
     weights = _BLOCKS[entry["format"]]
     n, k = shape
     groups = k // find_format(weights).group_size
     if weights == "mxfp8":
-        codes = held.take("weight", torch.float8_e4m3fn, shape)
+        codes = parts.take("weight", torch.float8_e4m3fn, shape)
     else:
-        codes = held.take("weight_packed", torch.uint8, (n, k // 2))
+        codes = parts.take("weight_packed", torch.uint8, (n, k // 2))
     if weights != "nvfp4":
-        return weights, {"weight": codes, "weight_scale": held.take("weight_scale", torch.uint8, (n, groups))}
-    done = {"weight": codes, "weight_scale": held.scale("weight_scale", torch.float8_e4m3fn, (n, groups))}
+        return weights, {"weight": codes, "weight_scale": parts.take("weight_scale", torch.uint8, (n, groups))}
+    done = {"weight": codes, "weight_scale": parts.scale("weight_scale", torch.float8_e4m3fn, (n, groups))}
     for ours, theirs in _RECIPROCALS.items():
-        if theirs in held:
-            done[ours] = 1 / held.scale(theirs, torch.float32, (1,), ()).reshape(())
+        if theirs in parts:
+            done[ours] = 1 / parts.scale(theirs, torch.float32, (1,), ()).reshape(())
     if "weight_scale_2" not in done:
         raise ValueError("compressed-tensors: the layer has no weight_global_scale; it is not whole")
     return weights, done
@@ -214,7 +214,7 @@ def _args(name: str, dynamic: bool | str) -> dict[str, Any]:
     row = find_format(name)
     element, group = row.element, row.group_size
     per_tensor, per_token = row.block[0] == 0, bool(dynamic)
-    said: dict[str, Any] = {
+    args: dict[str, Any] = {
         "num_bits": element.bits,
         "type": "int" if element.is_integer else "float",
         "symmetric": True,
@@ -223,12 +223,12 @@ def _args(name: str, dynamic: bool | str) -> dict[str, Any]:
         "dynamic": dynamic,
     }
     if row.two_level:
-        said |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     elif row.spans_rows:
-        said |= {"strategy": "block", "block_structure": [*row.block], "group_size": None}
+        args |= {"strategy": "block", "block_structure": [*row.block], "group_size": None}
     elif row.scale == "e8m0":
-        said["scale_dtype"] = "torch.uint8"
-    return said
+        args["scale_dtype"] = "torch.uint8"
+    return args
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
@@ -342,5 +342,5 @@ DIALECT = Dialect(
     encode=encode,
     writer=Writer(_write, library="transformers"),
     note=lambda scheme, name: _NOT_BY_TRANSFORMERS if scheme.weights.element.bits == 4 and "T5" in name else "",
-    said="format",
+    format_key="format",
 )

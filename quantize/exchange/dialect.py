@@ -45,13 +45,13 @@ class OwnLinear:
 class Unit:
     """One quantized Linear of a file. parts: modules of diffusers whose rows follow each other in it.
 
-    own: what the program's own blocks make of them.
+    block_linear: what the program's own blocks make of them.
     """
 
     name: str
     parts: Names
     order: Order = "as they are"
-    own: OwnLinear = OwnLinear(())
+    block_linear: OwnLinear = OwnLinear(())
 
 
 Units = tuple[list[Unit], list[Joined]]  # and the other tensors
@@ -83,7 +83,7 @@ class Dialect:
         ranks: all low-rank pairs of a file have one rank, a multiple of this; 0: each its own. units: Linears of a file
         that has blocks of its own, arranged as `arrange` says. unreadable: why no program reads a side layer's format
         beside those of main layers, (format, main formats, whether it is a modulation). note: on a layer of a class of
-        models. said: what an entry calls the format. why_larger: than the checkpoint. steps: note where some are kept
+        models. format_key: of the format in an entry. why_larger: than the checkpoint. steps: note where some are kept
         at 16-bit activations.
     Faults for its readers
         faults: (kind, layer, what). left_out: end of a Linear's name -> why it often is in 16 bit.
@@ -126,10 +126,10 @@ class Dialect:
     takes_dtype: bool = False
     ranks: int = 0
     units: Callable[[NativeComponent], Units] | None = None
-    arrange: Callable[[QuantTensors, OwnLinear], QuantTensors] = lambda layer, own: layer
+    arrange: Callable[[QuantTensors, OwnLinear], QuantTensors] = lambda layer, block_linear: layer
     unreadable: Callable[[str, set[str], bool], str] | None = None
     note: Callable[[Scheme, str], str] = lambda scheme, class_name: ""
-    said: str = ""
+    format_key: str = ""
     why_larger: str = ""
     steps: str = "every step rounds its activations there, here the first or last do not"
 

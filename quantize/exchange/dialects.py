@@ -44,13 +44,13 @@ WRITERS = {name: dialect.writer for name, dialect in DIALECTS.items() if dialect
 
 def dialect_of(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """(dialect, what tells it, what speaks for another, dialects among which nothing in the file decides)."""
-    found = [(each.name, words) for each in _BY_MARK for mark in each.marks if (words := mark(model))]
-    if not found:
+    matches = [(each.name, words) for each in _BY_MARK for mark in each.marks if (words := mark(model))]
+    if not matches:
         return _unmarked(model)
-    rules = RULES[found[0][0]]
-    mine = tuple(words for other, words in found if other == rules.name)
-    against = tuple(f"{words}, as {other} has it" for other, words in found if other != rules.name)
-    doubts = tuple(rules.doubts(model, {other for other, _ in found}))
+    rules = RULES[matches[0][0]]
+    mine = tuple(words for other, words in matches if other == rules.name)
+    against = tuple(f"{words}, as {other} has it" for other, words in matches if other != rules.name)
+    doubts = tuple(rules.doubts(model, {other for other, _ in matches}))
     return rules.name, mine, against + doubts, (rules.name,) if set(rules.unsettled) & set(doubts) else ()
 
 
@@ -64,12 +64,12 @@ def _unmarked(model: Headers) -> tuple[str, tuple[str, ...], tuple[str, ...], tu
         return PLAIN, ("no tensor has codes",), (), ()
     is_original = any(map(_PACKED.search, model.groups))
     scales = _scales_of(quantized, is_original)
-    said, *dialects = _UNMARKED[scales]
-    words = f"no mark; {said}"
+    evidence, *dialects = _UNMARKED[scales]
+    words = f"no mark; {evidence}"
     if scales == "none":
         others = sorted({suffix for parts in model.groups.values() for suffix in parts} - {"weight", "bias"})
-        known = f": {others}" if others else ""
-        words = f"8-bit floats, and nothing that is known as their scale{known}: a plain cast"
+        listing = f": {others}" if others else ""
+        words = f"8-bit floats, and nothing that is known as their scale{listing}: a plain cast"
     among = ("tiles", "matrix") if scales == "undecided" else ()
     against = (UNDECIDED,) if among else ()
     return dialects[is_original], (words,), against, tuple(_UNMARKED[each][1 + is_original] for each in among)
@@ -111,12 +111,12 @@ def other_program(model: Headers) -> str:
 
 def grouped(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
     """Module -> suffix -> name of the tensor, of all tensors that a quantized layer may have."""
-    found: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for name in stored:
         hit = _NAME.fullmatch(name)
         if hit:
-            found.setdefault(hit["module"], {})[hit["suffix"]] = name
-    return found
+            groups.setdefault(hit["module"], {})[hit["suffix"]] = name
+    return groups
 
 
 # --- limits on the formats of a plan, before there is a checkpoint
@@ -160,14 +160,14 @@ def joined_modules(dialect: str, family: str, modules: Collection[str]) -> list[
 
 
 def _decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
-    held = dict(tensors)
-    if "weight" in held and held["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
-        held["weight"] = held["weight"].squeeze(-1)
+    parts = dict(tensors)
+    if "weight" in parts and parts["weight"].ndim == 3:  # text encoders' codes, `filed_shape`
+        parts["weight"] = parts["weight"].squeeze(-1)
     scheme = Scheme.parse(entry["scheme"])
     for suffix, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
-        if suffix not in held or (tuple(held[suffix].shape), held[suffix].dtype) != (size, dtype):
+        if suffix not in parts or (tuple(parts[suffix].shape), parts[suffix].dtype) != (size, dtype):
             raise ValueError(f"{entry['name']}: {scheme} asks for {suffix} {dtype} {size}; copy the file again")
-    return QuantTensors(held, shape, scheme)
+    return QuantTensors(parts, shape, scheme)
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:

@@ -145,16 +145,16 @@ class PlannedExport:
             written = [plan.write(parts, done, self.max_shard_bytes) for plan in plans]
             of_job = [replace(each, job=self.job, written=hashes.__setitem__) for each in written]
             writer.write(made, output.place.name, self.checkpoint, of_job)
-            own = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
-            done.checkpoint_bytes = sum(stored.nbytes for plan, _ in own for stored in plan.source.stored.values())
-            done.weight_bytes = sum(stored.nbytes for _, contents in own for _, stored in contents.parts.values())
+            exports = [(plan, contents) for plan, contents in zip(plans, written, strict=True) if plan.dialect]
+            done.checkpoint_bytes = sum(stored.nbytes for plan, _ in exports for stored in plan.source.stored.values())
+            done.weight_bytes = sum(stored.nbytes for _, contents in exports for _, stored in contents.parts.values())
             done.hint = _hint(done, self.side_layers)
             remove(parts)
             if not writer.is_file:
-                sources = {made / name: (self.checkpoint.path / name, found) for name, found in self.read.items()}
-                copied = {file: found for file, (source, found) in sources.items() if _is_copy(file, source)}
-                said = {VERSION: FLUXQ_VERSION, "format": self.dialect, "job": self.job}
-                write_json(made / EXPORT_FILE, said | {"files": hash_files(made, copied | hashes)})
+                sources = {made / name: (self.checkpoint.path / name, digest) for name, digest in self.read.items()}
+                copied = {file: digest for file, (source, digest) in sources.items() if _is_copy(file, source)}
+                record = {VERSION: FLUXQ_VERSION, "format": self.dialect, "job": self.job}
+                write_json(made / EXPORT_FILE, record | {"files": hash_files(made, copied | hashes)})
             files = sorted(path for path in made.rglob("*") if path.is_file())
             done.nbytes = sum(path.stat().st_size for path in files)
             done.files = [path.relative_to(made).as_posix() for path in files]
@@ -250,7 +250,7 @@ class ComponentPlan:
             keep(encoded.tensors, f"{unit.name}.")
             entries[unit.name] = encoded.entry
             plain += [f"{unit.name}.bias"] * ("bias" in encoded.tensors)
-            formats[str(encoded.entry.get(rules.said, layer.scheme))] += 1
+            formats[str(encoded.entry.get(rules.format_key, layer.scheme))] += 1
             notes.update(encoded.notes)
             if note := rules.note(layer.scheme, source.class_name):
                 notes[note] += 1
@@ -263,9 +263,9 @@ class ComponentPlan:
         for maker, folds in source.folds.items():
             done.folded[maker] = [reader for fold in folds for reader in fold.vectors.readers]
         runtime = source.quantization.get("runtime", {})
-        said = source.quantization | {"list": runtime.get("steps")}
+        config = source.quantization | {"list": runtime.get("steps")}
         for key, words in _NOT_CARRIED.items():
-            if self.dialect and said.get(key):
+            if self.dialect and config.get(key):
                 notes[words] += len(self.choices)
         if rules is not None and POLICY in runtime:
             notes[rules.steps] += len(self.choices)
@@ -332,11 +332,11 @@ def _choice(
     side_layers: SideLayers,
 ) -> Choice | str:
     """Decide on a unit, or return the reason why nothing can be done with it."""
-    held = (row.name for row in DIALECTS[dialect].rows if (row.weights, row.activations) == main and not row.unread)
-    why = _why_not_as_it_is(source, unit, dialect, next(held, ""))
+    formats = (row.name for row in DIALECTS[dialect].rows if (row.weights, row.activations) == main and not row.unread)
+    why = _why_not_as_it_is(source, unit, dialect, next(formats, ""))
     if any(name not in source.schemes for name in unit.parts):
         return why  # its 16-bit parts would have to be rounded too
-    has_16_bit = not unit.own.parts  # nunchaku's own blocks have no other Linears
+    has_16_bit = not unit.block_linear.parts  # nunchaku's own blocks have no other Linears
     is_side = has_16_bit and all(
         _is_modulation(source, name) or source.schemes[name].formats != main for name in unit.parts
     )
@@ -400,9 +400,9 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str, main: s
             return f"the file joins layers whose {suffix} differ"
     shape = _shape(source, unit)
     why = misfit(schemes[0], shape, dialect, main=main)
-    if not why and unit.own.chunks and schemes[0].activations:
+    if not why and unit.block_linear.chunks and schemes[0].activations:
         return f"a modulation, which has 16-bit activations there and here is {schemes[0]}"
-    if not why and unit.own.parts and not unit.own.chunks and not schemes[0].activations:
+    if not why and unit.block_linear.parts and not unit.block_linear.chunks and not schemes[0].activations:
         return f"{dialect} computes it with rounded activations, not as {schemes[0]}"
     if why and not misfit(replace(schemes[0], center=False, smooth=False), shape, dialect):
         kept = source.why_not_folded.get(unit.parts[0], "")
@@ -412,7 +412,7 @@ def _why_not_as_it_is(source: NativeComponent, unit: Unit, dialect: str, main: s
 
 def _shape(source: NativeComponent, unit: Unit) -> tuple[int, int]:
     n, k = sum(source.shapes[name][0] for name in unit.parts), source.shapes[unit.parts[0]][1]
-    return n, {"": k, "first": n, "rest": k - n}[unit.own.columns]
+    return n, {"": k, "first": n, "rest": k - n}[unit.block_linear.columns]
 
 
 def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
@@ -425,8 +425,8 @@ def _main_scheme(source: NativeComponent) -> tuple[str, str | None]:
 
 
 def _is_modulation(source: NativeComponent, name: str) -> bool:
-    found = source.family.locate(name)
-    return found is not None and found[0].role == MODULATION_ROLE
+    location = source.family.locate(name)
+    return location is not None and location[0].role == MODULATION_ROLE
 
 
 def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme, ...]:
@@ -436,34 +436,34 @@ def _nearest(source: NativeComponent, unit: Unit, dialect: str) -> tuple[Scheme,
     """
     if any(name in source.pixelwise for name in unit.parts):
         return ()
-    own = source.scheme(unit.parts[0])
+    source_scheme = source.scheme(unit.parts[0])
     scales = [source.small(name, "input_scale") for name in unit.parts]
     has_scale = all_equal(scales) and not any(source.scheme(name).is_transformed for name in unit.parts)
-    (n, k), found = _shape(source, unit), []
+    (n, k), schemes = _shape(source, unit), []
     rows = [
         row
         for row in DIALECTS[dialect].rows
         if not (row.unread or row.only_moved)
-        and (not unit.own.parts or (row.activations is None) == bool(unit.own.chunks))
+        and (not unit.block_linear.parts or (row.activations is None) == bool(unit.block_linear.chunks))
     ]
-    for row in sorted(rows, key=partial(_distance, own=own)):
-        same_input = own.static_input and row.activations == own.formats[1]
+    for row in sorted(rows, key=partial(_distance, source_scheme=source_scheme)):
+        same_input = source_scheme.static_input and row.activations == source_scheme.formats[1]
         scheme = row.scheme(static_input=same_input and has_scale and row.input_scale != "none")
-        if own.activations is None and None in row.also:
+        if source_scheme.activations is None and None in row.also:
             scheme = replace(scheme, activations=None)
         if k % scheme.weights.unit == 0 and not misfit(scheme, (n, k), dialect, [row]):
-            found.append(scheme)
-    return tuple(found)
+            schemes.append(scheme)
+    return tuple(schemes)
 
 
-def _distance(row: Row, own: Scheme) -> tuple[Any, ...]:
+def _distance(row: Row, source_scheme: Scheme) -> tuple[Any, ...]:
     weights = find_format(row.weights)
     return (
-        row.weights != own.weights.name,
-        weights.element.bits < own.weights.element.bits,
-        weights.element.bits - own.weights.element.bits,
-        (row.activations is None) != (own.activations is None),
-        weights.element.name != own.weights.element.name,
+        row.weights != source_scheme.weights.name,
+        weights.element.bits < source_scheme.weights.element.bits,
+        weights.element.bits - source_scheme.weights.element.bits,
+        (row.activations is None) != (source_scheme.activations is None),
+        weights.element.name != source_scheme.weights.element.name,
     )
 
 
@@ -514,9 +514,9 @@ def _encode(plan: ComponentPlan, layer: QuantTensors, unit: Unit, rank: int) -> 
         raise ValueError(f"{unit.name}: {plan.dialect} is only read")
     known: dict[str, Any] = {"dtype": plan.source.dtype} if dialect.takes_dtype else {}
     known |= {"rank": rank} if dialect.ranks else {}
-    is_shifted = unit.own.after_gelu and layer.scheme.weights.name == "int4"
+    is_shifted = unit.block_linear.after_gelu and layer.scheme.weights.name == "int4"
     known |= {"after_gelu": True} if is_shifted else {}
-    return dialect.encode(dialect.arrange(layer, unit.own), **known)
+    return dialect.encode(dialect.arrange(layer, unit.block_linear), **known)
 
 
 def _rank(source: NativeComponent, choice: Choice) -> int:
@@ -530,29 +530,29 @@ def _rank(source: NativeComponent, choice: Choice) -> int:
 
 def _components(checkpoint: ModelFolder, dialect: str, component: str | None) -> list[str]:
     """Names of the components to export; ValueError where they are not to be told, or not for the dialect."""
-    wanted = WRITERS[dialect]
+    writer = WRITERS[dialect]
     quantized = _other_quantized(checkpoint, [])
     if component is not None:
         names = [component]
     elif checkpoint.is_one_model:
         names = quantized
-    elif wanted.library == "transformers":
+    elif writer.library == "transformers":
         names = [name for name in quantized if library_of(checkpoint, name) == "transformers"]
     else:
         names = [name for name in denoisers_of(checkpoint) if name in quantized]
-    held = ", ".join(name or "the model itself" for name in quantized) or "none"
+    listing = ", ".join(name or "the model itself" for name in quantized) or "none"
     if not quantized:
         raise ValueError(f"{checkpoint.name} holds no quantized component; give a folder that `fluxq quantize` wrote")
     if not names:
-        raise ValueError(f"{checkpoint.name} has no component for {dialect}; quantized are {held}")
-    if len(names) > 1 and not wanted.is_pipeline:
+        raise ValueError(f"{checkpoint.name} has no component for {dialect}; quantized are {listing}")
+    if len(names) > 1 and not writer.is_pipeline:
         raise ValueError(f"{dialect} is a file of one component; give --component, one of {', '.join(names)}")
     for name in names:
         if name not in quantized:
-            raise ValueError(f"{checkpoint.name} has no quantized component {name!r}; quantized are {held}")
-        if library_of(checkpoint, name) != wanted.library:
+            raise ValueError(f"{checkpoint.name} has no quantized component {name!r}; quantized are {listing}")
+        if library_of(checkpoint, name) != writer.library:
             raise ValueError(
-                f"{name or checkpoint.name}: {dialect} is for models of {wanted.library}, this one is of "
+                f"{name or checkpoint.name}: {dialect} is for models of {writer.library}, this one is of "
                 f"{library_of(checkpoint, name)}"
             )
     return names
@@ -561,8 +561,8 @@ def _components(checkpoint: ModelFolder, dialect: str, component: str | None) ->
 def _other_quantized(checkpoint: ModelFolder, names: Sequence[str]) -> list[str]:
     """Components that fluxq quantized, but for `names`."""
     others = (name for name in checkpoint.components if name not in names)
-    held = (name for name in others if (checkpoint.path / name / "config.json").is_file())
-    return [name for name in held if quantization_of(checkpoint.config(name))]
+    models = (name for name in others if (checkpoint.path / name / "config.json").is_file())
+    return [name for name in models if quantization_of(checkpoint.config(name))]
 
 
 def _hint(done: Exported, side_layers: SideLayers) -> str:
@@ -585,13 +585,13 @@ def _hint(done: Exported, side_layers: SideLayers) -> str:
 
 def _recipes_that_fit(dialect: str, main: tuple[str, str | None]) -> list[str]:
     """Shipped recipes of as many bits of whose layers the dialect moves all as they are, most like `main` first."""
-    own, found = find_format(main[0]).element, []
+    main_element, recipes = find_format(main[0]).element, []
     for name in shipped_recipes():
         schemes = _schemes_of(load_recipe(name)[1])
         element = schemes[0].weights.element
-        if element.bits == own.bits and not any(misfit(scheme, (3072, 3072), dialect) for scheme in schemes):
-            found.append((element != own, name))
-    return [name for _, name in sorted(found)]
+        if element.bits == main_element.bits and not any(misfit(scheme, (3072, 3072), dialect) for scheme in schemes):
+            recipes.append((element != main_element, name))
+    return [name for _, name in sorted(recipes)]
 
 
 def _schemes_of(recipe: Recipe) -> list[Scheme]:

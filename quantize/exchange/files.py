@@ -52,9 +52,9 @@ class ModelFile(Headers):
         super().__init__(path, files, container, config)
         is_whole = any(name.startswith(CHECKPOINT_PREFIX) for name in self.stored)
         self.prefix = CHECKPOINT_PREFIX if is_whole else ""
-        own = {name: stored for name, stored in self.stored.items() if name.startswith(self.prefix)}
-        self.others = [name for name in self.stored if name not in own]
-        self.groups = grouped(own)
+        tensors = {name: stored for name, stored in self.stored.items() if name.startswith(self.prefix)}
+        self.others = [name for name in self.stored if name not in tensors]
+        self.groups = grouped(tensors)
         self.dialect, self.evidence, self.contradictions, self.undecided = dialect_of(self)
         self.unknown_method = other_program(self)
         if self.others:
@@ -106,18 +106,18 @@ class ModelFile(Headers):
 
     def other_components(self) -> dict[str, tuple[int, int]]:
         """Name -> (tensors, bytes) of what lies beside the denoiser in its file."""
-        found: dict[str, tuple[int, int]] = {}
+        components: dict[str, tuple[int, int]] = {}
         for name in self.others:
             first, *rest = name.split(".")
             component = ".".join([first, *rest[: first in _OF_SEVERAL]])
-            count, nbytes = found.get(component, (0, 0))
-            found[component] = count + 1, nbytes + self.stored[name].nbytes
-        return found
+            count, nbytes = components.get(component, (0, 0))
+            components[component] = count + 1, nbytes + self.stored[name].nbytes
+        return components
 
     @property
     def unread(self) -> dict[str, list[str]]:
         """Layer -> tensors beside its codes that its dialect does not know, and what of a layer has no codes."""
-        found: dict[str, list[str]] = {}
+        suffixes: dict[str, list[str]] = {}
         alone = {
             name: module
             for module, parts in self.groups.items()
@@ -128,8 +128,8 @@ class ModelFile(Headers):
             module = name.removesuffix("._data").rpartition(".")[0]
             above = (each for each in (module, module.rpartition(".")[0]) if each in self.layers)  # some put it below
             if owner := alone.get(name) or next(above, ""):
-                found.setdefault(owner, []).append(name[len(owner) + 1 :])
-        return found
+                suffixes.setdefault(owner, []).append(name[len(owner) + 1 :])
+        return suffixes
 
     @property
     def files(self) -> list[Path]:
@@ -139,7 +139,7 @@ class ModelFile(Headers):
     def read_plain(self, name: str) -> Tensor:
         """A tensor that is not quantized; a weight with what ModelOpt had taken out of it put back."""
         tensor, (module, _, suffix) = self.read(name), name.rpartition(".")
-        removed = {part: self.read(held) for part, held in self.disabled.get(module, {}).items()}
+        removed = {part: self.read(tensor_name) for part, tensor_name in self.disabled.get(module, {}).items()}
         return self.rules.put_back(module, tensor, removed) if suffix == "weight" and removed else tensor
 
     def read_layer(self, layer: FileLayer) -> dict[str, Tensor]:
@@ -156,28 +156,28 @@ class ModelFile(Headers):
 
         ValueError that names the tensor that no row of recipes/families knows.
         """
-        held = self.of_model()
+        tensors = self.of_model()
         if self.rules.parts_of is not None and self.names == self.rules.names:
-            return {name: Joined(name, self.rules.parts_of(name)) for name in held}
+            return {name: Joined(name, self.rules.parts_of(name)) for name in tensors}
         if self.names == "diffusers" or self.family is None:
-            bare = {name: name.removeprefix(self.prefix) for name in held}
-            return {name: Joined(own, (own,)) for name, own in bare.items()}
-        return {self.prefix + each.original: each for each in diffusers_names(self.family.name, held)}
+            bare = {name: name.removeprefix(self.prefix) for name in tensors}
+            return {name: Joined(bare_name, (bare_name,)) for name, bare_name in bare.items()}
+        return {self.prefix + each.original: each for each in diffusers_names(self.family.name, tensors)}
 
     def of_model(self) -> list[str]:
         """Names of the tensors that it stands for: weight and bias of a quantized layer, and what is plain."""
-        found = [f"{name}.weight" for name in self.layers]
-        found += [f"{name}.bias" for name, layer in self.layers.items() if "bias" in layer.parts]
-        return found + [name for name in self.plain if name not in SIGNS]
+        names = [f"{name}.weight" for name in self.layers]
+        names += [f"{name}.bias" for name, layer in self.layers.items() if "bias" in layer.parts]
+        return names + [name for name in self.plain if name not in SIGNS]
 
     def linears_in_16_bit(self) -> dict[str, tuple[int, int]]:
         """Matrices that are not quantized, by module."""
-        found = {}
+        shapes = {}
         for name in self.plain:
             stored = self.stored[name]
             if name.endswith(".weight") and len(stored.shape) == 2 and stored.dtype in FLOATS:
-                found[name.removesuffix(".weight")] = (stored.shape[0], stored.shape[1])
-        return found
+                shapes[name.removesuffix(".weight")] = (stored.shape[0], stored.shape[1])
+        return shapes
 
     def _read_layers(self) -> Iterator[FileLayer]:
         for name, parts in self.groups.items():
@@ -205,10 +205,10 @@ def open_models(path: Path) -> dict[str, ModelFile]:
         raise FileNotFoundError(f"{path} is no file or folder")
     if (path / "model_index.json").is_file():
         folder = ModelFolder(path.name, path)
-        held = {name: path / name for name in folder.components if Path(name).name == name}
+        parts = {name: path / name for name in folder.components if Path(name).name == name}
         return {
             name: open_component(part, "component of a pipeline folder")
-            for name, part in held.items()
+            for name, part in parts.items()
             if (part / "config.json").is_file() and any(part.glob("*.safetensors"))
         }
     return {"": open_component(path, "folder of one model")}
@@ -218,9 +218,9 @@ def open_model(path: Path) -> ModelFile:
     """The one model of a file or folder; of a pipeline's, the quantized one, or else the denoiser. As `open_models`."""
     models = open_models(path)
     quantized = {name: model for name, model in models.items() if model.dialect != PLAIN}
-    for found in (quantized, {name: models[name] for name in ("transformer", "unet") if name in models}, models):
-        if len(found) == 1:
-            return next(iter(found.values()))
+    for candidates in (quantized, {name: models[name] for name in ("transformer", "unet") if name in models}, models):
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
     raise ValueError(f"{path}: holds {', '.join(quantized or models) or 'no models'}; give the folder of one of them")
 
 
@@ -277,31 +277,31 @@ def _require_inside(folder: Path, files: list[Path]) -> None:
 
 def _identify(model: ModelFile) -> tuple[Family | None, str]:
     """(family, whose names), by the dialect, config.json or the names."""
-    if known := model.rules.identify(model):
-        return known
-    said = class_names(model.config)
-    named = [family for family in FAMILIES.values() if family.model in said]
+    if identity := model.rules.identify(model):
+        return identity
+    classes = class_names(model.config)
+    named = [family for family in FAMILIES.values() if family.model in classes]
     modules = [*model.layers, *model.linears_in_16_bit()]
     bare = [name.removeprefix(model.prefix) for name in modules]
     tensors = [name.removeprefix(model.prefix) for name in model.of_model()]
     scores: Counter[tuple[str, str]] = Counter()
     for family in named or FAMILIES.values():
         if family.library == "diffusers" or named:
-            known = [module for module in bare if family.locate(module) or family.kept(module) is not None]
-            scores[family.name, "diffusers"] = len(known)
+            matches = [module for module in bare if family.locate(module) or family.kept(module) is not None]
+            scores[family.name, "diffusers"] = len(matches)
         if family.name in ORIGINALS and family.originals != SAME_NAMES:
             scores[family.name, "original"] = _mapped(family.name, bare, tensors)
-    (found, names), score = scores.most_common(1)[0]
+    (family_name, names), score = scores.most_common(1)[0]
     if 2 * score <= len(bare):
         return (named[0] if named else None), "diffusers"
-    return FAMILIES[found], names
+    return FAMILIES[family_name], names
 
 
 def class_names(config: Mapping[str, Any]) -> list[str]:
     """Return the class names that a config.json gives, as diffusers and transformers write them."""
     listed = config.get("architectures")
-    said = [config.get("_class_name"), *(listed if isinstance(listed, list) else ())]
-    return [name for name in said if isinstance(name, str) and name]
+    names = [config.get("_class_name"), *(listed if isinstance(listed, list) else ())]
+    return [name for name in names if isinstance(name, str) and name]
 
 
 def _mapped(family: str, modules: list[str], tensors: list[str]) -> int:

@@ -60,7 +60,7 @@ class Linear:
 class Vector:
     """A tensor of one dimension (N,), such as a norm's weight, that differs from the base's. cast: as in `Linear`."""
 
-    own: Tensor
+    tensor: Tensor
     base: Tensor
     block: str
     cast: float
@@ -75,18 +75,18 @@ def not_taken_back(
     Linear -> the factors (K,) on its columns, as far as they were folded).
     """
     columns = {name: by for name, each in linears.items() if (by := _factors(each, "columns")) is not None}
-    found = _factors_left(linears, columns, vectors)
+    flaws = _factors_left(linears, columns, vectors)
     for name, what in _biases_left(linears, columns).items():
-        found.setdefault(name, what)
-    return found, {name: by for name, by in columns.items() if name not in found}
+        flaws.setdefault(name, what)
+    return flaws, {name: by for name, by in columns.items() if name not in flaws}
 
 
 def _factors_left(
     linears: Mapping[str, Linear], columns: dict[str, Tensor], vectors: Mapping[str, Vector]
 ) -> dict[str, str]:
     """Return the differences by factors, as `not_taken_back`. columns: becomes the makers' factors where they are."""
-    found = {name: "is not the base's" for name, each in vectors.items() if not each.own.all()}
-    rows = {name: each.base / each.own for name, each in vectors.items() if name not in found}
+    flaws = {name: "is not the base's" for name, each in vectors.items() if not each.tensor.all()}
+    rows = {name: each.base / each.tensor for name, each in vectors.items() if name not in flaws}
     rows |= {name: by for name, each in linears.items() if (by := _factors(each, "rows")) is not None}
     blocks = {name: each.block for name, each in (*linears.items(), *vectors.items())}
     taken = {name: torch.zeros(len(by), dtype=torch.bool) for name, by in rows.items()}
@@ -96,11 +96,11 @@ def _factors_left(
         readers[each.x].append(name)
     for names in readers.values():
         first, k = linears[names[0]], linears[names[0]].shape[1]
-        known = _modulation_of(first, linears)
+        modulation = _modulation_of(first, linears)
         whole, not_taken, makers = torch.ones(k, dtype=torch.float32), [], set[str]()
         for window in first.windows:
             if first.modulated_by is not None:
-                parts = [(known[0], *known[1])] if known is not None and known[0] in rows else []
+                parts = [(modulation[0], *modulation[1])] if modulation is not None and modulation[0] in rows else []
             else:
                 others = (maker for maker in rows if blocks[maker] == blocks[names[0]] and maker not in names)
                 width = window.stop - window.start
@@ -113,60 +113,60 @@ def _factors_left(
                     taken[maker][part] = taken[maker][shift] = taken_back = True
                     makers.add(maker)
                     if _are_others(rows[maker][shift], rows[maker][part]):
-                        found[maker] = "its rows that shift carry other factors than those that scale"
+                        flaws[maker] = "its rows that shift carry other factors than those that scale"
                     whole[window] = factors
                     lacking = f"its columns carry no factors, though those of {undone[0]} do, which reads the same x"
-                    found |= {name: lacking for name in names if name not in undone}
+                    flaws |= {name: lacking for name in names if name not in undone}
             not_taken += [] if taken_back else [window]
         missing = "its columns carry factors, and nothing before it in its block carries their inverses"
         for name in names:
-            own = linears[name].against.factors
-            if own is not None and name not in found and _any_factors(own, not_taken, k):
-                found[name] = missing
+            estimates = linears[name].against.factors
+            if estimates is not None and name not in flaws and _any_factors(estimates, not_taken, k):
+                flaws[name] = missing
         if makers:
             columns |= dict.fromkeys(names, whole)
             carrying.setdefault(first.producers, names[0])
             lacking = f"its rows carry no factors, though the columns of {names[0]} do, which reads what it makes"
             lack = {name for path, _ in first.producers if (name := _holder(path, linears))} - makers
-            found |= {name: lacking for name in lack if name not in found}
+            flaws |= {name: lacking for name in lack if name not in flaws}
     for name, each in linears.items():
-        if each.producers and each.producers in carrying and name not in columns and name not in found:
+        if each.producers and each.producers in carrying and name not in columns and name not in flaws:
             other = carrying[each.producers]
-            found[name] = f"its columns carry no factors, though those of {other} do, which reads the same values"
+            flaws[name] = f"its columns carry no factors, though those of {other} do, which reads the same values"
     for name, by in rows.items():
         if name in vectors:
-            own, base = (part[~taken[name]] for part in (vectors[name].own, vectors[name].base))
-            if differ(own, base, vectors[name].cast):
-                found[name] = "is not the base's"
+            tensor, base = (part[~taken[name]] for part in (vectors[name].tensor, vectors[name].base))
+            if differ(tensor, base, vectors[name].cast):
+                flaws[name] = "is not the base's"
             continue
         factors = linears[name].against.factors
         strays = ((by - 1).abs() > _NEAR) & ~taken[name]
         sure = factors.sure & ~taken[name] if factors is not None and factors.sure is not None else strays & False
         if strays.float().mean() > _FEW or ((by - 1).abs() > _FAR)[strays].any() or sure.any():
             count = int((strays | sure).sum())
-            found[name] = f"{count} of {len(by)} rows carry factors, and nothing behind takes them back"
-    return found
+            flaws[name] = f"{count} of {len(by)} rows carry factors, and nothing behind takes them back"
+    return flaws
 
 
 def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -> dict[str, str]:
     pairs = {name: each.against.bias for name, each in linears.items() if each.against.bias is not None}
     wrong = {name: pair for name, pair in pairs.items() if has_strays(*pair, linears[name].cast)}
-    taken = {name: torch.zeros(len(own), dtype=torch.bool) for name, (own, _) in wrong.items()}
+    taken = {name: torch.zeros(len(bias), dtype=torch.bool) for name, (bias, _) in wrong.items()}
     chunks = defaultdict[str, list[tuple[slice, slice]]](list)  # modulation -> its shifts and scales
     for each in linears.values():
-        if (known := _modulation_of(each, linears)) is not None:
-            chunks[known[0]].append(known[1])
+        if (modulation := _modulation_of(each, linears)) is not None:
+            chunks[modulation[0]].append(modulation[1])
     means: dict[str, tuple[Tensor, Tensor]] = {}  # x -> the mean that its modulation lacks, and its mean square error
     for name in wrong:
         if linears[name].modulated_by is not None:
             means |= _take_mean(name, linears, None, wrong, taken, {})
     # A Linear that reads such an x may itself make another one, so that its own bias is another once more.
-    errors = {name: torch.zeros_like(own) for name, (own, _) in wrong.items()}
-    for name, (own, base) in wrong.items():
+    errors = {name: torch.zeros_like(bias) for name, (bias, _) in wrong.items()}
+    for name, (bias, base) in wrong.items():
         if linears[name].x in means:
             weight, (mean, error) = linears[name].base(), means[linears[name].x]
-            wrong[name], errors[name] = (own, base + weight @ mean), weight.square() @ error
-    for name, (own, base) in wrong.items():
+            wrong[name], errors[name] = (bias, base + weight @ mean), weight.square() @ error
+    for name, (bias, base) in wrong.items():
         if linears[name].modulated_by is None:
             means |= _take_mean(name, linears, columns.get(name), wrong, taken, errors)
         by = _factors(linears[name], "rows")
@@ -177,17 +177,17 @@ def _biases_left(linears: Mapping[str, Linear], columns: Mapping[str, Tensor]) -
         else:
             readers = (linears[reader] for reader in columns if linears[reader].block == linears[name].block)
             sizes = {window.stop - window.start for each in readers for window in each.windows}
-            parts = [(part, one) for size in sizes for part in _parts(own, size) for one in (0, 1)]
+            parts = [(part, one) for size in sizes for part in _parts(bias, size) for one in (0, 1)]
         for part, one in parts:
-            if _is_scaled(own[part], base[part], by[part], one):
+            if _is_scaled(bias[part], base[part], by[part], one):
                 taken[name][part] = True
-    found = _of_modulations(linears, columns, pairs, taken)
-    found |= _of_values(linears, pairs, wrong, means)
-    for name, (own, base) in wrong.items():
+    flaws = _of_modulations(linears, columns, pairs, taken)
+    flaws |= _of_values(linears, pairs, wrong, means)
+    for name, (bias, base) in wrong.items():
         left = ~taken[name]
-        if left.any() and has_strays(own[left], base[left], linears[name].cast):
-            found[name] = "its bias is not the base's, and nothing takes the difference back"
-    return found
+        if left.any() and has_strays(bias[left], base[left], linears[name].cast):
+            flaws[name] = "its bias is not the base's, and nothing takes the difference back"
+    return flaws
 
 
 def _of_modulations(
@@ -197,20 +197,20 @@ def _of_modulations(
     taken: Mapping[str, Tensor],
 ) -> dict[str, str]:
     """Return the modulations whose biases lack the factors of their rows. A mean may stand in that of the shift."""
-    found = {}
+    flaws = {}
     for reader in columns:
-        known = _modulation_of(linears[reader], linears)
-        by = _factors(linears[known[0]], "rows") if known is not None else None
-        if known is None or by is None or known[0] not in pairs:
+        modulation = _modulation_of(linears[reader], linears)
+        by = _factors(linears[modulation[0]], "rows") if modulation is not None else None
+        if modulation is None or by is None or modulation[0] not in pairs:
             continue
-        maker, (shift, scale) = known
-        own, base = pairs[maker]
-        if not _is_scaled(own[scale], base[scale], by[scale], 1):
-            found[maker] = "its bias, of the scale, does not carry the factors of its rows: f (1 + b) - 1"
+        maker, (shift, scale) = modulation
+        bias, base = pairs[maker]
+        if not _is_scaled(bias[scale], base[scale], by[scale], 1):
+            flaws[maker] = "its bias, of the scale, does not carry the factors of its rows: f (1 + b) - 1"
         has_mean = maker in taken and bool(taken[maker][shift].all())
-        if not has_mean and not _is_scaled(own[shift], base[shift], by[shift], 0):
-            found[maker] = "its bias, of the shift, does not carry the factors of its rows"
-    return found
+        if not has_mean and not _is_scaled(bias[shift], base[shift], by[shift], 0):
+            flaws[maker] = "its bias, of the shift, does not carry the factors of its rows"
+    return flaws
 
 
 def _of_values(
@@ -223,13 +223,13 @@ def _of_values(
 
     Also projections whose bias lacks W · mean. Biases are judged only where the missing part is larger than rounding.
     """
-    found = {}
+    flaws = {}
     of_values = {path for each in linears.values() for path, _ in each.producers}
     for name, (_, base) in pairs.items():
         by, each = _factors(linears[name], "rows"), linears[name]
         makes_values = not of_values.isdisjoint(each.modules)
         if by is not None and makes_values and name not in wrong and has_strays(base / by, base, _STRAY * _FOLDED):
-            found[name] = "its bias does not carry the factors of its rows"
+            flaws[name] = "its bias does not carry the factors of its rows"
     for x, (mean, _) in means.items():
         producers = next(each.producers for each in linears.values() if each.x == x)
         for name, each in linears.items() if producers else ():
@@ -237,16 +237,16 @@ def _of_values(
                 continue
             base = pairs[name][1]
             if has_strays(base + each.base() @ mean, base, _STRAY * each.cast):
-                found[name] = "its bias lacks W · mean, which other Linears that read these values have"
+                flaws[name] = "its bias lacks W · mean, which other Linears that read these values have"
         for path, producer in producers:
             name = _holder(path, linears)
             rows = _rows_for(linears[name], path, producer, len(mean)) if name in pairs and producer.shifts else None
             if rows is None:
                 continue
-            own, base, by = (each[rows] for each in (*pairs[name], _rows_of(linears[name])))
-            if not has_strays(own * by, base, _FOLDED) and has_strays(base - mean, base, _STRAY * _FOLDED):
-                found[name] = "the mean was not subtracted from its bias, as it was from other values of this attention"
-    return found
+            bias, base, by = (each[rows] for each in (*pairs[name], _rows_of(linears[name])))
+            if not has_strays(bias * by, base, _FOLDED) and has_strays(base - mean, base, _STRAY * _FOLDED):
+                flaws[name] = "the mean was not subtracted from its bias, as it was from other values of this attention"
+    return flaws
 
 
 def _rows_for(each: Linear, path: str, producer: Producer, width: int) -> slice | None:
@@ -277,9 +277,9 @@ def _modulation_of(reader: Linear, linears: Mapping[str, Linear]) -> tuple[str, 
     return None if not maker else (maker, modulation.rows(linears[maker].shape[0], reader.shape[1]))
 
 
-def _is_scaled(own: Tensor, base: Tensor, by: Tensor, one: int) -> bool:
+def _is_scaled(bias: Tensor, base: Tensor, by: Tensor, one: int) -> bool:
     """Return whether a bias is the base's over the factors of its rows; a modulation adds `one` to its scale."""
-    return not has_strays(own + one, (base + one) / by, _FOLDED)
+    return not has_strays(bias + one, (base + one) / by, _FOLDED)
 
 
 def _are_others(factors: Tensor, others: Tensor) -> bool:
@@ -301,21 +301,21 @@ def _take_mean(
     Also that bias. Where a modulation makes x, some rows may be others for another reason. errors: mean square ones of
     the base's biases in `wrong`. Returns x -> the mean and its mean square error.
     """
-    reader, (own, base) = linears[name], wrong[name]
-    weight, known = reader.base(), _modulation_of(reader, linears)
+    reader, (bias, base) = linears[name], wrong[name]
+    weight, modulation = reader.base(), _modulation_of(reader, linears)
     k, means = weight.shape[1], dict[str, tuple[Tensor, Tensor]]()
     for maker, (theirs, plain) in wrong.items():
-        if maker == name or linears[maker].block != reader.block or (known is not None and known[0] != maker):
+        if maker == name or linears[maker].block != reader.block or (modulation is not None and modulation[0] != maker):
             continue
         cast = linears[maker].cast
         by, unsure = torch.ones(k, dtype=torch.float32), torch.zeros(k, dtype=torch.float32)
-        if known is not None:  # the scale's bias has the factors too, but for its rounding
-            one = 1 + theirs[known[1][1]]
-            by, unsure = one / (1 + plain[known[1][1]]), cast * (one - 1).abs() / one.abs()
+        if modulation is not None:  # the scale's bias has the factors too, but for its rounding
+            one = 1 + theirs[modulation[1][1]]
+            by, unsure = one / (1 + plain[modulation[1][1]]), cast * (one - 1).abs() / one.abs()
         elif factors is not None:
             by, unsure = factors, unsure + _NEAR
         for window in reader.windows:
-            for part in _parts(theirs, window.stop - window.start) if known is None else [known[1][0]]:
+            for part in _parts(theirs, window.stop - window.start) if modulation is None else [modulation[1][0]]:
                 if not has_strays(theirs[part], plain[part], cast):
                     continue
                 shift = theirs[part] / by[window]
@@ -323,10 +323,10 @@ def _take_mean(
                 uncertain = (shift * (cast + unsure[window])).square()
                 if maker in errors:
                     uncertain += errors[maker][part]
-                rounding = (weight[:, window].square() @ uncertain).sqrt() + reader.cast * own.abs()
-                off = (own - base - weight[:, window] @ mean).abs()
+                rounding = (weight[:, window].square() @ uncertain).sqrt() + reader.cast * bias.abs()
+                off = (bias - base - weight[:, window] @ mean).abs()
                 fits = off <= _SIGMAS * rounding
-                enough = fits.float().mean() > 0.5 if known is not None else bool(fits.all())
+                enough = fits.float().mean() > 0.5 if modulation is not None else bool(fits.all())
                 if enough and float(off[fits].norm()) <= _RMS * float(rounding[fits].norm()):
                     taken[maker][part] = True
                     taken[name][fits] = True
@@ -362,10 +362,10 @@ def _carries(against: Against, factors: Tensor, window: slice) -> bool:
     """
     if against.products is None or not torch.isfinite(factors).all():
         return False
-    own, both, base = against.products[:, window].double()
-    best = both / own.clamp(min=1e-30)
+    squares, both, base = against.products[:, window].double()
+    best = both / squares.clamp(min=1e-30)
     least, without, with_them = (
-        by.square() * own - 2 * by * both + base for by in (best, torch.ones_like(own), factors.double())
+        by.square() * squares - 2 * by * both + base for by in (best, torch.ones_like(squares), factors.double())
     )
     gained, lacking = without - least, with_them - least
     far, rounded = (factors - 1).abs() > _NEAR, lacking <= _TWICE * least
@@ -375,7 +375,7 @@ def _carries(against: Against, factors: Tensor, window: slice) -> bool:
         if not rounded[few].all():
             return False
     if not lacking.sum() < gained.sum() / 2:
-        common = (both * factors)[~far].sum() / (own * factors.square())[~far].sum().clamp(min=1e-30)
+        common = (both * factors)[~far].sum() / (squares * factors.square())[~far].sum().clamp(min=1e-30)
         is_even = not against.scaled and not (common - 1).abs() > largest_factor(against.bound)
         if not (is_even and rounded.all() and lacking[far].sum() < gained[far].sum() / 2):
             return False
@@ -385,12 +385,12 @@ def _carries(against: Against, factors: Tensor, window: slice) -> bool:
     return not len(off) or bool((off > _NEAR).double().mean() <= _FEW and off.max() <= _FAR)
 
 
-def differ(own: Tensor, base: Tensor, most: float) -> bool:
+def differ(tensor: Tensor, base: Tensor, most: float) -> bool:
     """Tell whether the relative difference is above `most`, or no number."""
-    return not float((own - base).norm()) <= most * float(base.norm())
+    return not float((tensor - base).norm()) <= most * float(base.norm())
 
 
-def has_strays(own: Tensor, base: Tensor, most: float) -> bool:
+def has_strays(tensor: Tensor, base: Tensor, most: float) -> bool:
     """Tell whether vectors `differ`, or one number does by _STRAY times as much of its size and of the rms."""
     size = base.abs() + base.square().mean().sqrt()
-    return differ(own, base, most) or not bool(((own - base).abs() <= _STRAY * most * size).all())
+    return differ(tensor, base, most) or not bool(((tensor - base).abs() <= _STRAY * most * size).all())

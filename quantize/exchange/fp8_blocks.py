@@ -46,20 +46,20 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         raise ValueError(f"fp8_blocks: fmt {element!r} is not read here, e4m3 is; get the file with codes of that")
     if size not in (None, [BLOCK, BLOCK]):
         raise ValueError(f"fp8_blocks: weight_block_size {size!r} is not read here, [{BLOCK}, {BLOCK}] is")
-    held, done = Tensors(tensors, "fp8_blocks"), {}
+    parts, done = Tensors(tensors, "fp8_blocks"), {}
     if scheme not in (None, "dynamic", "static"):
         raise ValueError(f"fp8_blocks: activation_scheme {scheme!r} is not read here, dynamic and static are")
-    if (scheme == "static") != ("activation_scale" in held) and scheme is not None:
-        has = "an" if "activation_scale" in held else "no"
+    if (scheme == "static") != ("activation_scale" in parts) and scheme is not None:
+        has = "an" if "activation_scale" in parts else "no"
         raise ValueError(f"fp8_blocks: activation_scheme is {scheme}, and the layer has {has} activation_scale")
-    if "activation_scale" in held:
-        done["input_scale"] = held.scale("activation_scale", FLOATS, (), (1,)).float().reshape(())
+    if "activation_scale" in parts:
+        done["input_scale"] = parts.scale("activation_scale", FLOATS, (), (1,)).float().reshape(())
     row = STATIC if done else ROWS[0] if shape[1] % BLOCK == 0 else WEIGHT_ONLY
-    return read_blocks(held, shape, "weight_scale_inv", SCALES, row, done)
+    return read_blocks(parts, shape, "weight_scale_inv", SCALES, row, done)
 
 
 def read_blocks(
-    held: Tensors,
+    parts: Tensors,
     shape: tuple[int, int],
     name: str,
     dtypes: tuple[torch.dtype, ...],
@@ -69,13 +69,13 @@ def read_blocks(
     """The layer of `weight` and the block scales `name`, (⌈N/128⌉, ⌈K/128⌉) or ModelOpt's (⌈N/128⌉, 1, ⌈K/128⌉, 1).
 
     A layer of one block may have its scale as (). Scales become fp32, which holds all of them. Nothing else may be left
-    in `held`. beside: further tensors of the layer.
+    in `parts`. beside: further tensors of the layer.
     """
-    done = {"weight": held.take("weight", torch.float8_e4m3fn, shape), **held.bias(shape[0]), **beside}
+    done = {"weight": parts.take("weight", torch.float8_e4m3fn, shape), **parts.bias(shape[0]), **beside}
     rows, columns = (-(-size // BLOCK) for size in shape)
     one = [()] if rows == columns == 1 else []
-    scale = held.scale(name, dtypes, (rows, columns), (rows, 1, columns, 1), *one)
-    held.finish()
+    scale = parts.scale(name, dtypes, (rows, columns), (rows, 1, columns, 1), *one)
+    parts.finish()
     done["weight_scale"] = scale.float().reshape(rows, columns)
     return native(row, shape, done)
 
@@ -103,8 +103,8 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
     `modules_to_not_convert` has paths of modules, or beginnings of them; as transformers reads them ends too, which
     are for others where a module has just that path.
     """
-    said = model.quantization
-    ignored = said.get("modules_to_not_convert")
+    config = model.quantization
+    ignored = config.get("modules_to_not_convert")
     if not isinstance(ignored, list | None) or not all(isinstance(each, str) for each in ignored or ()):
         raise ValueError(
             f"fp8_blocks: modules_to_not_convert is {str(ignored)[:80]}, expected a list of names; get it again"
@@ -117,9 +117,9 @@ def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str,
             )
     return {
         "format": "fp8",
-        "block": said.get("weight_block_size"),
-        "activations": said.get("activation_scheme"),
-        "fmt": said.get("fmt"),
+        "block": config.get("weight_block_size"),
+        "activations": config.get("activation_scheme"),
+        "fmt": config.get("fmt"),
     }
 
 
@@ -137,5 +137,5 @@ DIALECT = Dialect(
     rows=ROWS,
     encode=encode,
     writer=pipeline_writer(config),
-    said="format",
+    format_key="format",
 )

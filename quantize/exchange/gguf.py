@@ -28,14 +28,14 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
         package, quants = import_module("gguf"), import_module("gguf.quants")
     except ImportError:
         raise ValueError("gguf: reading GGUF needs its package: python -m pip install gguf") from None
-    held, name, (n, k) = Tensors(tensors, "gguf"), entry.get("type"), shape
+    parts, name, (n, k) = Tensors(tensors, "gguf"), entry.get("type"), shape
     kinds = {kind.name: kind for kind in package.GGMLQuantizationType if kind.name in TYPES}
     if not isinstance(name, str) or name not in kinds:
         raise ValueError(f"gguf: blocks of {name!r} are not read here; known are {', '.join(TYPES)}")
     elements, size = package.GGML_QUANT_SIZES[kinds[name]]
-    data = held.take("weight", torch.uint8).contiguous()
-    bias = held.take("bias", FLOATS, (n,)) if "bias" in held else None
-    held.finish()
+    data = parts.take("weight", torch.uint8).contiguous()
+    bias = parts.take("bias", FLOATS, (n,)) if "bias" in parts else None
+    parts.finish()
     if k % elements or data.numel() != n * k // elements * size:
         raise ValueError(
             f"gguf: {data.numel()} bytes of {name} are no weight of ({n}, {k}), which takes {n * k // elements * size}"

@@ -73,27 +73,27 @@ class _Header:
             raise ValueError(f"version {version}, and 2 and 3 are read")
         if max(tensors, entries) > _MOST:
             raise ValueError(f"{tensors} tensors and {entries} entries, and {_MOST} are read at most")
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for _ in range(entries):
             key, value = self.text(), self.value(self.take("I"))
-            if key in found:
+            if key in metadata:
                 raise ValueError(f"its header names {key!r} twice")
             if value is not None:
-                found[key] = value
+                metadata[key] = value
         described = {}
         for _ in range(tensors):
             name = self.text()
             if name in described:
                 raise ValueError(f"its header names {name!r} twice")
             described[name] = self.tensor(name)
-        alignment = found.get("general.alignment", 32)
+        alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment % 8:
             raise ValueError(f"general.alignment is {alignment!r}, no multiple of 8")
         start = -(-self.at // alignment) * alignment
-        return found, self.placed(described, start, alignment)
+        return metadata, self.placed(described, start, alignment)
 
     def placed(self, described: dict[str, tuple[str, tuple[int, ...], int, int]], start: int, unit: int) -> Any:
-        found, end = {}, start
+        tensors, end = {}, start
         for name, (kind, shape, offset, nbytes) in sorted(described.items(), key=lambda item: item[1][2]):
             begin = start + offset
             if offset % unit or begin < end:
@@ -101,8 +101,8 @@ class _Header:
             end = begin + nbytes
             if end > self.size:
                 raise ValueError(f"tensor {name!r}: ends at byte {end} of {self.size}")
-            found[name] = Stored(kind, shape, begin, end)
-        return {name: found[name] for name in described}
+            tensors[name] = Stored(kind, shape, begin, end)
+        return {name: tensors[name] for name in described}
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
         count = self.take("I")
@@ -131,20 +131,20 @@ class _Header:
         if inner == _TEXT:
             if count * 8 > len(self.data) - self.at:
                 raise ValueError(f"an array of {count} texts does not fit the header")
-            found = [self.text() for _ in range(count)]
+            values = [self.text() for _ in range(count)]
         elif inner in _SCALARS:
-            found = self.several(count, _SCALARS[inner])
+            values = self.several(count, _SCALARS[inner])
         else:
             raise ValueError(f"an array has elements of type {inner}")
-        return found if count <= _KEPT else None
+        return values if count <= _KEPT else None
 
     def several(self, count: int, code: str) -> list[Any]:
         width = struct.calcsize(code)
         if count * width > len(self.data) - self.at:
             raise ValueError(f"an array of {count} numbers does not fit the header")
-        found = list(struct.unpack_from(f"<{count}{code}", self.data, self.at)) if count <= _KEPT else []
+        values = list(struct.unpack_from(f"<{count}{code}", self.data, self.at)) if count <= _KEPT else []
         self.at += count * width
-        return found
+        return values
 
     def take(self, code: str) -> int:
         width = struct.calcsize("<" + code)

@@ -127,25 +127,25 @@ def _component(folder: Path, report: Imported) -> RecordedComponent:
     """Return the record of a component that was imported into `folder`; `Plan` has the words."""
     reasons = {module: f"16 bit: {why}" for module, why in report.dequantized.items()}
     reasons |= dict.fromkeys(report.quantized, f"codes as {report.dialect} had them")
-    found = _described(folder, report.component, report.library, report.class_name, reasons)
-    for layer in found.layers:
+    part = _described(folder, report.component, report.library, report.class_name, reasons)
+    for layer in part.layers:
         error = report.errors.get(layer.name)
         layer.weight_sqnr_db = round(-20 * log10(error), 2) if error else None
-    found.notes = report.notes
-    return found
+    part.notes = report.notes
+    return part
 
 
 def _copied(made: Path, imported: Sequence[str]) -> list[RecordedComponent]:
     """Of components that were checkpoints of fluxq before, and were copied."""
-    folder, found = ModelFolder(made.name, made), []
+    folder, parts = ModelFolder(made.name, made), []
     for component, class_name in folder.components.items():
         if component in imported or not (made / component / "config.json").is_file():
             continue
         schemes = _schemes(folder.config(component))
         if schemes:
             reasons, library = dict.fromkeys(schemes, "copied, as it was quantized"), library_of(folder, component)
-            found.append(_described(made / component, component, library, class_name, reasons))
-    return found
+            parts.append(_described(made / component, component, library, class_name, reasons))
+    return parts
 
 
 def _described(
@@ -181,8 +181,8 @@ def _described(
 
 
 def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:
-    said = quantization_of(config)
-    return QuantizationConfig.from_dict(said).schemes if said is not None else {}
+    quantization = quantization_of(config)
+    return QuantizationConfig.from_dict(quantization).schemes if quantization is not None else {}
 
 
 def _dtype(made: Path) -> str:

@@ -150,12 +150,12 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
     if base is not None and (base / "model_index.json").is_file():
         folder = ModelFolder(base.name, base)
         require_safe(folder)
-        wanted = next(iter(class_names(model.config)), model.family.model if model.family else None)
-        found = [name for name, class_name in folder.components.items() if class_name == wanted]
-        if len(found) != 1:
-            what = f"{len(found)} of its components are a {wanted}" if wanted else "no family has its names"
+        model_class = next(iter(class_names(model.config)), model.family.model if model.family else None)
+        matches = [name for name, class_name in folder.components.items() if class_name == model_class]
+        if len(matches) != 1:
+            what = f"{len(matches)} of its components are a {model_class}" if model_class else "no family has its names"
             raise ValueError(f"{model.path}: {what}, of {base}; give the component's own folder as --base")
-        return _of_pipeline(folder, found[0])
+        return _of_pipeline(folder, matches[0])
     for folder in (path, base):
         if folder is not None and (folder / "config.json").is_file():
             require_harmless(folder / "config.json")
@@ -183,11 +183,11 @@ def _of_pipeline(folder: ModelFolder, component: str) -> _Target:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A model in the dialect that it is read in. found: what the base says of it. network: of its target, on meta."""
+    """A model in the dialect that it is read in. inspection: beside the base. network: of its target, on meta."""
 
     model: ModelFile
     base: Base | None
-    found: Inspection | None
+    inspection: Inspection | None
     network: nn.Module
 
 
@@ -228,7 +228,7 @@ def _checked(model: ModelFile, target: _Target, place: Path | None, component: s
 
 def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, dequantize: bool) -> None:
     """Write a component's weights and config.json into `folder`; fills in the report."""
-    model, base, found, config = checked.model, checked.base, checked.found, dict(target.settings)
+    model, base, inspection, config = checked.model, checked.base, checked.inspection, dict(target.settings)
     report.dialect = model.dialect
     expected, linears = checked.network.state_dict(keep_vars=True), linears_of(checked.network)
     own_name = names_in_model(checked.network)
@@ -250,8 +250,8 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
         written.update(tensors)
 
     joined = model.joined
-    proved = {layer.name: layer.against for layer in found.layers} if found else {}
-    report.unproved += found.unproved if found else []
+    proved = {layer.name: layer.against for layer in inspection.layers} if inspection else {}
+    report.unproved += inspection.unproved if inspection else []
     for name, layer in progress(list(model.layers.items()), f"Reading {model.path.name}"):
         whole = joined.get(f"{name}.weight")
         if whole is None or not whole.parts:
@@ -333,15 +333,15 @@ def _read(model: ModelFile, layer: FileLayer, whole: Joined, base: Base | None, 
     tensors = mended(model.read_layer(layer), repairs, model.rules, layer.shape)
     if tensors is None:
         raise ValueError(f"{' and '.join(repairs)} could not be mended in the whole layer")
-    found = model.decode(layer, tensors)
-    if "missing input_scale" in repairs and isinstance(found, QuantTensors):  # x takes its scale from each token then
-        kept = {name: tensor for name, tensor in found.tensors.items() if name != "input_scale"}
-        found = replace(found, tensors=kept, scheme=replace(found.scheme, static_input=False))
+    decoded = model.decode(layer, tensors)
+    if "missing input_scale" in repairs and isinstance(decoded, QuantTensors):  # x takes its scale from each token then
+        kept = {name: tensor for name, tensor in decoded.tensors.items() if name != "input_scale"}
+        decoded = replace(decoded, tensors=kept, scheme=replace(decoded.scheme, static_input=False))
     for name in orders.keys() & set(best):
-        found = _reordered(found, orders[name].argsort())
+        decoded = _reordered(decoded, orders[name].argsort())
     if whole.order == "halves swapped":
-        found = _reordered(found, in_order(torch.arange(layer.shape[0]), whole.order))
-    return found
+        decoded = _reordered(decoded, in_order(torch.arange(layer.shape[0]), whole.order))
+    return decoded
 
 
 def _reordered(layer: Decoded, rows: Tensor) -> Decoded:
@@ -353,7 +353,7 @@ def _reordered(layer: Decoded, rows: Tensor) -> Decoded:
 
 def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, report: Imported) -> dict[str, Tensor]:
     """Module in 16 bit -> its rows in the order of `joined`, of those that have them in another; errors as `_read`."""
-    found: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
     for name, shape in model.linears_in_16_bit().items() if base is not None else ():
         whole = joined.get(f"{name}.weight")
         truth, orders, _ = base.rows(shape, whole) if whole and base else (None, {}, "")
@@ -361,9 +361,9 @@ def _moved(model: ModelFile, joined: Mapping[str, Joined], base: Base | None, re
             continue
         against = compare(model.read_plain(f"{name}.weight"), truth, orders)
         if against.best:
-            found[name] = orders[against.best[0]].argsort()
+            rows[name] = orders[against.best[0]].argsort()
             report.mended[name] = list(against.best)
-    return found
+    return rows
 
 
 def _split(layer: Decoded, modules: list[str], expected: Mapping[str, Tensor]) -> list[QuantTensors] | list[Plain]:
@@ -387,13 +387,13 @@ def _split(layer: Decoded, modules: list[str], expected: Mapping[str, Tensor]) -
 
 def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) -> str:
     """Return the reason why a quantized layer cannot be one in the model; "" if it can."""
-    own = linears.get(module)
-    if own is None:
+    linear = linears.get(module)
+    if linear is None:
         return "it is no Linear"
-    if linear_size(own) != layer.shape:
-        return f"it is {layer.shape}, the model's {linear_size(own)}"
+    if linear_size(linear) != layer.shape:
+        return f"it is {layer.shape}, the model's {linear_size(linear)}"
     try:
-        placeholder(own, layer.scheme, torch.bfloat16)
+        placeholder(linear, layer.scheme, torch.bfloat16)
     except ValueError as error:
         return str(error)
     return ""
@@ -401,8 +401,8 @@ def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) 
 
 def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weight, bias = layer.collapsed()
-    found = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
-    return found | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
+    tensors = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
+    return tensors | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
 
 
 def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model: ModelFile) -> dict[str, Tensor]:
@@ -423,13 +423,13 @@ def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model:
         size = "×".join(map(str, tensor.shape))
         raise ValueError(f"{model.path}: {whole.original} is {size}, the model asks for {shapes}; is it another model?")
     pieces = tensor.split(sizes) if len(sizes) > 1 else (tensor,)
-    return {part: own.reshape(shape) for part, own, shape in zip(whole.parts, pieces, shapes, strict=True)}
+    return {part: piece.reshape(shape) for part, piece, shape in zip(whole.parts, pieces, shapes, strict=True)}
 
 
 def _require_all(model: ModelFile, expected: Mapping[str, Tensor], written: Collection[str], name: str) -> None:
     """ValueError unless every tensor of the model was written; tied ones count once."""
-    tied = {id(expected[held]) for held in written if held in expected}
-    missing = [held for held, tensor in expected.items() if held not in written and id(tensor) not in tied]
+    tied = {id(expected[key]) for key in written if key in expected}
+    missing = [key for key, tensor in expected.items() if key not in written and id(tensor) not in tied]
     if missing:
         raise ValueError(
             f"{model.path}: lacks {missing[0]} ({len(missing)} in all) that a {name} of the configuration given has; "
@@ -437,9 +437,9 @@ def _require_all(model: ModelFile, expected: Mapping[str, Tensor], written: Coll
         )
 
 
-def _several(found: Mapping[str, str]) -> str:
-    first = "; ".join(f"{name}: {why}" for name, why in list(found.items())[:_NAMED])
-    return first if len(found) <= _NAMED else f"{first}; and {len(found) - _NAMED} more"
+def _several(faults: Mapping[str, str]) -> str:
+    first = "; ".join(f"{name}: {why}" for name, why in list(faults.items())[:_NAMED])
+    return first if len(faults) <= _NAMED else f"{first}; and {len(faults) - _NAMED} more"
 
 
 def _counted(notes: list[str]) -> list[str]:

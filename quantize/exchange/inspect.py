@@ -104,14 +104,14 @@ class Inspection:
 
     def describe(self) -> dict[str, Any]:
         """The report as JSON."""
-        found = asdict(replace(self, layers=[replace(layer, against=None) for layer in self.layers]))
-        for layer, said in zip(self.layers, found["layers"], strict=True):
+        document = asdict(replace(self, layers=[replace(layer, against=None) for layer in self.layers]))
+        for layer, entry in zip(self.layers, document["layers"], strict=True):
             if layer.against is not None:
-                said["against"] = layer.against.describe()
-        for fault, said in zip(self.faults, found["faults"], strict=True):
-            said |= {"is_error": fault.is_error, "about": FAULTS[fault.kind].about, "cure": FAULTS[fault.kind].cure}
+                entry["against"] = layer.against.describe()
+        for fault, entry in zip(self.faults, document["faults"], strict=True):
+            entry |= {"is_error": fault.is_error, "about": FAULTS[fault.kind].about, "cure": FAULTS[fault.kind].cure}
         # JSON has no infinite numbers and no NaN: here they are text.
-        return json.loads(json.dumps(found), parse_constant=lambda number: str(float(number)))
+        return json.loads(json.dumps(document), parse_constant=lambda number: str(float(number)))
 
 
 def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
@@ -124,13 +124,13 @@ def inspect_path(path: Path, base: Path | None = None) -> dict[str, Inspection]:
     if base is None:
         return {name: inspect_model(model) for name, model in models.items()}
     models = {name: model for name, model in models.items() if model.dialect != PLAIN} or models
-    found = {name: inspect_model(model, Base.of(base, name, model)) for name, model in models.items()}
-    first = next(iter(found.values()), None)
+    inspections = {name: inspect_model(model, Base.of(base, name, model)) for name, model in models.items()}
+    first = next(iter(inspections.values()), None)
     if first is not None:
-        faults, unproved = beside_weights(path, base, found)
+        faults, unproved = beside_weights(path, base, inspections)
         first.faults += faults
         first.unproved += unproved
-    return found
+    return inspections
 
 
 def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> tuple[list[Fault], list[str]]:
@@ -140,31 +140,31 @@ def beside_weights(path: Path, base: Path, looked_at: Mapping[str, object]) -> t
     """
     if not (path / "model_index.json").is_file():
         return [], []
-    own = ModelFolder(path.name, path)
-    others = [name for name in own.components if name not in looked_at and (path / name).is_dir()]
+    pipeline = ModelFolder(path.name, path)
+    others = [name for name in pipeline.components if name not in looked_at and (path / name).is_dir()]
     if not (base / "model_index.json").is_file():
-        said = f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared"
-        return [], [said] if others else []
+        sentence = f"{', '.join(others)}: the base is no pipeline's folder, so they were not compared"
+        return [], [sentence] if others else []
     whole, differences = ModelFolder(base.name, base), list[tuple[str, str]]()
-    for key in ("_class_name", *own.components):
-        mine, bases = (folder.index.get(key) for folder in (own, whole))
+    for key in ("_class_name", *pipeline.components):
+        mine, bases = (folder.index.get(key) for folder in (pipeline, whole))
         if mine != bases and bases is not None:
             differences.append((key, f"model_index.json has {shown(mine)}, the base's {shown(bases)}"))
     lacking = [name for name in others if not (base / name).is_dir()]
     for name in others:
         if name not in lacking:
-            differences += [(name, what) for what in _other_component(own, whole, name)]
+            differences += [(name, what) for what in _other_component(pipeline, whole, name)]
     faults = [Fault("another component", name, what) for name, what in differences]
     return faults, [f"{', '.join(lacking)}: the base has none, so they were not compared"] if lacking else []
 
 
-def _other_component(own: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
-    yield from other_small_files(own, base, name)
-    ours, theirs = own.path / name, base.path / name
+def _other_component(pipeline: ModelFolder, base: ModelFolder, name: str) -> Iterator[str]:
+    yield from other_small_files(pipeline, base, name)
+    ours, theirs = pipeline.path / name, base.path / name
     if not all((folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in (ours, theirs)):
         return
-    yield from other_settings(own.config(name), base.config(name))
-    if own.tensors_digest(name) == base.tensors_digest(name):
+    yield from other_settings(pipeline.config(name), base.config(name))
+    if pipeline.tensors_digest(name) == base.tensors_digest(name):
         return
     mine, bases = (open_component(folder, "component of a pipeline folder") for folder in (ours, theirs))
     if bases.dialect != PLAIN:
@@ -243,9 +243,9 @@ def _hold_against(
         parts = joined.get(f"{name}.weight")
         if parts is None or name in {fault.layer for fault in done.faults}:
             continue
-        if (found := _compared_16_bit(model, name, shape, parts, base)) is not None:
-            compared[name] = found
-            done.faults += _verdict(name, found.against)
+        if (linear := _compared_16_bit(model, name, shape, parts, base)) is not None:
+            compared[name] = linear
+            done.faults += _verdict(name, linear.against)
     done.faults = _with_folding(model, done.faults, compared, joined, base)
     done.faults += [Fault("other settings", "", what) for what in other_settings(model.config, base.model.config)]
     if model.config and not base.model.config:
@@ -266,9 +266,9 @@ def _layer(model: ModelFile, layer: FileLayer, joined: Joined, base: Base | None
     n, k = layer.shape
     scheme, error, is_lost = "", "", False
     try:
-        found = model.decode(layer, tensors)
-        scheme = "" if isinstance(found, Plain) else str(found.scheme)
-        del found
+        decoded = model.decode(layer, tensors)
+        scheme = "" if isinstance(decoded, Plain) else str(decoded.scheme)
+        del decoded
     except ValueError as wrong:
         error, is_lost = str(wrong), isinstance(wrong, LostScales)
         if is_lost:  # which says more than that there are some
@@ -332,8 +332,8 @@ def _linear(
 
 def _block(name: str) -> str:
     """The block that a module of diffusers stands in, "" for none."""
-    found = _IN_BLOCK.match(name)
-    return found[1] if found else ""
+    match = _IN_BLOCK.match(name)
+    return match[1] if match else ""
 
 
 def _cast_error(dtype: str, truth: Tensor) -> float:
@@ -368,51 +368,51 @@ def _with_folding(
     model: ModelFile, faults: list[Fault], compared: Mapping[str, Linear], joined: Mapping[str, Joined], base: Base
 ) -> list[Fault]:
     """The faults once it is known what other layers take back, and those of all other tensors."""
-    found, vectors = list(faults), dict[str, Vector]()
+    all_faults, vectors = list(faults), dict[str, Vector]()
     wrong = {fault.layer for fault in faults}
     for name in model.plain:
         module = name.rpartition(".")[0]
         if module in compared or name not in joined or name in wrong or module in wrong:
             continue
-        truth, own = base.other(joined[name], 0), model.read(name)
-        if not own.is_floating_point() or not joined[name].parts:  # positions, which classes make themselves
+        truth, tensor = base.other(joined[name], 0), model.read(name)
+        if not tensor.is_floating_point() or not joined[name].parts:  # positions, which classes make themselves
             continue
-        own, most = own.float(), _CAST if truth is None else _cast_error(model.stored[name].dtype, truth)
+        tensor, most = tensor.float(), _CAST if truth is None else _cast_error(model.stored[name].dtype, truth)
         if truth is None:
-            found.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
-        elif truth.numel() != own.numel():
-            found.append(Fault("another value", name, f"it is {(*own.shape,)}, the base's {(*truth.shape,)}"))
-        elif not (has_strays if own.ndim == 1 else differ)(own.reshape(-1), truth.reshape(-1), most):
+            all_faults.append(Fault("not in the base", name, f"the base has no {joined[name].parts[0]}"))
+        elif truth.numel() != tensor.numel():
+            all_faults.append(Fault("another value", name, f"it is {(*tensor.shape,)}, the base's {(*truth.shape,)}"))
+        elif not (has_strays if tensor.ndim == 1 else differ)(tensor.reshape(-1), truth.reshape(-1), most):
             continue
-        elif own.ndim == 1:
-            vectors[name] = Vector(own, truth.reshape(-1), _block(joined[name].parts[0]), most)
+        elif tensor.ndim == 1:
+            vectors[name] = Vector(tensor, truth.reshape(-1), _block(joined[name].parts[0]), most)
         else:
-            rows = own.shape[0] if own.ndim else 1
-            against = compare(own.reshape(rows, -1), truth.reshape(rows, -1), {})
+            rows = tensor.shape[0] if tensor.ndim else 1
+            against = compare(tensor.reshape(rows, -1), truth.reshape(rows, -1), {})
             shown = _verdict(name, against)
-            found += [replace(f, kind="lost scale") if f.kind == "folded factors" else f for f in shown]
+            all_faults += [replace(f, kind="lost scale") if f.kind == "folded factors" else f for f in shown]
     left, folded = not_taken_back(compared, vectors)
-    for at, fault in enumerate(found):
+    for at, fault in enumerate(all_faults):
         if fault.kind == "scale off by a factor" and fault.layer in folded:
-            found[at] = replace(fault, kind="folded factors")
+            all_faults[at] = replace(fault, kind="folded factors")
         elif fault.kind == "folded factors" and fault.layer in left:
-            found[at] = replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
-    told = {fault.layer for fault in found}
-    tuned = {fault.layer for fault in found if fault.kind == "differs"}
+            all_faults[at] = replace(fault, kind="lost scale", what=f"{fault.what}; {left[fault.layer]}")
+    faulty_layers = {fault.layer for fault in all_faults}
+    tuned = {fault.layer for fault in all_faults if fault.kind == "differs"}
     for name, what in left.items():
         if name in vectors:
             each = vectors[name]
-            alike = float(each.own @ each.base) > _ALIKE * float(each.own.norm() * each.base.norm())
-            share = float((each.own - each.base).norm() / each.base.norm().clamp(min=1e-30))
+            alike = float(each.tensor @ each.base) > _ALIKE * float(each.tensor.norm() * each.base.norm())
+            share = float((each.tensor - each.base).norm() / each.base.norm().clamp(min=1e-30))
             what = f"it differs from the base's by {share:.3g} of it"
-            found.append(Fault("differs" if alike else "another value", name, what))
-        elif name not in told or name in tuned:
-            found.append(Fault("differs" if name in tuned else "another value", name, what))
-    found += _missing(model, joined, base)
+            all_faults.append(Fault("differs" if alike else "another value", name, what))
+        elif name not in faulty_layers or name in tuned:
+            all_faults.append(Fault("differs" if name in tuned else "another value", name, what))
+    all_faults += _missing(model, joined, base)
     if len(tuned & compared.keys()) > len(compared) / 2:
-        return found
+        return all_faults
     few = f"{len(tuned & compared.keys())} of {len(compared)} Linears differ so"
-    return [replace(f, kind="damaged", what=f"{f.what}; {few}") if f.kind == "differs" else f for f in found]
+    return [replace(f, kind="damaged", what=f"{f.what}; {few}") if f.kind == "differs" else f for f in all_faults]
 
 
 def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iterator[Fault]:
@@ -420,10 +420,10 @@ def _missing(model: ModelFile, joined: Mapping[str, Joined], base: Base) -> Iter
 
     A layer's bias that it lacks is compared as zeros.
     """
-    held = {part for each in joined.values() for part in each.parts}
+    names = {part for each in joined.values() for part in each.parts}
     layers = [joined[f"{name}.weight"] for name in model.layers if f"{name}.weight" in joined]
-    held |= {part for each in layers for part in _bias_of(each).parts}
-    for name in base.lacking(held) if held else ():
+    names |= {part for each in layers for part in _bias_of(each).parts}
+    for name in base.lacking(names) if names else ():
         yield Fault("missing", name, "the base has it, and the file does not")
 
 
@@ -476,8 +476,8 @@ def _verdict(name: str, against: Against) -> Iterator[Fault]:
         return
     declared = against.errors.get(DECLARED)
     if against.best and (against.plausible or against.error < 0.6 * (declared or torch.inf)):
-        said = "cannot be read" if declared is None else f"has an error of {declared:.3g}"
-        what = f"as declared it {said}, with {' and '.join(against.best)} {against.error:.3g}"
+        outcome = "cannot be read" if declared is None else f"has an error of {declared:.3g}"
+        what = f"as declared it {outcome}, with {' and '.join(against.best)} {against.error:.3g}"
         for order in against.best:
             yield Fault(order if order in FAULTS else "rows in another order", name, what)
     if against.strays:
@@ -637,24 +637,24 @@ def _proofs(done: Inspection) -> list[str]:
     if not compared:
         return []
     wrong = {fault.layer for fault in done.faults if fault.is_error}
-    right = [own for name, own in compared if own.plausible and not own.best and name not in wrong]
-    said = f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows"
-    folded = [name for name, own in compared if own.factors is not None and name not in wrong]
-    found = [said + (f"; {len(folded)} more have folded factors that other layers take back" if folded else "")]
+    right = [against for name, against in compared if against.plausible and not against.best and name not in wrong]
+    sentence = f"{len(right)} of {len(done.layers)} layers are as declared, in all of their rows"
+    folded = [name for name, against in compared if against.factors is not None and name not in wrong]
+    proofs = [sentence + (f"; {len(folded)} more have folded factors that other layers take back" if folded else "")]
     tried = dict.fromkeys(name for against in right for name in against.errors)
     rows = tuple(name for name in tried if name.startswith("rows ordered"))
     kinds = {f"no {name}": (name,) for name in (*REPAIRS, "halves swapped") if name in tried}
     for words, names in (kinds | {"rows of q, k and v in their order": rows}).items():
         others = [[against.errors[name] for name in names if name in against.errors] for against in right]
-        asked = [(own.error, min(other)) for own, other in zip(right, others, strict=True) if other]
-        proved = [(error, other) for error, other in asked if other > FAR * error]
+        pairs = [(against.error, min(other)) for against, other in zip(right, others, strict=True) if other]
+        proved = [(error, other) for error, other in pairs if other > FAR * error]
         if proved:
             most, least = max(error for error, _ in proved), min(other for _, other in proved)
-            more = f"; {len(asked) - len(proved)} layers look the same either way" if len(asked) > len(proved) else ""
-            found.append(
+            more = f"; {len(pairs) - len(proved)} layers look the same either way" if len(pairs) > len(proved) else ""
+            proofs.append(
                 f"{words}: proved on {len(proved)} layers (error {most:.3g} at most, {least:.3g} otherwise){more}"
             )
-    return found
+    return proofs
 
 
 # --- what can be wrong

@@ -47,8 +47,8 @@ class QuantTensors:
     @property
     def dtype(self) -> torch.dtype:
         """That of what is in 16 bit: of the bias, else of the low-rank pair; bf16 where there is neither."""
-        held = (self.tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in self.tensors)
-        return next(held, torch.bfloat16)
+        dtypes = (self.tensors[name].dtype for name in ("bias", "svdquant_lora_b") if name in self.tensors)
+        return next(dtypes, torch.bfloat16)
 
     def collapsed(self) -> tuple[Tensor, Tensor | None]:
         """Weight (N, K) in fp32, and bias (N,): what the layer computes but for the rounding of x."""

@@ -24,17 +24,17 @@ from fluxq.recipes.keymaps import CHECKPOINT_PREFIX
 
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any] = {}) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: {"scaled_fp8": number of elements of that tensor}, if there."""
-    held = Tensors(tensors, "legacy")
-    weight = held.take("weight", (torch.float8_e4m3fn, torch.float8_e5m2), shape)
+    parts = Tensors(tensors, "legacy")
+    weight = parts.take("weight", (torch.float8_e4m3fn, torch.float8_e5m2), shape)
     scale = torch.ones((), dtype=torch.float32)
-    if "scale_weight" in held:
-        scale = held.scale("scale_weight", FLOATS, (), (1,), (shape[0], 1)).float()
+    if "scale_weight" in parts:
+        scale = parts.scale("scale_weight", FLOATS, (), (1,), (shape[0], 1)).float()
         scale = scale if scale.ndim == 2 else scale.reshape(())
-    done = held.bias(shape[0])
-    if "scale_input" in held:
-        x_scale = held.scale("scale_input", FLOATS, (), (1,)).float().reshape(())
+    done = parts.bias(shape[0])
+    if "scale_input" in parts:
+        x_scale = parts.scale("scale_input", FLOATS, (), (1,)).float().reshape(())
         done |= {} if x_scale == 1 else {"input_scale": x_scale}  # ComfyUI drops a 1 too
-    held.finish()
+    parts.finish()
     if weight.dtype == torch.float8_e5m2:
         return Plain(weight.float() * scale, done.get("bias"), "it is E5M2")
     if scale.ndim:

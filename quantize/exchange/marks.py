@@ -65,8 +65,8 @@ class Headers:
     @property
     def quantization(self) -> dict[str, Any]:
         """`quantization_config` of config.json."""
-        said = self.config.get("quantization_config")
-        return said if isinstance(said, dict) else {}
+        config = self.config.get("quantization_config")
+        return config if isinstance(config, dict) else {}
 
     def read(self, name: str) -> Tensor:
         """A tensor, in memory of its own."""
@@ -179,9 +179,9 @@ def json_object(text: str | bytes, what: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice = next(key for key in members if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:80]!r} stands twice")
-    return found
+    return members

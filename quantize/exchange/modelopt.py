@@ -63,40 +63,40 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     if entry.get("quant_algo") in _OF_BLOCKS:
         return read_blocks(Tensors(tensors, "modelopt"), shape, "weight_scale", FLOATS, BLOCKS)
     row = named_row(ROWS, entry.get("quant_algo"), "modelopt")
-    weights, held = find_format(row.weights), Tensors(tensors, "modelopt")
+    weights, parts = find_format(row.weights), Tensors(tensors, "modelopt")
     weights.check_shape(n, k, "modelopt")
-    done = held.bias(n)
+    done = parts.bias(n)
     if row.name == "W4A16_AWQ":
-        codes = unpack(held.take("weight", torch.uint8, (n // 2, k)).T.contiguous(), ELEMENTS["int4"])
+        codes = unpack(parts.take("weight", torch.uint8, (n // 2, k)).T.contiguous(), ELEMENTS["int4"])
         done["weight"] = pack(codes.T.contiguous(), ELEMENTS["int4"])
-        scale = held.scale("weight_scale", FLOATS, (n, k // weights.group_size))
+        scale = parts.scale("weight_scale", FLOATS, (n, k // weights.group_size))
         done["weight_scale"] = scale.bfloat16()
         if not torch.equal(done["weight_scale"].float(), scale.float()):
             weight = scaled(codes.T.float().reshape(n, -1, weights.group_size), scale.float().unsqueeze(-1))
             weight = weight.reshape(shape)
-            if "pre_quant_scale" in held:
-                weight = weight * held.scale("pre_quant_scale", FLOATS, (k,)).float()
-            held.finish()
+            if "pre_quant_scale" in parts:
+                weight = weight * parts.scale("pre_quant_scale", FLOATS, (k,)).float()
+            parts.finish()
             return Plain(weight, done.get("bias"), "its fp32 scales are no bf16 numbers, which ours are")
     else:
         for name, (size, dtype) in stored_shapes(weights, n, k).items():
             is_codes = name == "weight" or dtype == torch.uint8
             sizes = (size, (1,)) if size == () else (size, (*size, 1)) if len(size) == 1 else (size,)
-            taken = (held.take if is_codes else held.scale)(name, dtype, *sizes)
-            done[name] = taken.reshape(size)
-    if "input_scale" in held:
-        done["input_scale"] = held.scale("input_scale", torch.float32, (), (1,)).reshape(())
-    if row.name in _ALWAYS_SMOOTH or (row.smooth and "pre_quant_scale" in held):
-        done["pre_quant_scale"] = held.scale("pre_quant_scale", FLOATS, (k,))
+            tensor = (parts.take if is_codes else parts.scale)(name, dtype, *sizes)
+            done[name] = tensor.reshape(size)
+    if "input_scale" in parts:
+        done["input_scale"] = parts.scale("input_scale", torch.float32, (), (1,)).reshape(())
+    if row.name in _ALWAYS_SMOOTH or (row.smooth and "pre_quant_scale" in parts):
+        done["pre_quant_scale"] = parts.scale("pre_quant_scale", FLOATS, (k,))
     if row.low_rank:
-        a, b = held.take("svdquant_lora_a", FLOATS), held.take("svdquant_lora_b", FLOATS)
+        a, b = parts.take("svdquant_lora_a", FLOATS), parts.take("svdquant_lora_b", FLOATS)
         if a.ndim != 2 or a.shape[1] != k or b.shape != (n, a.shape[0]) or not a.shape[0]:
             raise ValueError(f"modelopt: low-rank pair {(*a.shape,)}, {(*b.shape,)} does not fit {(n, k)}")
         a = a.float() * done["pre_quant_scale"].float()
         done |= {"svdquant_lora_a": a.to(b.dtype), "svdquant_lora_b": b}
     if row.name in _ALWAYS_SMOOTH and (done["pre_quant_scale"] == 1).all():
         del done["pre_quant_scale"]
-    held.finish()
+    parts.finish()
     return native(row, shape, done)
 
 
@@ -130,8 +130,8 @@ def config(entries: Mapping[str, Mapping[str, Any]], ignore: list[str], version:
 
 def runtime(quantization: Mapping[str, Any]) -> dict[str, Any]:
     """Return what readers of ModelOpt's folders take of a checkpoint's `runtime`: its policy of steps."""
-    said = quantization.get("runtime", {})
-    return {"runtime": {POLICY: said[POLICY]}} if POLICY in said else {}
+    settings = quantization.get("runtime", {})
+    return {"runtime": {POLICY: settings[POLICY]}} if POLICY in settings else {}
 
 
 def _ignored(name: str, quantized: Collection[str]) -> str:
@@ -204,9 +204,9 @@ def _by_producer(model: Headers) -> str:
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
     config = model.quantization
     layers = config.get("quantized_layers")
-    said = layers.get(name) if isinstance(layers, dict) else None
-    if isinstance(said, dict):
-        return dict(said)
+    entry = layers.get(name) if isinstance(layers, dict) else None
+    if isinstance(entry, dict):
+        return dict(entry)
     algo = config.get("quant_algo")
     if isinstance(algo, str) and algo != "MIXED_PRECISION":
         return {"quant_algo": algo}
@@ -293,7 +293,7 @@ DIALECT = Dialect(
     writer=pipeline_writer(lambda one: config(one.entries, one.in_16_bit, _SCHEMA) | runtime(one.source.quantization)),
     steps="first and last steps at 16-bit activations are in config.json, and its readers do them in Cosmos3 alone",
     unreadable=_unreadable,
-    said="quant_algo",
+    format_key="quant_algo",
     why_larger="its readers compute modulation in 16 bit, whatever the recipe",
     faults=_faults,
     left_out={"proj_out": "ModelOpt's general presets leave out whatever is called proj_out"},

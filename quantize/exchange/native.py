@@ -87,13 +87,13 @@ class NativeComponent:
         self.folder, self.component = folder, component
         self.library, self.class_name = library_of(folder, component), folder.components[component]
         self.config = folder.config(component)
-        said = quantization_of(self.config)
-        if said is None:
+        quantization = quantization_of(self.config)
+        if quantization is None:
             raise ValueError(f"{folder.path / component}: is not quantized by fluxq; give a checkpoint that it wrote")
         self.quantization = self.config.pop("quantization_config")
-        held = quantized_on_meta(folder, component)
+        network = quantized_on_meta(folder, component)
         original = build_on_meta(self.library, self.class_name, self.config)
-        self._layers = {name: module for name, module in held.named_modules() if isinstance(module, QuantLinear)}
+        self._layers = {name: module for name, module in network.named_modules() if isinstance(module, QuantLinear)}
         self.schemes = {name: layer.scheme for name, layer in self._layers.items()}
         self.shapes = {name: (layer.out_features, layer.in_features) for name, layer in self._layers.items()}
         self.pixelwise = {name for name, layer in self._layers.items() if isinstance(layer, QuantPointwise)}
@@ -207,18 +207,18 @@ class NativeComponent:
             members = self.family.sharing_vectors(group, block) if group else [name]
             readers = [path for path in members if path in self.linears]
             done.update(readers)
-            found: list[Fold] | str = "no Linear makes or modulates its input"
+            folds: list[Fold] | str = "no Linear makes or modulates its input"
             schemes = [self.schemes[path] for path in readers if path in self.schemes]
             if all(not one.center and self._factors_stay(one) for one in schemes):
-                found = "every layer has factors there"
+                folds = "every layer has factors there"
             elif group is not None and group.modulation is not None:
-                found = self._into_modulation(readers, f"{block}.{group.modulation.linear}", group.modulation)
+                folds = self._into_modulation(readers, f"{block}.{group.modulation.linear}", group.modulation)
             elif group is not None and group.producers:
-                found = self._into_producers(readers, block, group)
-            if isinstance(found, str):
-                self.why_not_folded |= {path: found for path in readers if path in self.schemes}
+                folds = self._into_producers(readers, block, group)
+            if isinstance(folds, str):
+                self.why_not_folded |= {path: folds for path in readers if path in self.schemes}
                 continue
-            for fold in found:
+            for fold in folds:
                 self.folds.setdefault(fold.maker, []).append(fold)
 
     def _into_modulation(self, readers: list[str], modulation: str, row: Modulation) -> list[Fold] | str:
@@ -284,9 +284,9 @@ class NativeComponent:
             return f"{lacking[0]} has a bias here, which the model itself has not"
         vectors: list[Tensor] = []
         for suffix, neutral in (("pre_quant_mean", 0.0), ("pre_quant_scale", 1.0)):
-            held = [self.small(name, suffix) for name in quantized]
-            first = next((v for v in held if v is not None), None)
-            if first is not None and not all_equal(held):
+            tensors = [self.small(name, suffix) for name in quantized]
+            first = next((v for v in tensors if v is not None), None)
+            if first is not None and not all_equal(tensors):
                 return "Linears that share its input have other means or factors"
             k = self.shapes[quantized[0]][1]
             vectors.append(torch.full((k,), neutral, dtype=torch.float32) if first is None else first.float())

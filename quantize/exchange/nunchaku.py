@@ -62,10 +62,10 @@ def encode(
         raise ValueError(f"nunchaku computes in 16 bit, the layer's bias is {dtype}; give dtype=torch.bfloat16")
     if row.name == "awq_w4a16":
         return Encoded(_awq(tensors, dtype), {"op": "awq_w4a16", "precision": "int4", "group_size": 64}, notes)
-    own, held = layer.scheme.rank, padded(max(layer.scheme.rank, 1), RANKS)
-    if rank is not None and (rank % RANKS or rank < own):
-        raise ValueError(f"nunchaku: rank {rank} is no multiple of {RANKS} of at least the layer's {own}")
-    held = held if rank is None else rank
+    layer_rank, r = layer.scheme.rank, padded(max(layer.scheme.rank, 1), RANKS)
+    if rank is not None and (rank % RANKS or rank < layer_rank):
+        raise ValueError(f"nunchaku: rank {rank} is no multiple of {RANKS} of at least the layer's {layer_rank}")
+    r = r if rank is None else rank
     precision = "int4" if row.weights == "int4" else "nvfp4"
     if after_gelu:
         if precision != "int4":
@@ -94,16 +94,16 @@ def encode(
     if not torch.equal(smooth.float(), factors):
         notes += ("smooth_factor is the reciprocal of pre_quant_scale in 16 bit, within 2^-8",)
     done["smooth_factor"] = tile(smooth, _VECTOR).reshape(k)
-    a, b = torch.zeros(held, k, dtype=dtype), torch.zeros(n, held, dtype=dtype)
-    if own:
-        a[:own], b[:, :own] = tensors["svdquant_lora_a"].to(dtype), tensors["svdquant_lora_b"].to(dtype)
-    done |= {"proj_down": tile(a, _DOWN).reshape(k, held), "proj_up": tile(b, _UP).reshape(n, held)}
+    a, b = torch.zeros(r, k, dtype=dtype), torch.zeros(n, r, dtype=dtype)
+    if layer_rank:
+        a[:layer_rank], b[:, :layer_rank] = tensors["svdquant_lora_a"].to(dtype), tensors["svdquant_lora_b"].to(dtype)
+    done |= {"proj_down": tile(a, _DOWN).reshape(k, r), "proj_up": tile(b, _UP).reshape(n, r)}
     if "bias" in tensors:
         done["bias"] = tile(tensors["bias"].to(dtype), _VECTOR).reshape(n)
     if single_file:
         done["smooth_factor_orig"] = done["smooth_factor"].clone()
         done = {_OLDER.get(name, name): tensor for name, tensor in done.items()}
-    entry = {"op": "svdq_w4a4", "precision": precision, "group_size": layer.scheme.weights.group_size, "rank": held}
+    entry = {"op": "svdq_w4a4", "precision": precision, "group_size": layer.scheme.weights.group_size, "rank": r}
     return Encoded(done, entry | ({"act_unsigned": True} if after_gelu else {}), notes)
 
 
@@ -111,44 +111,44 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     """The layer whose weight is (N, K) = shape, by either names. entry: {"act_unsigned": True} if it follows GELU."""
     n, k = shape
     newer = {old: name for name, old in _OLDER.items()}
-    held = Tensors({newer.get(name, name): tensor for name, tensor in tensors.items()}, "nunchaku")
-    awq = "wzeros" in held
+    parts = Tensors({newer.get(name, name): tensor for name, tensor in tensors.items()}, "nunchaku")
+    awq = "wzeros" in parts
     is_e4m3 = "wscales" in tensors and tensors["wscales"].dtype == torch.float8_e4m3fn
     row = ROWS[2] if awq else ROWS[1] if is_e4m3 else ROWS[0]
     for letter, size, unit in zip("NK", shape, row.multiples, strict=True):
         if size % unit:
             raise ValueError(f"nunchaku: {row.name} has {letter} in multiples of {unit}, not {letter} = {size}")
     if awq:
-        return _from_awq(held, shape)
-    done = {"weight": unpack_codes(held.take("qweight", (torch.int8, torch.uint8), (n, k // 2)))}
+        return _from_awq(parts, shape)
+    done = {"weight": unpack_codes(parts.take("qweight", (torch.int8, torch.uint8), (n, k // 2)))}
     if row.weights == "nvfp4":
-        scale = held.scale("wscales", torch.float8_e4m3fn, (k // 16, n))
+        scale = parts.scale("wscales", torch.float8_e4m3fn, (k // 16, n))
         done["weight_scale"] = untile(scale, _FP4_SCALES, (n, k // 16))
         product = torch.ones(n, dtype=torch.float32)
-        if "wcscales" in held:
-            product = untile(held.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
-        if "wtscale" in held:
-            product = product * held.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
+        if "wcscales" in parts:
+            product = untile(parts.scale("wcscales", _HALVES, (n,)).float(), _VECTOR, (n,))
+        if "wtscale" in parts:
+            product = product * parts.scale("wtscale", _HALVES, (1,), ()).float().reshape(())
         same = (product == product[0]).all()
         done["weight_scale_2"] = product[0].clone() if same else product.reshape(n, 1)
     else:
-        done["weight_scale"] = untile(held.scale("wscales", _HALVES, (k // 64, n)), _INT4_SCALES, (n, k // 64))
-    smooth = untile(held.scale("smooth_factor", _HALVES, (k,)), _VECTOR, (k,))
+        done["weight_scale"] = untile(parts.scale("wscales", _HALVES, (k // 64, n)), _INT4_SCALES, (n, k // 64))
+    smooth = untile(parts.scale("smooth_factor", _HALVES, (k,)), _VECTOR, (k,))
     if (smooth == 0).any():
         raise ValueError("nunchaku: smooth_factor holds zeros, by which x would be divided; get the file again")
     if not (smooth == 1).all():
         done["pre_quant_scale"] = (1 / smooth.float()).to(smooth.dtype)
-    if "smooth_factor_orig" in held:
-        held.take("smooth_factor_orig", _HALVES, (k,))  # no kernel reads it
-    down = held.take("proj_down", _HALVES)
+    if "smooth_factor_orig" in parts:
+        parts.take("smooth_factor_orig", _HALVES, (k,))  # no kernel reads it
+    down = parts.take("proj_down", _HALVES)
     r = down.shape[-1]
     if tuple(down.shape) != (k, r) or r % RANKS:
         raise ValueError(f"nunchaku: proj_down is {(*down.shape,)}, expected ({k}, a multiple of {RANKS})")
-    up = held.take("proj_up", down.dtype, (n, r))
+    up = parts.take("proj_up", down.dtype, (n, r))
     done |= {"svdquant_lora_a": untile(down, _DOWN, (r, k)), "svdquant_lora_b": untile(up, _UP, (n, r))}
-    if "bias" in held:
-        done["bias"] = untile(held.take("bias", _HALVES, (n,)), _VECTOR, (n,))
-    held.finish()
+    if "bias" in parts:
+        done["bias"] = untile(parts.take("bias", _HALVES, (n,)), _VECTOR, (n,))
+    parts.finish()
     done = without_idle_ranks(done)
     precise = done["weight_scale"]
     if row.weights == "int4":
@@ -242,10 +242,10 @@ def metadata(
     entries: Mapping[str, Mapping[str, Any]], model_class: str, model_config: Mapping[str, Any]
 ) -> dict[str, str]:
     """The header of a single file. model_class: as nunchaku names it; model_config: diffusers' config.json."""
-    found = {(e["precision"], e["group_size"], e["rank"]) for e in entries.values() if e["op"] == "svdq_w4a4"}
-    if len(found) != 1:
-        raise ValueError(f"a file of nunchaku has one precision and rank, these layers have {sorted(found)}")
-    precision, group, rank = found.pop()
+    settings = {(e["precision"], e["group_size"], e["rank"]) for e in entries.values() if e["op"] == "svdq_w4a4"}
+    if len(settings) != 1:
+        raise ValueError(f"a file of nunchaku has one precision and rank, these layers have {sorted(settings)}")
+    precision, group, rank = settings.pop()
     number = {"dtype": "int4", "scale_dtype": None, "group_size": group}
     if precision == "nvfp4":
         number = {"dtype": "fp4_e2m1_all", "scale_dtype": [None, "fp8_e4m3_nan"], "group_size": group}
@@ -278,8 +278,8 @@ def _modulating(layer: Decoded, chunks: int) -> tuple[Tensor, Tensor]:
     is_plain = isinstance(layer, Plain)
     bias = layer.bias if is_plain else layer.tensors.get("bias")
     if bias is None or len(bias) % chunks or (not is_plain and layer.scheme.rank):
-        said = layer.why if is_plain else layer.scheme
-        raise ValueError(f"nunchaku: no modulation of {chunks} chunks with a bias: {said}")
+        description = layer.why if is_plain else layer.scheme
+        raise ValueError(f"nunchaku: no modulation of {chunks} chunks with a bias: {description}")
     ones = torch.zeros(chunks, len(bias) // chunks, dtype=torch.float32)
     ones[[1, chunks - 2]] = 1
     return bias, ones.reshape(-1)
@@ -307,19 +307,19 @@ def _awq(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     return done | ({"bias": tensors["bias"].to(dtype)} if "bias" in tensors else {})
 
 
-def _from_awq(held: Tensors, shape: tuple[int, int]) -> Decoded:
+def _from_awq(parts: Tensors, shape: tuple[int, int]) -> Decoded:
     n, k = shape
-    words = held.take("qweight", torch.int32, (n // 4, k // 2)).contiguous().view(torch.uint8)
+    words = parts.take("qweight", torch.int32, (n // 4, k // 2)).contiguous().view(torch.uint8)
     quads = unpack(words, ELEMENTS["e2m1"]).reshape(n // 4, k // 64, 4, 2, 8, 4)
     codes = quads.permute(0, 2, 1, 3, 5, 4).reshape(n, k)
-    scale, zeros = (held.take(name, _HALVES, (k // 64, n)) for name in ("wscales", "wzeros"))
-    done = {"bias": held.take("bias", _HALVES, (n,))} if "bias" in held else {}
-    held.finish()
+    scale, zeros = (parts.take(name, _HALVES, (k // 64, n)) for name in ("wscales", "wzeros"))
+    done = {"bias": parts.take("bias", _HALVES, (n,))} if "bias" in parts else {}
+    parts.finish()
     for zero in (8, 7):  # that of what is exported here, and deepcompressor's, whose product is rounded to 16 bit
-        own, exact = codes.view(torch.int8) - zero, scale.float() * -zero
+        signed_codes, exact = codes.view(torch.int8) - zero, scale.float() * -zero
         is_near = ((zeros.float() - exact).abs() <= 2.0**-8 * exact.abs()).all()  # product and scale were rounded
-        if scale.dtype == torch.bfloat16 and is_near and own.max() <= _INT4.max:
-            done["weight"] = pack(own, _INT4)
+        if scale.dtype == torch.bfloat16 and is_near and signed_codes.max() <= _INT4.max:
+            done["weight"] = pack(signed_codes, _INT4)
             done["weight_scale"] = positive(scale.T.contiguous(), "nunchaku: wscales")
             beside = {} if torch.equal(zeros.float(), exact) else {"wzeros": zeros}
             return native(ROWS[2], shape, done, beside)
@@ -408,5 +408,5 @@ DIALECT = Dialect(
     writer=pipeline_writer(lambda one: config(one.entries, one.source.dtype)),
     takes_dtype=True,
     ranks=RANKS,
-    said="op",
+    format_key="op",
 )

@@ -92,11 +92,11 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     """
     if "columns" in entry:
         (n, k), first = shape, int(entry["columns"])
-        own = [
+        sides = [
             {name.removeprefix(f"{side}."): tensor for name, tensor in tensors.items() if name.startswith(f"{side}.")}
             for side in SIDES
         ]
-        return side_by_side(nunchaku.decode(own[0], (n, first)), nunchaku.decode(own[1], (n, k - first), entry))
+        return side_by_side(nunchaku.decode(sides[0], (n, first)), nunchaku.decode(sides[1], (n, k - first), entry))
     layer = nunchaku.decode(tensors, shape, entry)
     return nunchaku.chunked(layer, entry["chunks"]) if "chunks" in entry else layer
 
@@ -119,11 +119,11 @@ def side_by_side(first: Decoded, rest: Decoded) -> Decoded:
     for name in ("weight", "weight_scale"):
         tensors[name] = concatenated([layer.tensors[name] for layer in (first, rest)], dim=1)
     factors = [layer.tensors.get("pre_quant_scale") for layer in (first, rest)]
-    dtype = next((held.dtype for held in factors if held is not None), None)
+    dtype = next((factor.dtype for factor in factors if factor is not None), None)
     if dtype is not None:
         sides = zip(factors, (first, rest), strict=True)
         tensors["pre_quant_scale"] = torch.cat(
-            [torch.ones(side.shape[1], dtype=dtype) if held is None else held for held, side in sides]
+            [torch.ones(side.shape[1], dtype=dtype) if factor is None else factor for factor, side in sides]
         )
     pair = joined_pairs((first, rest), 1)
     biases = [layer.tensors["bias"] for layer in (first, rest) if "bias" in layer.tensors]
@@ -170,13 +170,13 @@ def _by_header(model: Headers) -> str:
 
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    found = parts_of(name)
-    if found is None:
+    linear = parts_of(name)
+    if linear is None:
         return {}
-    _, row = found
+    _, row = linear
     is_int4 = "wscales" in stored and stored["wscales"].dtype in FLOATS
-    said: dict[str, Any] = {"chunks": row.chunks} if row.chunks else {}
-    return said | ({"act_unsigned": True} if row.after_gelu and is_int4 else {})
+    entry: dict[str, Any] = {"chunks": row.chunks} if row.chunks else {}
+    return entry | ({"act_unsigned": True} if row.after_gelu and is_int4 else {})
 
 
 def _regroup(model: Headers) -> None:
@@ -204,8 +204,8 @@ def _regroup(model: Headers) -> None:
 
 def _parts(name: str) -> tuple[str, ...]:
     module, _, suffix = name.rpartition(".")
-    found = parts_of(module)
-    return tuple(f"{part}.{suffix}" for part in found[0]) if found else (diffusers_name(name),)
+    linear = parts_of(module)
+    return tuple(f"{part}.{suffix}" for part in linear[0]) if linear else (diffusers_name(name),)
 
 
 def _refuse(model: Headers) -> str:
@@ -219,16 +219,16 @@ def _refuse(model: Headers) -> str:
 def _units(source: NativeComponent) -> Units:
     if source.family.name != "flux":
         raise ValueError(f"nunchaku's single files are written of FLUX.1, not of {source.class_name}; nunchaku_lite is")
-    units = [Unit(name, parts, own=row) for name, parts, row in rows_of(source.linears)]
+    units = [Unit(name, parts, block_linear=row) for name, parts, row in rows_of(source.linears)]
     taken = {part for unit in units for part in unit.parts}
     plain = [name for name in source.plain if name.rpartition(".")[0] not in taken]
     return units, [Joined(plain_name(name), (name,)) for name in plain]
 
 
-def _arrange(layer: QuantTensors, own: OwnLinear) -> QuantTensors:
+def _arrange(layer: QuantTensors, row: OwnLinear) -> QuantTensors:
     """A layer of diffusers with only some of its columns, or as a modulation channel by channel."""
-    layer = columns_of(layer, own.columns) if own.columns else layer
-    return nunchaku.interleaved(layer, own.chunks) if own.chunks else layer
+    layer = columns_of(layer, row.columns) if row.columns else layer
+    return nunchaku.interleaved(layer, row.chunks) if row.chunks else layer
 
 
 DIALECT = Dialect(
@@ -254,5 +254,5 @@ DIALECT = Dialect(
     ranks=nunchaku.RANKS,
     units=_units,
     arrange=_arrange,
-    said="op",
+    format_key="op",
 )

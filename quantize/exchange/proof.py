@@ -147,9 +147,9 @@ class Against:
     def describe(self) -> dict[str, Any]:
         """The numbers, as JSON has them."""
         left = {} if self.factors is None else {"factors": self.factors.axes, "left": self.factors.left}
-        said = ("errors", "best", "cosine", "factor", "bound", "plausible")
+        names = ("errors", "best", "cosine", "factor", "bound", "plausible")
         strays = self.strays.words if self.strays else ""
-        return {**{name: getattr(self, name) for name in said}, "error": self.error, "strays": strays, **left}
+        return {**{name: getattr(self, name) for name in names}, "error": self.error, "strays": strays, **left}
 
     @property
     def error(self) -> float:
@@ -166,7 +166,7 @@ class _Rows:
     windows: list[tuple[dict[str, Tensor], tuple[int, int]]]
     at: Tensor
     read: dict[tuple[str, ...], tuple[Tensor, Tensor | None] | None] = field(default_factory=dict)
-    found: Decoded | None = None  # of a window, by the first reading that could be made
+    sample: Decoded | None = None  # of a window, by the first reading that could be made
 
     def reading(self, repairs: tuple[str, ...]) -> tuple[Tensor, Tensor | None] | None:
         """(W (rows, K), bias) under these repairs; None where one does not apply, or `decode` refuses the outcome."""
@@ -187,9 +187,9 @@ class _Rows:
         done = mended(tensors, repairs, self.model.rules, shape)
         if done is None:
             return None
-        found = self.model.decode(self.layer, done, shape)
-        self.found = self.found or found
-        return found.collapsed()
+        sample = self.model.decode(self.layer, done, shape)
+        self.sample = self.sample or sample
+        return sample.collapsed()
 
     def bound(self, truth: Tensor, by: Tensor | None = None) -> float:
         """The most error that rounding to the layer's format explains: that of the base's own rows, with a margin.
@@ -204,16 +204,16 @@ class _Rows:
         Also whether `by`, by which the reading comes nearest to the base, is off by more than ways of rounding differ.
         read, truth: of the whole layer.
         """
-        if not isinstance(self.found, QuantTensors) or self.has_branch:
+        if not isinstance(self.sample, QuantTensors) or self.has_branch:
             return None, False
-        if self.found.coarser is not None:  # whose programs rotate and scale in 16 bit, so that codes differ all over
+        if self.sample.coarser is not None:  # whose programs rotate and scale in 16 bit, so that codes differ all over
             return None, False
         read, truth = read[self.at], truth[self.at]
         nearest = self.rounded(truth)
-        (factor, _, left), (near, _, own) = _scale_of(nearest, truth), _scale_of(read, truth)
-        if own > _PLAIN * left:
+        (factor, _, left), (near, _, error) = _scale_of(nearest, truth), _scale_of(read, truth)
+        if error > _PLAIN * left:
             return None, False
-        if own > _SURELY_PLAIN * left:  # in damaged parts, or fitted nearly everywhere
+        if error > _SURELY_PLAIN * left:  # in damaged parts, or fitted nearly everywhere
             other = (read * near - nearest * factor).abs() > _OF_BF16 * nearest.abs()
             if min(float(other.any(axis).float().mean()) for axis in (0, 1)) > _MOVED:
                 return None, False
@@ -223,7 +223,7 @@ class _Rows:
     @property
     def has_branch(self) -> bool:
         """True if a low-rank branch stands beside the codes."""
-        return isinstance(self.found, QuantTensors) and self.found.scheme.rank > 0
+        return isinstance(self.sample, QuantTensors) and self.sample.scheme.rank > 0
 
     def explains_codes(self, read: Tensor, truth: Tensor) -> bool:
         """Tell whether rounding explains the difference to the base after division by the smoothing factors.
@@ -238,18 +238,18 @@ class _Rows:
 
     def smoothing(self, by: Tensor | None = None) -> Tensor:
         """Return the factors that make the base's weights of codes, beside their scales: (), (K,) or (N, 1)."""
-        own = self.found.tensors.get("pre_quant_scale") if isinstance(self.found, QuantTensors) else None
+        factors = self.sample.tensors.get("pre_quant_scale") if isinstance(self.sample, QuantTensors) else None
         by = torch.ones((), dtype=torch.float32) if by is None else by
-        return by if own is None else by * own.float()
+        return by if factors is None else by * factors.float()
 
     def rounded(self, truth: Tensor, by: Tensor | None = None) -> Tensor:
         """The base's rows in the layer's format. by: factors beside the layer's own that codes lack."""
         by = self.smoothing(by)
-        if not isinstance(self.found, QuantTensors):
+        if not isinstance(self.sample, QuantTensors):
             return _cast(truth / by, self.layer) * by
-        scheme = self.found.scheme
-        weights, rotation = self.found.coarser or scheme.weights, (scheme.hadamard, scheme.regular)
-        one = None if weights.block[0] else self.found.tensors["weight_scale"]  # which need not be this weight's own
+        scheme = self.sample.scheme
+        weights, rotation = self.sample.coarser or scheme.weights, (scheme.hadamard, scheme.regular)
+        one = None if weights.block[0] else self.sample.tensors["weight_scale"]  # which need not be this weight's own
         turned = rotate(truth / by, *rotation)
         return rotate(QuantizedTensor.quantize(turned, weights, tensor_scale=one).dequantize(), *rotation) * by
 
@@ -272,8 +272,8 @@ def prove(
     rows = whole
     if not is_whole(tensors) and n > WINDOW * len(starts):
         ends = [(start, min(start + WINDOW, n)) for start in starts]
-        windows = [(window(tensors, n, *own), (own[1] - own[0], k)) for own in ends]
-        rows = _Rows(model, layer, windows, torch.cat([torch.arange(*own) for own in ends]))
+        windows = [(window(tensors, n, *span), (span[1] - span[0], k)) for span in ends]
+        rows = _Rows(model, layer, windows, torch.cat([torch.arange(*span) for span in ends]))
     truth, tried = base[rows.at].float(), dict[tuple[str, ...], float]()
 
     def attempt(repairs: tuple[str, ...], order: str = "") -> None:
@@ -287,7 +287,7 @@ def prove(
         attempt((name,))
     for order in orders:
         attempt((), order)
-    bound = rows.bound(truth) if rows.found is not None else 0.0
+    bound = rows.bound(truth) if rows.sample is not None else 0.0
     if min(tried.values(), default=torch.inf) > bound:
         able = [name for name in REPAIRS if () not in tried or (name,) in tried or REPAIRS[name].cures_shape]
         for pair in [*combinations(able, 2), *combinations(able, 3)]:
@@ -303,26 +303,26 @@ def prove(
         gain = tried[best] / tried[()]
         if not gain * FAR < 1 or (tried[best] > bound and gain > 0.6):  # chance, or nothing that is known
             best = ()
-    found = whole.reading(tuple(name for name in best if name in REPAIRS))
-    if found is None:  # the samples can be read, not all
+    reading = whole.reading(tuple(name for name in best if name in REPAIRS))
+    if reading is None:  # the samples can be read, not all
         return None
-    (read, own), order = found, next((orders[name] for name in best if name in orders), None)
+    (read, read_bias), order = reading, next((orders[name] for name in best if name in orders), None)
     rows.read, against = {}, (base if order is None else base[order]).float()  # one layer is memory enough
     tried[best] = _relative(read, against)
     errors = {" and ".join(label) or DECLARED: error for label, error in tried.items()}
     done = _against(errors, best, read, against, bound, rows)
     if bias is None:
         return done
-    own = torch.zeros(n, dtype=torch.float32) if own is None else own
+    read_bias = torch.zeros(n, dtype=torch.float32) if read_bias is None else read_bias
     truth = (bias if order is None else bias[order]).float()
-    if isinstance(rows.found, QuantTensors) and "pre_quant_mean" in rows.found.tensors:
-        mean = rows.found.tensors["pre_quant_mean"].float()
-        own = own + (read - against) @ mean  # what is stored makes up for the rounding of W, and is itself rounded
-        own = truth if (own - truth).norm() <= _SAME * (against @ mean).norm() else own
+    if isinstance(rows.sample, QuantTensors) and "pre_quant_mean" in rows.sample.tensors:
+        mean = rows.sample.tensors["pre_quant_mean"].float()
+        read_bias = read_bias + (read - against) @ mean  # what is stored makes up for rounding W, and is itself rounded
+        read_bias = truth if (read_bias - truth).norm() <= _SAME * (against @ mean).norm() else read_bias
     if model.rules.bias_shift:  # its program adds 1 to those of scales or takes a shift of x out, and rounds
         shift, off = (model.rules.bias_shift * weight.sum(1).abs() for weight in (against, read - against))
-        own = truth if ((own - truth).abs() <= (1 + truth.abs() + shift) / 256 + off).all() else own
-    return replace(done, bias=(own, truth))
+        read_bias = truth if ((read_bias - truth).abs() <= (1 + truth.abs() + shift) / 256 + off).all() else read_bias
+    return replace(done, bias=(read_bias, truth))
 
 
 def compare(
@@ -383,8 +383,8 @@ def _against(
         ways = sorted(either, key=lambda each: each.left)
         factors = next((each for each in ways if _explains(each, gained, read, truth, bound, rows)), None)
         if factors is None and gained:
-            found = rows.found if rows is not None else None
-            takes_any = isinstance(found, QuantTensors) and found.scheme.weights.has_row_scale
+            sample = rows.sample if rows is not None else None
+            takes_any = isinstance(sample, QuantTensors) and sample.scheme.weights.has_row_scale
             both = _factors_of_both(read, truth, powers_of_two=not takes_any)
             factors = both if both is not None and _explains(both, gained, read, truth, bound, rows) else None
         if factors is not None:
@@ -392,9 +392,9 @@ def _against(
             if sure is not None and rows is None and factors.rows is not None:
                 sure = sure & _are_multiples(read, truth, factors.rows)  # of codes that show in what is left
             factors = replace(factors, sure=sure)
-        own = None if columns is None else columns.columns
-        if factors is None and plausible and wrong and wrong.columns is not None and own is not None:
-            by = torch.where(wrong.columns, own, 1.0)
+        column_factors = None if columns is None else columns.columns
+        if factors is None and plausible and wrong and wrong.columns is not None and column_factors is not None:
+            by = torch.where(wrong.columns, column_factors, 1.0)
             if (by > 0).all() and not _strays(read * by, truth, bound, rows, by, plain):
                 factors = Factors(_relative(read * by, truth), columns=by, few=True)
     strays = wrong if plausible and factors is None else None
@@ -419,12 +419,12 @@ def _explains(factors: Factors, gained: float, read: Tensor, truth: Tensor, boun
 
 def _scale_of(read: Tensor, truth: Tensor) -> tuple[float, float, float]:
     """The factor by which a reading comes nearest to the base, their cosine, and the error that then is left."""
-    dot, own, other = (
+    dot, read_square, truth_square = (
         sum(float((a * b).sum(dtype=torch.float64)) for a, b in zip(one.split(WINDOW), two.split(WINDOW), strict=True))
         for one, two in ((read, truth), (read, read), (truth, truth))
     )
-    cosine = dot / ((own * other) ** 0.5 or 1.0)
-    return dot / (own or 1.0), cosine, max(0.0, 1 - cosine**2) ** 0.5
+    cosine = dot / ((read_square * truth_square) ** 0.5 or 1.0)
+    return dot / (read_square or 1.0), cosine, max(0.0, 1 - cosine**2) ** 0.5
 
 
 def _strays(
@@ -449,11 +449,11 @@ def _strays(
         is_moved = plain is None and (name != "rows" or (rows is not None and rows.has_branch))
         common = bound / _MARGIN * size.square().mean(-1, keepdim=True).sqrt() * is_moved
         # What rounded exactly differs by the base's bits.
-        own = 0.0 if plain is None else max(plain, _OF_BF16 / 2)
-        most = bound if plain is None else margin * own
+        plain_error = 0.0 if plain is None else max(plain, _OF_BF16 / 2)
+        most = bound if plain is None else margin * plain_error
         if (error <= torch.maximum(most * size, margin * common)).all():
             continue
-        least = _CODED / _OF_A_LINE if plain is None else own
+        least = _CODED / _OF_A_LINE if plain is None else plain_error
         expected = bound / _MARGIN * size
         if rows is not None:
             rounded = rows.rounded(truth, by) if rounded is None else rounded
@@ -491,25 +491,25 @@ def window(tensors: Mapping[str, Tensor], n: int, start: int, stop: int) -> dict
 
     start, stop: multiples of 128, the rows of a tile of swizzled scales; stop may be n too.
     """
-    found = {}
+    pieces = {}
     for name, tensor in tensors.items():
         if name == "weight_shape":  # compressed-tensors' own record of (N, K)
             is_pair = tensor.shape == (2,) and tensor.dtype in (torch.int32, torch.int64)
-            found[name] = torch.tensor([int(tensor[0]) - n + stop - start, int(tensor[1])]) if is_pair else tensor
+            pieces[name] = torch.tensor([int(tensor[0]) - n + stop - start, int(tensor[1])]) if is_pair else tensor
             continue
         # Rows to a line: two where W4A16_AWQ packs, four in torchao's shape of swizzled scales.
         for unit in (1, 2, 4, *_ROWS_TO_A_LINE.get(name, ())):
             lines = tensor.shape[0] * unit if tensor.ndim else 0
             if n <= lines < n + WINDOW and name not in _NOT_BY_ROWS:
                 end = None if stop == n else stop // unit
-                found[name] = tensor[start // unit : end].contiguous()
+                pieces[name] = tensor[start // unit : end].contiguous()
                 break
         else:
-            found[name] = tensor
+            pieces[name] = tensor
             if name == "wscales" and tensor.ndim == 2 and tensor.shape[1] == n and n % WINDOW == 0:  # (groups, rows)
                 tiles = tensor.contiguous().view(torch.uint8).reshape(n // WINDOW, -1)[start // WINDOW : stop // WINDOW]
-                found[name] = tiles.reshape(-1).view(tensor.dtype).reshape(tensor.shape[0], stop - start)
-    return found
+                pieces[name] = tiles.reshape(-1).view(tensor.dtype).reshape(tensor.shape[0], stop - start)
+    return pieces
 
 
 def is_whole(tensors: Mapping[str, Tensor]) -> bool:
@@ -608,17 +608,17 @@ def orders_of(joined: Joined, n: int, k: int) -> dict[str, Tensor]:
 
     The base's rows are given as the file should have them. 2 K of them are a scale and a shift.
     """
-    found, sizes = {}, part_sizes(joined, n, k)
+    orders, sizes = {}, part_sizes(joined, n, k)
     rows = torch.arange(n)
     if n == 2 * k or (joined.order == "halves swapped" and n % 2 == 0):
-        found["halves swapped"] = in_order(rows, "halves swapped")
+        orders["halves swapped"] = in_order(rows, "halves swapped")
     alike = [i for i, size in enumerate(sizes) if size == sizes[0]][:3]
     parts = list(rows.split(sizes))
     names = [part.rpartition(".")[0].rpartition(".")[2] for part in joined.parts]
     for order in list(permutations(alike))[1:]:
         moved = [parts[i] for i in order] + [part for i, part in enumerate(parts) if i not in alike]
-        found["rows ordered " + ", ".join(names[i] for i in order)] = torch.cat(moved)
-    return found
+        orders["rows ordered " + ", ".join(names[i] for i in order)] = torch.cat(moved)
+    return orders
 
 
 def part_sizes(joined: Joined, n: int, k: int) -> list[int]:
@@ -655,12 +655,12 @@ def mended(
     return done
 
 
-def _held(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_named(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensors[name]) for name in names if name in tensors)
 
 
 def _swap(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-    for name, codes in _held(tensors, CODES):
+    for name, codes in _tensors_named(tensors, CODES):
         if codes.dtype == torch.uint8 and codes.ndim == 2 and dialect.has_nibbles:
             return {**tensors, name: swap_nibbles(codes)}
     return None
@@ -668,7 +668,7 @@ def _swap(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) 
 
 def _blocks(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[str, Tensor, int] | None:
     """(name, scales, groups) of scales that are one byte for each block."""
-    for name, scale in _held(tensors, _BLOCK_SCALES):
+    for name, scale in _tensors_named(tensors, _BLOCK_SCALES):
         if scale.ndim == 2 and scale.element_size() == 1 and name != "wscales":
             return name, scale, shape[1] // (16 if _is_two_level(tensors) else 32)
     return None
@@ -676,15 +676,15 @@ def _blocks(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[str,
 
 def _is_two_level(tensors: Mapping[str, Tensor]) -> bool:
     return any(name in tensors for name in GLOBAL_SCALES) or any(
-        scale.dtype == torch.float8_e4m3fn for _, scale in _held(tensors, _BLOCK_SCALES)
+        scale.dtype == torch.float8_e4m3fn for _, scale in _tensors_named(tensors, _BLOCK_SCALES)
     )
 
 
 def _swizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in the order of the matrix, where the dialect means tiles."""
-    if dialect.tiles is None or (found := _blocks(tensors, shape)) is None:
+    if dialect.tiles is None or (blocks := _blocks(tensors, shape)) is None:
         return None
-    name, scale, groups = found
+    name, scale, groups = blocks
     if scale.shape[0] < shape[0] or scale.shape[1] not in (groups, padded(groups, 4)):
         return None
     tiles = dialect.tiles(shape[0], groups)
@@ -693,9 +693,9 @@ def _swizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int
 
 def _unswizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of scales in tiles, where the dialect means the order of the matrix."""
-    if dialect.tiles is not None or (found := _blocks(tensors, shape)) is None:
+    if dialect.tiles is not None or (blocks := _blocks(tensors, shape)) is None:
         return None
-    name, scale, groups = found
+    name, scale, groups = blocks
     try:
         return {**tensors, name: unblock_scales(scale.contiguous(), shape[0], groups).contiguous()}
     except ValueError:
@@ -704,9 +704,9 @@ def _unswizzle(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, i
 
 def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]) -> dict[str, Tensor] | None:
     """Of tiles over 16 columns more than there are, as ModelOpt's row_col padding makes them."""
-    if dialect.tiles is not padded_tiles or (found := _blocks(tensors, shape)) is None:
+    if dialect.tiles is not padded_tiles or (blocks := _blocks(tensors, shape)) is None:
         return None
-    name, scale, groups = found
+    name, scale, groups = blocks
     if scale.shape[1] == padded(groups, 4) or scale.shape[1] != padded(groups, 16):
         return None
     rows, columns = scale.shape
@@ -715,9 +715,9 @@ def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int])
     except ValueError:
         return None
     codes = {
-        name: held[:, : padded(shape[1], 16) // 2].contiguous()
-        for name, held in _held(tensors, ("weight",))
-        if held.dtype == torch.uint8
+        name: weight[:, : padded(shape[1], 16) // 2].contiguous()
+        for name, weight in _tensors_named(tensors, ("weight",))
+        if weight.dtype == torch.uint8
     }
     return {**tensors, **codes, name: block_scales(linear.contiguous())}
 
@@ -725,7 +725,7 @@ def _unpad(tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int])
 def _invert(
     names: Sequence[str], tensors: dict[str, Tensor], dialect: Dialect, shape: tuple[int, int]
 ) -> dict[str, Tensor] | None:
-    for name, scale in _held(tensors, names):
+    for name, scale in _tensors_named(tensors, names):
         if scale.dtype in FLOATS:
             return {**tensors, name: (1 / scale.float()).to(scale.dtype)}
     return None

@@ -24,7 +24,7 @@ class Base:
         if model.dialect != PLAIN:
             raise ValueError(f"{model.path}: is quantized itself ({model.dialect}); give the 16-bit model as base")
         self.model = model
-        self._held = {part: (name, whole) for name, whole in model.joined.items() for part in whole.parts}
+        self._parts = {part: (name, whole) for name, whole in model.joined.items() for part in whole.parts}
 
     @classmethod
     def of(cls, path: Path, component: str, model: ModelFile) -> Base:
@@ -32,7 +32,7 @@ class Base:
         models = open_models(path)
         if component in models:
             return cls(models[component])
-        alike = [found for found in models.values() if model.family and found.family == model.family]
+        alike = [candidate for candidate in models.values() if model.family and candidate.family == model.family]
         if len(alike) == 1:
             return cls(alike[0])
         return cls(open_model(path))
@@ -66,22 +66,24 @@ class Base:
             return None
         return in_order((torch.cat(parts) if len(parts) > 1 else parts[0]).float(), joined.order)
 
-    def lacking(self, held: set[str]) -> Iterator[str]:
-        """Names in diffusers of its tensors of numbers that are neither among `held` nor tied to one that is."""
-        for name in self._held.keys() - held:
+    def lacking(self, names: set[str]) -> Iterator[str]:
+        """Names in diffusers of its tensors of numbers that are neither among `names` nor tied to one that is."""
+        for name in self._parts.keys() - names:
             tensor = self._tensor(name)
-            alike = (n for n in self._held.keys() & held if self.model.stored[self._held[n][0]].shape == tensor.shape)
+            alike = (
+                n for n in self._parts.keys() & names if self.model.stored[self._parts[n][0]].shape == tensor.shape
+            )
             if tensor.is_floating_point() and not any(torch.equal(tensor, self._tensor(other)) for other in alike):
                 yield name
 
     def _tensor(self, name: str) -> Tensor:
-        return self.model.read(self._held[name][0])
+        return self.model.read(self._parts[name][0])
 
     def part(self, name: str, k: int) -> Tensor:
         """The tensor, a weight as (N, K), of one module of diffusers, cut out of the original where that joins it."""
-        if name not in self._held:
+        if name not in self._parts:
             raise ValueError(f"the base has no {name}")
-        tensor, (_, whole) = self._tensor(name), self._held[name]
+        tensor, (_, whole) = self._tensor(name), self._parts[name]
         if tensor.ndim > 2:  # convolutions, some of which a file holds as matrices
             tensor = tensor.reshape(tensor.shape[0], -1)
         tensor = in_order(tensor, whole.order)
@@ -98,16 +100,16 @@ def settled(model: ModelFile, base: Base) -> ModelFile:
     several = len(model.undecided) > 1
     for mended in ({"missing input_scale"}, *([] if several else [set(REPAIRS)])):  # one alone may have to be mended
         for dialect in model.undecided:
-            other, found = model.read_as(dialect), []
+            other, votes = model.read_as(dialect), []
             for name, layer in list(other.layers.items())[:_SETTLING]:
                 joined = other.joined.get(f"{name}.weight")
                 truth, _, _ = base.rows(layer.shape, joined) if joined else (None, {}, "")
                 against = prove(other, layer, other.read_layer(layer), truth, {}) if truth is not None else None
-                found.append(
+                votes.append(
                     against is not None
                     and (against.plausible or against.factors is not None)  # smoothing is folded into some
                     and set(against.best) <= mended
                 )
-            if found and sum(found) > len(found) / 2:
+            if votes and sum(votes) > len(votes) / 2:
                 return other
     return model

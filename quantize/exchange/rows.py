@@ -62,11 +62,11 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
     scheme = layer.scheme
     same = [row for row in rows if row.weights == scheme.weights.name]
     if not same:
-        held = dict.fromkeys(row.weights for row in rows)
-        own, near = scheme.weights, [name for name in held if find_format(name).element == scheme.weights.element]
+        names = dict.fromkeys(row.weights for row in rows)
+        weights, near = scheme.weights, [name for name in names if find_format(name).element == scheme.weights.element]
         theirs = "".join(f", its {name} {_scales(find_format(name))}" for name in near)
-        why = f"; {own.name} has {_scales(own)}{theirs}" if near else ""
-        raise ValueError(f"{dialect} has no format for {own.name} weights; it holds {', '.join(held)}{why}")
+        why = f"; {weights.name} has {_scales(weights)}{theirs}" if near else ""
+        raise ValueError(f"{dialect} has no format for {weights.name} weights; it holds {', '.join(names)}{why}")
     activations = scheme.formats[1]
     exact = [row for row in same if row.activations == activations]
     near = [row for row in same if activations in row.also]
@@ -84,9 +84,9 @@ def row_for(layer: QuantTensors, rows: Sequence[Row], dialect: str) -> tuple[Row
 
 def _otherwise(scheme: Scheme, row: Row) -> tuple[str, ...]:
     """List what a reader of the row computes otherwise than a scheme that it holds."""
-    notes, own = [], scheme.formats[1]
-    if row.activations != own:
-        notes.append(f"x is computed in {row.activations or _WIDE} there, the scheme {scheme} has {own or _WIDE}")
+    notes, x_format = [], scheme.formats[1]
+    if row.activations != x_format:
+        notes.append(f"x is computed in {row.activations or _WIDE} there, the scheme {scheme} has {x_format or _WIDE}")
     if scheme.static_input and row.input_scale == "none":
         notes.append(f"x takes its scale at run time there, the calibrated one of the scheme {scheme} is left out")
     return tuple(notes)
@@ -205,10 +205,10 @@ def native(
     scheme = replace(scheme, rank=rank_of(tensors), hadamard=regular, regular=regular > 0)
     scheme.weights.check_shape(*shape, f"a {row.name} layer")
     for name, (size, dtype) in stored_shapes(scheme.weights, *shape).items():
-        held = tensors[name]
-        per_row = name == "weight_scale_2" and tuple(held.shape) == (shape[0], 1)
-        if held.dtype != dtype or not (tuple(held.shape) == size or per_row):
-            raise ValueError(f"{row.name}: {name} is {held.dtype} {(*held.shape,)}, expected {dtype} {size}")
+        tensor = tensors[name]
+        per_row = name == "weight_scale_2" and tuple(tensor.shape) == (shape[0], 1)
+        if tensor.dtype != dtype or not (tuple(tensor.shape) == size or per_row):
+            raise ValueError(f"{row.name}: {name} is {tensor.dtype} {(*tensor.shape,)}, expected {dtype} {size}")
     for name in ("weight_scale_2", "input_scale", "pre_quant_scale"):
         if name in tensors and not (torch.isfinite(tensors[name]) & (tensors[name] > 0)).all():
             raise ValueError(f"{row.name}: {name} is 0 or infinite, which no writer means; get the file again")

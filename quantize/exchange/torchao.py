@@ -62,73 +62,73 @@ def encode(layer: QuantTensors, dtype: torch.dtype = torch.bfloat16) -> Encoded:
 def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping[str, Any]) -> Decoded:
     """The layer whose weight is (N, K) = shape. entry: the header's JSON object for it."""
     n, _ = shape
-    name, said = entry.get("_type"), entry.get("_data")
-    if not isinstance(said, dict) or not isinstance(name, str) or name not in _READERS:
+    name, data = entry.get("_type"), entry.get("_data")
+    if not isinstance(data, dict) or not isinstance(name, str) or name not in _READERS:
         raise ValueError(f"torchao: tensor class {name!r} is none that is read here; known are {', '.join(_READERS)}")
-    held = Tensors({key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}, "torchao")
-    done = held.bias(n)
-    found = _READERS[name](held, shape, said)
-    held.finish()
-    if isinstance(found, Plain):
-        return replace(found, bias=done.get("bias"))
-    weights, own = found
-    rounds_x = said.get("act_quant_kwargs") is not None
+    parts = Tensors({key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}, "torchao")
+    done = parts.bias(n)
+    layer = _READERS[name](parts, shape, data)
+    parts.finish()
+    if isinstance(layer, Plain):
+        return replace(layer, bias=done.get("bias"))
+    weights, native_tensors = layer
+    rounds_x = data.get("act_quant_kwargs") is not None
     rows = [row for row in ROWS if (row.weights, row.activations is not None) == (weights, rounds_x)]
     if not rows:
         raise ValueError(f"torchao: {name} of {weights} weights is not read without activations")
-    return native(rows[0], shape, done | own)
+    return native(rows[0], shape, done | native_tensors)
 
 
-def _read_float8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
+def _read_float8(parts: Tensors, shape: tuple[int, int], data: Mapping[str, Any]) -> Read:
     n, k = shape
-    weight = held.take("qdata", torch.float8_e4m3fn, shape)
-    scale = held.scale("scale", FLOATS, (n, 1), (1, 1), ()).float()
-    per_row = scale.numel() == n and (n > 1 or said.get("block_size") == [1, k])
+    weight = parts.take("qdata", torch.float8_e4m3fn, shape)
+    scale = parts.scale("scale", FLOATS, (n, 1), (1, 1), ()).float()
+    per_row = scale.numel() == n and (n > 1 or data.get("block_size") == [1, k])
     name = "fp8" if per_row else "fp8_tensor"
     return name, {"weight": weight, "weight_scale": scale.reshape(n) if per_row else scale.reshape(())}
 
 
-def _read_int8(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
+def _read_int8(parts: Tensors, shape: tuple[int, int], data: Mapping[str, Any]) -> Read:
     n, k = shape
-    weight, scale = held.take("qdata", torch.int8, shape), held.scale("scale", FLOATS).float()
+    weight, scale = parts.take("qdata", torch.int8, shape), parts.scale("scale", FLOATS).float()
     if scale.ndim != 2 or scale.shape[0] not in (1, n) or not scale.shape[1] or k % scale.shape[1]:
         raise ValueError(f"torchao: scale {(*scale.shape,)} does not divide a weight of {shape}")
-    if "zero_point" in held and held.take("zero_point", torch.int8, tuple(scale.shape)).any():
+    if "zero_point" in parts and parts.take("zero_point", torch.int8, tuple(scale.shape)).any():
         raise ValueError("torchao: an Int8Tensor with zero points other than 0 is not read here")
     if scale.shape[1] > 1:
         dense = scaled(weight.float().reshape(n, scale.shape[1], -1), scale.unsqueeze(-1)).reshape(shape)
-        if "act_pre_scale" in held:
-            dense = dense * held.scale("act_pre_scale", FLOATS, (k,)).float()
+        if "act_pre_scale" in parts:
+            dense = dense * parts.scale("act_pre_scale", FLOATS, (k,)).float()
         return Plain(dense, None, f"it is int8 in groups of {k // scale.shape[1]}")
     scale = scale.reshape(-1).expand(n).contiguous()
     done = {"weight": weight, "weight_scale": scale}
-    if "act_pre_scale" in held:
-        done["pre_quant_scale"] = held.scale("act_pre_scale", FLOATS, (k,))
+    if "act_pre_scale" in parts:
+        done["pre_quant_scale"] = parts.scale("act_pre_scale", FLOATS, (k,))
     return "int8", done
 
 
-def _read_mx(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
-    (n, k), element = shape, said.get("elem_dtype")
+def _read_mx(parts: Tensors, shape: tuple[int, int], data: Mapping[str, Any]) -> Read:
+    (n, k), element = shape, data.get("elem_dtype")
     packed = isinstance(element, dict) and element.get("_data") == "float4_e2m1fn_x2"
-    weight = held.take("qdata", torch.uint8, (n, k // 2)) if packed else held.take("qdata", torch.float8_e4m3fn, shape)
-    scale = _linear(held.take("scale", torch.float8_e8m0fnu), n, k // 32, said).view(torch.uint8)
-    return "mxfp4" if packed else "mxfp8", {"weight": weight, "weight_scale": scale}
+    codes = parts.take("qdata", torch.uint8, (n, k // 2)) if packed else parts.take("qdata", torch.float8_e4m3fn, shape)
+    scale = _linear(parts.take("scale", torch.float8_e8m0fnu), n, k // 32, data).view(torch.uint8)
+    return "mxfp4" if packed else "mxfp8", {"weight": codes, "weight_scale": scale}
 
 
-def _read_nvfp4(held: Tensors, shape: tuple[int, int], said: Mapping[str, Any]) -> Read:
+def _read_nvfp4(parts: Tensors, shape: tuple[int, int], data: Mapping[str, Any]) -> Read:
     n, k = shape
-    scale = positive(_linear(held.take("scale", torch.float8_e4m3fn), n, k // 16, said), "torchao: scale")
-    done = {"weight": held.take("qdata", torch.uint8, (n, k // 2)), "weight_scale": scale}
+    scale = positive(_linear(parts.take("scale", torch.float8_e4m3fn), n, k // 16, data), "torchao: scale")
+    done = {"weight": parts.take("qdata", torch.uint8, (n, k // 2)), "weight_scale": scale}
     done["weight_scale_2"] = torch.ones((), dtype=torch.float32)  # where block scales stand alone
     for part, name in (("per_tensor_scale", "weight_scale_2"), ("act_per_tensor_scale", "input_scale")):
-        if part in held:
-            done[name] = held.scale(part, torch.float32, ())
+        if part in parts:
+            done[name] = parts.scale(part, torch.float32, ())
     return "nvfp4", done
 
 
-def _linear(scale: Tensor, rows: int, groups: int, said: Mapping[str, Any]) -> Tensor:
+def _linear(scale: Tensor, rows: int, groups: int, data: Mapping[str, Any]) -> Tensor:
     """Block scales (rows, groups) in the order of the matrix."""
-    if said.get("is_swizzled_scales"):
+    if data.get("is_swizzled_scales"):
         return unblock_scales(scale, rows, groups)
     if tuple(scale.shape) != (rows, groups):
         raise ValueError(f"torchao: scale is {(*scale.shape,)}, expected {(rows, groups)} where it is not swizzled")
@@ -164,7 +164,7 @@ def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str
     compute, blocked = _dtype(str(dtype).removeprefix("torch.")), {"is_swizzled_scales": True}
     if name == "Float8Tensor":
         matmul = _object("Float8MMConfig", emulate=False, use_fast_accum=True, pad_inner_dim=False)
-        said = {
+        data = {
             "block_size": [1 if per_row else n, k],
             "mm_config": matmul if row.activations else None,
             "act_quant_kwargs": _object(
@@ -181,7 +181,7 @@ def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str
         }
     elif name == "Int8Tensor":
         grain: dict[str, Any] = {"granularity": _object("PerRow", dim=-1), "mapping_type": _SYMMETRIC}
-        said = {
+        data = {
             "act_quant_kwargs": _object("QuantizeTensorToInt8Kwargs", **grain, reduce_range=False),
             "reduce_range": False,
             "block_size": [1, k],
@@ -190,7 +190,7 @@ def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str
     elif name == "MXTensor":
         element = {"elem_dtype": _E4M3 if row.weights == "mxfp8" else _dtype("float4_e2m1fn_x2"), "block_size": 32}
         rounding = {"scaling_mode": _RCEIL, "kernel_preference": _AUTO}
-        said = {
+        data = {
             **element,
             "orig_dtype": compute,
             "kernel_preference": _AUTO,
@@ -200,24 +200,24 @@ def _entry(row: Row, layer: QuantTensors, dtype: torch.dtype, parts: Mapping[str
     else:
         blocked |= {"use_triton_kernel": False}
         dynamic = {"use_dynamic_per_tensor_scale": not layer.scheme.static_input}
-        said = {
+        data = {
             **blocked,
             "act_quant_kwargs": _object("QuantizeTensorToNVFP4Kwargs", block_size=16, **blocked, **dynamic),
             "block_size": 16,
             "orig_dtype": compute,
         }
     if row.activations is None:
-        said["act_quant_kwargs"] = None
-    return {"_type": name, "_data": said, "_tensor_data_names": [part for part in _PARTS if part in parts]}
+        data["act_quant_kwargs"] = None
+    return {"_type": name, "_data": data, "_tensor_data_names": [part for part in _PARTS if part in parts]}
 
 
 def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration under which torchao makes tensors like this one."""
-    name, said = entry["_type"], entry["_data"]
-    kwargs = said["act_quant_kwargs"]
+    name, data = entry["_type"], entry["_data"]
+    kwargs = data["act_quant_kwargs"]
     inductor = {"set_inductor_config": True}
     if name == "Float8Tensor":
-        per_row = said["block_size"][0] == 1
+        per_row = data["block_size"][0] == 1
         grain = _object("PerRow", 1, dim=-1) if per_row else _object("PerTensor", 1)
         if kwargs is None:
             return _object("Float8WeightOnlyConfig", 2, weight_dtype=_E4M3, **inductor, granularity=grain)
@@ -228,7 +228,7 @@ def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:
             weight_dtype=_E4M3,
             granularity=[grain, grain],
             packing_format=_word("Float8PackingFormat", "PLAIN"),
-            mm_config=_object("Float8MMConfig", 1, **said["mm_config"]["_data"]),
+            mm_config=_object("Float8MMConfig", 1, **data["mm_config"]["_data"]),
             activation_value_lb=None,
             activation_value_ub=None,
             kernel_preference=_AUTO,
@@ -242,7 +242,7 @@ def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:
         mapping = {"act_mapping_type": _SYMMETRIC, "weight_only_decode": False}
         return _object("Int8DynamicActivationInt8WeightConfig", 2, **mapping, **grain, reduce_range=False)
     if name == "MXTensor":
-        dtypes = {f"{of}_dtype": said["elem_dtype"] for of in ("activation", "weight")}
+        dtypes = {f"{of}_dtype": data["elem_dtype"] for of in ("activation", "weight")}
         rounding = {"kernel_preference": _AUTO, "scaling_mode": _RCEIL}
         return _object("MXDynamicActivationMXWeightConfig", 1, block_size=32, **dtypes, **rounding)
     if kwargs is None:
@@ -307,5 +307,5 @@ DIALECT = Dialect(
         lambda one: config(one.entries, one.in_16_bit), lambda one: metadata(one.entries, one.plain)
     ),
     takes_dtype=True,
-    said="_type",
+    format_key="_type",
 )

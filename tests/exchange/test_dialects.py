@@ -46,7 +46,7 @@ def test_every_dialect_is_known_by_its_name_and_has_what_its_kind_needs() -> Non
     assert all(RULES[name] is dialect and dialect.name == name for name, dialect in DIALECTS.items())
     for name, dialect in DIALECTS.items():
         assert dialect.marks, f"nothing tells a file of {name}"
-        assert bool(dialect.encode) == bool(dialect.writer) == bool(dialect.said) == (name in WRITERS)
+        assert bool(dialect.encode) == bool(dialect.writer) == bool(dialect.format_key) == (name in WRITERS)
         assert dialect.rows or name in WIDENED, f"{name} has no layers"
     assert {reader.dialect for reader in READERS} == WRITERS.keys()
     assert EXPORTS == tuple(DIALECTS[name].option or name for name in WRITERS)

@@ -153,7 +153,7 @@ def test_images_are_right_again_where_a_wrong_kernel_is_known(planted, plain_che
     right = image(by_kernels=False)
     assert not off(image(by_kernels=True)) < 0.02
     found = doctor.examine(doctor.request_of(str(plain_checkpoint("int8")), chip=CHIP))
-    with findings.instead(findings.document(found.machine, found.own)):
+    with findings.instead(findings.document(found.machine, found.our_rows)):
         dispatch.forget()
         assert off(image(by_kernels=True)) < 0.02
     dispatch.forget()

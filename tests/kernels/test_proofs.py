@@ -174,7 +174,7 @@ def test_an_op_without_another_kernel_is_computed_by_its_reference(plant) -> Non
 
 
 def test_a_wrong_quantizer_is_named_and_not_the_product_behind_it(plant, monkeypatch) -> None:
-    right, wrong = (f"step = row_step(amax_bits(held, TILES), {largest})" for largest in ("LARGEST", "99.0"))
+    right, wrong = (f"step = row_step(amax_bits(tiles, TILES), {largest})" for largest in ("LARGEST", "99.0"))
     plant("quantize_activation", right, wrong)
     monkeypatch.setattr(
         launch, "quantize_tuned", sys.modules["fluxq.kernels.quantize_activation.kernel"].quantize_tuned

@@ -198,8 +198,8 @@ def test_an_image_of_a_killed_server_is_made_once_by_another(store: RealRedis, m
         async with servers(store, 1) as (dead,):
             hands(dead).goes.clear()
             job = await dead.submit(orders(dead, seeds=(1, 2)), claim=("key", "print"))
-            await until(lambda: dead._held)
-            (held,) = dead._held.values()
+            await until(lambda: dead._leases)
+            (lease,) = dead._leases.values()
             await killed(dead)
             async with servers(store, 1) as (other,):
                 again = await other.submit(orders(other, seeds=(1, 2)), claim=("key", "print"))
@@ -207,7 +207,7 @@ def test_an_image_of_a_killed_server_is_made_once_by_another(store: RealRedis, m
                 made = await again.images()
                 assert [each.picture.pixels[0] for each in made] == [1, 2]
                 assert len(store.finished()) == len({*store.finished()}) == 2
-                await dead._finish(held, made[1])  # it was only slow: what it tells now changes nothing
+                await dead._finish(lease, made[1])  # it was only slow: what it tells now changes nothing
                 (same, _) = await (await other.submit(orders(other, seeds=(1, 2)), claim=("key", "print"))).images()
                 assert same.picture.pixels[0] == 1 and len(store.finished()) == 2
                 assert store.client.xlen("fluxq:jobs") == store.client.hlen("fluxq:open") == 0
@@ -285,7 +285,7 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
                 await job.images()
             assert len(hands(one).began) - 2 <= 3
             job = await one.submit(orders(one, 90))
-            await until(lambda: len(hands(one).began) > 5 or one._held)
+            await until(lambda: len(hands(one).began) > 5 or one._leases)
             hands(one).error = None
             assert (await job.images())[0].picture.pixels[0] == 1
             hands(one).error = Refused("no such thing", "size")
@@ -315,15 +315,15 @@ def test_servers_that_join_take_as_many_as_they_join_each_its_share(
                 hands(each).goes.clear()
             two[1].dispatcher.is_ready = False
             jobs = [await two[0].submit(orders(two[0], seeds=(seed,))) for seed in range(10)]
-            await until(lambda: len(two[0]._held) == 5)
+            await until(lambda: len(two[0]._leases) == 5)
             await asyncio.sleep(0.2)
-            assert len(two[0]._held) == 5
+            assert len(two[0]._leases) == 5
             two[1].dispatcher.is_ready = True
-            await until(lambda: len(two[1]._held) == 5)
+            await until(lambda: len(two[1]._leases) == 5)
             jobs += [await two[0].submit(orders(two[0], 4, width=16)) for _ in range(4)]
-            await until(lambda: sum(len(each._held) for each in two) == 12)
+            await until(lambda: sum(len(each._leases) for each in two) == 12)
             await asyncio.sleep(0.2)
-            assert [len(each._held) for each in two] == [6, 6]  # what is not joined waits for whoever is free first
+            assert [len(each._leases) for each in two] == [6, 6]  # what is not joined waits for whoever is free first
             for each in two:
                 hands(each).goes.set()
             assert [(await job.images())[0].picture.pixels[0] for job in jobs] == [*range(10), 1, 1, 1, 1]
@@ -447,7 +447,7 @@ def test_a_redis_that_goes_away_for_a_while_loses_nothing(tmp_path: Path, monkey
     async def test(store: RealRedis) -> None:
         async with servers(store) as (one, other):
             jobs = [await each.submit(orders(each, 90, (seed,))) for seed in (1, 2) for each in (one, other)]
-            await until(lambda: one._held and other._held)
+            await until(lambda: one._leases and other._leases)
             for each in (one, other):
                 hands(each).goes.clear()
             await asyncio.to_thread(store.stop)
@@ -504,7 +504,7 @@ def test_a_full_redis_takes_no_request_and_loses_none(store: RealRedis, monkeypa
                 await one.submit(orders(one, seeds=(1, 2)), claim=("key", "print")),
                 await one.submit(orders(one)),
             ]
-            await until(lambda: one._held)
+            await until(lambda: one._leases)
             store.client.config_set("maxmemory", 1)
             with pytest.raises(Unavailable, match="no memory left"):
                 await one.submit(orders(one))

@@ -35,8 +35,8 @@ def cure_of(error: ModuleNotFoundError) -> str:
     """Return a message with the cure for a package of an extra that was not found; "" for any other module."""
     name = (error.name or "").partition(".")[0]
     cures = ((ALL, CURE), (SERVE, CURE_OF_SERVE), (DEMO, CURE_OF_DEMO))
-    found = [f"the package {extra[name]} is not installed: {cure}" for extra, cure in cures if name in extra]
-    return found[0] if found else ""
+    messages = [f"the package {extra[name]} is not installed: {cure}" for extra, cure in cures if name in extra]
+    return messages[0] if messages else ""
 
 
 def too_old_for(feature: str) -> str:

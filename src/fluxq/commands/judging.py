@@ -213,8 +213,8 @@ def report(session: Session, runs: tuple[Path, ...], output: Path, overwrite: bo
     if searches and len(searches) < len(runs):
         raise ValueError(f"{searches[0]} is a search and no evaluation: give searches and evaluations a page each")
     if searches:
-        found = session.judge.front(runs, output, overwrite=overwrite, on_start=session.start_work)
-        session.print(found, lambda: click.echo(f"report: {output}"))
+        documents = session.judge.front(runs, output, overwrite=overwrite, on_start=session.start_work)
+        session.print(documents, lambda: click.echo(f"report: {output}"))
         return
     for run in runs:
         session.requirements.require_evaluated(run)

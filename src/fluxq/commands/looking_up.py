@@ -128,30 +128,32 @@ def doctor(session: Session, output: str | None, interpret: bool, share: Path | 
 
     request = job.request_of(output, **session.arguments)
     session.start_work()
-    found = job.examine(request)
-    session.print(asdict(found), lambda: show.examined(found))
+    examination = job.examine(request)
+    session.print(asdict(examination), lambda: show.examined(examination))
     if share is not None:
-        sharing.share(found, share)
-    if complaint := _complaint(found):
+        sharing.share(examination, share)
+    if complaint := _complaint(examination):
         raise RuntimeError(complaint)
 
 
-def _complaint(found: Examination) -> str:
+def _complaint(examination: Examination) -> str:
     """Return why an examination is not the proof that was asked for; empty if it is."""
-    own, others = ([row for row in found.wrong if row["candidate"] is is_outside] for is_outside in (False, True))
+    ours, others = (
+        [row for row in examination.wrong if row["candidate"] is is_outside] for is_outside in (False, True)
+    )
     parts = []
-    if own:
-        names = ", ".join(dict.fromkeys(f"{row['op']} {row['format']}" for row in own))
+    if ours:
+        names = ", ".join(dict.fromkeys(f"{row['op']} {row['format']}" for row in ours))
         parts.append(
-            f"wrong here: {names}; {'fluxq does without on this GPU' if found.file else 'nothing is kept of it'}"
+            f"wrong here: {names}; {'fluxq does without on this GPU' if examination.file else 'nothing is kept of it'}"
         )
     if others:
-        parts.append(f"wrong: the candidate {found.outside}")
-    if found.uncompared:
-        parts.append(f"{len(found.uncompared)} not compared, each with its reason above")
-    if not found.rows:
+        parts.append(f"wrong: the candidate {examination.outside}")
+    if examination.uncompared:
+        parts.append(f"{len(examination.uncompared)} not compared, each with its reason above")
+    if not examination.rows:
         parts.append("nothing was compared, because nothing is launched")
-    cure = ". Please report it with the file that --share FILE writes" if own else ""
+    cure = ". Please report it with the file that --share FILE writes" if ours else ""
     return "; ".join(parts) + cure
 
 

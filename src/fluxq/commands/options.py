@@ -65,8 +65,8 @@ def grid_in(context: click.Context, option: click.Parameter, value: str | None) 
     sizes, *numbers = parts = [part.split(",") if part else [] for part in value.split("/")]
     if len(parts) != len(_OF_GRIDS) or not all(re.fullmatch(r"[1-9]\d*", each) for part in numbers for each in part):
         raise click.BadParameter(f"{value!r}: write {option.metavar}, as in 512x512,1024x1024/256,512/1,4")
-    found = (sizes_in(context, option, tuple(sizes)), *(tuple(map(int, part)) for part in numbers))
-    return {name: each for name, each in zip(_OF_GRIDS, found, strict=True) if each}
+    axes = (sizes_in(context, option, tuple(sizes)), *(tuple(map(int, part)) for part in numbers))
+    return {name: each for name, each in zip(_OF_GRIDS, axes, strict=True) if each}
 
 
 def bytes_in(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:

@@ -403,7 +403,7 @@ def history(rows: Sequence[HistoryRow], page: Path) -> None:
     from fluxq.eval.report.past import series_of
 
     for series in series_of(rows):
-        for sentence in series.said:
+        for sentence in series.sentences:
             echo(f"{series.subject}: {sentence}")
     echo(f"{len(rows)} runs: {page}")
 
@@ -752,15 +752,15 @@ def warmed(rows: list[dict[str, Any]]) -> None:
     echo(f"{len(rows)} launches, {sum(row['first_s'] for row in rows):.1f} s")
 
 
-def examined(found: Examination) -> None:
+def examined(examination: Examination) -> None:
     """Print each kernel and shape: how near to its bound, its time, and what else computes the same."""
     from fluxq.kernels.findings import told
 
-    machine = found.machine
+    machine = examination.machine
     echo(", ".join(f"{name} {word}" for name, word in machine.items() if word))
     header = ("op", "format", "layer", "M x N x K", "error / bound", "us", "beside", "chosen")
     rows = []
-    for row in found.rows:
+    for row in examination.rows:
         share = "inf" if row["share"] is None else f"{row['share']:.2f}"
         beside = ", ".join(f"{name} {us / row['us']:.2f}x" for name, us in row["beside"].items())
         us = "" if row["us"] is None else f"{row['us']:.1f}"
@@ -768,14 +768,17 @@ def examined(found: Examination) -> None:
         verdict = "WRONG" if row["why"] else "yes" if row["chosen"] else ""
         rows.append((row["op"], row["format"], row["scheme"], shape, share, us, beside, verdict))
     print_table(header, rows)
-    for row in found.wrong:
+    for row in examination.wrong:
         echo(f"WRONG: {told(row)}: {row['why']}")
-    for title, notes in (("not compared", found.uncompared), ("left out", found.left_out)):
+    for title, notes in (("not compared", examination.uncompared), ("left out", examination.left_out)):
         for what, why in notes.items():
             echo(f"{title}: {what}: {why}")
-    kept = f"written to {found.file}" if found.file else f"not kept: {found.not_kept}"
-    echo(f"{len(found.rows)} results, {len(found.wrong)} wrong, {len(found.uncompared)} not compared; {kept}")
-    if any(row["beside"] for row in found.rows):
+    kept = f"written to {examination.file}" if examination.file else f"not kept: {examination.not_kept}"
+    echo(
+        f"{len(examination.rows)} results, {len(examination.wrong)} wrong, "
+        f"{len(examination.uncompared)} not compared; {kept}"
+    )
+    if any(row["beside"] for row in examination.rows):
         echo("beside: their time over ours, above 1 ours is faster")
 
 

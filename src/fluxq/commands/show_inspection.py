@@ -48,8 +48,8 @@ def _one(report: Inspection, every_layer: bool) -> None:
     )
     if report.metadata:
         first = list(report.metadata.items())[:12]
-        said = (f"{key}={value if len(value) <= 60 else value[:57] + '…'}" for key, value in first)
-        click.echo(f"header: {visible_name(', '.join(said))}")
+        entries = (f"{key}={value if len(value) <= 60 else value[:57] + '…'}" for key, value in first)
+        click.echo(f"header: {visible_name(', '.join(entries))}")
     if report.layers:
         _scope(report)
         if every_layer:

@@ -59,12 +59,12 @@ def new(
     from fluxq.recipes.devices import find_device
 
     asks = is_terminal(sys.stdin) and session.speaks
-    if not asks and (missing := [f"--{name}" for name, said in {"gpu": gpu, "want": want}.items() if not said]):
+    if not asks and (missing := [f"--{name}" for name, value in {"gpu": gpu, "want": want}.items() if not value]):
         raise ValueError(f"there is no terminal to ask in: give {' and '.join(missing)}")
     gpu = gpu or click.prompt("GPU, as 4070 or h100, or cpu")
-    own = None if gpu.lower() == "cpu" else f"{find_device(gpu).memory:g}GiB"
+    capacity = None if gpu.lower() == "cpu" else f"{find_device(gpu).memory:g}GiB"
     if asks:
-        memory = memory or bytes_of(click.prompt("Memory for it", default=own))
+        memory = memory or bytes_of(click.prompt("Memory for it", default=capacity))
         want = want or click.prompt("First comes", type=click.Choice(WANTS), default="quality")
         target = target or click.prompt("Export to", type=click.Choice(TARGETS), default="fluxq")
         model = model or click.prompt("Model, as in `fluxq families`", default=_MODEL)
@@ -91,9 +91,9 @@ def check(session: Session, files: tuple[str, ...]) -> None:
     """
     from fluxq.recipes.checking import faults_of
 
-    found = {file: faults_of(file) for file in files}
-    session.print(found, lambda: show.checked([file for file, faults in found.items() if not faults]))
-    if faults := [fault for of_file in found.values() for fault in of_file]:
+    faults_by_file = {file: faults_of(file) for file in files}
+    session.print(faults_by_file, lambda: show.checked([file for file, faults in faults_by_file.items() if not faults]))
+    if faults := [fault for of_file in faults_by_file.values() for fault in of_file]:
         raise ValueError("\n".join(faults))
 
 

@@ -60,9 +60,9 @@ def hosts_of(address: str, name: str = "") -> tuple[str, ...]:
 def _is_from_here(scope: Any, hosts: Collection[str]) -> bool:
     """Tell whether a request asks by one of these names, and comes from no page but this one."""
     headers = [(name, value.decode("latin-1").lower()) for name, value in scope["headers"]]
-    asked = {value for name, value in headers if name == b"host"} or {""}
+    authorities = {value for name, value in headers if name == b"host"} or {""}
     pages = {value.partition("://")[2] for name, value in headers if name == b"origin"}
-    return {re.sub(r":\d+\Z", "", each) for each in asked} <= {*hosts} and pages <= asked
+    return {re.sub(r":\d+\Z", "", each) for each in authorities} <= {*hosts} and pages <= authorities
 
 
 def _slashed(path: str) -> str:

@@ -185,7 +185,7 @@ def page(pairs: Pairs) -> Any:
                 pair = pairs.make(name, prompt, *numbers, tell=_telling(progress), stops=lambda: visit.stopped >= at)
             except _EXPECTED as error:
                 return _sentence(error) + _OLDER * bool(shown), *[gr.skip()] * (len(outputs) - 1)
-            return "", *_contents(gr, pair, machine_name(pairs.device), pairs.device), _asked(pair)
+            return "", *_contents(gr, pair, machine_name(pairs.device), pairs.device), _collect_inputs(pair)
 
         def switch(
             shown: tuple[Any, ...] | None,
@@ -254,7 +254,7 @@ def _contents(gr: Any, pair: Pair, machine: str, device: str) -> tuple[Any, ...]
     return images, _larger(pair.error_map), figures_of(pair, machine, device)
 
 
-def _asked(pair: Pair) -> tuple[Any, ...]:
+def _collect_inputs(pair: Pair) -> tuple[Any, ...]:
     """Return what was asked, for the same of another checkpoint."""
     order = pair.order
     return order.prompt, order.seed, int(order.call["num_inference_steps"]), *order.size

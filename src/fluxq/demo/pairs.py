@@ -217,10 +217,10 @@ def _original(name: str, folder: str, model: str | None) -> Path:
         raise ValueError(f"the 16-bit model of {name} is not here: {error}; give --model DIR") from None
     if (path / PLAN_FILE).exists():
         raise ValueError(f"{path}: was quantized itself, by fluxq; give the 16-bit model as --model")
-    base, own = ModelFolder(path.name, path), ModelFolder(name, Path(folder))
-    if base.index.get("_class_name") != own.index.get("_class_name") or base.components != own.components:
+    base, checkpoint = ModelFolder(path.name, path), ModelFolder(name, Path(folder))
+    if base.index.get("_class_name") != checkpoint.index.get("_class_name") or base.components != checkpoint.components:
         raise ValueError(f"{path}: another pipeline than {name}'s; give --model")
-    for component in own.components:
-        for what in other_small_files(own, base, component):
+    for component in checkpoint.components:
+        for what in other_small_files(checkpoint, base, component):
             raise ValueError(f"{path}: its {component} is not what {name} has: {what}; give --model")
     return path

@@ -202,11 +202,11 @@ def require_whole_set(files: Iterable[str | PathLike[str]]) -> None:
     """
     paths = [Path(file) for file in files]
     files_of = by_tensor(map(TensorFile, paths)) if len(paths) > 1 else {}
-    held = {name: file.path.name for name, file in files_of.items()}
+    weight_map = {name: file.path.name for name, file in files_of.items()}
     for folder in {path.parent for path in paths}:
         require_one_set(folder)
-        for index in sets_of_weights(folder, False) if held else ():
-            if index.name.endswith(INDEX) and read_json(index).get("weight_map") != held:
+        for index in sets_of_weights(folder, False) if weight_map else ():
+            if index.name.endswith(INDEX) and read_json(index).get("weight_map") != weight_map:
                 raise ValueError(f"{index}: is not the index of these weight files: copy it and them again")
 
 

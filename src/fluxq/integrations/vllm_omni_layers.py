@@ -246,9 +246,9 @@ class Part:
             self.layer = self._cut()
 
     def _cut(self) -> QuantLinear:
-        held, self.tensors = self.tensors, {}
+        tensors, self.tensors = self.tensors, {}
         try:
-            layer = layer_of(held, self.shape, self.scheme, self.dtype)
+            layer = layer_of(tensors, self.shape, self.scheme, self.dtype)
             return shard(layer, self.axis, self.rank, self.ranks) if self.ranks > 1 else layer
         except ValueError as error:
             raise ValueError(f"{self.name} on rank {self.rank} of {self.ranks}: {error}; or {OTHERWISE}") from None
@@ -272,10 +272,10 @@ def tensor_shapes(scheme: Scheme, shape: tuple[int, int]) -> dict[str, tuple[int
 
 def layer_of(tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> QuantLinear:
     """Make the layer of a checkpoint's tensors; without a bias, or where the scheme needs one with zeros."""
-    held = dict(tensors)
-    if scheme.center and "bias" not in held:
-        held["bias"] = torch.zeros(shape[0], dtype=dtype, device=held["weight"].device)
-    layer = QuantLinear.from_tensors(held, shape, scheme)
+    layer_tensors = dict(tensors)
+    if scheme.center and "bias" not in layer_tensors:
+        layer_tensors["bias"] = torch.zeros(shape[0], dtype=dtype, device=layer_tensors["weight"].device)
+    layer = QuantLinear.from_tensors(layer_tensors, shape, scheme)
     layer.compute_dtype = dtype
     return layer
 
@@ -357,28 +357,28 @@ class FluxqCheckpointAdapter:
 
     def adapt(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the model's parameters."""
-        held: dict[str, dict[str, Tensor]] = {}
+        tensors_of: dict[str, dict[str, Tensor]] = {}
         for full, tensor in weights:
             name, _, part = full.removeprefix(self.prefix).rpartition(".")
             layer = self.layers.get(name)
             if name not in self.config.schemes and (part in QUANTIZED or (part == "weight" and tensor.dtype in CODES)):
                 raise ValueError(f"{full} is of a quantized model, and vLLM-Omni makes it in 16 bit: {OTHERWISE}")
-            if part in held.get(name, ()):
+            if part in tensors_of.get(name, ()):
                 raise ValueError(f"the weight files hold {full} twice: copy them again")
             if layer is not None and layer.bias is None and part == "bias":
                 layer.quant_method.take_bias(layer, name, tensor)
             elif layer is None and name in self.config.schemes and part in ("weight", *QUANTIZED, "bias"):
-                held.setdefault(name, {})[part] = tensor
+                tensors_of.setdefault(name, {})[part] = tensor
             else:
                 yield full, tensor
-        for name, tensors in held.items():
+        for name, tensors in tensors_of.items():
             yield from self._in_16_bit(name, self.config.schemes[name], tensors)
-        if held:
+        if tensors_of:
             logger.warning(
                 "vLLM-Omni makes %d layers of this checkpoint in 16 bit whatever they are stored in, such as %s: they "
                 "take 16-bit memory, and their inputs are not rounded",
-                len(held),
-                next(iter(held)),
+                len(tensors_of),
+                next(iter(tensors_of)),
             )
 
     def _in_16_bit(self, name: str, scheme: Scheme, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -95,10 +95,10 @@ def advise(wish: Wish) -> Advice:
     use, and where nothing fits.
     """
     device = _device(wish)
-    found = _found(wish, device)
-    fitting = _fitting(found)
+    candidates = _list_candidates(wish, device)
+    fitting = _fitting(candidates)
     if not fitting:
-        least = console.size(min(each.holding.in_turns for each in found))
+        least = console.size(min(each.holding.in_turns for each in candidates))
         raise ValueError(
             f"{wish.model} does not fit into {console.size(device.memory * GIB)} with any recipe for this; the least "
             f"is {least}. `fluxq plan MODEL --vram SIZE` places modulation or blocks elsewhere, too, which brings "
@@ -112,7 +112,7 @@ def advise(wish: Wish) -> Advice:
     return _timed(min(fitting, key=_quality), wish, device)
 
 
-def _found(wish: Wish, device: Device) -> list[Advice]:
+def _list_candidates(wish: Wish, device: Device) -> list[Advice]:
     """Return all that the recipes for a target come to on a card, whether it fits or not."""
     forms: tuple[Prefer, ...] = ("speed", "memory") if wish.target == OWN else ("memory",)
     quantized = (False, True) if wish.target == OWN else (False,)
@@ -120,8 +120,8 @@ def _found(wish: Wish, device: Device) -> list[Advice]:
     return [_advice(wish, device, *each) for each in product(names, forms, quantized)]
 
 
-def _fitting(found: Iterable[Advice]) -> list[Advice]:
-    return [each for each in found if each.holding.word != "no"]
+def _fitting(candidates: Iterable[Advice]) -> list[Advice]:
+    return [each for each in candidates if each.holding.word != "no"]
 
 
 def _smaller(wish: Wish, device: Device) -> str:
@@ -132,7 +132,7 @@ def _smaller(wish: Wish, device: Device) -> str:
     if wish.target != OWN:
         return ""
     others = (name for name in SMALLER if name != wish.model)
-    names = [name for name in others if _fitting(_found(replace(wish, model=name), device))]
+    names = [name for name in others if _fitting(_list_candidates(replace(wish, model=name), device))]
     return f"; smaller models fit: --model {' or '.join(map(repr, names))}" if names else ""
 
 
@@ -260,16 +260,16 @@ def _is_native(model: str, recipe: str, chip: str) -> bool:
     if recipe == "int4-svd":
         return chip in INT4_CHIPS
     scheme = next(layer.scheme for layer in layers_of(model, recipe) if layer.is_observed and layer.scheme)
-    found = route(scheme, chip)
-    return found.weights is scheme.weights and not found.is_collapsed
+    chip_route = route(scheme, chip)
+    return chip_route.weights is scheme.weights and not chip_route.is_collapsed
 
 
 def _advice(wish: Wish, device: Device, recipe: str, prefer: Prefer, encoders: bool) -> Advice:
     parts = tuple(pieces(wish.model, recipe, device, prefer, encoders=encoders))
     if wish.target != OWN:  # another program loads text encoders of its own
         parts = tuple(part for part in parts if part.name.startswith(("transformer", STAYS)))
-    held = holding(parts, device)
-    return Advice(recipe, prefer, encoders, held)
+    usage = holding(parts, device)
+    return Advice(recipe, prefer, encoders, usage)
 
 
 def _milliseconds(name: str, recipe: str, device: Device, prefer: Prefer) -> float | None:
@@ -309,8 +309,8 @@ def _called(wish: Wish) -> str:
 
 def _lay_schema(folder: Path) -> None:
     """Write the schema of recipes into a folder; what is not fluxq's schema stays."""
-    place, own = folder / SCHEMA, Path(__file__).parents[1] / "recipes" / "schema.json"
-    text = own.read_text(encoding="utf-8")
+    place, source = folder / SCHEMA, Path(__file__).parents[1] / "recipes" / "schema.json"
+    text = source.read_text(encoding="utf-8")
     if not place.exists() or (place.read_text(encoding="utf-8") != text and _is_schema(place)):
         write_text(place, text)
 

@@ -208,8 +208,8 @@ def _steps(search: Search, bench: Bench, errors: Numbers, winner: Tried, lists: 
     Of a number that fits no budget, or holds no gate by prediction, the error of its list alone.
     """
     gate = search.options.gate
-    found = lists.cheapest(errors, 10 ** (-latent_bound(gate) / 10)) if gate else lists.best(errors)
-    shares, measured = {share.computed: share for share in found}, dict[int, float]()
+    plans = lists.cheapest(errors, 10 ** (-latent_bound(gate) / 10)) if gate else lists.best(errors)
+    shares, measured = {share.computed: share for share in plans}, dict[int, float]()
     for each in bench.tried:
         count = _computed(each, lists)
         measured[count] = min(each.error, measured.get(count, math.inf))

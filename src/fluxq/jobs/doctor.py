@@ -108,7 +108,7 @@ class Examination:
         return [row for row in self.rows if row["why"]]
 
     @property
-    def own(self) -> list[dict[str, Any]]:
+    def our_rows(self) -> list[dict[str, Any]]:
         """Rows of what is not the candidate, and nothing about that in them."""
         return [
             row | {"beside": {name: us for name, us in row["beside"].items() if name != self.outside}}
@@ -163,7 +163,7 @@ def examine(request: Request) -> Examination:
                 dispatch.forget()
                 with interpreting(machine.chip) if machine.device.type == "cpu" else nullcontext():
                     choosers = _examined(request, examination, keeper)
-            with findings.instead(findings.document(examination.machine, examination.own)):
+            with findings.instead(findings.document(examination.machine, examination.our_rows)):
                 dispatch.forget()
                 _mark_chosen(examination, choosers)
             if request.outside and not any(row["candidate"] for row in examination.rows) and not examination.uncompared:
@@ -177,7 +177,7 @@ def examine(request: Request) -> Examination:
                 error.add_note(f"{kept}, it was at {keeper.inside}")
             raise
         finally:
-            keeper.write(examination.own)
+            keeper.write(examination.our_rows)
             dispatch.forget()
     examination.not_kept = keeper.why_not
     examination.file = None if keeper.why_not else str(findings.file_of(examination.machine))
@@ -224,12 +224,12 @@ def _imported(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
     try:
-        found = getattr(importlib.import_module(module), function)
+        kernel = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:  # of the module's own, too
         raise ValueError(f"--candidate {name}: {type(error).__name__}: {first_line(error)}; {CANDIDATE}") from None
-    if not callable(found):
-        raise ValueError(f"--candidate {name}: it is of type {type(found).__name__} and cannot be called; {CANDIDATE}")
-    return found
+    if not callable(kernel):
+        raise ValueError(f"--candidate {name}: it is of type {type(kernel).__name__} and cannot be called; {CANDIDATE}")
+    return kernel
 
 
 # --- what is launched
@@ -392,7 +392,7 @@ def _judged(launch: Launch, request: Request, examination: Examination, keeper: 
         if keeper.unended.get(what, 0) >= MOST_ENDS:
             verdicts = [(cell, math.inf, _ended(keeper.unended[what])) for cell in attempt.cells]
         else:
-            keeper.begin(what, examination.own, counted=not attempt.is_outside)
+            keeper.begin(what, examination.our_rows, counted=not attempt.is_outside)
             verdicts = _verdicts(attempt, launch, machine, examination)
         rows[attempt.name] = [_row(launch, cell, share, why) for cell, share, why in verdicts]
         if _is_lost(machine.device):  # in this attempt, whose end is not noted
@@ -406,7 +406,7 @@ def _judged(launch: Launch, request: Request, examination: Examination, keeper: 
     if keeper.unended.get(what, 0) >= MOST_ENDS:
         examination.left_out[what] = _ended(keeper.unended[what])
     elif machine.device.type == "cuda" and calls:
-        keeper.begin(what, examination.own)
+        keeper.begin(what, examination.our_rows)
         for name, us in _times(launch, calls, alone, machine.device, examination.left_out).items():
             for row in rows[name][-1:]:  # a layer's quantizer stands before its product
                 row |= {"us": us["own"], "beside": {other: each for other, each in us.items() if other != "own"}}
@@ -426,10 +426,10 @@ def _verdicts(
     before = _copied(launch.arguments)
     try:
         with _poisoned():
-            found = attempt.call(*tree_map_only(Tensor, lambda tensor: tensor, launch.arguments))  # in lists of its own
+            result = attempt.call(*tree_map_only(Tensor, lambda each: each, launch.arguments))  # in lists of its own
         if machine.device.type == "cuda":
             torch.cuda.synchronize(machine.device)  # so that a fault of the kernel is raised here
-        why = proofs.unlike(launch.op, before, found)
+        why = proofs.unlike(launch.op, before, result)
     except torch.OutOfMemoryError as error:
         examination.uncompared[place] = first_line(error)
         return []
@@ -448,7 +448,7 @@ def _verdicts(
     if why:
         return [(cell, math.inf, why) for cell in attempt.cells]
     try:
-        return [(cell, each.share, each.what * each.is_wrong) for cell, each in attempt.judge(found)]
+        return [(cell, each.share, each.what * each.is_wrong) for cell, each in attempt.judge(result)]
     except Exception as error:  # not of the kernel: it said nothing
         examination.uncompared[place] = first_line(error)
         return []
@@ -466,16 +466,16 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
     from fluxq.kernels import dispatch, proofs
     from fluxq.kernels.launch import kind_of_linear, launcher, linear_by
 
-    given = launch.arguments
+    arguments = launch.arguments
     if launch.op != LINEAR:
-        judge = partial(proofs.judge, launch.op, given, chip=chip, sample=Sample(tokens=COMPARED))
-        cells = proofs.cells_of(launch.op, given, chip)
+        judge = partial(proofs.judge, launch.op, arguments, chip=chip, sample=Sample(tokens=COMPARED))
+        cells = proofs.cells_of(launch.op, arguments, chip)
         if not cells:
             left_out[f"{launch.op} in {launch.place}"] = f"{chip} has no kernel for it"
             return []
-        own = Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)
-        return [own, *_instead_of_ours(launch, chip, left_out)]
-    judged = dispatch.judged(*kind_of_linear(*given, chip=chip))
+        attempt = Attempt(launch.op, partial(launcher(launch.op), chip=chip), judge, cells)
+        return [attempt, *_instead_of_ours(launch, chip, left_out)]
+    judged = dispatch.judged(*kind_of_linear(*arguments, chip=chip))
     offered = [choice for choice, why_not in judged if not why_not]
     if not offered:
         left_out[f"{launch.op} in {launch.place}"] = "; ".join(f"{c.implementation}: {why}" for c, why in judged)
@@ -483,7 +483,7 @@ def _own_attempts(launch: Launch, chip: str, left_out: dict[str, str]) -> list[A
         Attempt(
             choice.implementation,
             partial(linear_by, choice, chip=chip),
-            partial(proofs.judge_linear, choice, given, chip=chip, sample=Sample(tokens=COMPARED)),
+            partial(proofs.judge_linear, choice, arguments, chip=chip, sample=Sample(tokens=COMPARED)),
             [(*choice.cell, chip)],
             is_library=choice.implementation not in OPS,
         )
@@ -504,8 +504,8 @@ def _instead_of_ours(launch: Launch, chip: str, left_out: dict[str, str]) -> lis
     def attempt(name: str, call: Callable[..., Any], compare: Callable[..., Verdict], is_package: bool) -> Attempt:
         cell = name, form, chip
 
-        def judge(found: Any) -> list[tuple[Cell, Verdict]]:
-            return [(cell, compare(found[:, :COMPARED], q[:, :COMPARED], k, v, scale, codes))]
+        def judge(result: Any) -> list[tuple[Cell, Verdict]]:
+            return [(cell, compare(result[:, :COMPARED], q[:, :COMPARED], k, v, scale, codes))]
 
         return Attempt(name, partial(call, chip=chip), judge, [cell], is_package=is_package)
 
@@ -525,8 +525,8 @@ def _outside_attempt(outside: Outside, launch: Launch, chip: str) -> Attempt:
 
     cell = outside.name, "", chip
 
-    def judge(found: Any) -> list[tuple[Cell, Verdict]]:
-        return [(cell, proofs.judge_outside(launch.op, launch.arguments, found, chip, Sample(tokens=COMPARED)))]
+    def judge(result: Any) -> list[tuple[Cell, Verdict]]:
+        return [(cell, proofs.judge_outside(launch.op, launch.arguments, result, chip, Sample(tokens=COMPARED)))]
 
     return Attempt(outside.name, outside.function, judge, [cell])
 

@@ -303,29 +303,29 @@ def _require_sizes(gate: Gate, a: Any, b: Any) -> None:
 
 def _items(options: GateOptions, sources: Sequence[Source], folder: ModelFolder | None) -> tuple[tuple[str, int], ...]:
     """Return (prompt, seed) of each image: those of image folders where there are any."""
-    given = [source for source in sources if source.items is not None]
-    if not given:
+    image_folders = [source for source in sources if source.items is not None]
+    if not image_folders:
         prompts = load_prompts(options.prompts or "default", folder or ModelFolder("none", Path()))
         items = tuple(items_of(prompts.prompts, options.images or IMAGES, 1, options.seed or 0))
         _require_prompts(items, options.prompts or "the default prompts")
         return items
     if options.prompts:
         raise ValueError(
-            f"--prompts: {given[0].name} is a folder of images, whose own prompts are compared; leave it out"
+            f"--prompts: {image_folders[0].name} is a folder of images, whose own prompts are compared; leave it out"
         )
-    first = given[0].items or ()
-    for source in given[1:]:
-        for one, other in ((given[0], source), (source, given[0])):
-            held = set(other.items or ())
-            if absent := [item for item in one.items or () if item not in held]:
+    first = image_folders[0].items or ()
+    for source in image_folders[1:]:
+        for one, other in ((image_folders[0], source), (source, image_folders[0])):
+            pairs = set(other.items or ())
+            if absent := [item for item in one.items or () if item not in pairs]:
                 (prompt, seed), count = absent[0], len(absent)
                 raise ValueError(
                     f"{other.name} lacks {count} of the {len(one.items or ())} images of {one.name}, the first of them "
                     f"{prompt!r} with seed {seed}: make both from one list"
                 )
-    _require_one_size([source for source in given if isinstance(source, Pictures)])
+    _require_one_size([source for source in image_folders if isinstance(source, Pictures)])
     items = first[: options.images or len(first)]
-    _require_prompts(items, given[0].name)
+    _require_prompts(items, image_folders[0].name)
     return items
 
 

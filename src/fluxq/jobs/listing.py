@@ -32,10 +32,10 @@ VELOCITIES = "velocities.safetensors"  # in the work folder
 def require_list_of_recipe(job: Job) -> None:
     """Raise ValueError for a recipe of which no list can be made."""
     _, total = listed_call(job.folder, job.call)
-    steps, asked = job.recipe.steps, job.call.get("num_inference_steps")
-    if steps and steps.of is not None and asked != steps.of:
+    steps, call_steps = job.recipe.steps, job.call.get("num_inference_steps")
+    if steps and steps.of is not None and call_steps != steps.of:
         raise ValueError(
-            f"recipe {job.recipe_name} computes {steps.compute:g} of {steps.of} steps, and this call has {asked}: "
+            f"recipe {job.recipe_name} computes {steps.compute:g} of {steps.of} steps, and this call has {call_steps}: "
             "leave out --num-inference-steps, or write another `of` into its `steps`"
         )
     count, kept = _wanted(job, total)

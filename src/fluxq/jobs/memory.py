@@ -396,8 +396,8 @@ def _chunk(k: int) -> int:
 
 def _fitted_together(groups: Sequence[Sequence[LayerPlan]], width: int, on_gpu: bool) -> int:
     """Return the bytes of fitting groups with one mean and one set of factors: of the largest, and all weights."""
-    own = [width * layer.n * layer.k for members in groups for layer in members]
-    return max(_fitted(members, width, on_gpu) for members in groups) + sum(own) * (len(groups) > 1)
+    weights = [width * layer.n * layer.k for members in groups for layer in members]
+    return max(_fitted(members, width, on_gpu) for members in groups) + sum(weights) * (len(groups) > 1)
 
 
 def _fitted(members: Sequence[LayerPlan], width: int, on_gpu: bool) -> int:

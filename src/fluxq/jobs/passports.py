@@ -260,11 +260,11 @@ def sentence_of(passport: Passport, near: Nearness) -> str:
     mean, floor = (rule.same - distance for distance in (finding.distance, finding.floor))
     same = f"{near.same} of {count} images are the same bits, " if near.same else ""
     beyond = {"worse": f"at least {finding.low:.2f}", "equivalent": f"at most {finding.high:.2f}"}
-    said = beyond.get(finding.verdict, f"{finding.low:.2f} to {finding.high:.2f}")
-    said = f"each at most {near.farthest:.2f}" if near.is_by_image else said
+    interval = beyond.get(finding.verdict, f"{finding.low:.2f} to {finding.high:.2f}")
+    interval = f"each at most {near.farthest:.2f}" if near.is_by_image else interval
     return (
         f"{same}latents are {mean:.1f} dB (SQNR) from the passport's, its own second run was {floor:.1f} dB: "
-        f"{said} dB farther, {finding.limit:.2f} dB are allowed"
+        f"{interval} dB farther, {finding.limit:.2f} dB are allowed"
     )
 
 

@@ -178,11 +178,11 @@ def auto_options(recipe: Recipe, given: Mapping[str, Any]) -> AutoOptions:
     one that is not of time its `steps`, too.
     """
     given = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
-    asked = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
+    settings = recipe.auto.model_dump(exclude_none=True) if recipe.auto else {}
     if kinds := given.keys() & {*get_args(Kind)}:
         replaced = {*get_args(Kind)} | ({"steps"} if kinds - {"ms", "gate"} else set())
-        asked = {name: value for name, value in asked.items() if name not in replaced}
-    merged = {**asked, **given}
+        settings = {name: value for name, value in settings.items() if name not in replaced}
+    merged = {**settings, **given}
     return AutoOptions(**{**merged, "menu": tuple(merged.get("menu", ()))})
 
 

@@ -84,23 +84,23 @@ class Lists:
 
         The latter, if it fits: what lists have to be better than.
         """
-        found = self.best(errors)
-        if not found:
+        plans = self.best(errors)
+        if not plans:
             raise RuntimeError(
                 "no plan whose latents are finite takes so little time; give more --ms, or add 16bit to --menu"
             )
-        first, *others = found
+        first, *others = plans
         others = [share for share in others if share.computed in self.coarse]
         few = others[: MOST_SHARES - 2]
         return [first, *few, *(share for share in others if share.computed == self.total and share not in few)]
 
     def _refined(self, solve: Callable[[Mapping[int, float]], list[Share]]) -> list[Share]:
         """Return what a solver finds with the numbers of computed steps between the best one's neighbours, too."""
-        found = solve(self.errors)
-        if found:
-            more = [count for count in self.coarse if count > found[0].computed]
-            less = [count for count in self.coarse if count < found[0].computed]
-            for count in range(max(less, default=found[0].computed), min(more, default=found[0].computed)):
+        plans = solve(self.errors)
+        if plans:
+            more = [count for count in self.coarse if count > plans[0].computed]
+            less = [count for count in self.coarse if count < plans[0].computed]
+            for count in range(max(less, default=plans[0].computed), min(more, default=plans[0].computed)):
                 if count not in self.errors:
                     self.errors[count] = self.trials.proposed(count).nmse
         return solve(self.errors)

@@ -36,10 +36,10 @@ def share(examination: Examination, file: Path) -> None:
     from fluxq.kernels import findings
 
     theirs = examination.outside
-    rows = [row | {"why": _anonymous(row["why"], theirs)} for row in examination.own]
+    rows = [row | {"why": _anonymous(row["why"], theirs)} for row in examination.our_rows]
     notes = {
-        name: [*dict.fromkeys(_note(what, why, theirs) for what, why in found.items() if not _is_of(what, theirs))]
-        for name, found in (("left_out", examination.left_out), ("uncompared", examination.uncompared))
+        name: [*dict.fromkeys(_note(what, why, theirs) for what, why in reasons.items() if not _is_of(what, theirs))]
+        for name, reasons in (("left_out", examination.left_out), ("uncompared", examination.uncompared))
     }
     write_json(plain_path(file), findings.document(examination.machine, rows) | notes)
 
@@ -51,8 +51,8 @@ def _is_ours(place: Path) -> bool:
     if place.is_symlink() or not place.is_file():
         return False
     with suppress(ValueError, OSError):
-        found = read_json(place)
-        return found.get("kind") == findings.KIND and "left_out" in found
+        document = read_json(place)
+        return document.get("kind") == findings.KIND and "left_out" in document
     return False
 
 

@@ -70,8 +70,8 @@ def measured_caches(
             decides = [cache.value] if cache.kind == LIST else [prompt]
             facts = [cache.kind, decides, reference.describe(), call, torch.device(device).type, versions()]
             work = root / f"{cache.kind}-{sha256_json(facts)[:16]}.work"
-            found = _kept(cache, folder, reference, call, prompt, device, work) if engine.leads else None
-            cache = cache.having(engine.agree(found))
+            measurement = _measure(cache, folder, reference, call, prompt, device, work) if engine.leads else None
+            cache = cache.having(engine.agree(measurement))
         made.append(cache)
     return made
 
@@ -110,7 +110,7 @@ def _least(images: ImageFolder | None, total: int) -> int:
     return total if share is None else math.ceil(total * (share - _SLACK))
 
 
-def _kept(
+def _measure(
     cache: StepCache,
     folder: ModelFolder,
     reference: Side,

@@ -86,9 +86,9 @@ def _set_modules(model: Any, attention: Choice | Mapping[Any, Sequence[str]]) ->
     if not isinstance(attention, Mapping):
         named = [each for part, family in denoisers for each in _attention_modules(part, family, attention)]
         return [(name, module, attention) for name, module in named]
-    own = [each for part, family in denoisers for each in _attention_modules(part, family, "fp8")]
-    words = attention_words(attention, [uncompiled_path(name) for name, _ in own])
-    return [(name, module, words.get(uncompiled_path(name), "16bit")) for name, module in own]
+    modules = [each for part, family in denoisers for each in _attention_modules(part, family, "fp8")]
+    words = attention_words(attention, [uncompiled_path(name) for name, _ in modules])
+    return [(name, module, words.get(uncompiled_path(name), "16bit")) for name, module in modules]
 
 
 def with_attention(module: Any, attention: Choice) -> Any:

@@ -65,19 +65,19 @@ class BlockPlans:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute a call of the block by its plan, or by `computed`, which also tells whether by the fused form."""
-        given: list[Tensor] = []
-        kind = None if self._rests() else _kind(args, kwargs, given)
-        found = None if kind is None else self._find(block)
-        if found is None or not found[0].is_seen:
+        tensors: list[Tensor] = []
+        kind = None if self._rests() else _kind(args, kwargs, tensors)
+        match = None if kind is None else self._find(block)
+        if match is None or not match[0].is_seen:
             return computed(*args, **kwargs)[0]
-        plans, operands = found[0].plans, [*given, *found[1]]
+        plans, operands = match[0].plans, [*tensors, *match[1]]
         plan = plans.get(kind, UNSEEN)
         if plan is UNSEEN:
             if len(plans) >= MOST_KINDS:
                 oldest, *_ = plans
                 plans.pop(oldest, None)  # another thread may do so too
             plans[kind] = ONCE
-        elif plan is ONCE and not (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        elif plan is ONCE and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             result, plans[kind] = _planned(lambda: computed(*args, **kwargs), operands)
             return result
         return plan(operands) if callable(plan) else computed(*args, **kwargs)[0]
@@ -216,8 +216,8 @@ def _repeats(plan: Any, operands: list[Tensor], result: Any) -> bool:
     return False
 
 
-def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-    """Return the kind of a call, hashable, and add its tensors to `given`; None for a call without a plan."""
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """Return the kind of a call, hashable, and add its tensors to `tensors`; None for a call without a plan."""
     if torch.is_grad_enabled() or settings.verification() == "always":
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
@@ -226,18 +226,18 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) ->
     if chosen[0] not in WATCHABLE_BACKENDS or type(chosen[1]) is not BuiltinFunctionType:
         return None
     try:
-        kinds = kind_of((*args, *kwargs, *kwargs.values()), given)
+        kinds = kind_of((*args, *kwargs, *kwargs.values()), tensors)
     except (TypeError, RuntimeError):  # what cannot be compared, and tensors without memory of their own
         return None
-    device = given[0].device if given else torch.device("meta")
-    if not are_planned(device.type) or len({*map(id, given)}) < len(given) or any(map(_is_unusual, given)):
+    device = tensors[0].device if tensors else torch.device("meta")
+    if not are_planned(device.type) or len({*map(id, tensors)}) < len(tensors) or any(map(_is_unusual, tensors)):
         return None
     if torch.is_autocast_enabled(device.type) or (
         device.type == "cuda" and device.index != torch.cuda.current_device()
     ):
         return None
     storages: dict[int, int] = {}
-    for number, tensor in enumerate(given):
+    for number, tensor in enumerate(tensors):
         kinds += (storages.setdefault(tensor.untyped_storage()._cdata, number), tensor.storage_offset())
     return *kinds, torch.is_inference_mode_enabled(), settings.changes(), findings.withdrawals(), *chosen
 

@@ -214,8 +214,8 @@ def _why_not_replaced(block: nn.Module, row: FusableBlock) -> str:
 def _keeps_its_own(block: nn.Module) -> bool:
     """Tell whether the forward in a block's attributes is its class's own: diffusers' hooks, taken out, leave that."""
     placed = block.__dict__.get("forward")
-    own = _stock(block).forward, fused_class(_stock(block)).forward
-    return getattr(placed, "__self__", None) is block and getattr(placed, "__func__", None) in own
+    forwards = _stock(block).forward, fused_class(_stock(block)).forward
+    return getattr(placed, "__self__", None) is block and getattr(placed, "__func__", None) in forwards
 
 
 def _why_not_callable(block: nn.Module, row: FusableBlock) -> str:
@@ -270,8 +270,8 @@ def _why_other_norms(block: nn.Module, row: FusableBlock, dtype: torch.dtype) ->
 
     One launch takes all norms of an attention, so they are of one kind.
     """
-    own = [(stream.own_attention,) for stream in row.streams if stream.own_attention]
-    for parts in (row.streams, *own) if row.per_head else ():
+    attentions = [(stream.own_attention,) for stream in row.streams if stream.own_attention]
+    for parts in (row.streams, *attentions) if row.per_head else ():
         norms = {path: at(block, path) for part in parts for path in (part.q_norm, part.k_norm)}
         for path, norm in norms.items():
             weight = getattr(norm, "weight", None)

@@ -176,8 +176,8 @@ def _sizes(model: nn.Module, stored: Mapping[str, float]) -> dict[str, float]:
     """Return path of a module -> bytes of its own tensors; a tensor that several share counts once."""
     sizes: dict[str, float] = dict.fromkeys((path for path, _ in model.named_modules()), 0)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        path, _, own = name.rpartition(".")
-        sizes[path] += stored[path] if own == "weight" and path in stored else tensor.nbytes
+        path, _, part = name.rpartition(".")
+        sizes[path] += stored[path] if part == "weight" and path in stored else tensor.nbytes
     return sizes
 
 

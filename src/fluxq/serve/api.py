@@ -240,10 +240,10 @@ def _size_of(request: ImageRequest, facts: Facts) -> dict[str, int]:
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", request.size or "")
         if match is None:
             raise Refused("size: write WIDTHxHEIGHT in pixels, as in 1024x1024, or auto", "size")
-        said = int(match[1]), int(match[2])
-        if width not in (None, said[0]) or height not in (None, said[1]):
+        size = int(match[1]), int(match[2])
+        if width not in (None, size[0]) or height not in (None, size[1]):
             raise Refused("size, width and height contradict each other: give one of them", "size")
-        width, height = said
+        width, height = size
     if width is None and height is None:
         return {}
     if width is None or height is None:

@@ -32,7 +32,7 @@ from fluxq.serve.app import event_of, explained, unless_gone
 from fluxq.serve.dispatcher import Unavailable
 from fluxq.serve.metrics import CONTENT_TYPE, Metrics
 from fluxq.serve.orders import Failed, Refused
-from fluxq.serve.ray_replica import Asked, State
+from fluxq.serve.ray_replica import ReplicaRequest, State
 
 _PATIENCE = 5.0  # seconds for answers of all replicas
 _AGAIN = 1.0  # seconds between tries of a request whose replica ended
@@ -62,8 +62,8 @@ class Front:
     async def ask(self, method: str, seconds: float | None = _PATIENCE) -> list[Any]:
         """Ask all replicas; return the answers of those that have some. TimeoutError where one hangs."""
         try:
-            asked = self.handle.broadcast(method)
-            answers = await asked.results_async(timeout_s=seconds, return_exceptions=True)
+            broadcast = self.handle.broadcast(method)
+            answers = await broadcast.results_async(timeout_s=seconds, return_exceptions=True)
         except RayServeException:  # there is none
             return []
         return [each for each in answers if not isinstance(each, BaseException)]
@@ -87,26 +87,26 @@ class Front:
         return JSONResponse({"status": "not ready"}, 503)
 
     async def _page(self, _request: Request) -> Response:
-        own = generate_latest(self.metrics.registry.restricted_registry(["fluxq_requests_total"]))
+        page = generate_latest(self.metrics.registry.restricted_registry(["fluxq_requests_total"]))
         pages: list[tuple[str, bytes]] = []
         with contextlib.suppress(TimeoutError):
             pages = await self.ask("page")
-        return Response(merged([*pages, ("front", own)]), media_type=CONTENT_TYPE)
+        return Response(merged([*pages, ("front", page)]), media_type=CONTENT_TYPE)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by a replica; where the client leaves, the replica is told."""
         content = (await receive()).get("body", b"")  # all of it: the guard has read it
-        asked = Asked({name: scope[name] for name in _SCOPE if name in scope}, content)
-        await unless_gone(self._answer(asked, _Told(send)), Request(scope, receive))
+        request = ReplicaRequest({name: scope[name] for name in _SCOPE if name in scope}, content)
+        await unless_gone(self._answer(request, _Delivery(send)), Request(scope, receive))
 
-    async def _answer(self, asked: Asked, told: _Told) -> None:
+    async def _answer(self, request: ReplicaRequest, delivery: _Delivery) -> None:
         """Ask one replica after the other, the soonest free first, until one answers or all refuse.
 
         A request that a replica took is not refused any more because that one ended: it waits for room.
         """
-        if asked.scope["path"].startswith("/v1/videos") and not self.keeps_videos:
+        if request.scope["path"].startswith("/v1/videos") and not self.keeps_videos:
             problem = "videos are kept by their replica: start the server with a fixed number of --replicas"
-            await told.all(_refusal(Refused(problem)))
+            await delivery.all(_refusal(Refused(problem)))
             return
         tried, deaths, refusal, end = set[str](), 0, None, time.monotonic() + _RETURNS
         while True:
@@ -119,7 +119,7 @@ class Front:
                 continue
             tried.add(order[0])
             try:
-                if (refused := await self._try(order, asked, told)) is None:
+                if (refused := await self._try(order, request, delivery)) is None:
                     return
             except RayTaskError as error:
                 logger.warning("a replica failed: %s", type(error.cause).__name__)
@@ -133,13 +133,13 @@ class Front:
                     break
                 continue
             refusal = min(refusal or refused, refused, key=lambda one: one.retry_after)
-        await told.all(refusal or _refusal(Unavailable("the server is not ready")))
+        await delivery.all(refusal or _refusal(Unavailable("the server is not ready")))
 
-    async def _try(self, order: Sequence[str], asked: Asked, told: _Told) -> Answer | None:
+    async def _try(self, order: Sequence[str], request: ReplicaRequest, delivery: _Delivery) -> Answer | None:
         """Let a replica answer; return what it says where another one may be asked. RayError where it ended."""
-        if asked.scope["method"] == "POST":
+        if request.scope["method"] == "POST":
             self.free[order[0]] = max(self.free[order[0]], time.monotonic()) + self._image
-        replies = self.handle.options(stream=True).answer.remote(asked, order=order)
+        replies = self.handle.options(stream=True).answer.remote(request, order=order)
         answer = Answer()
         try:
             state: State = await anext(replies)
@@ -148,13 +148,13 @@ class Front:
             async for message in replies:
                 answer.messages.append(message)
                 if answer.is_stream:
-                    await told.event(message)
+                    await delivery.event(message)
         finally:
             replies.cancel()
-        if answer.status in (429, 503) or (answer.status == 404 and asked.scope["path"].startswith("/v1/videos/")):
+        if answer.status in (429, 503) or (answer.status == 404 and request.scope["path"].startswith("/v1/videos/")):
             return answer
         if not answer.is_stream:
-            await told.all(answer)
+            await delivery.all(answer)
         return None
 
 
@@ -181,7 +181,7 @@ class Answer:
         return Headers(raw=self.messages[0]["headers"]).get(name, "") if self.messages else ""
 
 
-class _Told:
+class _Delivery:
     """Messages that a client was sent for its request. Of a stream that is repeated, it gets each image once."""
 
     def __init__(self, send: Send) -> None:

@@ -28,7 +28,7 @@ _BACKLOG = 20.0  # predicted seconds of each replica's queue, to scale by
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplicaRequest:
     """A request as it goes to a replica. seed: of its first image, where it says none itself."""
 
     scope: Mapping[str, Any]
@@ -76,13 +76,13 @@ class Replica:
             self._error = portable(error)
         self._heard = time.monotonic()  # of the front
 
-    async def answer(self, asked: Asked, order: Sequence[str]) -> AsyncGenerator[Any, None]:
+    async def answer(self, request: ReplicaRequest, order: Sequence[str]) -> AsyncGenerator[Any, None]:
         """Yield the replica's state once it has taken or refused a request, then what the application sends.
 
         order: of replicas, for the router. A call that is cancelled is a client that has left.
         """
         news: asyncio.Queue[Any] = asyncio.Queue()
-        bodies, gone = [{"type": "http.request", "body": asked.content, "more_body": False}], asyncio.Event()
+        bodies, gone = [{"type": "http.request", "body": request.content, "more_body": False}], asyncio.Event()
 
         async def receive() -> Message:
             if bodies:
@@ -90,8 +90,8 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        scope = {**asked.scope, "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
-        scope |= {"fluxq.seed": asked.seed, "fluxq.taken": lambda: news.put_nowait({"type": "taken"})}
+        scope = {**request.scope, "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+        scope |= {"fluxq.seed": request.seed, "fluxq.taken": lambda: news.put_nowait({"type": "taken"})}
         running = asyncio.ensure_future(self._app(scope, receive, news.put))
         running.add_done_callback(lambda _: news.put_nowait(None))
         try:

@@ -25,10 +25,10 @@ from fluxq.serve.orders import Facts, Failed, NotLoaded, Order, Picture, Refused
 from fluxq.serve.queue import AGEING, Entry, Queue
 from fluxq.serve.redis_store import (
     AWAY,
-    Asked,
     Failure,
     Finished,
     Progress,
+    RequestSpec,
     Row,
     Secret,
     Store,
@@ -63,12 +63,12 @@ class SharedJob(Job):
 
 
 @dataclass(eq=False)
-class _Held:
+class _Lease:
     """An image that this server makes."""
 
     entry: str
     row: Row
-    asked: Asked
+    spec: RequestSpec
     job: Job
     relaying: asyncio.Task[None] | None = None
 
@@ -81,7 +81,7 @@ class RedisQueue:
         self.name = secrets.token_hex(8)
         self._store = Store(url)
         self._offset = 0.0  # of Redis's clock, to this process's
-        self._held: dict[str, _Held] = {}
+        self._leases: dict[str, _Lease] = {}
         self._watched: set[SharedJob] = set()
         self._connected, self._wake = asyncio.Event(), asyncio.Event()
         self._ends, self._tidied = False, 0.0
@@ -102,7 +102,7 @@ class RedisQueue:
     async def stop(self) -> None:
         """Finish what was begun, and leave the rest to other servers."""
         self._ends = True
-        relaying = [held.relaying for held in self._held.values() if held.relaying is not None]
+        relaying = [lease.relaying for lease in self._leases.values() if lease.relaying is not None]
         await asyncio.gather(*relaying, return_exceptions=True)
         with suppress(*AWAY):
             await self._store.do("leave", self.name)
@@ -138,21 +138,21 @@ class RedisQueue:
         """
         self.dispatcher.require_open()
         name, first, (key, _) = secrets.token_hex(16), orders[0], claim
-        asked = self._asked(orders, setting, claim, fps)
+        spec = self._specify(orders, setting, claim, fps)
         negative = first.call.get("negative_prompt")
         secret = Secret(prompt=first.prompt, negative_prompt=negative, sources=len(first.sources))
         sources = await asyncio.gather(*(asyncio.to_thread(png, each) for each in first.sources))
         for _ in range(_AGAIN):
-            queue, version, found = await self._answered(self._snapshot(key))
-            if not found:
+            queue, version, outcome = await self._answered(self._snapshot(key))
+            if not outcome:
                 entries = queue.add(orders, self._now(), None, within)
-                rows = [_row(name, index, asked, entry) for index, entry in enumerate(entries)]
-                texts = asked.model_dump_json(), secret.model_dump_json()
-                found = await self._admit(name, version, key, *texts, len(entries), *sum(rows, ()), *sources)
-            if found == "taken":
-                return self._watch(SharedJob(tuple(orders), setting, name=name, fps=fps, outlives=asked.outlives))
-            if found != "again":
-                return await self._found(found, asked.fingerprint)
+                rows = [_row(name, index, spec, entry) for index, entry in enumerate(entries)]
+                texts = spec.model_dump_json(), secret.model_dump_json()
+                outcome = await self._admit(name, version, key, *texts, len(entries), *sum(rows, ()), *sources)
+            if outcome == "taken":
+                return self._watch(SharedJob(tuple(orders), setting, name=name, fps=fps, outlives=spec.outlives))
+            if outcome != "again":
+                return await self._find_job(outcome, spec.fingerprint)
         raise Unavailable("too many requests at the same time")
 
     def cancel(self, job: Job) -> None:
@@ -170,8 +170,8 @@ class RedisQueue:
         images, seconds = len(queue), queue.backlog()
         with suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(POLL):
-                known, _, servers, _ = await self._answered(self._known())
-            waiting = [row for entry, (row, begun) in known.items() if begun is None and entry not in self._held]
+                entries, _, servers, _ = await self._answered(self._list_entries())
+            waiting = [row for entry, (row, begun) in entries.items() if begun is None and entry not in self._leases]
             images += round(len(waiting) / servers)
             seconds += sum(row.predicted for row in waiting) / servers
         return images, seconds
@@ -185,11 +185,11 @@ class RedisQueue:
         names = ["job", "entries", "made:0", "failed:0", "completed", *(["file:0"] if whole else [])]
         fields = self._store.fields(name.removeprefix("video_"), names)
         text, entry, made, failed, completed, *file = await self._answered(fields)
-        asked = None if text is None or not name.startswith("video_") else read(Asked, text)
-        if asked is None or asked.fps is None:
+        spec = None if text is None or not name.startswith("video_") else read(RequestSpec, text)
+        if spec is None or spec.fps is None:
             raise no_video()
-        (order,) = self._orders_of(asked)
-        video = Video(name, Job((order,)), asked.fps, asked.created)
+        (order,) = self._orders_of(spec)
+        video = Video(name, Job((order,)), spec.fps, spec.created)
         if made is None and failed is None:
             progress = await self._answered(self._store.progress((entry or b"").decode()))
             if progress is not None:
@@ -200,7 +200,7 @@ class RedisQueue:
             video.fail(_error_of(read(Failure, failed)))
         elif made is not None:
             video.status, video.progress, video.file = "completed", 100, file[0] if whole else None
-            video.about = api.told(_made(order, read(Finished, made), b"", asked))
+            video.about = api.told(_made(order, read(Finished, made), b"", spec))
         return video
 
     async def forget_video(self, name: str) -> None:
@@ -210,11 +210,11 @@ class RedisQueue:
 
     # ---- what the front does
 
-    def _asked(
+    def _specify(
         self, orders: Sequence[Order], setting: Mapping[str, Any] | None, claim: tuple[str, str], fps: int | None
-    ) -> Asked:
+    ) -> RequestSpec:
         first = orders[0]
-        return Asked(
+        return RequestSpec(
             model=first.model,
             digest=self.dispatcher.facts[first.model].digest,
             seeds=[order.seed for order in orders],
@@ -237,15 +237,15 @@ class RedisQueue:
                 self._let_go(name)
             raise
 
-    async def _known(self, key: str = "") -> tuple[dict[str, tuple[Row, Progress | None]], str, int, str]:
+    async def _list_entries(self, key: str = "") -> tuple[dict[str, tuple[Row, Progress | None]], str, int, str]:
         """Return what `Store.known` does, of the checkpoints that are here."""
-        known, version, servers, found = await self._store.known(self._now() - LEASE, key)
+        entries, version, servers, request = await self._store.known(self._now() - LEASE, key)
         digests = {facts.digest for facts in self.dispatcher.facts.values()}
-        return {entry: each for entry, each in known.items() if each[0].digest in digests}, version, servers, found
+        return {entry: each for entry, each in entries.items() if each[0].digest in digests}, version, servers, request
 
     async def _snapshot(self, key: str = "") -> tuple[Queue, str, str]:
         """Return the queue of all servers as it is now, its version, and the request of a key ("" for none)."""
-        known, version, servers, found = await self._known(key)
+        entries, version, servers, request = await self._list_entries(key)
         here, times = self.dispatcher.queue, self.dispatcher.times
         left: dict[int, float] = {}
 
@@ -254,23 +254,23 @@ class RedisQueue:
 
         queue = Queue(remaining, here.longest, here.patience, here.begun, loading=here.loading, servers=servers)
         queue.delay = here.delay if servers == 1 else queue.delay
-        for number, (row, progress) in enumerate(known.values(), -len(known)):
+        for number, (row, progress) in enumerate(entries.values(), -len(entries)):
             entry = Entry(Order(number, row.model, "", 0, {}), row.arrived, row.due, predicted=row.predicted)
             entry.promised, entry.computed = row.promised, 0.0 if progress is None else progress.computed
             left[number] = row.predicted if progress is None else progress.left
             queue.accept(entry)
-        return queue, version, found
+        return queue, version, request
 
-    async def _found(self, name: str, fingerprint: str) -> SharedJob:
+    async def _find_job(self, name: str, fingerprint: str) -> SharedJob:
         """Return a request that was taken before."""
         (text,) = await self._answered(self._store.fields(name, ["job"]))
         if text is None:
             raise Unavailable("this Idempotency-Key was just let go; ask again")
-        asked = read(Asked, text)
-        if asked.fingerprint != fingerprint:
+        spec = read(RequestSpec, text)
+        if spec.fingerprint != fingerprint:
             raise Refused("Idempotency-Key came with another request before: give each request its own")
-        orders = self._orders_of(asked)
-        return self._watch(SharedJob(orders, asked.setting, name=name, fps=asked.fps, outlives=True))
+        orders = self._orders_of(spec)
+        return self._watch(SharedJob(orders, spec.setting, name=name, fps=spec.fps, outlives=True))
 
     def _watch(self, job: SharedJob) -> SharedJob:
         if job.fps is None:
@@ -312,7 +312,7 @@ class RedisQueue:
         if text is None:
             job.error = Unavailable("the queue has lost this request; ask again")
             return
-        asked = read(Asked, text)
+        spec = read(RequestSpec, text)
         for index, made, failed, file in zip(missing, values[::3], values[1::3], values[2::3], strict=True):
             order = job.orders[index]
             if failed is not None:
@@ -321,7 +321,7 @@ class RedisQueue:
             if made is not None and file is not None:
                 finished = read(Finished, made)
                 pixels = await asyncio.to_thread(pixels_of, file, finished)
-                job.made[order.number] = one = _made(order, finished, pixels, asked)
+                job.made[order.number] = one = _made(order, finished, pixels, spec)
                 job.news.put_nowait({"made": one})
 
     def _let_go(self, name: str) -> None:
@@ -345,21 +345,21 @@ class RedisQueue:
         if answer is None:
             return False
         entry, job, image = (word.decode() for word in answer[:3])
-        if entry in self._held:  # the lease had lapsed; this has renewed it
+        if entry in self._leases:  # the lease had lapsed; this has renewed it
             return False
-        text, hidden = await self._store.fields(job, ["job", "secret"])
+        text, rest = await self._store.fields(job, ["job", "secret"])
         try:
             if answer[4] >= _TRIES:
                 raise Unavailable(f"{answer[4]} servers ended while they made this image")
-            row, asked, secret = read(Row, answer[3] or b""), read(Asked, text or b""), read(Secret, hidden or b"")
-            order = await self._order_of(row, asked, secret)
+            row, spec, secret = read(Row, answer[3] or b""), read(RequestSpec, text or b""), read(Secret, rest or b"")
+            order = await self._order_of(row, spec, secret)
         except (Unavailable, Unreadable, ValueError) as error:
             await self._fail(entry, job, image, error)  # which does nothing where it was let go meanwhile
             return True
         taken = Entry(order, row.arrived - self._offset, row.due - self._offset)
         taken.predicted, taken.promised = row.predicted, row.promised
-        self._held[entry] = held = _Held(entry, row, asked, self.dispatcher.accept(taken, asked.setting))
-        held.relaying = self._spawn(self._relay(held))
+        self._leases[entry] = lease = _Lease(entry, row, spec, self.dispatcher.accept(taken, spec.setting))
+        lease.relaying = self._spawn(self._relay(lease))
         return True
 
     def _may_take(self) -> list[str | int]:
@@ -369,74 +369,74 @@ class RedisQueue:
         """
         dispatcher, queue = self.dispatcher, self.dispatcher.queue
         is_needed = not dispatcher.is_draining or self._watched
-        held = [each for each in queue if not each.is_cancelled]
-        if self._ends or not dispatcher.is_ready or not is_needed or len(held) >= queue.begun:
+        entries = [each for each in queue if not each.is_cancelled]
+        if self._ends or not dispatcher.is_ready or not is_needed or len(entries) >= queue.begun:
             return []
         joins = dispatcher.would_join()
-        if not joins and not all(each.has_begun for each in held):
+        if not joins and not all(each.has_begun for each in entries):
             return []
-        busy = {each.order.model for each in held}
+        busy = {each.order.model for each in entries}
         digests = [facts.digest for name, facts in dispatcher.facts.items() if dispatcher.may_begin(name, busy)]
         below = "+inf"
-        if held and not joins:
-            first = min(each.key[0] for each in held)
+        if entries and not joins:
+            first = min(each.key[0] for each in entries)
             below = f"({first + (1 + AGEING) * self._offset - _NEARER!r}"
-        return [below, len(held) if joins else 0, *digests] if digests else []
+        return [below, len(entries) if joins else 0, *digests] if digests else []
 
-    async def _order_of(self, row: Row, asked: Asked, secret: Secret) -> Order:
+    async def _order_of(self, row: Row, spec: RequestSpec, secret: Secret) -> Order:
         """Return an image as this server makes it; ValueError for what its limits do not admit."""
-        if row.image >= len(asked.seeds):
+        if row.image >= len(spec.seeds):
             raise Refused("there is no such image in the request")
-        facts = next((each for each in self.dispatcher.facts.values() if each.digest == asked.digest), None)
+        facts = next((each for each in self.dispatcher.facts.values() if each.digest == spec.digest), None)
         if facts is None:
             raise Unavailable("the checkpoint was unloaded; ask again")
-        _require(asked, facts, self.limits, self.adapters)
+        _require(spec, facts, self.limits, self.adapters)
         contents = await self._store.fields(row.job, [f"source:{index}" for index in range(secret.sources)])
         sources = [await asyncio.to_thread(api.source_of, content or b"", self.limits) for content in contents]
         negative = {} if secret.negative_prompt is None else {"negative_prompt": secret.negative_prompt}
-        number, seed = self.dispatcher.next_number(), asked.seeds[row.image]
-        call = {**asked.call, **negative}
-        return Order(number, facts.name, secret.prompt, seed, call, asked.lora, tuple(sources), asked.frames)
+        number, seed = self.dispatcher.next_number(), spec.seeds[row.image]
+        call = {**spec.call, **negative}
+        return Order(number, facts.name, secret.prompt, seed, call, spec.lora, tuple(sources), spec.frames)
 
-    async def _relay(self, held: _Held) -> None:
+    async def _relay(self, lease: _Lease) -> None:
         """Tell Redis what becomes of an image that is made here."""
-        job, image = held.job, (held.entry, held.row.job, held.row.image)
+        job, image = lease.job, (lease.entry, lease.row.job, lease.row.image)
         try:
             while (news := await job.news.get()) is not None:
-                if "step" in news and self._is_mine(held) and self.is_connected:
+                if "step" in news and self._is_mine(lease) and self.is_connected:
                     with suppress(*AWAY):  # the next one tells more
-                        await self._tell_step(held, news)
+                        await self._tell_step(lease, news)
             self._wake.set()
-            if not self._is_mine(held):
+            if not self._is_mine(lease):
                 return
             if isinstance(job.error, Unavailable):  # the worker ended: whoever is ready makes it
-                del self._held[held.entry]  # first: it may come back at once
-                await self._insist(self._store.do, "give_back", held.entry, self.name)
+                del self._leases[lease.entry]  # first: it may come back at once
+                await self._insist(self._store.do, "give_back", lease.entry, self.name)
             elif job.error is not None:
                 await self._insist(self._fail, *image, job.error)
             else:
                 (made,) = job.made.values()
-                await self._insist(self._finish, held, made)
+                await self._insist(self._finish, lease, made)
         finally:
-            if self._is_mine(held):
-                del self._held[held.entry]
+            if self._is_mine(lease):
+                del self._leases[lease.entry]
             self._wake.set()
 
-    def _is_mine(self, held: _Held) -> bool:
-        return self._held.get(held.entry) is held
+    def _is_mine(self, lease: _Lease) -> bool:
+        return self._leases.get(lease.entry) is lease
 
-    async def _tell_step(self, held: _Held, news: Mapping[str, Any]) -> None:
-        entry = next((each for each in self.dispatcher.queue if each.owner is held.job), None)
+    async def _tell_step(self, lease: _Lease, news: Mapping[str, Any]) -> None:
+        entry = next((each for each in self.dispatcher.queue if each.owner is lease.job), None)
         if entry is None:
             return
         left = self.dispatcher.times.remaining(entry.order, entry.steps)
         progress = Progress(steps=entry.steps, computed=entry.computed, left=left)
-        told = {**news, "image": held.row.image}
-        words = [word for name in _STEP for word in (name, told[name])]
-        await self._store.do("step", held.entry, progress.model_dump_json(), held.row.job, *words)
+        fields = {**news, "image": lease.row.image}
+        words = [word for name in _STEP for word in (name, fields[name])]
+        await self._store.do("step", lease.entry, progress.model_dump_json(), lease.row.job, *words)
 
-    async def _finish(self, held: _Held, made: Made) -> None:
-        picture, fps = made.picture, held.asked.fps
+    async def _finish(self, lease: _Lease, made: Made) -> None:
+        picture, fps = made.picture, lease.spec.fps
         value = Finished(
             width=picture.width,
             height=picture.height,
@@ -447,11 +447,11 @@ class RedisQueue:
             predicted=made.predicted,
         )
         file = await asyncio.to_thread(png, picture) if fps is None else await asyncio.to_thread(file_of, made, fps)
-        await self._end(held.entry, held.row.job, held.row.image, "made", value, file)
+        await self._end(lease.entry, lease.row.job, lease.row.image, "made", value, file)
 
     async def _fail(self, entry: str, job: str, image: int | str, error: Exception) -> None:
-        known = {Refused: "refused", Unavailable: "unavailable", NotLoaded: "unavailable"}
-        kind = next((word for each, word in known.items() if isinstance(error, each)), "failed")
+        is_passing = isinstance(error, (Unavailable, NotLoaded))
+        kind = "unavailable" if is_passing else "refused" if isinstance(error, Refused) else "failed"
         message = type(error).__name__ if kind == "failed" else str(error)[:2000]
         value = Failure(kind=kind, message=message, param=getattr(error, "param", None))
         await self._end(entry, job, image, "failed", value)
@@ -473,9 +473,9 @@ class RedisQueue:
 
     def _drop(self, entry: str) -> None:
         """Let an image go that is not this server's any more."""
-        if held := self._held.pop(entry, None):
-            self.dispatcher.cancel(held.job)
-            held.job.news.put_nowait(None)
+        if lease := self._leases.pop(entry, None):
+            self.dispatcher.cancel(lease.job)
+            lease.job.news.put_nowait(None)
             self._wake.set()
 
     # ---- news and leases
@@ -490,7 +490,7 @@ class RedisQueue:
         await asyncio.sleep(LEASE / 4)
 
     async def _renew(self) -> None:
-        for entry in await self._store.do("renew", self.name, LEASE, *self._held):
+        for entry in await self._store.do("renew", self.name, LEASE, *self._leases):
             self._drop(entry.decode())
 
     async def _listen(self) -> None:
@@ -502,8 +502,8 @@ class RedisQueue:
                 for news in heard:
                     self._hear(news)
         except AWAY as error:
-            said = first_line(error) if isinstance(error, NotConnected) else type(error).__name__
-            logger.warning("the queue does not answer: %s; it is asked again", said)
+            reason = first_line(error) if isinstance(error, NotConnected) else type(error).__name__
+            logger.warning("the queue does not answer: %s; it is asked again", reason)
             raise
         finally:
             self._connected.clear()
@@ -529,9 +529,9 @@ class RedisQueue:
             if job.name == name:
                 job.news_of_it.put_nowait(news)
         if kind != "step":
-            for entry, held in [*self._held.items()]:
+            for entry, lease in [*self._leases.items()]:
                 is_over = entry == news.get("entry") or kind in ("gone", "failed")
-                if held.row.job == name and is_over and not held.job.is_finished:
+                if lease.row.job == name and is_over and not lease.job.is_finished:
                     self._drop(entry)
 
     # ---- Redis
@@ -539,11 +539,11 @@ class RedisQueue:
     def _now(self) -> float:
         return time.monotonic() + self._offset
 
-    def _orders_of(self, asked: Asked) -> tuple[Order, ...]:
+    def _orders_of(self, spec: RequestSpec) -> tuple[Order, ...]:
         """Return the images of a request without its prompt."""
         number = self.dispatcher.next_number
         return tuple(
-            Order(number(), asked.model, "", seed, asked.call, asked.lora, (), asked.frames) for seed in asked.seeds
+            Order(number(), spec.model, "", seed, spec.call, spec.lora, (), spec.frames) for seed in spec.seeds
         )
 
     async def _answered(self, asking: Coroutine[Any, Any, _Answer]) -> _Answer:
@@ -581,16 +581,16 @@ class RedisQueue:
             logger.error("the shared queue: %s", type(error).__name__)
 
 
-def _row(job: str, index: int, asked: Asked, entry: Entry) -> tuple[str, str]:
+def _row(job: str, index: int, spec: RequestSpec, entry: Entry) -> tuple[str, str]:
     """Return the place in the order of an image that was promised, and what everybody may know of it."""
     seconds = {name: getattr(entry, name) for name in ("arrived", "due", "predicted", "promised")}
-    row = Row(job=job, image=index, model=asked.model, digest=asked.digest, **seconds)
+    row = Row(job=job, image=index, model=spec.model, digest=spec.digest, **seconds)
     return repr(entry.key[0]), row.model_dump_json()
 
 
-def _require(asked: Asked, facts: Facts, limits: api.Limits, adapters: Mapping[str, str]) -> None:
+def _require(spec: RequestSpec, facts: Facts, limits: api.Limits, adapters: Mapping[str, str]) -> None:
     """Raise `Refused` for a request that this server would not have taken."""
-    call = asked.call
+    call = spec.call
     for name in ("width", "height", "num_inference_steps"):
         if not isinstance(call.get(name), int):
             raise Refused(f"{name} is missing", name)
@@ -599,14 +599,14 @@ def _require(asked: Asked, facts: Facts, limits: api.Limits, adapters: Mapping[s
     width, height, steps = (int(str(call[name])) for name in ("width", "height", "num_inference_steps"))
     if width < 1 or height < 1 or width * height > limits.pixels or not 1 <= steps <= limits.steps:
         raise Refused("the request is beyond this server's limits: give all servers the same")
-    if asked.lora is not None and asked.lora[0] not in adapters:
+    if spec.lora is not None and spec.lora[0] not in adapters:
         raise Refused("this server lacks the adapter: give all servers the same", "lora")
 
 
-def _made(order: Order, finished: Finished, pixels: bytes, asked: Asked) -> Made:
+def _made(order: Order, finished: Finished, pixels: bytes, spec: RequestSpec) -> Made:
     picture = Picture(finished.width, finished.height, pixels, finished.steps_computed, finished.frames)
     seconds = finished.queued, finished.computed, finished.predicted
-    return Made(order, picture, asked.digest, *seconds, asked.setting)
+    return Made(order, picture, spec.digest, *seconds, spec.setting)
 
 
 def _error_of(failed: Failure) -> Exception:

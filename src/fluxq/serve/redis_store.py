@@ -234,7 +234,7 @@ class Value(Strict):
     """A value as Redis has it."""
 
 
-class Asked(Value):
+class RequestSpec(Value):
     """Facts of a request besides its prompt. call: the pipeline's arguments. fps: of a video."""
 
     model: _Text
@@ -343,13 +343,13 @@ class Store:
 
         since: when a server that counts was last heard of.
         """
-        version, rows, progress, servers, found = await self.do("look", since, key)
+        version, rows, progress, servers, request = await self.do("look", since, key)
         begun = dict(zip(progress[::2], progress[1::2], strict=True))
         images: dict[str, tuple[Row, Progress | None]] = {}
         for entry, text in zip(rows[::2], rows[1::2], strict=True):
             with suppress(Unreadable):  # whoever takes it lets it go
                 images[entry.decode()] = read(Row, text), read(Progress, begun[entry]) if entry in begun else None
-        return images, _text(version), max(1, servers), _text(found)
+        return images, _text(version), max(1, servers), _text(request)
 
     async def newest(self) -> bytes:
         """Return the place of the last news."""

@@ -50,7 +50,7 @@ class Shadows:
 
     def add(self, model: str, measured: Mapping[str, float]) -> None:
         """Take what a shadow image showed, and raise or end an alert."""
-        said = []
+        gaps = []
         for metric, value in measured.items():
             values = self._values.setdefault((model, metric), deque(maxlen=_LAST))
             values.append(bounded(value))
@@ -59,11 +59,11 @@ class Shadows:
                 mean = fmean(values)
                 doubt = 0.0 if model in self.alerts else _ERRORS * stdev(values) / math.sqrt(len(values))
                 if mean + doubt < gate:
-                    said.append(f"{metric} {mean:.1f} dB in the mean of {len(values)} images, shipped with >= {gate:g}")
-        if said and model not in self.alerts:
-            logger.warning("%s is not what it was shipped as: %s", model, "; ".join(said))
-        if said:
-            self.alerts[model] = "; ".join(said)
+                    gaps.append(f"{metric} {mean:.1f} dB in the mean of {len(values)} images, shipped with >= {gate:g}")
+        if gaps and model not in self.alerts:
+            logger.warning("%s is not what it was shipped as: %s", model, "; ".join(gaps))
+        if gaps:
+            self.alerts[model] = "; ".join(gaps)
         else:
             self.alerts.pop(model, None)
 

@@ -481,24 +481,24 @@ class _Remembering:
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        found = self._encode(*args, **kwargs)
-        parts = found if isinstance(found, tuple) else (found,)
+        encoding = self._encode(*args, **kwargs)
+        parts = encoding if isinstance(encoding, tuple) else (encoding,)
         _wait_for(next((each for each in parts if hasattr(each, "device")), None))
         self.seconds += time.perf_counter() - start
-        return found
+        return encoding
 
     def _encode(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
         if any(not _is_plain(value) for value in bound.values()):
             return self._plain(*args, **kwargs)
-        said = repr((sorted((name, repr(value)) for name, value in bound.items()), self.order.lora))
-        key = hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()
-        found = self.encodings.get(key)
-        self.was_hit = found is not None
-        if found is None:
-            found = self._plain(*args, **kwargs)
-            self.encodings.put(key, found)
-        return found
+        text = repr((sorted((name, repr(value)) for name, value in bound.items()), self.order.lora))
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        encoding = self.encodings.get(key)
+        self.was_hit = encoding is not None
+        if encoding is None:
+            encoding = self._plain(*args, **kwargs)
+            self.encodings.put(key, encoding)
+        return encoding
 
 
 @contextmanager
@@ -631,8 +631,8 @@ def _usual(pipe: Any, *names: str) -> dict[str, Any]:
     parameters = inspect.signature(pipe.__call__).parameters
     side = getattr(pipe, "default_sample_size", None)
     pixels = side * _scale(pipe) if isinstance(side, int) else _SIDE
-    said = {name: parameters[name].default for name in ("width", "height", *names) if name in parameters}
-    return {"width": pixels, "height": pixels} | {name: value for name, value in said.items() if value is not None}
+    defaults = {name: parameters[name].default for name in ("width", "height", *names) if name in parameters}
+    return {"width": pixels, "height": pixels} | {name: value for name, value in defaults.items() if value is not None}
 
 
 def _scale(pipe: Any) -> int:

@@ -40,13 +40,13 @@ class FluxqLoad:
 
     def load(self, checkpoint: str) -> tuple[Any]:
         """Return a ModelPatcher; ValueError says what is wrong with the checkpoint, and what to do."""
-        found = checkpoints()
-        if checkpoint not in found:
+        folders = checkpoints()
+        if checkpoint not in folders:
             raise ValueError(
                 f"fluxq load: no checkpoint {checkpoint!r} in {', '.join(_roots())}; copy the folder that "
                 "`fluxq quantize` wrote there"
             )
-        return (load_model(found[checkpoint]),)
+        return (load_model(folders[checkpoint]),)
 
 
 class JoinedLinear(nn.Module):
@@ -72,13 +72,13 @@ class JoinedLinear(nn.Module):
 
 def checkpoints() -> dict[str, Path]:
     """Return name -> folder of fluxq's checkpoints in models/diffusion_models, to a depth of two folders."""
-    found = {}
+    folders = {}
     for root in map(Path, _roots()):
         for folder in (*root.glob("*/"), *root.glob("*/*/")):
             if any(_is_ours(config) for config in (folder / "config.json", *folder.glob("*/config.json"))):
-                found[folder.relative_to(root).as_posix()] = folder
-    nested = {name for name in found if any(name.startswith(f"{other}/") for other in found)}
-    return {name: folder for name, folder in found.items() if name not in nested}
+                folders[folder.relative_to(root).as_posix()] = folder
+    nested = {name for name in folders if any(name.startswith(f"{other}/") for other in folders)}
+    return {name: folder for name, folder in folders.items() if name not in nested}
 
 
 def load_model(path: Path) -> Any:
@@ -154,8 +154,8 @@ def translated(family: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[s
             )
             state[original] = torch.cat([tensors[part].to("meta") for part in parts])
         elif parts:
-            held = [tensors[part] for part in parts]
-            rows = torch.cat(held) if len(held) > 1 else held[0]
+            pieces = [tensors[part] for part in parts]
+            rows = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             state[original] = torch.cat(rows.chunk(2)[::-1]) if order == "halves swapped" else rows
     return state, modules
 
