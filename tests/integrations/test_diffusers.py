@@ -56,6 +56,16 @@ def test_saving_again_gives_the_same_bits(recipe: str, checkpoint: Callable[[str
     assert torch.equal(latents(load(tmp_path)), latents(pipe))
 
 
+def test_compiled_blocks_are_saved_under_their_own_names(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    pipe = load(checkpoint("fp8"))
+    model = pipe.transformer
+    model.transformer_blocks[0] = torch.compile(model.transformer_blocks[0])
+    model.single_transformer_blocks[0].proj_out = torch.compile(model.single_transformer_blocks[0].proj_out)
+    pipe.save_pretrained(tmp_path)
+    assert same_bits(stored(checkpoint("fp8")), stored(tmp_path))
+    assert quantization_of(tmp_path / "transformer") == quantization_of(checkpoint("fp8") / "transformer")
+
+
 @pytest.mark.often(1)
 @pytest.mark.feature("FluxPipeline, DiffusionPipeline, AutoModel, the model class with subfolder")
 @pytest.mark.parametrize("recipe", ["16 bit", *shipped_recipes()])

@@ -12,7 +12,7 @@ def uncompiled(model: Any) -> Any:
 
 def uncompiled_path(path: str) -> str:
     """Return a module's path as if nothing were compiled."""
-    return path.replace("_orig_mod.", "")
+    return path.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
 def path_in_file(path: str) -> str:

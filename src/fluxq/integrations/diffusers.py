@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.residence import put_tensor
+from fluxq.base.wrappers import uncompiled_path
 from fluxq.integrations.loading import (
     FluxqConfig,
     attention_in,
@@ -191,7 +192,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         tensors = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
         if len(tensors) < len(state_dict):
             logger.warning("adapters are not saved with the model, fused ones are; `save_lora_weights` writes them")
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}, {}
+        return {uncompiled_path(name).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}, {}
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)

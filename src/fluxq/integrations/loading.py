@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fluxq.base.files import INDEX, read_json, require_one_set, sets_of_weights, write_text
 from fluxq.base.tensors import TensorFile, by_tensor
+from fluxq.base.wrappers import path_in_file
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by
@@ -147,10 +148,10 @@ def _patterns(patterns: str | Iterable[str]) -> list[str]:
 
 
 def _layers_of(model: nn.Module, steps: Steps | None, runtime: Mapping[str, Any]) -> QuantizationConfig:
-    """Describe a model's layers; PEFT puts those that it adapts one level down."""
+    """Describe a model's layers; PEFT and torch.compile put those that they wrap one level down."""
     attention = attention_in(model)
     layers = ((name, m.stored_scheme) for name, m in model.named_modules() if isinstance(m, QuantLinear))
-    named = ((name.removesuffix(".base_layer"), scheme) for name, scheme in layers)
+    named = ((path_in_file(name), scheme) for name, scheme in layers)
     return QuantizationConfig.of(named, attention, steps, runtime)
 
 
