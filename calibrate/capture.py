@@ -305,6 +305,12 @@ def _is_gathered(file: Path) -> bool:
         return False
 
 
+def scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    """Return class and configuration of a scheduler, without diffusers' own notes, whose order differs by process."""
+    configured = {key: value for key, value in sorted(scheduler.config.items()) if not key.startswith("_")}
+    return {"class": type(scheduler).__name__, **configured}
+
+
 def trajectory_of(
     pipe: Any,
     digests: Mapping[str, str],
@@ -316,12 +322,11 @@ def trajectory_of(
 
     digests: observed component -> digest of its weights.
     """
-    configured = {key: value for key, value in sorted(pipe.scheduler.config.items()) if not key.startswith("_")}
     return Trajectory(
         model=dict(digests) if len(digests) > 1 else next(iter(digests.values())),
         items=tuple(_row(prompt).described(seed) for prompt, seed in items),
         call=dict(call),
-        scheduler={"class": type(pipe.scheduler).__name__, **configured},
+        scheduler=scheduler_settings(pipe.scheduler),
         steps_seen=tuple(seen),
         sigmas=(),
         dtype=str(getattr(pipe, next(iter(digests))).dtype).removeprefix("torch."),
@@ -414,7 +419,7 @@ def batches(
 
 def images_per_batch(call: Mapping[str, Any]) -> int:
     """Return as many images of the call's size as make one megapixel, at least one."""
-    pixels = int(call.get("height", 1024)) * int(call.get("width", 1024)) * frames_in(call)
+    pixels = int(call.get("height") or 1024) * int(call.get("width") or 1024) * frames_in(call)
     return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
 
 

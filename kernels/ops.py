@@ -36,7 +36,6 @@ from fluxq.base import devices
 from fluxq.base.settings import gradients
 from fluxq.kernels import encode
 from fluxq.kernels.op import launches_on_gpu
-from fluxq.kernels.reencode import reencode
 from fluxq.kernels.tensor import QuantizedTensor, quantize_blocks, read_named, round_blocks, row_chunks, unpack_named
 from fluxq.recipes.formats import FORMATS, Format, Scheme
 
@@ -96,6 +95,8 @@ def quantized_linear_reference(x: Tensor, tensors: Sequence[Tensor], scheme: str
     check_steps_given(parsed, operands)
     check_decoded(operands.decoded, w, row_scale)
     if row_scale is not None and parsed.activations is not None:
+        from fluxq.kernels.reencode import reencode  # only here: few layers are prepared so
+
         w = reencode(w, parsed.activations.name, row_scale)
     z, t, steps = rows, None, None
     if parsed.is_transformed and basis is None and _rounds_by_row(parsed, input_scale):

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fluxq.base.model import ModelFolder
-from fluxq.base.wrappers import uncompiled, uncompiled_path
+from fluxq.base.modules import uncompiled, uncompiled_path
 from fluxq.kernels.linear import is_linear, linear_size, linears_of
 from fluxq.quantize.checkpoint import library_of, model_class_of, model_on_meta
 from fluxq.recipes.all_families import BY_CLASS, family_of

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from fluxq.base.console import first_fault
 from fluxq.base.files import require_regular
@@ -31,11 +32,20 @@ Bounded = Annotated[float, Field(ge=-1e15, le=1e15)]  # what times, ratios and m
 _LONGEST = 1 << 28  # bytes of a history
 
 
+def _is_time(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without its zone")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_is_time)]  # of a clock somewhere, with its distance from UTC
+
+
 class Commit(Strict):
     """Commit of the repository of the current folder. is_changed: whether files differ from it."""
 
     revision: str
-    time: str
+    time: Time
     is_changed: bool
 
 
@@ -65,7 +75,7 @@ class HistoryRow(Strict):
     kind: Literal["fluxq history"] = KIND
     schema_version: Literal[1] = SCHEMA_VERSION
     command: Literal["gate", "bench"]
-    created: str
+    created: Time
     commit: Commit | None
     subject: str
     setting: str

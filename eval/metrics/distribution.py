@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -247,7 +248,7 @@ def read_statistics(path: Path) -> Features | Moments:
     try:
         with np.load(path, allow_pickle=False) as file:
             stored = {name: file[name] for name in file.files}
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, BadZipFile, TypeError) as error:  # TypeError: a .npy is one array
         raise ValueError(f"{path}: not an npz file of plain arrays ({error})") from None
     resize = str(stored["resize"]) if "resize" in stored else None
     facts: dict[str, Any] = {

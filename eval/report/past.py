@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def label(row: HistoryRow) -> str:
 def series_of(rows: Sequence[HistoryRow]) -> list[Series]:
     """Sort the numbers of all runs into series. Numbers that there are not, as of a refused speed, are left out."""
     groups: dict[tuple[str, str, str, str], list[tuple[HistoryRow, Point]]] = {}
-    for row in sorted(rows, key=lambda row: (row.time, row.created)):
+    for row in sorted(rows, key=_when):
         for name, point in {**row.metrics, **row.speed}.items():
             if point.value is not None:
                 groups.setdefault((row.subject, row.setting, row.machine, name), []).append((row, point))
@@ -78,5 +79,10 @@ def write_past(target: Path, rows: Sequence[HistoryRow], job: str = "") -> Path:
         key = each.subject, each.machine, each.rows[0].setting
         groups.setdefault(key, []).append((each, past_chart(each, index)))
     charts = [chart for pairs in groups.values() for _, chart in pairs]
-    newest_first = sorted(rows, key=lambda row: (row.time, row.created), reverse=True)
+    newest_first = sorted(rows, key=_when, reverse=True)
     return write_page(target, "past.html", job, charts, groups=groups, rows=newest_first, label=label)
+
+
+def _when(row: HistoryRow) -> tuple[datetime, str]:
+    """Return the time to sort a run by: that of its commit, whose zone is the committer's."""
+    return datetime.fromisoformat(row.time), row.created

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fluxq.base.files import read_json
-from fluxq.base.model import PICKLES, ModelFolder, require_harmless
+from fluxq.base.model import PICKLES, ModelFolder, indexed_files, require_harmless
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.dialects import RULES, SIGNS, dialect_of, grouped, other_program
@@ -243,8 +243,7 @@ def _open_file(path: Path) -> ModelFile:
     if head == b"GGUF":
         return ModelFile(path, [GGUFFile(path)], "GGUF file", {})
     if path.name.endswith(".safetensors.index.json"):
-        stem = path.name.removesuffix(".safetensors.index.json")
-        files = sorted(path.parent.glob(f"{stem}*.safetensors"))
+        files = indexed_files(path)
         _require_inside(path.parent, files)
         return ModelFile(path, [TensorFile(file) for file in files], f"{len(files)} safetensors files", {})
     config = _config_beside(path)

@@ -17,6 +17,7 @@ from fluxq.base.tensors import Stored
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.gguf_file import BLOCKS
 from fluxq.quantize.exchange.layer import Plain
+from fluxq.quantize.exchange.layouts import NeedsPackage
 from fluxq.quantize.exchange.marks import FLOATS as PLAIN_FLOATS
 from fluxq.quantize.exchange.marks import codes_in, weight_of
 from fluxq.quantize.exchange.rows import FLOATS, Tensors
@@ -27,7 +28,7 @@ def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int], entry: Mapping
     try:
         package, quants = import_module("gguf"), import_module("gguf.quants")
     except ImportError:
-        raise ValueError("gguf: reading GGUF needs its package: python -m pip install gguf") from None
+        raise NeedsPackage("gguf: reading GGUF needs its package: python -m pip install gguf") from None
     parts, name, (n, k) = Tensors(tensors, "gguf"), entry.get("type"), shape
     kinds = {kind.name: kind for kind in package.GGMLQuantizationType if kind.name in TYPES}
     if not isinstance(name, str) or name not in kinds:

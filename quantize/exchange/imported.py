@@ -7,6 +7,7 @@ the base where one was given. A layer's SQNR is that of the rows that were compa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log10
@@ -101,7 +102,7 @@ def record_of(
         imported=[
             Origin(
                 component=report.component,
-                origin=path.resolve().name,
+                origin=Path(os.path.abspath(path)).name,
                 dialect=report.dialect,
                 about=DIALECTS[report.dialect].about,
                 files=report.files,

@@ -30,7 +30,7 @@ from fluxq.quantize.exchange.beside import other_settings, other_small_files, sh
 from fluxq.quantize.exchange.files import ModelFile, open_component, open_models
 from fluxq.quantize.exchange.folding import Linear, Vector, differ, has_strays, not_taken_back
 from fluxq.quantize.exchange.layer import Plain
-from fluxq.quantize.exchange.layouts import LostScales, unblock_scales
+from fluxq.quantize.exchange.layouts import LostScales, NeedsPackage, unblock_scales
 from fluxq.quantize.exchange.marks import GLOBAL_SCALES, PLAIN, FileLayer
 from fluxq.quantize.exchange.proof import CASTS, DECLARED, FAR, REPAIRS, Against, compare, prove
 from fluxq.quantize.exchange.reference import Base, settled
@@ -269,6 +269,10 @@ def _layer(model: ModelFile, layer: FileLayer, joined: Joined, base: Base | None
         decoded = model.decode(layer, tensors)
         scheme = "" if isinstance(decoded, Plain) else str(decoded.scheme)
         del decoded
+    except NeedsPackage as why:
+        if base is not None:
+            raise
+        faults.append(Fault("not decoded", layer.name, str(why)))
     except ValueError as wrong:
         error, is_lost = str(wrong), isinstance(wrong, LostScales)
         if is_lost:  # which says more than that there are some
@@ -730,6 +734,7 @@ FAULTS: dict[str, Kind] = {
         "a quantization that is not read here, of which nothing else was looked at", "get the model in 16 bit"
     ),
     "unreadable": Kind("no reader of the dialect takes the layer", _AGAIN),
+    "not decoded": _note("codes that were not looked at: a package is not installed", "install it"),
     "unknown names": _note("no row of recipes/families knows a tensor's name", "is it another model?"),
     "codes that are NaN": Kind("weights that are NaN", _AGAIN),
     "scales that are no numbers": Kind("NaN, infinite or negative scales", _AGAIN),

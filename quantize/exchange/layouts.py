@@ -59,6 +59,10 @@ def unblock_scales(blocked: Tensor, rows: int, groups: int) -> Tensor:
     return unswizzle_scales(blocked.reshape(-1), rows, groups)
 
 
+class NeedsPackage(ValueError):
+    """Codes that a package decodes which is not installed: this says nothing of the file."""
+
+
 class LostScales(ValueError):
     """Scales of 0 over codes that are not: the weights would be gone. Writers have such scales over blocks of zeros."""
 

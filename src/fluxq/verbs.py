@@ -351,9 +351,11 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     """Return one option as a job takes it; TypeError for a value of another type."""
     from pydantic import TypeAdapter, ValidationError
 
+    from fluxq.base.output import plain_path
+
     plain: Any = fspath(value) if isinstance(value, PathLike) else value
     if hint == Path | None and value is not None:
-        plain = Path(value)
+        plain = plain_path(value)
     elif name == "cache":  # a number, a text, or several
         plain = tuple(map(str, (plain,) if isinstance(plain, (str, int, float)) else plain or ()))
     elif hint == _LIST and not isinstance(value, str):

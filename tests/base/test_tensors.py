@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import tracemalloc
 from io import FileIO
@@ -361,6 +362,20 @@ def test_large_files_go_to_the_disk_as_they_are_written(tmp_path, monkeypatch):
     for write in (lambda to: save_weights(tensors, to, {}), lambda to: join_weights(parts, to, {})):
         with pytest.raises(OSError, match=r"cannot write full \(.*no room\); .* GB are free"):
             write(tmp_path / "full")
+
+
+def test_more_parts_are_joined_than_a_process_may_have_open(tmp_path):
+    parts = {}
+    for index in range(40):
+        save_weights({"a": torch.full((4,), float(index))}, tmp_path / str(index), {})
+        parts[f"{index:02}"] = (tmp_path / str(index), TensorFile(tmp_path / str(index)).stored["a"])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 20, before[1]))
+    try:
+        join_weights(parts, tmp_path / "whole", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert load_file(tmp_path / "whole")["39"].tolist() == [39.0] * 4
 
 
 @pytest.mark.parametrize("when", ["opened", "read"])

@@ -15,9 +15,11 @@ from fluxq.calibrate.capture import (
     Sampling,
     Trajectory,
     capture_statistics,
+    images_per_batch,
     noise_levels,
     number_of_steps,
     run_pipeline,
+    scheduler_settings,
     spread,
 )
 
@@ -247,6 +249,18 @@ def test_noise_follows_the_seed_and_nothing_else(pipe32, monkeypatch):
             ]
         )  # fmt: skip
         assert torch.equal(noise, expected)
+
+
+def test_settings_of_a_scheduler_are_the_same_in_every_process():
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config({"shift": 3.0})
+    assert "_use_default_values" in scheduler.config  # in the order of a set
+    settings = scheduler_settings(scheduler)
+    assert settings["class"] == "FlowMatchEulerDiscreteScheduler" and settings["shift"] == 3.0
+    assert not any(name.startswith("_") for name in settings)
+
+
+def test_sizes_of_none_are_those_of_a_call_without():
+    assert images_per_batch({"height": None, "width": None}) == images_per_batch({})
 
 
 def test_steps_are_announced_before_they_run_in_every_batch(pipe):

@@ -45,7 +45,7 @@ def test_fitting_is_shown_by_what_outputs_gained(checkpoint, plain_checkpoint):
     before, after = map(float, re.search(r"([0-9.]+) → ([0-9.]+) dB", line).groups())
     assert after > before + 1 and "Fitting moves weights away from the originals so that outputs come nearer" in text
     assert "→" not in model_card(plain) and "Fitting moves" not in model_card(plain)
-    shown = [_facts(record.components[0])["layers' SQNR"] for record in (fitted, plain)]
+    shown = [_facts([record.components[0]])["layers' SQNR"] for record in (fitted, plain)]
     before, after = map(float, re.search(r"([0-9.]+) -> ([0-9.]+) dB by fitting", shown[0]).groups())
     assert after > before + 1 and shown[1].endswith("dB (weights)")
 

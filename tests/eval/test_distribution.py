@@ -288,9 +288,13 @@ def test_damaged_statistics_files_are_named(tmp_path, arrays, message):
 
 
 def test_a_text_file_is_no_statistics(tmp_path):
-    (tmp_path / "bad.npz").write_text("mu")
-    with pytest.raises(ValueError, match=r"bad\.npz: not an npz file"):
-        read_statistics(tmp_path / "bad.npz")
+    np.savez(tmp_path / "whole.npz", mu=np.zeros(64))
+    np.save(tmp_path / "one.npy", np.zeros(64))
+    half = (tmp_path / "whole.npz").read_bytes()[:-40]
+    for content in (b"mu", half, (tmp_path / "one.npy").read_bytes()):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.npz: not an npz file"):
+            read_statistics(tmp_path / "bad.npz")
 
 
 def noise(size, seed=0):

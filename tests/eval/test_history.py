@@ -13,6 +13,7 @@ from fluxq.cli import cli
 from fluxq.eval.history.changes import change_points
 from fluxq.eval.history.results import median_limits
 from fluxq.eval.history.rows import HISTORY_FILE, Commit, HistoryRow, Point, append, current_commit, read_history
+from fluxq.eval.report.past import series_of
 
 ADDING = """
 import sys
@@ -91,6 +92,17 @@ def test_a_damaged_line_is_refused_with_its_number_and_before_work(line: str, re
     assert done.exit_code == 2 and f"{HISTORY_FILE}:2" in done.stderr and not (tmp_path / "page.html").exists()
     done = CliRunner().invoke(cli, ["gate", "tiny", "tiny", "--history", str(tmp_path)])
     assert done.exit_code == 2 and f"{HISTORY_FILE}:2" in done.stderr
+
+
+def test_commits_of_two_time_zones_are_in_the_order_in_which_they_were_made() -> None:
+    first, second = "2026-03-02T01:00:00+02:00", "2026-03-01T23:30:00-08:00"
+    commits = [
+        Commit(revision=str(index) * 40, time=time, is_changed=False) for index, time in enumerate([first, second])
+    ]
+    (series,) = series_of([row(1, 0.2, commit=commits[1]), row(0, 0.1, commit=commits[0])])
+    assert [point.value for point in series.points] == [0.1, 0.2]
+    with pytest.raises(ValueError, match="zone"):
+        Commit(revision="0" * 40, time="2026-03-02T01:00:00", is_changed=False)
 
 
 def test_levels_are_told_apart_and_noise_is_not() -> None:

@@ -17,6 +17,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
 from fluxq.eval.report.card import model_card
 from fluxq.jobs import judge
+from fluxq.jobs.exchange import import_
 from fluxq.kernels.linear import QuantLinear
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.exchange.importing import import_model
@@ -116,6 +117,14 @@ def test_an_imported_pipeline_is_evaluated_like_any_other(plain_checkpoint, tmp_
     report = judge.evaluate(judge.subject_of(tmp_path / "out", options))
     assert report is not None and report.runs[0].recipe == "imported from bfl"
     assert report.runs[0].provenance["imported files (SHA-256)"].startswith("fp8.safetensors (")
+
+
+def test_a_link_into_the_hubs_cache_gives_its_own_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / ("0" * 64)).write_bytes(b"")
+    (tmp_path / "flux-nvfp4.safetensors").symlink_to(tmp_path / ("0" * 64))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fluxq.jobs.exchange.import_model", lambda source, target, *_, **__: target)
+    assert import_("flux-nvfp4.safetensors") == Path("flux-nvfp4-fluxq")
 
 
 @pytest.mark.slow

@@ -408,6 +408,15 @@ def test_double_quantized_scales_are_an_index_and_no_fault(tmp_path) -> None:
     assert "scales that are no numbers" not in kinds(inspect_path(tmp_path / "nf4.safetensors")[""])
 
 
+def test_an_index_names_the_files_of_its_model(tmp_path) -> None:
+    index = tmp_path / "flux[dev].safetensors.index.json"
+    for name in ("1", "2", "old"):
+        save_file({f"a.{name}": torch.ones(2)}, tmp_path / f"flux[dev]-{name}.safetensors")
+    index.write_text(json.dumps({"weight_map": {f"a.{name}": f"flux[dev]-{name}.safetensors" for name in "12"}}))
+    (model,) = open_models(index).values()
+    assert sorted(model.stored) == ["a.1", "a.2"]
+
+
 def test_a_type_of_gguf_that_is_not_read_is_no_damage(tmp_path) -> None:
     (tmp_path / "model.gguf").write_bytes(gguf_bytes({"a.weight": (39, (32, 32), bytes(17 * 32))}))
     with pytest.raises(ValueError, match=r"'a\.weight' is of type MXFP4, which is not read here"):
@@ -600,7 +609,8 @@ def gguf_bytes(tensors: dict[str, tuple[int, tuple[int, ...], bytes]], version: 
     return head + b"\0" * (-len(head) % 32) + data
 
 
-def test_a_gguf_file_is_read_without_its_package(tmp_path) -> None:
+def test_a_gguf_file_is_read_without_its_package(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
     weight = load_file(GOLDEN / "gguf_q8_0.safetensors")["layer.weight"]
     norm = torch.randn(7)
     path = tmp_path / "model.gguf"
@@ -615,6 +625,7 @@ def test_a_gguf_file_is_read_without_its_package(tmp_path) -> None:
     report = inspect_path(path)[""]
     assert report.dialect == "gguf" and report.layers[0].format == "Q8_0"
     assert report.layers[0].bits_per_weight == 8.5
+    assert [(fault.kind, fault.is_error) for fault in report.faults if fault.layer] == [("not decoded", False)]
 
 
 def test_a_damaged_gguf_file_is_a_value_error(tmp_path) -> None:

@@ -1,6 +1,8 @@
 """Every way that users load, move, copy and train a checkpoint gives what a plain load gives."""
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from shared import quantization_of
 from torch import Tensor, nn
 
 import fluxq
-from fluxq import tiny
+from fluxq import integrations, tiny
 from fluxq.recipes.recipe import shipped_recipes
 
 LAYER = "single_transformer_blocks.3.attn.to_q"
@@ -98,6 +100,22 @@ def test_every_parameter_is_counted_and_none_is_a_buffer(quantized):
     for layer in model.modules():
         if isinstance(layer, fluxq.QuantLinear):
             assert not list(layer.buffers()) and all(not p.requires_grad for p in layer.parameters())
+
+
+def test_a_library_whose_import_was_interrupted_learns_of_fluxq_at_the_next(tmp_path, monkeypatch):
+    (tmp_path / "halfway.py").write_text("import sys\nif sys.is_interrupted: raise KeyboardInterrupt\n")
+    registered = []
+    monkeypatch.setattr(sys, "is_interrupted", True, raising=False)
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(integrations, "_call", registered.append)
+    integrations.call_after_import({"halfway": ("whole:register",)})
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module("halfway")
+    assert registered == []
+    monkeypatch.setattr(sys, "is_interrupted", False)
+    importlib.import_module("halfway")
+    assert registered == [("whole:register",)]
 
 
 @pytest.mark.feature("enable_layerwise_casting")

@@ -312,9 +312,9 @@ def test_pipelines_load_in_threads_beside_one_another(plain_checkpoint) -> None:
                 assert not any(tensor.is_meta for tensor in held), name
 
 
-@pytest.mark.parametrize(("is_older", "word"), [(False, "dtype"), (True, "torch_dtype")])
-def test_dtype_is_called_as_an_older_diffusers_calls_it(is_older, word, monkeypatch):
-    monkeypatch.setattr(whole, "is_older", lambda *_: is_older)
+@pytest.mark.parametrize(("version", "word"), [("0.40.0.dev0", "dtype"), ("0.39.2", "torch_dtype")])
+def test_dtype_is_called_as_an_older_diffusers_calls_it(version, word, monkeypatch):
+    monkeypatch.setattr(diffusers, "__version__", version)
     given = {"dtype": torch.bfloat16, "device_map": "cpu"}
     assert whole.in_words_of_diffusers(given) == {word: torch.bfloat16, "device_map": "cpu"}
     assert whole.in_words_of_diffusers({"device_map": "cpu"}) == {"device_map": "cpu"}

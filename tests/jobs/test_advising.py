@@ -71,6 +71,7 @@ def test_the_first_that_fits_by_what_comes_first(small, wish, recipe, word):
         (Wish("5070", "speed", 1e8), r"--memory 100 MB: the driver alone takes 600 MB"),
         (Wish("5070", "speed", target="comfyui"), r"no target 'comfyui' \(did you mean 'comfy'\?\)"),
         (Wish("9999", "speed"), "unknown GPU '9999'"),
+        (Wish("h100", "quality", model="T5-XXL"), "T5-XXL: the other parts of its pipeline are not known here"),
     ],
 )
 def test_what_no_recipe_serves_is_refused_with_a_cure(small, wish, said):

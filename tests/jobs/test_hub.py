@@ -156,6 +156,14 @@ def test_what_missed_a_gate_is_written_but_not_uploaded(api, tmp_path):
     assert api.calls == [("whoami",)]
 
 
+def test_what_cannot_be_published_is_refused_before_formats_are_searched_too(api, tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("fluxq.jobs.choosing.choose", lambda *_, **__: pytest.fail("formats are searched"))
+    (tiny_folder / "README.md").write_text("---\ntags: [a]\n---\n")
+    (tmp_path / "mine.yaml").write_text("extends: nvfp4\nauto: {bits: 5.5}\n")
+    code, said = run(tmp_path, tiny_folder, "--recipe", tmp_path / "mine.yaml", "--push-to-hub", "me/x")
+    assert code == 2 and "names no licence" in said
+
+
 @pytest.mark.often(2)
 @pytest.mark.parametrize(
     ("arguments", "front", "fails", "words"),

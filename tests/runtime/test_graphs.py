@@ -659,6 +659,14 @@ def test_compiled_models(order, kept_as_recorded):
     assert torch.equal(model(x)[0], want)
 
 
+def test_restore_takes_out_the_step_around_a_compiled_model(kept_as_recorded):
+    model = torch.compile(Small(), backend="eager")
+    fluxq.capture(model).tie_to_optimize()
+    assert graphs.step_of(model) is not None
+    fluxq.restore(model)
+    assert graphs.step_of(model) is None
+
+
 @pytest.mark.often(1)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "default"])

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 
+import diffusers
 import family_pipelines
 import pytest
 import torch
@@ -93,6 +94,13 @@ def test_embeddings_in_place_of_a_prompt_and_latents_in_place_of_an_image_are_co
     assert [*peaks(on_meta(pipe), call)] == ["transformer"]
     with pytest.raises(ValueError, match=r"max_sequence_length=8 cannot be counted \(TypeError: "):
         peaks(on_meta(pipe), {"max_sequence_length": "8"})
+
+
+def test_a_call_that_begins_at_an_image_takes_some_steps():
+    pipe = diffusers.FluxImg2ImgPipeline(**ready(embedded)[0].components)
+    call = {"image": torch.zeros(1, 3, 32, 32), "height": 32, "width": 32, "max_sequence_length": 8}
+    counted = peaks(on_meta(pipe), {**call, "strength": 0.3})
+    assert counted["transformer"] == pytest.approx(peaks(on_meta(pipe), call)["transformer"], rel=0.001)
 
 
 def test_a_call_that_fails_says_which():

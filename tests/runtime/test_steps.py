@@ -580,6 +580,19 @@ def test_where_the_weights_are_is_decided_again_when_a_model_is_offloaded_since(
             run(stays)
 
 
+def test_streamed_weights_become_resident_when_the_model_moved_to_where_there_is_room(pipe, monkeypatch) -> None:
+    room = [False]
+    monkeypatch.setattr("fluxq.runtime.originals.Originals.fits", lambda originals: room[0])
+    with keep_steps(pipe) as kept:
+        (switch,) = kept._put
+        room[0] = True
+        switch.choose()
+        assert kept.placed == ("streamed",)  # nothing has moved
+        switch._chosen_for = (False, torch.device("meta"))
+        switch.choose()
+        assert kept.placed == ("resident",)
+
+
 @pytest.fixture
 def graphs_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(graphs, "CudaGraphs", Recorder)

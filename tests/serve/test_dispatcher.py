@@ -136,6 +136,31 @@ def test_a_model_whose_joined_calls_fail_makes_images_alone(trial) -> None:
     trial(Failing(), play, joins=True)
 
 
+def test_images_whose_joined_call_fails_are_made_in_smaller_groups_or_alone(trial) -> None:
+    groups: list[int] = []
+
+    class Small(Hands):
+        async def ask(self, method: str, *arguments: Any) -> Any:
+            return 99.0 if method == "prove_joined" else await super().ask(method, *arguments)
+
+        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+            groups.append(len(orders))
+            if len(orders) > 1:
+                for order in orders:
+                    yield Quantum(order.number, 0, 0.0, error=RuntimeError("out of memory"))
+                return
+            async for quantum in super().run(orders):
+                yield quantum
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        for _ in range(2):
+            orders = [Order(dispatcher.next_number(), "A", "p", seed, CALL) for seed in range(3)]
+            assert len(await dispatcher.submit(orders).images()) == 3
+
+    trial(Small(), play, joins=True)
+    assert sorted(group for group in groups if group > 1) == [2, 3]  # each size fails once
+
+
 def test_a_worker_that_ended_before_an_image_came_costs_it_nothing(trial) -> None:
     hands = Hands()
 

@@ -15,6 +15,8 @@ from served import ask, events, running
 pytest.importorskip("fastapi")
 pytest.importorskip("python_multipart")
 
+from fluxq.serve.api import Limits, source_of
+
 EDITS = "/v1/images/edits"
 CALL = {"width": 16, "height": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
 
@@ -53,6 +55,14 @@ def bomb(side: int) -> bytes:
     for kind, data in chunks:
         file += len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
     return file
+
+
+def test_a_photo_is_used_upright() -> None:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # the camera was turned
+    Image.new("RGB", (4, 2)).save(file, "JPEG", exif=exif)
+    source = source_of(file.getvalue(), Limits())
+    assert (source.width, source.height) == (2, 4)
 
 
 def test_an_edited_image_is_the_one_of_diffusers_image_to_image(server: Any, int8: Path) -> None:

@@ -40,6 +40,7 @@ class Counting:
         self.goes, self.steps, self.began = asyncio.Event(), dict[int, int](), list[Order]()
         self.goes.set()
         self.error: Exception | None = None
+        self.more_frames = 0  # than were asked for: pipelines round them
 
     async def start(self) -> None: ...
 
@@ -77,12 +78,16 @@ class Counting:
                 return
             done = self.steps[order.number] = done + 1
             yield Quantum(
-                order.number, min(done, order.steps), 1.0, picture=_picture(order) if done > order.steps else None
+                order.number,
+                min(done, order.steps),
+                1.0,
+                picture=_picture(order, self.more_frames) if done > order.steps else None,
             )
 
 
-def _picture(order: Order) -> Picture:
-    return Picture(8, 8, bytes([order.seed % 256]) * (3 * 64 * order.frames), order.steps, order.frames)
+def _picture(order: Order, more_frames: int = 0) -> Picture:
+    frames = order.frames + more_frames
+    return Picture(8, 8, bytes([order.seed % 256]) * (3 * 64 * frames), order.steps, frames)
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +308,25 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
     asyncio.run(test())
 
 
+def test_a_second_signal_answers_who_waits_and_lets_the_image_go(store: RealRedis) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(TIMEOUT), servers(store, 1) as (one,):
+            hands(one).goes.clear()
+            job = await one.submit(orders(one))
+            assert one.is_awaited
+            await until(lambda: one._leases)
+            one.dispatcher.give_up()
+            one.give_up()
+            with pytest.raises(Unavailable, match="at once"):
+                await job.images()
+            hands(one).goes.set()
+            await until(lambda: not one._leases)
+            await asyncio.sleep(4 * redis_queue.POLL)
+            assert not one._leases and not one.is_awaited
+
+    asyncio.run(test())
+
+
 def test_servers_that_join_take_as_many_as_they_join_each_its_share(
     store: RealRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +448,7 @@ def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
     async def test() -> None:
         async with servers(store, 1) as (maker,), servers(store, 1) as (front,):
             hands(maker).goes.clear()
+            hands(maker).more_frames = 1
             front.dispatcher.is_ready = False
             asked = await front.keep_video(await front.submit(orders(front, frames=2), fps=8), 8)
             assert asked.status == "queued" and asked.told()["num_frames"] == 2
@@ -431,6 +456,7 @@ def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
             await until(lambda: store.finished())
             video = await maker.video(asked.name, whole=True)
             assert video.told()["status"] == "completed" and video.told()["steps_computed"] == 3
+            assert video.told()["num_frames"] == 3 and video.told()["seconds"] == "0.375"
             assert video.file is not None and video.file[8:12] == b"WEBP"
             await maker.forget_video(asked.name)
             for each in (maker, front):

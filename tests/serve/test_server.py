@@ -340,17 +340,24 @@ def test_a_server_is_judged_against_another(int8: Path, plain_checkpoint: Any, t
 
 
 @pytest.mark.slow
-def test_an_adapter_that_does_not_fit_leaves_nothing_behind(int8: Path, plain_checkpoint: Any, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_leaves_nothing_behind(
+    int8: Path, plain_checkpoint: Any, lora_file: Any, tmp_path: Path
+) -> None:
     name = "transformer.transformer_blocks.0.attn.to_q.lora_{}.weight"
     save_file({name.format("A"): torch.ones(2, 8), name.format("B"): torch.ones(8, 2)}, tmp_path / "bad.safetensors")
+    other = {name.removeprefix("transformer.").format(one): torch.ones(2, 2) for one in "AB"}  # of no pipeline
+    save_file(other, tmp_path / "other.safetensors")
+    lora_file("style.safetensors", ["attn.to_q", "attn.to_v"], rank=4, seed=3)
     keys = tmp_path / "keys"
     keys.write_text("key")
     body = {"prompt": PROMPT, "seed": 1, "num_inference_steps": 2}
     with running(int8, plain_checkpoint("int4"), lora=tmp_path, admin_key_file=keys) as server:
         before = ask(server, IMAGES, body)[2]["data"][0]["b64_json"]
-        status, _, answer = ask(server, IMAGES, body | {"lora": {"name": "bad"}})
-        assert status == 400 and answer["error"]["param"] == "lora" and "does not fit" in answer["error"]["message"]
-        assert ask(server, IMAGES, body)[2]["data"][0]["b64_json"] == before
+        assert ask(server, IMAGES, body | {"lora": {"name": "style"}})[2]["data"][0]["b64_json"] != before
+        for wrong in ("bad", "other"):
+            status, _, answer = ask(server, IMAGES, body | {"lora": {"name": wrong}})
+            assert status == 400 and answer["error"]["param"] == "lora" and "does not fit" in answer["error"]["message"]
+            assert ask(server, IMAGES, body)[2]["data"][0]["b64_json"] == before
         assert ask(server, "/admin/unload", {"name": "tiny-int8"}, "key")[0] == 200
 
 
@@ -506,6 +513,20 @@ def test_prompts_that_print_alike_are_kept_apart() -> None:
         with _Remembering(encodings, pipe, order) as looking:  # pyright: ignore[reportArgumentType]
             found.append((pipe.encode_prompt(prompt), looking.was_hit))
     assert found == [([None], False), (["None"], False), ([["a"]], False), (["['a']"], False)]
+
+
+def test_two_calls_of_a_second_order_scheduler_are_one_step() -> None:
+    from types import SimpleNamespace
+
+    from fluxq.serve.worker import _Making
+
+    making: Any = _Making.__new__(_Making)
+    steps: list[int] = []
+    making.model = SimpleNamespace(pipe=SimpleNamespace(scheduler=SimpleNamespace(order=2)))
+    making._quantum, making._tell, making._pauses = lambda: making._steps, steps.append, lambda: False
+    for call in range(5):
+        making._after_step(call, torch.zeros(1))
+    assert steps == [1, 2] and making._steps == 3
 
 
 @pytest.mark.slow

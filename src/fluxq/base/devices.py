@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fluxq.base.console import first_line
-from fluxq.base.git import git
 
 if TYPE_CHECKING:
     import torch
@@ -220,6 +219,8 @@ def driver() -> str:
 
 def commit() -> str:
     """Return the checkout's commit, with "-dirty" if files differ from it; "unknown" outside one, and without git."""
+    from fluxq.base.git import git
+
     try:
         return git(Path(__file__).parent, "describe", "--always", "--dirty").strip() or "unknown"
     except RuntimeError:

@@ -142,7 +142,7 @@ class ModelFolder:
         is_of_transformers = self._is_of_transformers(component)
         candidates = sets_of_weights(folder, is_of_transformers)
         if candidates:
-            files = _indexed(candidates[0]) if candidates[0].name.endswith(INDEX) else [candidates[0]]
+            files = indexed_files(candidates[0]) if candidates[0].name.endswith(INDEX) else [candidates[0]]
             has_config = (folder / "config.json").is_file()
             if candidates[1:] and has_config and "quantization_config" in self.config(component):
                 require_one_set(folder)
@@ -418,7 +418,8 @@ def _warn_of_second(other: Path, chosen: Path, model: str, component: str) -> No
     )
 
 
-def _indexed(index: Path) -> list[Path]:
+def indexed_files(index: Path) -> list[Path]:
+    """Return the files that a set of weights is in, by its index; ValueError for a damaged index or a missing file."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: names no weights; the file is damaged, copy it again")

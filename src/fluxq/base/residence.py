@@ -28,6 +28,8 @@ import torch
 from accelerate.hooks import ModelHook
 from torch import Tensor, nn
 
+from fluxq.base.modules import put_tensor
+
 Read = Callable[[str], Tensor]  # name of a parameter or buffer in its model -> the tensor, on the CPU
 
 _WHOLE = (nn.MultiheadAttention,)  # modules that use weights of the modules in them without running these
@@ -314,18 +316,6 @@ class _Slot:
         owner = self.owner()
         if owner is not None:
             put_tensor(owner, self.name, tensor)
-
-
-def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer of a module; no gradient is kept for it.
-
-    Not by `register_parameter`: while another thread loads a model, accelerate has its own in that place, and two that
-    load at once leave it there, so that every parameter would end on the meta device.
-    """
-    if name in module._parameters:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        module._buffers[name] = tensor
 
 
 def _slots(path: str, module: nn.Module) -> Iterator[_Slot]:

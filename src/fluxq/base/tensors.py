@@ -214,20 +214,17 @@ def join_weights(parts: Mapping[str, tuple[Path, Stored]], path: Path, metadata:
     """
     header, placed = _lay_out({name: stored for name, (_, stored) in parts.items()}, metadata)
     digest, room = hashlib.sha256(header), memoryview(bytearray(_AT_ONCE))
-    with ExitStack() as opened:
-        sources = {}
-        for file in {file: None for file, _ in parts.values()}:
-            with _reading(file):
-                sources[file] = opened.enter_context(_opened(file))
-        target = opened.enter_context(_Written(path))
-        hasher = opened.enter_context(ThreadPoolExecutor(1))
+    with _Written(path) as target, ThreadPoolExecutor(1) as hasher:
         target.write(header)
         for name in placed:
             file, stored = parts[name]
-            for data in _pieces(sources[file], file, stored, room):
-                hashed = hasher.submit(digest.update, data)  # beside writing it
-                target.write(data)
-                hashed.result()
+            with _reading(file):
+                source = _opened(file)  # one at a time: parts may be more than a process may have open
+            with source:
+                for data in _pieces(source, file, stored, room):
+                    hashed = hasher.submit(digest.update, data)  # beside writing it
+                    target.write(data)
+                    hashed.result()
     return digest.hexdigest()
 
 

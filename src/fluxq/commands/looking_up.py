@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fluxq.commands import show
-from fluxq.commands.options import DTYPES, PATH, count_option, prefer_option
+from fluxq.commands.options import DTYPES, FOLDER, PATH, count_option, prefer_option
 from fluxq.commands.session import Session, command
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def env(session: Session) -> None:
 @count_option("--tokens", multiple=True, help="Number of tokens that layers will see (repeatable).")
 @prefer_option
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Dtype of activations.")
-@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder for compiled kernels, to ship.")
+@click.option("--cache", type=FOLDER, help="Folder for compiled kernels, to ship.")
 def warmup(session: Session, output: str, tokens: tuple[int, ...], cache: Path | None) -> None:
     """Compile the kernels that CHECKPOINT launches on this GPU.
 

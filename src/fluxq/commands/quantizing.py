@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from fluxq.commands import show
 from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     RECIPES,
+    UserPath,
     bytes_option,
     count_option,
     finite_in,
@@ -106,7 +105,7 @@ def plan(
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
 @click.option(
     "--times",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="File of `fluxq doctor` on that GPU; where it timed a product, that replaces the model's time.",
 )
@@ -265,9 +264,7 @@ def calibrate(session: Session) -> None:
 @click.option(
     *("--no-check", "check"),
     is_flag=True,
-    flag_value=False,
-    default=True,
-    show_default=False,
+    callback=lambda _context, _option, is_given: not is_given,  # click 8.3.0 to 8.3.2 misread flag_value=False
     help="Make no images to compare at the end.",
 )
 @click.option("--parallel-blocks", is_flag=True, help="Fit blocks independently of each other; slightly less accurate.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -109,7 +108,7 @@ def serve(session: Session, outputs: tuple[str, ...]) -> None:
     from fluxq.serve.server import ServeOptions, Server
 
     kind = _ray_server() if session.arguments["engine"] == "ray" else Server
-    server = kind(ServeOptions(outputs, **{name: _plain(value) for name, value in session.arguments.items()}))
+    server = kind(ServeOptions(outputs, **session.arguments))
     session.say(f"checkpoints {', '.join(server.names)}; loading, then at {server.address}/v1")
     server.run(session.say)
 
@@ -148,10 +147,6 @@ def _ray_server() -> Any:
     except ModuleNotFoundError as error:
         raise RuntimeError(f"--engine ray needs ray[serve], of which {error.name} is absent: {CURE_OF_RAY}") from None
     return RayServer
-
-
-def _plain(value: Any) -> Any:
-    return value.expanduser() if isinstance(value, Path) else value
 
 
 COMMANDS = (serve, demo)

@@ -44,20 +44,26 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, functions)
+            spec.loader = _Loader(spec.loader, functions, self.waiting)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, functions: tuple[str, ...]) -> None:
-        self.loader, self.functions = loader, functions
+    def __init__(
+        self, loader: importlib.abc.Loader, functions: tuple[str, ...], waiting: dict[str, tuple[str, ...]]
+    ) -> None:
+        self.loader, self.functions, self.waiting = loader, functions, waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _call(self.functions)
+        try:
+            self.loader.exec_module(module)
+            _call(self.functions)
+        except BaseException:  # after Ctrl-C, say, the next import makes the module anew
+            self.waiting[module.__name__] = self.functions
+            raise
 
 
 # A library's module -> the functions here that tell it of fluxq.

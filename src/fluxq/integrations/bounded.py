@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
 from fluxq.base.model import ModelFolder, check_weights, load_pipeline
-from fluxq.base.residence import Residence, put_tensor
+from fluxq.base.modules import put_tensor
+from fluxq.base.residence import Residence
 from fluxq.base.tensors import DTYPES, TensorFile, by_tensor
 from fluxq.integrations.loading import FluxqConfig, lacking, put_layers, refuse_unannounced
 from fluxq.integrations.transformers import FluxqHfQuantizer

@@ -29,8 +29,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.base.residence import put_tensor
-from fluxq.base.wrappers import uncompiled_path
+from fluxq.base.modules import put_tensor, uncompiled_path
 from fluxq.integrations.loading import (
     FluxqConfig,
     attention_in,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.files import INDEX, read_json, require_one_set, sets_of_weights, write_text
+from fluxq.base.modules import path_in_file
 from fluxq.base.tensors import TensorFile, by_tensor
-from fluxq.base.wrappers import path_in_file
 from fluxq.integrations.whole import guard_fusing
 from fluxq.kernels.linear import BRANCHES, SCALE_NAMES, QuantLinear, is_linear, linear_size, placeholder, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, QuantizationConfig, Steps, attention_by

@@ -21,7 +21,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from fluxq.base.residence import put_tensor
+from fluxq.base.modules import put_tensor, uncompiled_path
 from fluxq.base.tensors import DTYPES, TensorFile
 from fluxq.integrations.loading import (
     FluxqConfig,
@@ -171,7 +171,7 @@ class FluxqHfQuantizer(HfQuantizer):
             weight = tensors[f"{name}.weight"]
             if not weight.is_meta and weight.ndim == 2:  # one that was read from the file again is as filed
                 tensors[f"{name}.weight"] = weight.view(stored_dtype(layer.stored_scheme, "weight")).unsqueeze(-1)
-        return tensors, {}
+        return {uncompiled_path(name): tensor for name, tensor in tensors.items()}, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         dequantize_layers(model, dtype or self.dtype)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluxq.base.devices import is_older
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.recipes.computing import BACKENDS, Attention
 
@@ -174,7 +173,9 @@ def _teach(model_class: Any) -> None:
 
 def in_words_of_diffusers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `from_pretrained` with `dtype` as diffusers before 0.40 calls it, which ignores the word."""
-    if "dtype" not in arguments or not is_older("diffusers", "0.40"):
+    from diffusers import __version__
+
+    if "dtype" not in arguments or tuple(map(int, __version__.split(".")[:2])) >= (0, 40):
         return dict(arguments)
     return {"torch_dtype" if name == "dtype" else name: value for name, value in arguments.items()}
 

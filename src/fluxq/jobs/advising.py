@@ -95,6 +95,11 @@ def advise(wish: Wish) -> Advice:
     use, and where nothing fits.
     """
     device = _device(wish)
+    if not model_named(wish.model).row.beside:
+        raise ValueError(
+            f"{wish.model}: the other parts of its pipeline are not known here, so nothing tells what a card holds; "
+            "`fluxq families` lists the models that can be named"
+        )
     candidates = _list_candidates(wish, device)
     fitting = _fitting(candidates)
     if not fitting:

@@ -292,7 +292,8 @@ def evaluate(subject: Subject, on_start: Callable[[Forecast], None] = lambda _: 
     options, started = subject.options, time.perf_counter()
     networks = _networks(subject)
     keys = _metric_keys(subject, networks)
-    backends = options.backends or _backends(subject.record)
+    # native first, which passports need: of sides that make the same images the first one stays
+    backends = sorted(options.backends or _backends(subject.record), key=lambda name: name != NATIVE)
     batch = options.batch_size or images_per_batch(subject.call)
     floor_side = replace(subject.reference, name="16-bit again", attention=floor_attention(options.device))
     is_video = makes_video(subject.folder)  # two of which may be more than the device has room for

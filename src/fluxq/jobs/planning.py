@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fluxq.base.console import logger
 from fluxq.base.devices import AUTO, free_bytes
 from fluxq.base.files import sha256_file
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
-from fluxq.base.output import Output
+from fluxq.base.output import Output, plain_path
 from fluxq.base.ranks import ALONE, Ranks
 from fluxq.calibrate.prompts import load_prompts
 from fluxq.calibrate.statistics import Statistics
@@ -79,7 +78,7 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
     plans = _plans(folder, recipe, options)
     pipeline = folder.pipeline_class
     prompts = load_prompts(options.prompts or calibration.prompts, folder, pipeline=pipeline)
-    statistics = Statistics.load(Path(options.statistics)) if options.statistics else None
+    statistics = Statistics.load(plain_path(options.statistics)) if options.statistics else None
     output = output_for(options.output, folder.name, recipe_name, is_file=not writes)
     loras, updates = _loras(folder, plans, options)
     job = Job(
@@ -100,6 +99,8 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
         stamps={plan.component: folder.stamps(plan.component) for plan in plans},
     )
     require_call(folder, job.call, options.call)
+    if options.push_to_hub:
+        require_pushable(options.push_to_hub, folder, options.check)
     if any(plan.steps for plan in plans):
         require_followed(scheduler_of(folder))
     if any(plan.compute for plan in plans):
@@ -126,8 +127,6 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
         job = replace(job, identity=identity or identity_of(job))
         require_same_statistics(job)
         return replace(job, finished=True)
-    if options.push_to_hub:
-        require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
         require_pictures(folder, "pass --no-check")
     job = replace(job, identity=identity or identity_of(job))

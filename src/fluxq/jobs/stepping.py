@@ -25,7 +25,7 @@ import fluxq
 from fluxq.base.files import read_json, write_json, write_text
 from fluxq.base.model import resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest, plain_path, seal, with_seal, writing
-from fluxq.calibrate.capture import number_of_steps
+from fluxq.calibrate.capture import number_of_steps, scheduler_settings
 from fluxq.calibrate.paths import FEWEST_IMAGES
 from fluxq.eval.metrics.schema import number
 from fluxq.jobs import memory
@@ -184,7 +184,7 @@ def _identity(request: Request) -> dict[str, Any]:
         "fluxq": fluxq.__version__,
         "model": {component: job.folder.digest(component) for component in request.denoisers},
         "copied": digest_rest(job.folder, request.denoisers),  # what text encoders give decides, too
-        "scheduler": dict(scheduler_of(job.folder).config),
+        "scheduler": scheduler_settings(scheduler_of(job.folder)),
         "prompts": job.prompts.digest,
         "call": job.call,
         "dtype": job.options.dtype,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
+from fluxq.base.modules import uncompiled_path
 from fluxq.base.settings import is_strict
-from fluxq.base.wrappers import uncompiled_path
 from fluxq.kernels.attention.op import CHOICES, FLOATS, OP, attention_fp8, format_of
 from fluxq.recipes import computing
 from fluxq.runtime.placed import models_of

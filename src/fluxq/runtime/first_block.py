@@ -26,7 +26,12 @@ class FirstBlock:
     @property
     def kind(self) -> tuple[str, float]:
         """Name of the present context, which has a state of its own, and threshold. ValueError outside of a context."""
-        return self._hook.state_manager.context.name, self._hook.threshold
+        manager = self._hook.state_manager
+        if hasattr(type(manager), "context"):
+            return manager.context.name, self._hook.threshold
+        if manager._current_context is None:  # diffusers before 0.41 has the name alone
+            raise ValueError("no context is set: call the denoiser inside of its `cache_context(name)`")
+        return manager._current_context, self._hook.threshold
 
     @contextmanager
     def deciding(self, computes: Callable[[Tensor], bool]) -> Iterator[None]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -32,7 +33,7 @@ import torch
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from torch import nn
 
-from fluxq.base.wrappers import uncompiled_path
+from fluxq.base.modules import uncompiled_path
 from fluxq.kernels import findings
 from fluxq.kernels.linear import QuantLinear
 from fluxq.recipes.all_families import FAMILIES
@@ -179,7 +180,8 @@ def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
 
     members = {"forward": forward, "__reduce_ex__": reduce, "fused_from": stock, "__module__": stock.__module__}
     subclass = type(stock.__name__, (stock,), members)
-    TransformerBlockRegistry.register(subclass, copy(TransformerBlockRegistry.get(stock)))
+    with suppress(ValueError):  # diffusers before 0.42 does not know FLUX.2's blocks, and its step caches refuse them
+        TransformerBlockRegistry.register(subclass, copy(TransformerBlockRegistry.get(stock)))
     return subclass
 
 

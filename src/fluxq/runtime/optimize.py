@@ -60,7 +60,7 @@ def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bo
             if not _wrong_there(targets[name]):
                 _lacks(targets[name])
                 fused.require_fusable(part, families[type(part).__name__])
-    _take_out_graphs(models)
+    _take_out_graphs(model, models)
     if graphs:
         _prepare_rest(model, [layer for part in models.values() for _, layer in quant_layers(part)], device)
     parts: list[FusedPart] = []
@@ -87,13 +87,15 @@ def restore(model: Any) -> int:
     Graphs and tables of `optimize(graphs=True)` are taken out too; layers stay prepared.
     """
     models = models_of(model)
-    _take_out_graphs(models)
+    _take_out_graphs(model, models)
     return sum(map(fused.restore, models.values()))
 
 
-def _take_out_graphs(models: dict[str, nn.Module]) -> None:
+def _take_out_graphs(model: Any, models: dict[str, nn.Module]) -> None:
     """Take out what `optimize` captured and hoisted; what users did themselves stays."""
-    for part in models.values():
+    called = [model] if isinstance(model, nn.Module) else model.components.values()
+    wrappers = [part for part in called if isinstance(part, nn.Module)]  # of torch.compile: the step is around them
+    for part in (*models.values(), *wrappers):
         for each in (step_of(part), hoisted_in(part.modules())):
             if each is not None and each.by_optimize:
                 each.remove()

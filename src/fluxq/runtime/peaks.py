@@ -16,7 +16,9 @@ that a kernel takes for itself is not seen, nor what an allocator loses between 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +51,10 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
             length = call.get("max_sequence_length")
             prompt = " ".join(["a"] * (_TEXT if length is None else length))
             prompt = None if call.get("prompt_embeds") is not None else prompt
-            pipe(**{"prompt": prompt, "output_type": "pt", **call, "num_inference_steps": _STEPS})
+            usual = inspect.signature(type(pipe).__call__).parameters.get("strength")
+            strength = call.get("strength", 1 if usual is None else usual.default) or 1
+            steps = math.ceil(_STEPS / min(1, strength))  # those that begin at an image leave out the first ones
+            pipe(**{"prompt": prompt, "output_type": "pt", **call, "num_inference_steps": steps})
         except Exception as error:
             given = ", ".join(f"{name}={str(value)[:40]}" for name, value in call.items())
             raise ValueError(

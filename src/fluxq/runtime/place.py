@@ -217,7 +217,7 @@ def _require_plain(pipe: Any) -> None:
                 f"{name} is offloaded already, and two would move the same weights: load the pipeline again, or "
                 "`pipe.remove_all_hooks()` after enable_model_cpu_offload, and place it then"
             )
-        if step_of(model) or hoisted_in(model.modules()):
+        if step_of(model) or step_of(getattr(pipe, name, model)) or hoisted_in(model.modules()):
             raise ValueError(
                 f"{name} is captured or hoisted already: call `fluxq.restore(pipe)`, or remove() what was returned, "
                 "then place, then capture; a captured step needs everything on the GPU"

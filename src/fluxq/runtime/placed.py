@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from fluxq.base.wrappers import uncompiled
+from fluxq.base.modules import uncompiled
 
 
 def models_of(pipe: Any) -> dict[str, nn.Module]:

@@ -18,7 +18,7 @@ from torch import nn
 from fluxq.base.console import logger
 from fluxq.base.devices import free_bytes
 from fluxq.base.files import read_json
-from fluxq.base.wrappers import path_in_file
+from fluxq.base.modules import path_in_file
 from fluxq.kernels import ops
 from fluxq.kernels.linear import Layout, QuantLinear, quant_layers
 from fluxq.recipes.computing import QUANT_METHOD

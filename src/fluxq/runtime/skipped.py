@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fluxq.base.console import logger
 from fluxq.base.files import sha256_json
-from fluxq.base.wrappers import uncompiled
+from fluxq.base.modules import uncompiled
 from fluxq.calibrate.paths import levels_of
 from fluxq.quantize.structure import denoisers_in
 from fluxq.recipes.step_list import StepList, extrapolation, nearest_list, placing, require_falling

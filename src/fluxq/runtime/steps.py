@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from fluxq.base.console import logger
 from fluxq.base.model import ModelFolder, resolve_model
+from fluxq.base.modules import path_in_file, uncompiled
 from fluxq.base.residence import residence_of
-from fluxq.base.wrappers import path_in_file, uncompiled
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.quantize.checkpoint import PLAN_FILE, SourceWeights
 from fluxq.quantize.lora import FusedWeights, recorded_loras, updates_of
@@ -244,7 +244,8 @@ class StepSwitch:
             return self.store
         layers, offloaded = self.originals.layers, _is_offloaded(self.model)
         situation = (offloaded, *(layer.weight.device for layer in layers.values()))
-        if self.store is not None and (situation == self._chosen_for or self.is_streamed):
+        stays = self.is_streamed and (offloaded or self.kept.weights == "streamed")
+        if self.store is not None and (situation == self._chosen_for or stays):
             return self.store
         self._close()
         placing, name = self.kept.weights, type(self.model).__name__

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import Field
 
 from fluxq.base.console import did_you_mean
@@ -133,7 +133,8 @@ def source_of(content: bytes, limits: Limits) -> Source:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as image:
             size = image.size
             if size[0] * size[1] <= limits.pixels:
-                return Source(*size, image.convert("RGB").tobytes())
+                upright = ImageOps.exif_transpose(image).convert("RGB")  # as phones take photos
+                return Source(*upright.size, upright.tobytes())
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
         size = None
     if size is None:

@@ -379,7 +379,7 @@ class Dispatcher:
             return
         group = self._group(entry)
         running = {each.order.number: each for each in group}
-        orders, failed = [_without_sources(each) for each in group], list[Order]()
+        orders, errors = [_without_sources(each) for each in group], dict[int, Exception]()
         for each in group:
             each.has_begun = True
         async with self._worker, self._runs(running.values()), aclosing(self.hands.run(orders)) as quanta:
@@ -389,14 +389,19 @@ class Dispatcher:
                 try:
                     self._take(each, quantum)
                 except Exception as error:
-                    self._fail(each, error)
-                    failed.append(each.order)
+                    errors[quantum.number] = error
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
                 elif self._asking or each.order.model not in self.memory or not self._goes_on(running.values()):
                     self.hands.pause()  # also to learn what loading this one's model has unloaded
-        for order in failed:
-            await self._ask("drop", order.number)
+        if len(errors) > 1:
+            self.times.fail(entry.order, len(errors))
+        for each in (each for each in group if each.order.number in errors):
+            if len(errors) > 1:  # in one call: alone there may be room for it
+                each.steps = 0
+            else:
+                self._fail(each, errors[each.order.number])
+            await self._ask("drop", each.order.number)
         if entry.order.model not in self.memory:
             self.memory = await self._ask("memory")
 

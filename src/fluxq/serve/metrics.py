@@ -76,7 +76,7 @@ class Metrics:
         self.images.labels(made.order.model).inc()
         self.queued.observe(made.queued)
         self.foretold.observe(made.predicted / made.computed)
-        if left_out := made.order.steps - made.picture.computed:
+        if (left_out := made.order.steps - made.picture.computed) > 0:
             self.skipped.labels(made.order.model).inc(left_out)
 
     def shadow(self, model: str, measured: Mapping[str, float], is_alert: bool) -> None:

@@ -155,6 +155,18 @@ class RedisQueue:
                 return await self._find_job(outcome, spec.fingerprint)
         raise Unavailable("too many requests at the same time")
 
+    @property
+    def is_awaited(self) -> bool:
+        """True while clients of this server wait for images, wherever these are made."""
+        return bool(self._watched) and self.is_connected
+
+    def give_up(self) -> None:
+        """Answer the clients that wait, at once: what they can find again, another server makes."""
+        for job in list(self._watched):
+            job.error = Unavailable("the server was told to end at once")
+            self.cancel(job)
+            job.news.put_nowait(None)
+
     def cancel(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
         if not isinstance(job, SharedJob):
@@ -200,7 +212,10 @@ class RedisQueue:
             video.fail(_error_of(read(Failure, failed)))
         elif made is not None:
             video.status, video.progress, video.file = "completed", 100, file[0] if whole else None
-            video.about = api.told(_made(order, read(Finished, made), b"", spec))
+            finished = read(Finished, made)
+            frames = finished.frames or 1
+            video.about = api.told(_made(order, finished, b"", spec))
+            video.about |= {"num_frames": frames, "seconds": f"{frames / spec.fps:g}"}
         return video
 
     async def forget_video(self, name: str) -> None:

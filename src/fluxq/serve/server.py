@@ -179,13 +179,15 @@ class Server:
             self._told(line)
 
     def _is_busy(self) -> bool:
-        return len(self.dispatcher.queue) > 0
+        return len(self.dispatcher.queue) > 0 or (self.shared is not None and self.shared.is_awaited)
 
     def _say_ending(self) -> None:
         self._tell("ending: what was taken is finished first; a second signal ends at once")
 
     def _give_up(self) -> None:
         self.dispatcher.give_up()
+        if self.shared is not None:
+            self.shared.give_up()
 
     async def _finish(self) -> None:
         """Finish what was taken, but for videos, which nobody could fetch any more from here."""

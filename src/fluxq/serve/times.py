@@ -38,9 +38,16 @@ class Times:
             if part != "step" or quantum.shared == 1:
                 return
             part = f"step of {quantum.shared}"
+        self._keep(order, part, quantum.seconds - quantum.loading)
+
+    def fail(self, order: Order, images: int) -> None:
+        """Take note that joined calls of so many images fail, for want of memory say: they never pay."""
+        self._keep(order, f"step of {images}", math.inf)
+
+    def _keep(self, order: Order, part: str, seconds: float) -> None:
         by_size = self._measured.setdefault((order.kind, part), {})
         values = by_size.pop(order.pixels, deque(maxlen=_KEPT))
-        values.append(quantum.seconds - quantum.loading)
+        values.append(seconds)
         by_size[order.pixels] = values  # the last: the first is forgotten
         if len(by_size) > _SIZES:
             del by_size[next(iter(by_size))]

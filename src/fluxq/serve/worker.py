@@ -291,10 +291,21 @@ class _Model:
         if lora is None:
             self.pipe.disable_lora()
         else:
-            self._load_adapter(lora[0])
-            self.pipe.enable_lora()
-            self.pipe.set_adapters([self._plain(lora[0])], [lora[1]])
+            self._switch_on(*lora)
         self.lora = lora
+
+    def _switch_on(self, name: str, scale: float) -> None:
+        refused = Refused(f"lora: {name} does not fit {self.facts.name}", "lora")
+        if not hasattr(self.pipe, "load_lora_weights"):
+            raise refused
+        self.lora = _UNKNOWN_ADAPTER  # of one that fails a part may be active, and of those before it too
+        try:
+            self._load_adapter(name)
+            self.pipe.enable_lora()
+            self.pipe.set_adapters([self._plain(name)], [scale])  # ValueError: the file has no weights of this model
+        except (ValueError, RuntimeError, KeyError, OSError) as error:
+            logger.warning("the adapter %s does not fit %s: %s", name, self.facts.name, first_line(error))
+            raise refused from None
 
     def _plain(self, name: str) -> str:
         """Return a name that can be one of a module; a file's can be any."""
@@ -303,13 +314,8 @@ class _Model:
     def _load_adapter(self, name: str) -> None:
         if name in self.loaded_adapters:
             return
-        file, before = Path(self.adapters[name]), self.lora
-        try:
-            self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=self._plain(name))
-        except (ValueError, RuntimeError, KeyError, OSError) as error:
-            logger.warning("the adapter %s does not fit %s: %s", name, self.facts.name, first_line(error))
-            self.lora = _UNKNOWN_ADAPTER if before else None  # whether it is still active, nobody says
-            raise Refused(f"lora: {name} does not fit {self.facts.name}", "lora") from None
+        file = Path(self.adapters[name])
+        self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=self._plain(name))
         self.loaded_adapters.add(name)
 
 
@@ -405,7 +411,10 @@ class _Making:
         return self._quantum(picture), (image, latents[0].float().cpu())
 
     def _after_step(self, step: int, latents: Tensor) -> None:
-        self._steps = step + 1
+        calls = getattr(self.model.pipe.scheduler, "order", 1)  # of a step: two of Heun's, whose last has one
+        self._steps = step // calls + 1
+        if (step + 1) % calls:
+            return
         _wait_for(latents)
         self._tell(self._quantum())
         if self._pauses():
