@@ -355,7 +355,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
 
     plain: Any = fspath(value) if isinstance(value, PathLike) else value
     if hint == Path | None and value is not None:
-        plain = plain_path(value)
+        plain = plain_path(fspath(value))
     elif name == "cache":  # a number, a text, or several
         plain = tuple(map(str, (plain,) if isinstance(plain, (str, int, float)) else plain or ()))
     elif hint == _LIST and not isinstance(value, str):

@@ -162,6 +162,13 @@ def test_saving_in_the_names_of_the_model_keeps_the_axis(text_encoder, tmp_path)
     assert same_bits(stored(text_encoder("fp8")), stored(tmp_path))
 
 
+def test_compiled_blocks_are_saved_under_their_own_names(text_encoder, tmp_path):
+    model = load(text_encoder("fp8"))
+    model.encoder.block[0] = torch.compile(model.encoder.block[0])
+    model.save_pretrained(tmp_path)
+    assert same_bits(stored(text_encoder("fp8")), stored(tmp_path))
+
+
 def test_moving_passes_and_casting_is_refused(text_encoder):
     model = load(text_encoder("fp8"))
     before = copy.deepcopy(model.state_dict())

@@ -119,6 +119,15 @@ def test_eval_replaces_the_passport_alone(checkpoint: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_of_backends_that_make_the_same_images_native_stays_wherever_it_was_named(plain_checkpoint, tmp_path) -> None:
+    out = copy_of(plain_checkpoint("int8"), tmp_path)
+    words = ("--count", 2, "--metrics", "psnr", "--backends", "int8,native", "--images", tmp_path / "images")
+    code, _, error = run("eval", out, *words, *ONE_STEP)
+    assert code == 0, error
+    assert read_passport(out / "passport.json").by == "eval"
+
+
+@pytest.mark.slow
 def test_steps_that_are_kept_in_16_bit_are_repeated_too(tmp_path: Path) -> None:
     recipe = tmp_path / "kept.yaml"
     kept = re.sub("(?m)^steps: null", "steps: {first: 1}", (files("fluxq.recipes") / "nvfp4.yaml").read_text("utf-8"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from recorder import Answer, Recorder, guided, latents, velocity
 
 import fluxq
 from fluxq.runtime import graphs
+from fluxq.runtime.first_block import FirstBlock
 from fluxq.runtime.modulation import hoist_modulation
 
 pytestmark = pytest.mark.usefixtures("recorded")
@@ -121,6 +123,18 @@ def test_another_threshold_and_no_cache_are_other_graphs(flux):
             assert captured.captures == captures
         assert torch.equal(made[1], plain) and not torch.equal(made[0], made[2])
         assert torch.equal(latents(flux, num_inference_steps=6), plain) and captured.captures == 7
+
+
+def test_diffusers_before_0_41_has_the_name_of_a_context_alone():
+    class Manager:
+        _current_context: str | None = None
+
+    manager = Manager()
+    cache = FirstBlock(SimpleNamespace(state_manager=manager, threshold=0.1))
+    with pytest.raises(ValueError, match="no context is set"):
+        _ = cache.kind
+    manager._current_context = "cond"
+    assert cache.kind == ("cond", 0.1)
 
 
 def test_a_step_cache_outside_of_a_context_is_refused_as_diffusers_does(flux):

@@ -14,6 +14,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
+from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.transformers import transformer_flux as stock
 from fused_models import FULL, TEXT_TOKENS, Calls, adapt, fused_calls, layers, ops, output, put, quantized
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from fluxq.kernels import findings
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.tensor import pack_named, unpack_named
 from fluxq.runtime import fused_forms, layout
+from fluxq.runtime.fused import fused_class
 
 BLOCKS = 3
 SCHEMES = (
@@ -586,3 +588,12 @@ def test_what_cannot_be_fused_is_refused_by_name(pipe) -> None:
     with pytest.raises(ValueError, match=r"no block of this FluxTransformer2DModel can be fused: transformer_blocks.0"):
         fluxq.optimize(model)
     assert fluxq.restore(pipe) == 0
+
+
+def test_blocks_that_diffusers_does_not_register_are_fused_all_the_same(monkeypatch):
+    def get(_class: type) -> None:
+        raise ValueError("not registered")
+
+    monkeypatch.setattr(TransformerBlockRegistry, "get", get)
+    block = stock.FluxTransformerBlock
+    assert issubclass(fused_class.__wrapped__(block), block)
